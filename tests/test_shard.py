@@ -1,0 +1,49 @@
+"""Where shards lie."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerofp4.shard import Shard, byte_range, check_bounds, equal_slices, find_gap, find_overlap, intersect
+
+
+def test_byte_range_counts_boundary_bytes_for_both_neighbours():
+    assert byte_range(Shard(0, 3)) == (0, 2)
+    assert byte_range(Shard(3, 3)) == (1, 3)
+    assert byte_range(Shard(3, 1)) == (1, 2)
+    assert byte_range(Shard(5, 0)) == (2, 2)
+
+
+def test_check_bounds():
+    check_bounds("master_weights[0]", Shard(4, 4), "'w'", 8)
+    with pytest.raises(ValueError, match=r"start_offset 4097 \+ 512 elements exceeds weight 'w' with 4096"):
+        check_bounds("master_weights[3]", Shard(4097, 512), "'w'", 4096)
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        check_bounds("master_weights[3]", Shard(-1, 2), "'w'", 4096)
+
+
+def test_overlap_and_gap():
+    assert find_overlap([Shard(0, 5), Shard(0, 0), Shard(5, 3)]) is None
+    assert find_overlap([Shard(4, 4), Shard(0, 5)]) == (1, 0, 4, 5)
+    assert find_gap([Shard(0, 5), Shard(5, 3)], 8) is None
+    assert find_gap([Shard(0, 5), Shard(6, 2)], 8) == (5, 6)
+    assert find_gap([Shard(0, 0)], 8) == (0, 8)
+    assert find_gap([Shard(0, 6)], 8) == (6, 8)
+
+
+def test_overlap_hidden_behind_a_longer_shard():
+    assert find_overlap([Shard(0, 10), Shard(2, 2), Shard(6, 2)]) == (0, 1, 2, 4)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=8), st.integers(1, 5), st.sampled_from([1, 2, 32]))
+def test_equal_slices_cover_every_piece_exactly_once(sizes, world_size, alignment):
+    offsets, slice_length = equal_slices(sizes, world_size, alignment)
+    assert slice_length % alignment == 0 and slice_length > 0
+    end = 0
+    for offset, size in zip(offsets, sizes, strict=True):
+        assert offset % alignment == 0 and offset >= end
+        end = offset + size
+        parts = [intersect(offset, size, r * slice_length, (r + 1) * slice_length) for r in range(world_size)]
+        assert sum(part.numel for part in parts) == size
+        assert find_overlap(parts) is None and find_gap(parts, size) is None
+    assert end <= world_size * slice_length

@@ -1,0 +1,67 @@
+"""Shapes of the buffers of a quantized tensor and the index map of swizzled scales. Pure arithmetic."""
+
+from collections.abc import Sequence
+
+from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, SCALE_LAYOUTS
+
+
+def ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, cols) of a tensor flattened to [product of leading dimensions, last dimension].
+
+    Raises ValueError for fewer than two dimensions: scaling blocks lie in a matrix.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"NVFP4 needs a tensor of at least 2 dimensions, got shape {tuple(shape)}")
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1]
+
+
+def check_matrix(rows: int, cols: int, *, columnwise: bool) -> None:
+    """Two codes share a byte along a row, and along a column for the columnwise copy: both counts must be
+    even.
+    """
+    if cols % 2:
+        raise ValueError(
+            f"NVFP4 packs two codes of a row into a byte: the last dimension must be even, got {cols}"
+        )
+    if columnwise and rows % 2:
+        raise ValueError(
+            f"columnwise data packs two codes of a column into a byte: rows must be even, got {rows}"
+        )
+
+
+def packed_shape(rows: int, cols: int) -> tuple[int, int]:
+    """uint8 shape of the codes of a [rows, cols] matrix."""
+    return rows, cols // 2
+
+
+def scale_shape(rows: int, cols: int, block_rows: int, layout: str = "compact") -> tuple[int, int]:
+    """Shape of the E4M3 scales of a [rows, cols] matrix with blocks of block_rows x 16.
+
+    Padded layouts repeat a block's byte over its rows, so their shape does not depend on block_rows.
+    """
+    if layout not in SCALE_LAYOUTS:
+        raise ValueError(f"scale layout must be one of {SCALE_LAYOUTS}, got {layout!r}")
+    columns = ceil_div(cols, BLOCK)
+    if layout == "compact":
+        return ceil_div(rows, block_rows), columns
+    return round_up(rows, ATOM_ROWS), round_up(columns, ATOM_COLUMNS)
+
+
+def swizzled_offset(i: int, j: int, columns: int) -> int:
+    """Byte of expanded scale element (i, j) in the swizzled layout; `columns` counts unpadded scale columns.
+
+    Worksontensorsofindicestoo.Thisisthe128x4atomorderthatcuBLASLtdocumentsforblock-scaledGEMMs.
+    """
+    atoms_per_row = ceil_div(columns, ATOM_COLUMNS)
+    return (i // 128 * atoms_per_row + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4

@@ -1,0 +1,75 @@
+"""Where a shard lies: the flat range [start, start + numel) of a weight that one rank owns."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zerofp4.layout import ceil_div, round_up
+
+
+class Shard(NamedTuple):
+    """Flat elements [start, start + numel) of a weight; numel 0 when the rank owns nothing of it."""
+
+    start: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+
+def byte_range(shard: Shard) -> tuple[int, int]:
+    """[first, last) bytes of the packed weight that hold the shard's codes.
+
+    A byte at an odd boundary holds a code of the neighbouring shard too.
+    """
+    return shard.start // 2, (shard.end + 1) // 2 if shard.numel else shard.start // 2
+
+
+def check_bounds(what: str, shard: Shard, weight_name: str, weight_numel: int) -> None:
+    """Raises ValueError unless the shard lies inside its weight."""
+    if shard.start < 0:
+        raise ValueError(f"{what}: start_offset must not be negative, got {shard.start}")
+    if shard.end > weight_numel:
+        raise ValueError(
+            f"{what}: start_offset {shard.start} + {shard.numel} elements exceeds weight {weight_name} "
+            f"with {weight_numel} elements"
+        )
+
+
+def find_overlap(shards: Sequence[Shard]) -> tuple[int, int, int, int] | None:
+    """(rank a, rank b, first, last) of the first elements [first, last) that two ranks both own, or None."""
+    owners = sorted((s.start, s.end, rank) for rank, s in enumerate(shards) if s.numel)
+    for (_, end, a), (start, other_end, b) in itertools.pairwise(owners):
+        if start < end:
+            return a, b, start, min(end, other_end)
+    return None
+
+
+def find_gap(shards: Sequence[Shard], numel: int) -> tuple[int, int] | None:
+    """The first elements [first, last) of [0, numel) that no rank owns, or None. Shards must not overlap."""
+    covered = 0
+    for start, end in sorted((s.start, s.end) for s in shards if s.numel):
+        if start > covered:
+            return covered, start
+        covered = end
+    return (covered, numel) if covered < numel else None
+
+
+def equal_slices(sizes: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
+    """Offsets of pieces laid one after the other in a flat buffer, and the length of each rank's equal slice.
+
+    Every piece starts at a multiple of `alignment` and the slice length is one too; the buffer has
+    world_size * slice elements, and rank r owns [r * slice, (r + 1) * slice).
+    """
+    offsets, total = [], 0
+    for size in sizes:
+        offsets.append(total)
+        total += round_up(size, alignment)
+    return offsets, round_up(max(ceil_div(total, world_size), 1), alignment)
+
+
+def intersect(offset: int, size: int, begin: int, end: int) -> Shard:
+    """The part of a piece at [offset, offset + size) that lies in [begin, end), relative to the piece."""
+    first, last = max(offset, begin), min(offset + size, end)
+    return Shard(first - offset, last - first) if first < last else Shard(0, 0)
