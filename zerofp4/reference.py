@@ -92,9 +92,14 @@ def block_amax(x: torch.Tensor, block_rows: int) -> torch.Tensor:
     return blocks(magnitude(x), block_rows).amax(dim=(2, 3))
 
 
+def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
+    """numerator / x, rounded once. Python's `/` would multiply with the reciprocal and round twice."""
+    return torch.full_like(x, numerator) / x
+
+
 def encode_scale(amax: torch.Tensor) -> torch.Tensor:
     """S_enc, the global factor that maps the tensor's amax to 448 * 6."""
-    encode = (E4M3_MAX * E2M1_MAX / amax).clamp(max=FLOAT32_MAX)
+    encode = divide(E4M3_MAX * E2M1_MAX, amax).clamp(max=FLOAT32_MAX)
     return torch.where((amax == 0) | amax.isinf(), 1.0, encode)
 
 
@@ -106,8 +111,8 @@ def block_scale(amax_of_blocks: torch.Tensor, amax: torch.Tensor) -> torch.Tenso
 
 def block_encode(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """What the elements of a block are multiplied with before they are rounded to E2M1."""
-    decode = 1 / encode_scale(amax)
-    encode = (1 / (scale.float() * decode)).clamp(max=FLOAT32_MAX)
+    decode = divide(1.0, encode_scale(amax))
+    encode = divide(1.0, scale.float() * decode).clamp(max=FLOAT32_MAX)
     return torch.where(scale.float() > 0, encode, FLOAT32_MAX)
 
 

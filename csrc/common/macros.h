@@ -1,0 +1,16 @@
+#pragma once
+// One spelling of "callable from both sides", so that every formula is written once for CPU and CUDA.
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define ZEROFP4_HD __host__ __device__ __forceinline__
+#else
+#define ZEROFP4_HD inline __attribute__((always_inline))
+#endif
+
+#if defined(__CUDACC__) && defined(__CUDA_ARCH__)
+#define ZEROFP4_DEVICE_CODE 1
+#else
+#define ZEROFP4_DEVICE_CODE 0
+#endif

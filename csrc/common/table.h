@@ -1,0 +1,100 @@
+#pragma once
+// The multi-tensor plan as data: one descriptor per weight, and what every kernel of a step is given. Built by
+// csrc/dispatch on the host; a CUDA plan keeps the descriptors in device memory.
+
+#include "common/dtype.h"
+#include "common/layout.h"
+
+namespace zerofp4 {
+
+// The reduced vector starts with words on which the ranks must agree; a MAX all-reduce combines them.
+constexpr int kErrorWord = 0;      // +inf when a rank found an error: no rank writes
+constexpr int kHashWord = 1;       // the plan's hash h
+constexpr int kMinusHashWord = 2;  // -h: after the reduction h == -(-h) only if all ranks run the same plan
+constexpr int kHeaderWords = 4;
+
+constexpr int kStripColumns = 128;  // a unit of amax and cast is one strip of 16 rows by 128 columns
+constexpr int kScaleTiles = 8;      // a unit of scale is 8 x 8 tiles: whole atoms of both orientations
+
+enum Status : int32_t { kOk = 0, kPeerError = 1, kPlanMismatch = 2 };
+
+// One weight [rows, cols] of which this rank owns the flat elements [start, start + numel).
+struct WeightDescriptor {
+    const void* master;  // the owned elements; null when there are none
+    int64_t start;
+    int64_t numel;
+    int64_t rows;
+    int64_t cols;  // even
+    DType master_dtype;
+    DType weight_dtype;        // masters are rounded to it before anything else
+    uint8_t* codes;            // the byte that holds element `start`, that is byte start / 2 of the packed weight
+    float* amax;               // float[1], or null
+    float* columnwise_amax;    // float[1], or null
+    const float* given_amax;   // float[1] to use in place of the reduced amax, or null
+    uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
+    uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
+    int64_t tile_offset;   // of tile (0, 0)'s amax in the reduced vector, row-major [ceil(rows/16), ceil(cols/16)]
+    int64_t amax_offset;   // of the amax of this weight's group in the reduced vector
+    // Work: units [strip_begin, next weight's strip_begin) of amax and cast, row-major over strips x chunks
+    int64_t strip_begin;
+    int64_t first_strip;   // strip (tile row) of the first owned element
+    int64_t first_chunk;   // 128-column chunk of unit 0; nonzero only for a shard inside one row
+    int64_t chunks;        // chunks per strip
+    int64_t scale_begin;   // first unit of the scale stage, row-major over 8 x 8 groups of tiles
+};
+
+// Everything a stage needs, passed by value.
+struct CastTable {
+    const WeightDescriptor* weights;  // `count` of them, on the device that runs the stage
+    int64_t count;
+    int64_t strip_units;
+    int64_t scale_units;
+    float* reduced;          // header words, group amaxes, tile amaxes
+    int64_t reduced_numel;
+    float hash;
+    int32_t skip_nonfinite;  // 1: a group whose amax is inf is left alone and found_inf set; 0: quantized with amax inf
+    float* found_inf;        // float[1], or null
+    int32_t* status;         // int32[1] that the host can read (pinned for CUDA), or null
+};
+
+// True when no rank reported an error and all run this plan.
+ZEROFP4_HD int32_t header_status(const CastTable& table) {
+    if (table.reduced[kErrorWord] > 0.0f) return kPeerError;
+    const bool same = table.reduced[kHashWord] == table.hash && table.reduced[kMinusHashWord] == -table.hash;
+    return same ? kOk : kPlanMismatch;
+}
+
+ZEROFP4_HD float group_amax(const CastTable& table, const WeightDescriptor& weight) {
+    return weight.given_amax ? *weight.given_amax : table.reduced[weight.amax_offset];
+}
+
+// The part of a row that a shard owns: columns [begin, end), empty when begin >= end.
+struct ColumnRange {
+    int64_t begin;
+    int64_t end;
+};
+
+ZEROFP4_HD ColumnRange owned_columns(const WeightDescriptor& weight, int64_t row) {
+    const int64_t begin = weight.start - row * weight.cols;
+    const int64_t end = begin + weight.numel;
+    return {begin > 0 ? begin : 0, end < weight.cols ? end : weight.cols};
+}
+
+// A packed transpose [rows, cols] -> [cols, rows]; both even. Units are tiles of 128 x 128 codes, row-major.
+constexpr int kTransposeTile = 128;
+
+struct TransposeDescriptor {
+    const uint8_t* input;  // [rows, cols / 2]
+    uint8_t* output;       // [cols, rows / 2]
+    int64_t rows;
+    int64_t cols;
+    int64_t tile_begin;
+};
+
+struct TransposeTable {
+    const TransposeDescriptor* items;
+    int64_t count;
+    int64_t tiles;
+};
+
+}  // namespace zerofp4

@@ -1,0 +1,92 @@
+// partial_amax: tile amaxes and the amax of the owned part of every weight.
+//
+// Rounding to a dtype keeps the order of magnitudes, and so do the bits of every dtype with NaN above Inf. The
+// maximum is therefore taken over the raw bits as integers, and only the maximum of a tile is rounded.
+
+#include "cpu/kernels.h"
+#include "cpu/patch.h"
+
+namespace zerofp4::cpu::ZEROFP4_ISA {
+namespace {
+
+ZEROFP4_HD uint32_t magnitude_bits(float x) { return to_bits(x) & 0x7fffffffu; }
+ZEROFP4_HD uint16_t magnitude_bits(BFloat16 x) { return x.bits & 0x7fffu; }
+ZEROFP4_HD uint16_t magnitude_bits(Float16 x) { return x.bits & 0x7fffu; }
+
+ZEROFP4_HD float value_of(uint32_t bits, float) { return from_bits(bits); }
+ZEROFP4_HD float value_of(uint16_t bits, BFloat16) { return load_float(BFloat16{bits}); }
+ZEROFP4_HD float value_of(uint16_t bits, Float16) { return load_float(Float16{bits}); }
+
+// Magnitude in the weight's dtype; what is not finite is inf.
+ZEROFP4_HD float rounded_magnitude(float x, DType weight_dtype) {
+    if (weight_dtype == DType::kBFloat16) x = round_to<DType::kBFloat16>(x);
+    if (weight_dtype == DType::kFloat16) x = round_to<DType::kFloat16>(x);
+    return x <= kFloatMax ? x : kInf;
+}
+
+template <class T>
+ZEROFP4_HD float tile_amax(const T* x, int64_t stride) {
+    using Bits = decltype(magnitude_bits(T{}));
+    Bits most[kBlock] = {};
+    for (int r = 0; r < kBlock; ++r, x += stride) {
+        for (int c = 0; c < kBlock; ++c) {
+            const Bits bits = magnitude_bits(x[c]);
+            most[c] = bits > most[c] ? bits : most[c];
+        }
+    }
+    Bits result = 0;
+    for (int c = 0; c < kBlock; ++c) result = most[c] > result ? most[c] : result;
+    return value_of(result, T{});
+}
+
+template <class T>
+float patch_amax(const CastTable& table, const WeightDescriptor& weight, const Patch& patch) {
+    T buffer[kBlock][kStripColumns];
+    const PatchView<T> view = view_master(weight, patch, buffer);
+    const int64_t tiles_per_row = ceil_div(weight.cols, kBlock);
+    float* tile = nullptr;
+    if (weight.tile_offset >= 0) {
+        tile = table.reduced + weight.tile_offset + patch.row / kBlock * tiles_per_row + patch.col / kBlock;
+    }
+    float amax = 0.0f;
+    for (int64_t t = 0; t * kBlock < patch.cols; ++t) {
+        const float found = rounded_magnitude(tile_amax(view.data + t * kBlock, view.stride), weight.weight_dtype);
+        if (tile != nullptr && found > tile[t]) tile[t] = found;  // also keeps a tile without owned elements as it is
+        amax = found > amax ? found : amax;
+    }
+    return amax;
+}
+
+// Weights of one group share the word, and so do threads: written only to raise it.
+void raise_to(float* word, float value) {
+    float present;
+    __atomic_load(word, &present, __ATOMIC_RELAXED);
+    while (value > present &&
+           !__atomic_compare_exchange(word, &present, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+template <class T>
+void amax_of_units(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
+    float amax = 0.0f;
+    for (int64_t unit = begin; unit < end; ++unit) {
+        const float found = patch_amax<T>(table, weight, patch_of_unit(weight, unit));
+        amax = found > amax ? found : amax;
+    }
+    raise_to(table.reduced + weight.amax_offset, amax);
+}
+
+}  // namespace
+
+void partial_amax(const CastTable& table, int threads) {
+    parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads, kPatchGrain,
+                   [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
+                       switch (weight.master_dtype) {
+                           case DType::kFloat32: return amax_of_units<float>(table, weight, begin, end);
+                           case DType::kBFloat16: return amax_of_units<BFloat16>(table, weight, begin, end);
+                           case DType::kFloat16: return amax_of_units<Float16>(table, weight, begin, end);
+                       }
+                   });
+}
+
+}  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -1,0 +1,28 @@
+#pragma once
+// The CPU operations, one file each, the same names as csrc/cuda. Every file is compiled once per instruction set
+// (ZEROFP4_ISA names it); select.cpp picks one table of functions at run time.
+
+#include "common/single.h"
+#include "common/table.h"
+
+namespace zerofp4::cpu {
+
+// Each takes the number of OpenMP threads to use.
+struct Kernels {
+    const char* isa;
+    void (*partial_amax)(const CastTable&, int threads);
+    void (*fused_scale)(const CastTable&, int threads);
+    void (*partial_cast)(const CastTable&, int threads);
+    void (*transpose)(const TransposeTable&, int threads);
+    void (*quantize_rows)(const QuantizeRowsArgs&, int threads);
+    void (*dequantize)(const DequantizeArgs&, int threads);
+    void (*pad_scale)(const ScaleLayoutArgs&, int threads);
+    void (*unpad_scale)(const ScaleLayoutArgs&, int threads);
+};
+
+// The best table that this processor runs.
+const Kernels& kernels();
+
+void cast_begin(const CastTable& table, float error);
+
+}  // namespace zerofp4::cpu

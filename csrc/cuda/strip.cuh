@@ -1,0 +1,130 @@
+#pragma once
+// Reading masters: a warp takes a strip of 16 rows by 128 columns, each lane 4 neighbouring columns of every row. A
+// scaling tile is then 4 neighbouring lanes. Half of the rows are loaded at a time, before the first is used.
+
+#include "common/table.h"
+#include "cuda/units.cuh"
+#include "cuda/vector.cuh"
+
+namespace zerofp4::cuda {
+
+constexpr int kLaneColumns = 4;
+constexpr int kStepRows = 8;
+constexpr int kTileLanes = kBlock / kLaneColumns;
+static_assert(kLanes * kLaneColumns == kStripColumns && kBlock % kStepRows == 0);
+
+using StepValues = float[kStepRows][kLaneColumns];
+
+// How the elements of a strip can be read: all of them by vectors, all of them one by one (an odd alignment), or only
+// those that the shard owns.
+enum class Access { kVector, kElement, kMasked };
+
+struct Strip {
+    int64_t row;    // first row
+    int64_t col;    // first column of this lane
+    Access access;  // the same for all lanes
+
+    __device__ __forceinline__ int64_t tile_row() const { return row / kBlock; }
+    __device__ __forceinline__ int64_t tile_column() const { return col / kBlock; }
+};
+
+// Of the strip whose first element is (row, col).
+__device__ __forceinline__ Access access_of(const WeightDescriptor& weight, int64_t row, int64_t col) {
+    const int64_t first = row * weight.cols + col - weight.start;
+    const int64_t last = first + (kBlock - 1) * weight.cols + kStripColumns - 1;
+    const bool inside = row + kBlock <= weight.rows && col + kStripColumns <= weight.cols;
+    if (!inside || first < 0 || last >= weight.numel) return Access::kMasked;
+    const int64_t size = size_of(weight.master_dtype);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(weight.master) + static_cast<uintptr_t>(first * size);
+    const bool aligned = weight.cols % kLaneColumns == 0 && address % static_cast<uintptr_t>(kLaneColumns * size) == 0;
+    return aligned ? Access::kVector : Access::kElement;
+}
+
+__device__ __forceinline__ Strip strip_of(const WeightDescriptor& weight, int64_t unit) {
+    const int64_t local = unit - weight.strip_begin;
+    const int64_t down = local / weight.chunks;
+    const int64_t row = (weight.first_strip + down) * kBlock;
+    const int64_t col = (weight.first_chunk + local - down * weight.chunks) * kStripColumns;
+    return {row, col + lane_index() * kLaneColumns, access_of(weight, row, col)};
+}
+
+// The lane's columns of a row that the shard owns: [begin, end) of 0..kLaneColumns.
+struct LaneRange {
+    int begin;
+    int end;
+    __device__ __forceinline__ bool has(int k) const { return begin <= k && k < end; }
+};
+
+// `index` is the lane's first column of the row, counted from the first owned element; a row before or past what is
+// owned has none. The same columns as owned_columns gives, cut to the lane's.
+__device__ __forceinline__ LaneRange lane_range(const WeightDescriptor& weight, int64_t index, int64_t col) {
+    const int existing = clamp_count(weight.cols - col, kLaneColumns);
+    return {clamp_count(-index, kLaneColumns), clamp_count(weight.numel - index, existing)};
+}
+
+template <typename T, bool kLastUse>
+__device__ __forceinline__ void load_step_as(const WeightDescriptor& weight, const Strip& strip, int64_t row,
+                                             StepValues& values) {
+    // A masked lane may begin before the shard or end past it: nothing there is read.
+    const int64_t index = row * weight.cols + strip.col - weight.start;
+    const T* master = in_global(static_cast<const T*>(weight.master));
+    if (strip.access == Access::kVector) {
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r) {
+            uint32_t words[kLaneColumns / kPerWord<T>];
+            load_words<kLastUse>(master + index + r * weight.cols, words);
+            unpack<T>(words, values[r]);
+        }
+    } else if (strip.access == Access::kElement) {
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r) {
+#pragma unroll
+            for (int k = 0; k < kLaneColumns; ++k) values[r][k] = load_float(master[index + r * weight.cols + k]);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r) {
+            const LaneRange owned = lane_range(weight, index + r * weight.cols, strip.col);
+#pragma unroll
+            for (int k = 0; k < kLaneColumns; ++k) {
+                values[r][k] = owned.has(k) ? load_float(master[index + r * weight.cols + k]) : 0.0f;
+            }
+        }
+    }
+}
+
+// Rows [row, row + kStepRows) of the lane's columns, as floats; 0 where the shard owns nothing.
+template <bool kLastUse>
+__device__ __forceinline__ void load_step(const WeightDescriptor& weight, const Strip& strip, int64_t row,
+                                          StepValues& values) {
+    switch (weight.master_dtype) {
+        case DType::kFloat32:
+            return load_step_as<float, kLastUse>(weight, strip, row, values);
+        case DType::kBFloat16:
+            return load_step_as<BFloat16, kLastUse>(weight, strip, row, values);
+        case DType::kFloat16:
+            return load_step_as<Float16, kLastUse>(weight, strip, row, values);
+    }
+}
+
+template <DType kTo>
+__device__ __forceinline__ void round_step_to(StepValues& values) {
+#pragma unroll
+    for (int r = 0; r < kStepRows; ++r) {
+#pragma unroll
+        for (int k = 0; k < kLaneColumns; ++k) values[r][k] = round_to<kTo>(values[r][k]);
+    }
+}
+
+__device__ __forceinline__ void round_step(DType dtype, StepValues& values) {
+    if (dtype == DType::kBFloat16) round_step_to<DType::kBFloat16>(values);
+    if (dtype == DType::kFloat16) round_step_to<DType::kFloat16>(values);
+}
+
+__device__ __forceinline__ float round_one(DType dtype, float x) {
+    if (dtype == DType::kBFloat16) return round_to<DType::kBFloat16>(x);
+    if (dtype == DType::kFloat16) return round_to<DType::kFloat16>(x);
+    return x;
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,27 @@
+// Stands in for the CUDA side in a build without nvcc. Python refuses CUDA tensors before it gets here.
+
+#include <stdexcept>
+
+#include "cuda/kernels.h"
+
+namespace zerofp4::cuda {
+namespace {
+
+[[noreturn]] void fail() { throw std::runtime_error("zerofp4 was built without CUDA"); }
+
+}  // namespace
+
+DeviceGuard::DeviceGuard(int) { fail(); }
+DeviceGuard::~DeviceGuard() = default;
+
+void cast_begin(const CastTable&, float, cudaStream_t) { fail(); }
+void partial_amax(const CastTable&, const WeightDescriptor*, cudaStream_t) { fail(); }
+void fused_scale(const CastTable&, const WeightDescriptor*, cudaStream_t) { fail(); }
+void partial_cast(const CastTable&, const WeightDescriptor*, cudaStream_t) { fail(); }
+void transpose(const TransposeTable&, const TransposeDescriptor*, cudaStream_t) { fail(); }
+void quantize_rows(const QuantizeRowsArgs&, cudaStream_t) { fail(); }
+void dequantize(const DequantizeArgs&, cudaStream_t) { fail(); }
+void pad_scale(const ScaleLayoutArgs&, cudaStream_t) { fail(); }
+void unpad_scale(const ScaleLayoutArgs&, cudaStream_t) { fail(); }
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,78 @@
+#pragma once
+// Work units: which of them a warp does, and to which item of a table (a weight, a transpose) a unit belongs.
+
+#include "cuda/launch.cuh"
+
+namespace zerofp4::cuda {
+
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
+__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kLanes; }
+
+// Every address in a table is one of global memory (pinned host memory included). Said aloud, because the compiler sees
+// that only of addresses in kernel arguments, and takes slower generic accesses for those it reads from a table.
+template <typename T>
+__device__ __forceinline__ T* in_global(T* p) {
+    __builtin_assume(__isGlobal(p));
+    return p;
+}
+
+// Warps of the grid, for loops in which neighbouring warps take neighbouring units.
+__device__ __forceinline__ int64_t grid_warp() { return static_cast<int64_t>(blockIdx.x) * kWarps + warp_index(); }
+__device__ __forceinline__ int64_t grid_warps() { return static_cast<int64_t>(gridDim.x) * kWarps; }
+
+// The contiguous share of this block, equal among blocks to within one unit; its warps take turns in it. A block
+// then meets few weights, while what its warps read at one time still lies side by side.
+struct Share {
+    int64_t begin;
+    int64_t end;
+};
+
+__device__ __forceinline__ Share block_share(int64_t units) {
+    const int64_t block = blockIdx.x;
+    const int64_t blocks = gridDim.x;
+    return {units * block / blocks, units * (block + 1) / blocks};
+}
+
+// Follows a rising sequence of units through a table. Item i has the units [items[i].*kBegin, items[i + 1].*kBegin),
+// the last one those up to `units`; items without units are passed over. A table of one is in the kernel's arguments
+// (kSingle). All lanes of a warp must make the same calls.
+template <typename Item, int64_t Item::*kBegin, bool kSingle>
+class ItemCursor {
+  public:
+    __device__ __forceinline__ ItemCursor(const Item* items, int64_t count, int64_t units, const Item& single)
+        : items_(kSingle ? &single : items), count_(kSingle ? 1 : count), units_(units) {}
+
+    // True when the unit belongs to another item than the unit before it, as the first one does.
+    __device__ __forceinline__ bool seek(int64_t unit) {
+        if (unit < end_) return false;
+        if constexpr (!kSingle) index_ = find(unit);
+        end_ = index_ + 1 < count_ ? items_[index_ + 1].*kBegin : units_;
+        return true;
+    }
+
+    __device__ __forceinline__ const Item& item() const { return items_[kSingle ? 0 : index_]; }
+
+  private:
+    // The last item, from the present one on, that begins at or before the unit: a search in which every lane probes.
+    __device__ __forceinline__ int64_t find(int64_t unit) const {
+        int64_t first = index_;
+        int64_t length = count_ - index_;
+        while (length > 1) {
+            const int64_t step = ceil_div(length, kLanes);
+            const int64_t probe = lane_index() * step;
+            const bool begun = probe < length && items_[first + probe].*kBegin <= unit;
+            const int64_t passed = (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;  // lane 0 has always begun
+            first += passed;
+            length = min(step, length - passed);
+        }
+        return first;
+    }
+
+    const Item* items_;
+    int64_t count_;
+    int64_t units_;
+    int64_t index_ = 0;
+    int64_t end_ = 0;  // of the present item; no unit is before 0, so that the first call moves
+};
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,132 @@
+#pragma once
+// Vector loads and stores, their fallbacks for what is unaligned or cut off, and elements packed in 32-bit words.
+
+#include "common/dtype.h"
+
+namespace zerofp4::cuda {
+
+__device__ __forceinline__ bool is_aligned(const void* p, int bytes) {
+    return (reinterpret_cast<uintptr_t>(p) & static_cast<uintptr_t>(bytes - 1)) == 0;
+}
+
+// n as an int in [0, limit].
+__device__ __forceinline__ int clamp_count(int64_t n, int limit) {
+    return static_cast<int>(n < 0 ? 0 : n < limit ? n : limit);
+}
+
+// The first `count` bytes at p, at most 4, the others zero. One access when all are there and the address allows.
+__device__ __forceinline__ uint32_t load4(const uint8_t* p, int count) {
+    if (count >= 4 && is_aligned(p, 4)) return *reinterpret_cast<const uint32_t*>(p);
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (i < count) word |= static_cast<uint32_t>(p[i]) << (8 * i);
+    }
+    return word;
+}
+
+__device__ __forceinline__ void store4(uint8_t* p, uint32_t word, int count) {
+    if (count >= 4 && is_aligned(p, 4)) {
+        *reinterpret_cast<uint32_t*>(p) = word;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (i < count) p[i] = static_cast<uint8_t>(word >> (8 * i));
+    }
+}
+
+__device__ __forceinline__ void store8(uint8_t* p, const uint32_t (&words)[2], int count) {
+    if (count >= 8 && is_aligned(p, 8)) {
+        *reinterpret_cast<uint2*>(p) = make_uint2(words[0], words[1]);
+        return;
+    }
+    store4(p, words[0], count);
+    store4(p + 4, words[1], count - 4);
+}
+
+__device__ __forceinline__ void load16(const uint8_t* p, int count, uint32_t (&words)[4]) {
+    if (count >= 16 && is_aligned(p, 16)) {
+        const uint4 x = *reinterpret_cast<const uint4*>(p);
+        words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = load4(p + 4 * i, count - 4 * i);
+}
+
+__device__ __forceinline__ void store16(uint8_t* p, const uint32_t (&words)[4], int count) {
+    if (count >= 16 && is_aligned(p, 16)) {
+        *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store4(p + 4 * i, words[i], count - 4 * i);
+}
+
+// The 32-bit words at an address aligned for vectors: 16 bytes an access, or 8 for two words. kLastUse marks data that
+// nobody reads soon after, so that it leaves the L2 cache first.
+template <bool kLastUse, int kWords>
+__device__ __forceinline__ void load_words(const void* p, uint32_t (&words)[kWords]) {
+    if constexpr (kWords == 2) {
+        const uint2* from = static_cast<const uint2*>(p);
+        const uint2 x = kLastUse ? __ldcs(from) : *from;
+        words[0] = x.x, words[1] = x.y;
+    } else {
+        static_assert(kWords % 4 == 0, "whole 16-byte vectors");
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+            const uint4* from = static_cast<const uint4*>(p) + i / 4;
+            const uint4 x = kLastUse ? __ldcs(from) : *from;
+            words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
+        }
+    }
+}
+
+template <typename T>
+constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+
+// Words holding one float each, or two 16-bit elements, the first in the low half.
+template <typename T, int kWords>
+__device__ __forceinline__ void unpack(const uint32_t (&words)[kWords], float (&values)[kWords * kPerWord<T>]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        if constexpr (kPerWord<T> == 1) {
+            values[i] = from_bits(words[i]);
+        } else {
+            values[2 * i] = load_float(T{static_cast<uint16_t>(words[i])});
+            values[2 * i + 1] = load_float(T{static_cast<uint16_t>(words[i] >> 16)});
+        }
+    }
+}
+
+// `count` elements at p, the others zero. One or more vector accesses when all are there and the address allows.
+template <typename T, int kCount>
+__device__ __forceinline__ void load_elements(const T* p, int count, float (&values)[kCount]) {
+    if (count >= kCount && is_aligned(p, min(16, kCount * static_cast<int>(sizeof(T))))) {
+        uint32_t words[kCount / kPerWord<T>];
+        load_words<false>(p, words);
+        unpack<T>(words, values);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = i < count ? load_float(p[i]) : 0.0f;
+}
+
+// The stored form of a float in T, as the low bits of a word.
+template <typename T>
+__device__ __forceinline__ uint32_t element_bits(float x);
+template <>
+__device__ __forceinline__ uint32_t element_bits<float>(float x) {
+    return to_bits(x);
+}
+template <>
+__device__ __forceinline__ uint32_t element_bits<BFloat16>(float x) {
+    return to_bfloat16(x).bits;
+}
+template <>
+__device__ __forceinline__ uint32_t element_bits<Float16>(float x) {
+    return to_float16(x).bits;
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,111 @@
+#include "dispatch/plan.h"
+
+namespace zerofp4 {
+namespace {
+
+template <class Descriptor>
+std::string bytes_of(const std::vector<Descriptor>& descriptors) {
+    return {reinterpret_cast<const char*>(descriptors.data()), descriptors.size() * sizeof(Descriptor)};
+}
+
+// Strip units of the owned range. A shard inside one row visits only the chunks it touches.
+int64_t partition_strips(WeightDescriptor& weight, int64_t begin) {
+    weight.strip_begin = begin;
+    weight.first_strip = weight.first_chunk = weight.chunks = 0;
+    if (weight.numel == 0) return begin;
+    const int64_t last = weight.start + weight.numel - 1;
+    const int64_t first_row = weight.start / weight.cols;
+    const int64_t last_row = last / weight.cols;
+    weight.first_strip = first_row / kBlock;
+    weight.chunks = ceil_div(weight.cols, kStripColumns);
+    if (first_row == last_row) {
+        weight.first_chunk = weight.start % weight.cols / kStripColumns;
+        weight.chunks = last % weight.cols / kStripColumns - weight.first_chunk + 1;
+    }
+    return begin + (last_row / kBlock - weight.first_strip + 1) * weight.chunks;
+}
+
+int64_t scale_units(const WeightDescriptor& weight) {
+    return ceil_div(weight.rows, kBlock * kScaleTiles) * ceil_div(weight.cols, kBlock * kScaleTiles);
+}
+
+}  // namespace
+
+void partition(std::vector<WeightDescriptor>& weights, CastTable& table) {
+    table.strip_units = table.scale_units = 0;
+    for (WeightDescriptor& weight : weights) {
+        weight.scale_begin = table.scale_units;
+        table.scale_units += scale_units(weight);
+        table.strip_units = partition_strips(weight, table.strip_units);
+    }
+    table.weights = weights.data();
+    table.count = static_cast<int64_t>(weights.size());
+}
+
+CastPlan::CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced, int64_t reduced_numel,
+                   float hash, bool skip_nonfinite, uintptr_t found_inf, uintptr_t status)
+    : on_cpu_(on_cpu), weights_(std::move(weights)) {
+    partition(weights_, table_);
+    if (!on_cpu_) table_.weights = nullptr;
+    table_.reduced = reinterpret_cast<float*>(reduced);
+    table_.reduced_numel = reduced_numel;
+    table_.hash = hash;
+    table_.skip_nonfinite = skip_nonfinite;
+    table_.found_inf = reinterpret_cast<float*>(found_inf);
+    table_.status = reinterpret_cast<int32_t*>(status);
+}
+
+std::string CastPlan::descriptor_bytes() const { return bytes_of(weights_); }
+
+void CastPlan::set_device_descriptors(uintptr_t address) {
+    if (!on_cpu_) table_.weights = reinterpret_cast<const WeightDescriptor*>(address);
+}
+
+void CastPlan::begin(const Target& target, bool error) const {
+    const float word = error ? kInf : 0.0f;
+    dispatch(
+        target, [&](const cpu::Kernels&, int) { cpu::cast_begin(table_, word); },
+        [&](cudaStream_t stream) { cuda::cast_begin(table_, word, stream); });
+}
+
+void CastPlan::amax(const Target& target) const {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.partial_amax(table_, threads); },
+        [&](cudaStream_t stream) { cuda::partial_amax(table_, weights_.data(), stream); });
+}
+
+void CastPlan::scale(const Target& target) const {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.fused_scale(table_, threads); },
+        [&](cudaStream_t stream) { cuda::fused_scale(table_, weights_.data(), stream); });
+}
+
+void CastPlan::cast(const Target& target) const {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.partial_cast(table_, threads); },
+        [&](cudaStream_t stream) { cuda::partial_cast(table_, weights_.data(), stream); });
+}
+
+TransposePlan::TransposePlan(bool on_cpu, std::vector<TransposeDescriptor> items)
+    : on_cpu_(on_cpu), items_(std::move(items)) {
+    for (TransposeDescriptor& item : items_) {
+        item.tile_begin = table_.tiles;
+        table_.tiles += ceil_div(item.rows, kTransposeTile) * ceil_div(item.cols, kTransposeTile);
+    }
+    table_.items = on_cpu_ ? items_.data() : nullptr;
+    table_.count = static_cast<int64_t>(items_.size());
+}
+
+std::string TransposePlan::descriptor_bytes() const { return bytes_of(items_); }
+
+void TransposePlan::set_device_descriptors(uintptr_t address) {
+    if (!on_cpu_) table_.items = reinterpret_cast<const TransposeDescriptor*>(address);
+}
+
+void TransposePlan::run(const Target& target) const {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.transpose(table_, threads); },
+        [&](cudaStream_t stream) { cuda::transpose(table_, items_.data(), stream); });
+}
+
+}  // namespace zerofp4

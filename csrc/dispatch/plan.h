@@ -1,0 +1,52 @@
+#pragma once
+// The multi-tensor dispatcher: descriptors of many weights, the partition of their work, one launch per stage.
+
+#include <string>
+#include <vector>
+
+#include "common/table.h"
+#include "dispatch/target.h"
+
+namespace zerofp4 {
+
+// Fills in strip_begin, first_strip, first_chunk, chunks and scale_begin of every descriptor, and the units in `table`.
+void partition(std::vector<WeightDescriptor>& weights, CastTable& table);
+
+// The stages of a cast for a list of weights. Holds addresses only; whoever builds it keeps the memory alive.
+class CastPlan {
+  public:
+    CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced, int64_t reduced_numel, float hash,
+             bool skip_nonfinite, uintptr_t found_inf, uintptr_t status);
+
+    // Bytes of the descriptors, to be copied to the device; and where they are there. A CPU plan and a plan of one
+    // weight need no such copy.
+    std::string descriptor_bytes() const;
+    void set_device_descriptors(uintptr_t address);
+
+    void begin(const Target& target, bool error) const;
+    void amax(const Target& target) const;
+    void scale(const Target& target) const;
+    void cast(const Target& target) const;
+
+  private:
+    bool on_cpu_;
+    std::vector<WeightDescriptor> weights_;
+    CastTable table_{};
+};
+
+// The packed transposes of a list of weights in one launch.
+class TransposePlan {
+  public:
+    TransposePlan(bool on_cpu, std::vector<TransposeDescriptor> items);
+
+    std::string descriptor_bytes() const;
+    void set_device_descriptors(uintptr_t address);
+    void run(const Target& target) const;
+
+  private:
+    bool on_cpu_;
+    std::vector<TransposeDescriptor> items_;
+    TransposeTable table_{};
+};
+
+}  // namespace zerofp4

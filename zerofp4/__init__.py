@@ -1,0 +1,29 @@
+"""NVFP4 model weights over sharded FP32 master weights."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from zerofp4 import launch, optim
+from zerofp4.cast import CastPlan, cast_master_weights_to_nvfp4
+from zerofp4.gather import all_gather_nvfp4, post_all_gather_processing
+from zerofp4.nn import convert_model
+from zerofp4.ops import build_info
+from zerofp4.tensor import NVFP4Tensor, empty, quantize
+
+try:
+    __version__ = version("zerofp4")
+except PackageNotFoundError:  # a source tree that was built in place and never installed
+    __version__ = "unknown"
+
+__all__ = [
+    "CastPlan",
+    "NVFP4Tensor",
+    "all_gather_nvfp4",
+    "build_info",
+    "cast_master_weights_to_nvfp4",
+    "convert_model",
+    "empty",
+    "launch",
+    "optim",
+    "post_all_gather_processing",
+    "quantize",
+]
