@@ -1,0 +1,114 @@
+"""Weights, masters and ways to shard them that distributed tests share."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from helpers import assert_bytes_equal
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.shard import Shard
+
+# A weight of one tile, ragged edges, K not a multiple of 16 or 64, one row pair wide as a strip.
+SHAPES = [(2, 2), (16, 16), (34, 288), (130, 66), (2, 1000), (64, 128)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+SPLITS = ("even", "odd", "last", "flat", "tile")
+
+
+def split(numel: int, world_size: int, how: str, seed: int) -> list[Shard]:
+    """Disjoint shards of [0, numel), in rank order.
+
+    even: equal byte-aligned pieces; odd: boundaries at odd elements; last: one rank owns everything; tile:
+    all boundaries inside the first tile row; flat: random, also empty, in shuffled rank order.
+    """
+    rng = random.Random(seed)
+    if how == "last":
+        return [Shard(0, 0)] * (world_size - 1) + [Shard(0, numel)]
+    if how == "even":
+        bounds = [min(numel, rank * (-(-numel // (2 * world_size)) * 2)) for rank in range(world_size)]
+    elif how == "odd":
+        bounds = [0, *(min(numel, rank * numel // world_size | 1) for rank in range(1, world_size))]
+    elif how == "tile":
+        bounds = [0, *(min(numel, 3 * rank) for rank in range(1, world_size))]
+    else:
+        bounds = [0, *sorted(rng.randrange(numel + 1) for _ in range(world_size - 1))]
+    ends = [*bounds[1:], numel]
+    shards = [Shard(a, b - a) if b > a else Shard(0, 0) for a, b in zip(bounds, ends, strict=True)]
+    if how == "flat":
+        rng.shuffle(shards)
+    return shards
+
+
+class Model:
+    """Every shape in every dtype, the whole masters (equal on all ranks) and this rank's shards of them."""
+
+    def __init__(self, world, how: str, *, shapes=SHAPES, seed: int = 0, columnwise: bool = True):
+        self.device, self.rank = world.device, world.rank
+        self.weights, self.whole, self.shards, self.masters = [], [], [], []
+        generator = torch.Generator().manual_seed(seed)
+        for i, shape in enumerate(shapes):
+            dtype = DTYPES[i % len(DTYPES)]
+            weight = zerofp4.empty(
+                shape,
+                dtype=dtype,
+                device=self.device,
+                columnwise=columnwise,
+                scale_layouts=SCALE_LAYOUTS if i % 2 else ("compact",),
+            )
+            for _, buffer in weight.record.buffers():
+                buffer.view(torch.uint8).fill_(0xA5)
+            whole = torch.randn(shape, generator=generator) * 10.0 ** (i - 2)
+            self.weights.append(weight)
+            self.whole.append(whole.to(self.device))
+            self.shards.append(split(whole.numel(), world.world_size, how, seed + i))
+        self.cut()
+
+    def cut(self) -> None:
+        """Fresh master shards from the whole masters."""
+        pairs = list(zip(self.whole, self.shards, strict=True))
+        self.masters = [
+            whole.flatten()[s[self.rank].start : s[self.rank].end].clone() if s[self.rank].numel else None
+            for whole, s in pairs
+        ]
+
+    @property
+    def starts(self) -> list[int | None]:
+        return [s[self.rank].start if s[self.rank].numel else None for s in self.shards]
+
+    @property
+    def numels(self) -> list[int]:
+        return [s[self.rank].numel for s in self.shards]
+
+    def check(self, groups: list[list[int]] | None = None, skip: tuple[int, ...] = ()) -> None:
+        """Every buffer of every weight equals quantizing its whole master, with the amax of its group."""
+        amaxes = [
+            reference.magnitude(w.to(t.dtype)).amax() for w, t in zip(self.whole, self.weights, strict=True)
+        ]
+        for group in groups or []:
+            largest = torch.stack([amaxes[i] for i in group]).amax()
+            for i in group:
+                amaxes[i] = largest
+        for i, (weight, whole) in enumerate(zip(self.weights, self.whole, strict=True)):
+            if i in skip:
+                continue
+            expected = zerofp4.quantize(
+                whole.to(weight.dtype),
+                amax=amaxes[i].reshape(1),
+                columnwise=weight.columnwise_data is not None,
+                scale_layouts=SCALE_LAYOUTS,
+            )
+            by_reference = reference.quantize(whole.to(weight.dtype), amax=amaxes[i].reshape(1))
+            assert_bytes_equal(weight.rowwise_data, by_reference.rowwise_data, f"weight {i}: codes")
+            for name, buffer in weight.record.buffers():
+                assert_bytes_equal(buffer, getattr(expected.record, name), f"weight {i}: {name}")
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [b.view(torch.uint8).clone() for w in self.weights for _, b in w.record.buffers()]
+
+    def check_untouched(self, snapshot: list[torch.Tensor]) -> None:
+        for before, after in zip(snapshot, self.snapshot(), strict=True):
+            assert_bytes_equal(after, before, "a weight that must not change")

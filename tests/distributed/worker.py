@@ -1,0 +1,84 @@
+"""One rank of a launch: joins the group, runs the checks in turn and leaves what came of each in a folder.
+
+    python -m distributed.worker FOLDER      (under torchrun, under mpirun, or alone)
+
+FOLDER/job.pickle holds [(function "module:name", arguments, time limit in seconds)]. What check i returned on
+rank r goes, pickled, to FOLDER/i.r.passed, or what it raised to FOLDER/i.r.failed; all that the rank prints
+goes to FOLDER/PID.log, and PID to FOLDER/rank.r once it has joined the group.
+
+After each check the ranks wait for each other. When one has failed, the others may be waiting for it in a
+collective, and the group is of no more use: all ranks end, and the test process starts new ones for the rest.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+# How long the ranks stay, after one has failed, for the others to say what they saw.
+_GRACE_SECONDS = 3.0
+
+
+def main(folder: Path) -> None:
+    log = os.open(folder / f"{os.getpid()}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # how the test process asks where a rank hangs
+    job = pickle.loads((folder / "job.pickle").read_bytes())
+
+    from zerofp4 import launch
+
+    longest = max(time_limit for *_, time_limit in job)
+    world = launch.init_process_group(timeout=timedelta(seconds=longest))
+    (folder / f"rank.{world.rank}").write_text(str(os.getpid()))
+    for index, (function, arguments, time_limit) in enumerate(job):
+        _leave_report(folder, f"{index}.{world.rank}", *_run(function, arguments, world))
+        if not _all_passed(folder, index, world.world_size, 2 * time_limit):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # no orderly end: a rank that is stuck in a collective would hold it up
+    launch.destroy_process_group()
+
+
+def _run(function: str, arguments: dict, world) -> tuple[str, bytes]:
+    module, _, name = function.partition(":")
+    try:
+        body = getattr(importlib.import_module(module), name)
+        body = getattr(body, "on_each_rank", body)  # a test made by on_ranks carries the function to run here
+        return "passed", pickle.dumps(body(world, **arguments))
+    except Exception:
+        return "failed", traceback.format_exc().encode()
+
+
+def _leave_report(folder: Path, name: str, outcome: str, content: bytes) -> None:
+    draft = folder / f"{name}.draft"
+    draft.write_bytes(content)
+    draft.rename(folder / f"{name}.{outcome}")  # at once: a reader sees all of it or nothing
+
+
+def _all_passed(folder: Path, index: int, world_size: int, seconds: float) -> bool:
+    """Waits for all ranks. False when one failed, or is not done long after the test gave up on it."""
+    deadline = time.monotonic() + seconds
+    somebody_failed = False
+    while time.monotonic() < deadline:
+        passed = sum((folder / f"{index}.{rank}.passed").exists() for rank in range(world_size))
+        failed = sum((folder / f"{index}.{rank}.failed").exists() for rank in range(world_size))
+        if passed + failed == world_size:
+            return failed == 0
+        if failed and not somebody_failed:
+            somebody_failed = True
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        time.sleep(0.005)
+    return False
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

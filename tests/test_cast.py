@@ -1,0 +1,301 @@
+"""CastPlan and the cast function in a world of one: pieces, options, and everything that is refused."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.format import SCALE_LAYOUTS
+
+
+def make(device, shapes=((34, 288), (16, 16)), dtype=torch.bfloat16):
+    weights = [zerofp4.empty(s, dtype=dtype, device=device, scale_layouts=SCALE_LAYOUTS) for s in shapes]
+    masters = [torch.randn(s[0] * s[1], device=device) for s in shapes]
+    return weights, masters, [0] * len(shapes)
+
+
+def check(weights, masters):
+    for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
+        expected = reference.quantize(master.view(weight.shape).to(weight.dtype))
+        assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, f"codes {i}")
+        assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, f"scale {i}")
+        assert_bytes_equal(weight.columnwise_scale, expected.columnwise_scale, f"columnwise scale {i}")
+        assert_bytes_equal(weight.amax, expected.amax, f"amax {i}")
+
+
+def test_step_all_gather_post(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    for _ in range(2):
+        plan.step()
+        plan.all_gather()
+        plan.post()
+        check(weights, masters)
+        for weight, master in zip(weights, masters, strict=True):
+            expected = reference.quantize(master.view(weight.shape).to(weight.dtype))
+            assert_bytes_equal(weight.columnwise_data, expected.columnwise_data, "columnwise codes")
+            master.mul_(-2).add_(0.5)
+
+
+def test_functions(device):
+    weights, masters, starts = make(device)
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+    zerofp4.all_gather_nvfp4(weights, starts, [m.numel() for m in masters])
+    zerofp4.post_all_gather_processing(weights)
+    check(weights, masters)
+
+
+def test_no_weights():
+    zerofp4.cast_master_weights_to_nvfp4([], [], [])
+    zerofp4.all_gather_nvfp4([], [], [])
+    zerofp4.post_all_gather_processing([])
+
+
+def test_a_shard_alone_touches_only_its_nibbles(device):
+    weight = zerofp4.empty((16, 64), device=device)
+    weight.rowwise_data.fill_(0xA5)
+    master = torch.randn(101, device=device)
+    zerofp4.cast_master_weights_to_nvfp4([weight], [master], [77])
+    tiles, amax = reference.partial_amax(master, 77, weight.shape, weight.dtype)
+    expected = torch.full_like(weight.rowwise_data, 0xA5)
+    codes = expected.view(-1)[77 // 2 : (77 + 101 + 1) // 2]
+    reference.partial_cast(master, 77, weight.shape, weight.dtype, tiles, amax, codes)
+    assert_bytes_equal(weight.rowwise_data, expected, "codes")
+
+
+def test_the_function_finds_moved_masters_and_codes(device):
+    weights, masters, starts = make(device)
+    for _ in range(3):
+        zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+        check(weights, masters)
+        masters = [torch.randn_like(m) for m in masters]
+        weights[0].rowwise_data = torch.zeros_like(weights[0].rowwise_data)
+    assert len(weights[0].record.attachments["cast_plans"]) == 1
+
+
+@pytest.mark.parametrize("what", ["codes", "master"])
+def test_step_raises_when_storage_moved(device, what):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.step()
+    if what == "codes":
+        weights[1].rowwise_data = weights[1].rowwise_data.clone()
+        match = r"model_weights\[1\]: rowwise_data has moved"
+    else:
+        masters[1].data = masters[1].clone() * 2
+        match = r"master_weights\[1\] has moved"
+    with pytest.raises(RuntimeError, match=match):
+        plan.step()
+    plan.refresh()
+    plan.step()
+    check(weights, masters)
+
+
+def test_rebinding_another_tensor_does_not_disturb_a_plan(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    other = zerofp4.empty((16, 16), device=device)
+    other.rowwise_data = other.rowwise_data.clone()
+    plan.step()
+    check(weights, masters)
+
+
+def test_cached_plans_die_with_their_weight():
+    weights, masters, starts = make("cpu")
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+    record = weakref.ref(weights[0].record)
+    del weights, masters
+    gc.collect()
+    assert record() is None
+
+
+def test_amax_groups_share_the_largest(device):
+    weights, masters, starts = make(device, ((16, 32), (32, 16), (16, 16)))
+    masters[1].mul_(100)
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, amax_groups=[[weights[0], weights[1]]])
+    largest = masters[1].bfloat16().float().abs().max()
+    assert weights[0].amax == largest and weights[1].amax == largest and weights[2].amax < largest
+    expected = reference.quantize(masters[0].view(16, 32).bfloat16(), amax=largest.reshape(1))
+    assert_bytes_equal(weights[0].rowwise_scale, expected.rowwise_scale, "scale")
+
+
+def test_skip_sets_found_inf_and_never_clears_it(device):
+    weights, masters, starts = make(device)
+    found_inf = torch.zeros(1, device=device)
+    plan = zerofp4.CastPlan(weights, masters, starts, found_inf=found_inf)
+    plan.step()
+    assert plan.found_inf is found_inf and found_inf.item() == 0
+    before = weights[1].rowwise_data.clone()
+    masters[1][7] = torch.nan
+    masters[0].mul_(2)
+    plan.step()
+    assert found_inf.item() == 1
+    assert_bytes_equal(weights[1].rowwise_data, before, "codes of the weight with the NaN")
+    check(weights[:1], masters[:1])
+    masters[1][7] = 0
+    plan.step()
+    check(weights, masters)
+    assert found_inf.item() == 1
+
+
+def test_raise_names_the_weight(device):
+    weights, masters, starts = make(device)
+    masters[1][3] = torch.inf
+    weights[1].record.name = "mlp.fc1"
+    with pytest.raises(FloatingPointError, match=r"model_weights\[1\] 'mlp.fc1'; these weights"):
+        zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, on_nonfinite="raise")
+
+
+def test_a_float32_weight_takes_what_bfloat16_cannot(device):
+    for dtype, finite in ((torch.float32, True), (torch.bfloat16, False)):
+        weights, masters, starts = make(device, dtype=dtype)
+        masters[0][0] = 3.4e38
+        plan = zerofp4.CastPlan(weights, masters, starts)
+        plan.step()
+        assert plan.found_inf.item() == (0 if finite else 1)
+
+
+def refused(error, message, weights, masters, starts, *args, **kwargs):
+    """The plan and the function refuse the same, and nothing is written."""
+    before = [w.rowwise_data.clone() for w in weights if isinstance(w, zerofp4.NVFP4Tensor)]
+    with pytest.raises(error, match=message):
+        zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, *args, **kwargs)
+    if args:
+        kwargs["fsdp_shard_model_weights"] = args[1]
+    with pytest.raises(error, match=message):
+        zerofp4.CastPlan(weights, masters, starts, **kwargs)
+    after = [w.rowwise_data for w in weights if isinstance(w, zerofp4.NVFP4Tensor)]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("master", "start", "error", "message"),
+    [
+        (
+            torch.zeros(8).double(),
+            0,
+            TypeError,
+            r"master_weights\[0\] must be a float32 tensor, got torch.float64",
+        ),
+        ([0.0] * 8, 0, TypeError, r"master_weights\[0\] must be a float32 tensor, got list"),
+        (
+            torch.zeros(2, 4),
+            0,
+            ValueError,
+            r"master_weights\[0\] must be one-dimensional, got shape \(2, 4\)",
+        ),
+        (torch.zeros(16)[::2], 0, ValueError, r"master_weights\[0\] must be contiguous, got stride 2"),
+        (
+            torch.zeros(8, device="meta"),
+            0,
+            ValueError,
+            r"master_weights\[0\] is on meta, its weight .* on cpu",
+        ),
+        (torch.zeros(8), -1, ValueError, r"start_offset must not be negative, got -1"),
+        (
+            torch.zeros(8),
+            250,
+            ValueError,
+            r"start_offset 250 \+ 8 elements exceeds weight model_weights\[0\]",
+        ),
+        (torch.zeros(8), 0.0, TypeError, r"start_offset must be an int or None, got float"),
+        (torch.zeros(8), None, ValueError, r"start_offsets\[0\] is None, but master_weights\[0\] is not"),
+        (None, 0, ValueError, r"master_weights\[0\] is None, but start_offsets\[0\] is not"),
+    ],
+)
+def test_bad_shards(master, start, error, message):
+    refused(error, message, [zerofp4.empty((16, 16))], [master], [start])
+
+
+def test_bad_lists():
+    weights, masters, starts = make("cpu")
+    refused(ValueError, "master_weights has 1 entries for 2 model_weights", weights, masters[:1], starts)
+    refused(ValueError, "start_offsets has 3 entries for 2", weights, masters, [0, 0, 0])
+    refused(ValueError, "fsdp_shard_model_weights has 1", weights, masters, starts, None, [None])
+    twice = [weights[0], weights[0]]
+    refused(
+        ValueError, r"model_weights\[1\] is the same weight as model_weights\[0\]", twice, masters, starts
+    )
+
+
+def test_bad_weights():
+    master = [torch.zeros(256)]
+    plain = [torch.zeros(16, 16)]
+    refused(TypeError, r"model_weights\[0\] must be an NVFP4Tensor, got Tensor", plain, master, [0])
+    rows = zerofp4.quantize(torch.zeros(16, 16), block=(1, 16))
+    refused(ValueError, r"must have block \(16, 16\)", [rows], master, [0])
+    columnwise = zerofp4.quantize(torch.zeros(16, 16), rowwise=False, columnwise=True)
+    with pytest.raises(ValueError, match="has no rowwise data"):
+        zerofp4.CastPlan([columnwise], master, [0])
+    with pytest.raises(ValueError, match="last dimension must be even, got 15"):
+        zerofp4.empty((16, 15))
+
+
+@pytest.mark.parametrize(
+    ("codes", "error", "message"),
+    [
+        (torch.zeros(4), TypeError, r"fsdp_shard_model_weights\[0\] must be a torch.uint8 tensor"),
+        (torch.zeros(4, dtype=torch.uint8), ValueError, r"must have shape \(5,\), got \(4,\)"),
+        (torch.zeros(10, dtype=torch.uint8)[::2], ValueError, "must be contiguous"),
+        (None, TypeError, r"fsdp_shard_model_weights\[0\] must be a torch.uint8 tensor, got NoneType"),
+    ],
+)
+def test_bad_shard_buffers(codes, error, message):
+    """Elements 1..8 lie in bytes 0..4."""
+    refused(error, message, [zerofp4.empty((16, 16))], [torch.zeros(8)], [1], None, [codes])
+
+
+def test_bad_options():
+    weights, masters, starts = make("cpu")
+    stranger = zerofp4.empty((16, 16))
+    refused(ValueError, "on_nonfinite must be one of", weights, masters, starts, on_nonfinite="ignore")
+    refused(
+        ValueError, r"found_inf must have shape \(1,\)", weights, masters, starts, found_inf=torch.zeros(())
+    )
+    refused(ValueError, "is not one of model_weights", weights, masters, starts, amax_groups=[[stranger]])
+    again = [[weights[0]], [weights[0]]]
+    refused(ValueError, "already in an amax group", weights, masters, starts, amax_groups=again)
+    with pytest.raises(ValueError, match="call post_all_gather_processing"):
+        zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, None, None, False)
+    with pytest.raises(ValueError, match="group was given, but torch"):
+        zerofp4.CastPlan(weights, masters, starts, object())
+
+
+def test_bad_gather():
+    weights, _, starts = make("cpu")
+    for numels, message in (
+        ([9792, 255], r"model_weights\[1\]: elements 255..255 of 256 are owned by no rank"),
+        ([9792], "shard_numels has 1 entries for 2"),
+        ([9792, -1], r"shard_numels\[1\] must be an int of at least 0, got -1"),
+        ([9792, 257], r"start_offset 0 \+ 257 elements exceeds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zerofp4.all_gather_nvfp4(weights, starts, numels)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_shard_on_another_device_than_its_weight():
+    weight = zerofp4.empty((16, 16), device="cuda")
+    refused(ValueError, "is on cpu, its weight .* on cuda:0", [weight], [torch.zeros(256)], [0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_step_in_a_cuda_graph():
+    weights, masters, starts = make("cuda")
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.step()
+    plan.post()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.step()
+        plan.post()
+    for _ in range(2):
+        for master in masters:
+            master.mul_(-3).add_(0.1)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(weights, masters)

@@ -1,0 +1,234 @@
+"""What a caller asks to be cast, checked: every rule about the arguments of a cast stands here, once."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.format import BLOCK
+from zerofp4.shard import Shard, byte_range, check_bounds
+from zerofp4.storage import NVFP4Storage, check_buffer
+from zerofp4.tensor import NVFP4Tensor
+
+NONFINITE_POLICIES = ("skip", "raise")
+PLANS_PER_WEIGHT = 4
+"""Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
+
+
+@dataclasses.dataclass
+class CastRequest:
+    """Checked arguments of a cast on this rank.
+
+    codes[i]: the uint8 bytes shard.byte_range of weight i that this rank writes, None where it owns nothing.
+    amax_groups[i]: the index of weight i's amax group, 0 <= index < group count, numbered by first
+    appearance.
+    """
+
+    records: list[NVFP4Storage]
+    masters: list[torch.Tensor | None]
+    shards: list[Shard]
+    shard_codes: list[torch.Tensor | None] | None
+    amax_groups: list[int]
+    on_nonfinite: str
+    found_inf: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.records[0].device if self.records else torch.device("cpu")
+
+    def signature(self) -> tuple:
+        """What every rank must agree on, and, last, what this rank owns."""
+        weights = [(tuple(record.shape), str(record.dtype)) for record in self.records]
+        return weights, list(self.amax_groups), self.on_nonfinite, [tuple(shard) for shard in self.shards]
+
+    def codes(self, i: int) -> torch.Tensor | None:
+        """The bytes of weight i that this rank writes, as they are bound now."""
+        if not self.shards[i].numel:
+            return None
+        if self.shard_codes is not None:
+            return self.shard_codes[i]
+        first, last = byte_range(self.shards[i])
+        return self.records[i].rowwise_data.view(-1)[first:last]
+
+
+def weight_name(i: int, record: NVFP4Storage) -> str:
+    return f"model_weights[{i}]" if record.name is None else f"model_weights[{i}] '{record.name}'"
+
+
+def check_lengths(count: int, **lists: Sequence | None) -> None:
+    for name, values in lists.items():
+        if values is not None and len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries for {count} model_weights")
+
+
+def check_weights(model_weights: Sequence[NVFP4Tensor]) -> list[NVFP4Storage]:
+    """The records of distinct 2D-scaled weights on one device. Raises TypeError or ValueError."""
+    records, seen = [], {}
+    for i, weight in enumerate(model_weights):
+        if not isinstance(weight, NVFP4Tensor):
+            raise TypeError(f"model_weights[{i}] must be an NVFP4Tensor, got {type(weight).__name__}")
+        record = weight.record
+        name = weight_name(i, record)
+        if id(record) in seen:
+            raise ValueError(f"{name} is the same weight as model_weights[{seen[id(record)]}]")
+        if record.block != (BLOCK, BLOCK):
+            raise ValueError(f"{name} must have block (16, 16) to be cast from shards, got {record.block}")
+        if record.rowwise_data is None:
+            raise ValueError(f"{name} has no rowwise data to cast into")
+        if record.device != (records[0].device if records else record.device):
+            raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
+        seen[id(record)] = i
+        records.append(record)
+    return records
+
+
+def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, numel: int) -> Shard:
+    """A shard of numel elements from start, inside its weight; an empty one for None."""
+    if start is None:
+        if numel:
+            raise ValueError(f"{what}: start_offset is None, but the shard has {numel} elements")
+        return Shard(0, 0)
+    if isinstance(start, bool) or not isinstance(start, int):
+        raise TypeError(f"{what}: start_offset must be an int or None, got {type(start).__name__}")
+    shard = Shard(start, numel)
+    check_bounds(what, shard, name, record.shape.numel())
+    return shard if numel else Shard(0, 0)
+
+
+def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, start: int | None) -> Shard:
+    what, name = f"master_weights[{i}]", weight_name(i, record)
+    if (master is None) != (start is None):
+        given, missing = (
+            ("start_offsets", "master_weights") if master is None else ("master_weights", "start_offsets")
+        )
+        raise ValueError(
+            f"{missing}[{i}] is None, but {given}[{i}] is not; a rank that owns nothing passes None for both"
+        )
+    if master is None:
+        return Shard(0, 0)
+    if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:
+        raise TypeError(
+            f"{what} must be a float32 tensor, got {getattr(master, 'dtype', type(master).__name__)}"
+        )
+    if master.dim() != 1:
+        raise ValueError(f"{what} must be one-dimensional, got shape {tuple(master.shape)}")
+    if not master.is_contiguous():
+        raise ValueError(f"{what} must be contiguous, got stride {master.stride(0)}")
+    if master.device != record.device:
+        raise ValueError(f"{what} is on {master.device}, its weight {name} on {record.device}")
+    return check_shard(what, name, record, start, master.numel())
+
+
+def check_shard_codes(i: int, record: NVFP4Storage, shard: Shard, codes: torch.Tensor | None) -> None:
+    first, last = byte_range(shard)
+    if codes is None and last == first:
+        return
+    check_buffer(f"fsdp_shard_model_weights[{i}]", codes, (last - first,), torch.uint8, record.device)
+
+
+def number_groups(
+    records: list[NVFP4Storage], amax_groups: Sequence[Sequence[NVFP4Tensor]] | None
+) -> list[int]:
+    """The amax group of each weight; a weight in no list is a group of its own."""
+    positions = {id(record): i for i, record in enumerate(records)}
+    leader = list(range(len(records)))
+    grouped: set[int] = set()
+    for g, members in enumerate(amax_groups or ()):
+        indices = []
+        for weight in members:
+            i = positions.get(id(weight.record)) if isinstance(weight, NVFP4Tensor) else None
+            if i is None:
+                raise ValueError(f"amax_groups[{g}] has a member that is not one of model_weights")
+            if i in grouped:
+                raise ValueError(
+                    f"amax_groups[{g}]: {weight_name(i, records[i])} is already in an amax group"
+                )
+            grouped.add(i)
+            indices.append(i)
+        for i in indices:
+            leader[i] = min(indices)
+    numbers = {first: n for n, first in enumerate(sorted(set(leader)))}
+    return [numbers[first] for first in leader]
+
+
+def check_request(
+    model_weights: Sequence[NVFP4Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
+    amax_groups: Sequence[Sequence[NVFP4Tensor]] | None,
+    on_nonfinite: str,
+    found_inf: torch.Tensor | None,
+) -> CastRequest:
+    """Checks everything one rank can check alone. Raises TypeError or ValueError; changes nothing."""
+    if on_nonfinite not in NONFINITE_POLICIES:
+        raise ValueError(f"on_nonfinite must be one of {NONFINITE_POLICIES}, got {on_nonfinite!r}")
+    check_lengths(
+        len(model_weights),
+        master_weights=master_weights,
+        start_offsets=start_offsets,
+        fsdp_shard_model_weights=fsdp_shard_model_weights,
+    )
+    records = check_weights(model_weights)
+    shards = [
+        check_master(i, record, master, start)
+        for i, (record, master, start) in enumerate(zip(records, master_weights, start_offsets, strict=True))
+    ]
+    if fsdp_shard_model_weights is not None:
+        for i, (record, shard, codes) in enumerate(
+            zip(records, shards, fsdp_shard_model_weights, strict=True)
+        ):
+            check_shard_codes(i, record, shard, codes)
+    if found_inf is not None and records:
+        check_buffer("found_inf", found_inf, (1,), torch.float32, records[0].device)
+    return CastRequest(
+        records,
+        [master if shard.numel else None for master, shard in zip(master_weights, shards, strict=True)],
+        shards,
+        None if fsdp_shard_model_weights is None else list(fsdp_shard_model_weights),
+        number_groups(records, amax_groups),
+        on_nonfinite,
+        found_inf,
+    )
+
+
+def attempt(function, *args):
+    """(result, None), or (None, exception) for a TypeError or ValueError that other ranks have to hear of."""
+    try:
+        return function(*args), None
+    except (TypeError, ValueError) as error:
+        return None, error
+
+
+def check_agreement(signatures: list[tuple], names: list[str]) -> None:
+    """Raises ValueError, the same on every rank, where a rank describes the list of weights otherwise than
+    rank 0.
+    """
+    weights, amax_groups, on_nonfinite, _ = signatures[0]
+    for rank, (other, other_groups, other_policy, _) in enumerate(signatures):
+        if len(other) != len(weights):
+            raise ValueError(f"rank 0 has {len(weights)} model_weights, rank {rank} has {len(other)}")
+        for i, (mine, theirs) in enumerate(zip(weights, other, strict=True)):
+            if mine != theirs:
+                raise ValueError(f"model_weights[{i}] is {mine} on rank 0 and {theirs} on rank {rank}")
+        if other_groups != amax_groups:
+            raise ValueError(f"amax_groups are {amax_groups} on rank 0 and {other_groups} on rank {rank}")
+        if other_policy != on_nonfinite:
+            raise ValueError(
+                f"on_nonfinite is {on_nonfinite!r} on rank 0 and {other_policy!r} on rank {rank}"
+            )
+
+
+def attached(model_weights: Sequence[NVFP4Tensor], kind: str) -> list:
+    """The plans kept with the first weight, newest last; they live as long as it does."""
+    for weight in model_weights:
+        if isinstance(weight, NVFP4Tensor):
+            return weight.record.attachments.setdefault(kind, [])
+    return []
+
+
+def same_records(model_weights: Sequence[NVFP4Tensor], records: Sequence[NVFP4Storage]) -> bool:
+    return len(model_weights) == len(records) and all(
+        isinstance(weight, NVFP4Tensor) and weight.record is record
+        for weight, record in zip(model_weights, records, strict=True)
+    )
