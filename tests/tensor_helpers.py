@@ -1,0 +1,49 @@
+"""NVFP4Tensors to test with, and whether every buffer of one is what it should be."""
+
+import torch
+from helpers import assert_bytes_equal
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.storage import BUFFERS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALL = {"rowwise": True, "columnwise": True, "scale_layouts": SCALE_LAYOUTS}
+
+
+def values(*shape, device="cpu", dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def make(device, shape=(48, 80), **options):
+    return zerofp4.quantize(values(*shape, device=device), **{**ALL, **options})
+
+
+def assert_record_equal(actual, expected, names=BUFFERS):
+    for name in names:
+        mine, other = getattr(actual.record, name), getattr(expected.record, name)
+        assert (mine is None) == (other is None), name
+        if mine is not None:
+            assert_bytes_equal(mine, other, name)
+
+
+def assert_quantized(tensor, x, block_rows=16, amax=None):
+    """Every buffer of the tensor is what the specification says for the matrix x."""
+    expected = reference.quantize(x, block_rows, amax)
+    rows, cols = x.shape
+    for side, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
+        scale = getattr(expected, f"{side}_scale")
+        wanted = {f"{side}_data": getattr(expected, f"{side}_data"), f"{side}_scale": scale}
+        if scale is not None:
+            wanted[f"{side}_scale_expanded"] = reference.expand_scale(scale, m, k, block_rows)
+            wanted[f"{side}_scale_swizzled"] = reference.swizzle_scale(wanted[f"{side}_scale_expanded"])
+        for name, buffer in wanted.items():
+            if getattr(tensor, name) is not None:
+                assert_bytes_equal(getattr(tensor, name), buffer, name)
+    assert_bytes_equal(tensor.amax, expected.amax, "amax")
+
+
+def addresses(tensor):
+    return {name: buffer.data_ptr() for name, buffer in tensor.record.buffers()}

@@ -1,0 +1,363 @@
+"""NVFP4Tensor as a container: quantize, empty, buffers, copies, pickles, and what may write to it."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from tensor_helpers import ALL, DTYPES, addresses, assert_quantized, assert_record_equal, make, values
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.format import SCALE_DTYPE, SCALE_LAYOUTS
+from zerofp4.storage import BUFFERS
+
+# quantize and empty
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
+@pytest.mark.parametrize("shape", [(32, 64), (34, 50), (2, 2), (130, 288)])
+def test_quantize_fills_every_buffer(device, shape, block, dtype):
+    x = values(*shape, device=device, dtype=dtype)
+    t = zerofp4.quantize(x, block=block, **ALL)
+    assert (t.shape, t.dtype, t.device, t.block) == (x.shape, dtype, x.device, block)
+    assert {name for name, _ in t.record.buffers()} == set(BUFFERS) - {"columnwise_amax"}
+    assert t.columnwise_amax is t.amax and not t.requires_grad
+    assert_quantized(t, x, block[0])
+    expected = reference.dequantize(t.rowwise_data, t.rowwise_scale, t.amax, block[0], dtype)
+    assert_bytes_equal(t.dequantize(), expected, "values")
+
+
+def test_quantize_flattens_and_copies_what_is_not_contiguous(device):
+    x = values(5, 6, 64, device=device).transpose(0, 1)
+    t = zerofp4.quantize(x, columnwise=True)
+    assert t.shape == (6, 5, 64) and t.dequantize().shape == (6, 5, 64)
+    assert_quantized(t, x.reshape(30, 64))
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
+def test_one_side(device, rowwise, columnwise):
+    x = values(34, 50, device=device)
+    t = zerofp4.quantize(x, rowwise=rowwise, columnwise=columnwise)
+    both = zerofp4.quantize(x, columnwise=True)
+    assert (t.rowwise_data is None, t.columnwise_data is None) == (not rowwise, not columnwise)
+    assert_quantized(t, x)
+    assert_bytes_equal(t.dequantize(), both.dequantize(), "values")
+    with pytest.raises(ValueError, match=f"no {'columnwise' if rowwise else 'rowwise'} copy"):
+        t.swizzled_scale(columnwise=rowwise)
+
+
+def test_given_amax(device):
+    x = values(32, 64, device=device)
+    amax = x.abs().amax().float().reshape(1) * 1.7
+    t = zerofp4.quantize(x, amax=amax, **ALL)
+    assert_quantized(t, x, amax=amax)
+    assert t.amax.data_ptr() != amax.data_ptr()
+
+
+def test_a_gradient_does_not_enter(device):
+    t = zerofp4.quantize(values(32, 64, device=device).requires_grad_())
+    assert not t.requires_grad and not t.dequantize().requires_grad
+
+
+def test_out_takes_new_values_in_the_same_places(device):
+    t = make(device)
+    for _, buffer in t.record.buffers():
+        buffer.view(torch.uint8).fill_(0xA5)
+    before, version = addresses(t), t._version
+    x = values(48, 80, device=device, seed=1)
+    assert zerofp4.quantize(x, out=t) is t
+    assert_quantized(t, x)
+    assert addresses(t) == before and t._version > version
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"out": torch.zeros(48, 80)}, TypeError, "out must be an NVFP4Tensor, got Tensor"),
+        ({"x": values(80, 48)}, ValueError, r"out must have x's shape .*80, 48.* got .*48, 80"),
+        ({"x": values(48, 80).half()}, ValueError, "out must have x's dtype .*float16, got .*bfloat16"),
+        ({"x": values(48, 80).to("meta")}, ValueError, "out must have x's device meta, got cpu"),
+        ({"block": (1, 16)}, ValueError, r"out must have block \(1, 16\), got \(16, 16\)"),
+        ({"columnwise": True}, ValueError, "out must have columnwise scales in the compact layout"),
+        ({"scale_layouts": ["swizzled"]}, ValueError, "out must have rowwise scales in the swizzled layout"),
+    ],
+)
+def test_out_that_does_not_fit(options, error, message):
+    out = zerofp4.quantize(values(48, 80))
+    with pytest.raises(error, match=message):
+        zerofp4.quantize(**{"x": values(48, 80), "out": out, **options})
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "message"),
+    [
+        ([[1.0, 2.0]], {}, TypeError, "x must be a plain torch.Tensor, got list"),
+        (torch.zeros(4, 4, dtype=torch.int32), {}, TypeError, "x must have one of the dtypes .*int32"),
+        (torch.zeros(4, 4, dtype=torch.float64), {}, TypeError, "x must have one of the dtypes .*float64"),
+        (torch.zeros(16), {}, ValueError, r"at least 2 dimensions, got shape \(16,\)"),
+        (torch.zeros(4, 5), {}, ValueError, "last dimension must be even, got 5"),
+        (torch.zeros(5, 4), {"columnwise": True}, ValueError, "rows must be even, got 5"),
+        (torch.zeros(4, 4), {"rowwise": False}, ValueError, "both False"),
+        (torch.zeros(4, 4), {"block": (16, 1)}, ValueError, r"block must be .*got \(16, 1\)"),
+        (torch.zeros(4, 4), {"scale_layouts": ["padded"]}, ValueError, "scale_layouts .*'padded'"),
+        (torch.zeros(4, 4), {"amax": 1.0}, TypeError, "amax must be a torch.float32 tensor, got float"),
+        (torch.zeros(4, 4), {"amax": torch.ones(1).half()}, TypeError, "amax must be a torch.float32 tensor"),
+        (torch.zeros(4, 4), {"amax": torch.ones(2)}, ValueError, r"amax must have shape \(1,\), got \(2,\)"),
+        (torch.zeros(4, 4), {"amax": torch.ones(1).to("meta")}, ValueError, "amax must be on cpu, got meta"),
+    ],
+)
+def test_quantize_refuses(x, options, error, message):
+    with pytest.raises(error, match=message):
+        zerofp4.quantize(x, **options)
+
+
+def test_quantizing_twice_is_refused():
+    with pytest.raises(TypeError, match=r"x must be a plain .*, got NVFP4Tensor"):
+        zerofp4.quantize(make("cpu"))
+
+
+def test_empty_holds_zeros(device):
+    t = zerofp4.empty((34, 50), device=device, scale_layouts=SCALE_LAYOUTS)
+    assert (t.shape, t.dtype, t.device.type) == ((34, 50), torch.bfloat16, device.type)
+    assert_record_equal(t, zerofp4.quantize(torch.zeros_like(t), **ALL))
+    plain = zerofp4.empty((3, 4), dtype=torch.float32, columnwise=False)
+    assert plain.columnwise_data is None and plain.columnwise_amax is None and plain.dtype == torch.float32
+    with pytest.raises(ValueError, match="rows must be even, got 3"):
+        zerofp4.empty((3, 4))
+    with pytest.raises(TypeError, match=r"dtype must be one of .*int8"):
+        zerofp4.empty((4, 4), dtype=torch.int8)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 0), (2, 0, 16)])
+@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
+def test_no_elements(device, shape, block):
+    t = zerofp4.quantize(torch.empty(shape, device=device), block=block, **ALL)
+    assert t.amax.tolist() == [0.0] and t.dequantize().shape == shape
+    t.copy_(torch.empty(shape)).zero_()
+    assert copy.deepcopy(t).shape == t.clone().shape == shape and "NVFP4Tensor" in repr(t)
+    if len(shape) == 2:
+        assert nn.functional.linear(torch.ones(3, shape[1], device=device), t).shape == (3, shape[0])
+
+
+@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
+def test_padded_scales_with_and_without_a_buffer(device, block):
+    x = values(34, 72, device=device)
+    stored, bare = zerofp4.quantize(x, block=block, **ALL), zerofp4.quantize(x, block=block, columnwise=True)
+    for columnwise in (False, True):
+        side = "columnwise" if columnwise else "rowwise"
+        assert stored.expanded_scale(columnwise) is getattr(stored, f"{side}_scale_expanded")
+        assert stored.swizzled_scale(columnwise) is getattr(stored, f"{side}_scale_swizzled")
+        assert_bytes_equal(bare.expanded_scale(columnwise), stored.expanded_scale(columnwise), "expanded")
+        assert_bytes_equal(bare.swizzled_scale(columnwise), stored.swizzled_scale(columnwise), "swizzled")
+        assert bare.expanded_scale(columnwise).dtype == SCALE_DTYPE
+
+
+# Copies and what is shared
+
+
+@pytest.mark.parametrize("copy_of", [torch.clone, copy.deepcopy, lambda t: t.to(t.device, copy=True)])
+def test_copies_share_nothing(device, copy_of):
+    t = make(device)
+    new = copy_of(t)
+    assert type(new) is zerofp4.NVFP4Tensor and (new.dtype, new.block) == (t.dtype, t.block)
+    assert_record_equal(new, t)
+    assert set(addresses(new)) == set(addresses(t)) and new.columnwise_amax is new.amax
+    assert not set(addresses(new).values()) & set(addresses(t).values())
+    before = t.clone()
+    new.zero_()
+    assert_record_equal(t, before)
+
+
+def test_detach_parameter_and_data_share_the_record(device):
+    t = make(device)
+    parameter = nn.Parameter(t)
+    assert isinstance(parameter, nn.Parameter) and isinstance(parameter, zerofp4.NVFP4Tensor)
+    others = (t.detach(), parameter.data, parameter.detach(), copy.copy(parameter))
+    assert [other.requires_grad for other in (parameter, *others)] == [True, False, False, False, True]
+    x = values(48, 80, device=device, seed=1)
+    parameter.data.copy_(x)
+    flat = torch.cat([torch.zeros(7, dtype=torch.uint8, device=device), t.rowwise_data.flatten()])
+    t.rowwise_data = flat[7:].view(48, 40)
+    for other in (t, parameter, *others):
+        assert other.record is t.record and other.rowwise_data.data_ptr() == flat.data_ptr() + 7
+    assert_quantized(parameter, x)
+    flat.zero_()
+    assert not parameter.dequantize().any()
+
+
+def test_rowwise_data_takes_only_what_fits():
+    t = make("cpu")
+    with pytest.raises(ValueError, match=r"rowwise_data must have shape \(48, 40\), got \(40, 48\)"):
+        t.rowwise_data = torch.zeros(40, 48, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"rowwise_data must be a torch\.uint8 tensor"):
+        t.rowwise_data = torch.zeros(48, 40)
+    with pytest.raises(AttributeError):
+        t.columnwise_data = torch.zeros(80, 24, dtype=torch.uint8)
+
+
+def test_data_can_be_another_quantized_tensor():
+    parameter, other = nn.Parameter(make("cpu")), make("cpu", (16, 32))
+    parameter.data = other
+    assert parameter.record is other.record and parameter.shape == (16, 32) and parameter.requires_grad
+    with pytest.raises(TypeError, match="data must be an NVFP4Tensor, got Tensor"):
+        parameter.data = torch.zeros(16, 32)
+    with pytest.raises(TypeError, match="a model gets another dtype before its weights are converted"):
+        linear(other).half()
+
+
+def test_deepcopy_of_a_parameter_and_of_a_module():
+    module = nn.Linear(80, 48, dtype=torch.bfloat16)
+    module.weight = nn.Parameter(make("cpu"))
+    module.weight.grad = torch.ones(48, 80, dtype=torch.bfloat16)
+    module.weight.tensor_parallel = {"axis": 0}
+    module.weight.record.attachments["plans"] = [object()]
+    module.register_buffer("same", module.weight.detach())
+    new = copy.deepcopy(module)
+    assert isinstance(new.weight, nn.Parameter) and isinstance(new.weight, zerofp4.NVFP4Tensor)
+    assert_record_equal(new.weight, module.weight)
+    assert not set(addresses(new.weight).values()) & set(addresses(module.weight).values())
+    assert new.same.record is new.weight.record
+    assert new.weight.tensor_parallel == {"axis": 0} and not new.weight.record.attachments
+    assert new.weight.grad is not module.weight.grad and torch.equal(new.weight.grad, module.weight.grad)
+    assert not copy.deepcopy(nn.Parameter(make("cpu"), requires_grad=False)).requires_grad
+    with pytest.raises(RuntimeError, match="leaf"):
+        copy.deepcopy(module.weight.clone())
+
+
+def test_to_another_device(device):
+    t = make(device)
+    assert t.to(device) is t and (device.type == "cuda" or t.cpu() is t)
+    there = t.to("meta")
+    assert isinstance(there, zerofp4.NVFP4Tensor) and there.columnwise_amax is there.amax
+    assert {buffer.device.type for _, buffer in there.record.buffers()} == {there.device.type} == {"meta"}
+    module = nn.Linear(80, 48, device=device)
+    module.weight = parameter = nn.Parameter(t)
+    module.weight.grad = torch.ones(48, 80, device=device, dtype=t.dtype)
+    module.to("cpu")
+    assert module.weight is parameter and parameter.device.type == parameter.grad.device.type == "cpu"
+    assert isinstance(parameter, zerofp4.NVFP4Tensor) and parameter.requires_grad
+    assert_record_equal(parameter, make("cpu"))
+    module.to(device)
+    assert_record_equal(parameter, t)
+
+
+def test_to_another_dtype_dequantizes(device):
+    t = make(device)
+    assert t.to(torch.bfloat16) is t
+    for dtype in (torch.float16, torch.float32):
+        expected = reference.dequantize(t.rowwise_data, t.rowwise_scale, t.amax, 16, dtype)
+        for actual in (t.to(dtype), t.dequantize(dtype), torch.empty_like(expected).copy_(t)):
+            assert type(actual) is torch.Tensor
+            assert_bytes_equal(actual, expected, f"values as {dtype}")
+    assert torch.equal(t.double(), t.dequantize(torch.float32).double())
+
+
+# Serialization
+
+
+def save_and_load(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), **options), len(file.getvalue())
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_save_and_load(device, weights_only):
+    t = make(device)
+    t.record.name = "layers.0"
+    parameter = nn.Parameter(t.clone(), requires_grad=False)
+    loaded, _ = save_and_load({"t": t, "p": parameter}, weights_only=weights_only)
+    for new, old in ((loaded["t"], t), (loaded["p"], parameter)):
+        assert type(new) is zerofp4.NVFP4Tensor and (new.dtype, new.block) == (old.dtype, old.block)
+        assert_record_equal(new, old)
+        assert new.columnwise_amax is new.amax and new.record.name == old.record.name
+        assert (isinstance(new, nn.Parameter), new.requires_grad) == (isinstance(old, nn.Parameter), False)
+    assert_record_equal(save_and_load(t, map_location="cpu")[0], t.cpu())
+
+
+def test_pickle_and_shared_memory():
+    parameter = nn.Parameter(make("cpu"))
+    new = pickle.loads(pickle.dumps(parameter))
+    assert isinstance(new, nn.Parameter) and new.requires_grad
+    assert_record_equal(new, parameter)
+    parameter.share_memory_()
+    assert all(buffer.is_shared() for _, buffer in parameter.record.buffers())
+    assert_record_equal(parameter, new)
+
+
+def test_a_view_of_a_flat_buffer_saves_only_its_own_bytes():
+    t = make("cpu")
+    _, size = save_and_load(t)
+    flat = torch.zeros(1 << 20, dtype=torch.uint8)
+    flat[100 : 100 + 48 * 40] = t.rowwise_data.flatten()
+    t.rowwise_data = flat[100 : 100 + 48 * 40].view(48, 40)
+    loaded, size_of_view = save_and_load(t)
+    assert size_of_view <= size + 100
+    assert_record_equal(loaded, t)
+
+
+def linear(t):
+    module = nn.Linear(80, 48, bias=False, dtype=torch.bfloat16, device=t.device)
+    module.weight = nn.Parameter(t)
+    return module
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_round_trip(device, assign):
+    source = linear(make(device))
+    target = linear(zerofp4.empty((48, 80), device=device, scale_layouts=SCALE_LAYOUTS))
+    before = addresses(target.weight)
+    state, _ = save_and_load(source.state_dict())
+    assert target.load_state_dict(state, assign=assign).missing_keys == []
+    assert isinstance(target.weight, nn.Parameter) and target.weight.requires_grad
+    assert_record_equal(target.weight, source.weight)
+    assert (addresses(target.weight) == before) == (not assign)
+
+
+def test_state_dict_of_a_plain_model_requantizes(device):
+    target = linear(zerofp4.empty((48, 80), device=device, scale_layouts=SCALE_LAYOUTS))
+    before, x = addresses(target.weight), values(48, 80)
+    target.load_state_dict({"weight": x})
+    assert_quantized(target.weight, x.to(device))
+    assert addresses(target.weight) == before
+    plain = nn.Linear(80, 48, bias=False, dtype=torch.bfloat16)
+    plain.load_state_dict(target.state_dict())
+    assert_bytes_equal(plain.weight.detach(), target.weight.dequantize().detach().cpu(), "values")
+
+
+# What torch and people look at
+
+
+def test_flatten_names_what_exists_and_unflatten_restores_it():
+    for options, expected in (
+        ({}, ["rowwise_data", "rowwise_scale", "amax"]),
+        ({"rowwise": False, "columnwise": True}, ["columnwise_data", "columnwise_scale", "amax"]),
+        (ALL, [name for name in BUFFERS if name != "columnwise_amax"]),
+    ):
+        t = zerofp4.quantize(values(48, 80), **options)
+        names, context = t.__tensor_flatten__()
+        assert names == expected
+        inner = {name: getattr(t, name) for name in names}
+        new = zerofp4.NVFP4Tensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
+        assert_record_equal(new, t)
+        assert (new.shape, new.dtype, new.block) == (t.shape, t.dtype, t.block)
+        assert new.columnwise_amax is (None if t.columnwise_amax is None else new.amax)
+
+
+def test_repr_says_what_it_is(device):
+    t = zerofp4.quantize(torch.full((4, 16), 3.0, device=device), columnwise=True, scale_layouts=["swizzled"])
+    scales = "rowwise=compact+swizzled, columnwise=compact+swizzled"
+    options = f"dtype=torch.float32, block=(16, 16), device={t.device}, {scales}"
+    assert repr(t) == f"NVFP4Tensor(shape=(4, 16), {options}, amax=3)"
+    assert repr(nn.Parameter(t)) == f"NVFP4Tensor(shape=(4, 16), {options}, amax=3, requires_grad=True)"
+    assert "amax" not in repr(t.to("meta"))
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(t)
+        assert repr(fake) == f"NVFP4Tensor(shape=(4, 16), {options})"
+        assert fake.dequantize().shape == (4, 16)
