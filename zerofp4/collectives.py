@@ -84,6 +84,24 @@ def reduce_max(vector: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
 
 
+def all_gather_slices(
+    flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """All-gather in place: on entry a rank's own equal slice of `flat` is valid, afterwards all slices are."""
+    rank, size = rank_and_size(group)
+    # torch 2.13 renamed both collectives and warns of the old names.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
+
+
+def reduce_scatter_slices(
+    output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """output = the sum over the ranks of this rank's equal slice of `flat`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, flat, group=group, async_op=async_op)
+
+
 def check_ownership(names: Sequence[str], numels: Sequence[int], shards: Sequence[Sequence[Shard]]) -> None:
     """Raises ValueError unless the shards [rank][weight] cover every weight exactly once."""
     for i, (name, numel) in enumerate(zip(names, numels, strict=True)):
@@ -182,7 +200,7 @@ class PackedGather:
         mine[0] = error is not None
         if error is None and self._own:
             torch._foreach_copy_(self._sent, self._own)
-        dist.all_gather_into_tensor(self.staging.view(-1), mine, group=self.group())
+        all_gather_slices(self.staging.view(-1), self.group())
         if error is not None:
             raise error
         if agree:

@@ -45,17 +45,10 @@ class _Place:
     local_size: int  # ranks on this host
 
 
-@dataclasses.dataclass(frozen=True)
-class _MPIJob:
-    """What MPI told us. It outlives the process group, because MPI cannot be initialized a second time."""
-
-    place: _Place
-    store: dist.Store
-
-
 # A strong reference would keep the group's connections open after it is destroyed.
 _joined: tuple[weakref.ref[dist.ProcessGroup], World] | None = None
-_mpi_job: _MPIJob | None = None
+# What MPI told us. It outlives the process group, because MPI cannot be initialized a second time.
+_mpi_job: tuple[_Place, dist.Store] | None = None
 _groups = 0  # made so far: each has keys of its own in the store, or gloo would find the last one's addresses
 
 
@@ -120,7 +113,7 @@ def destroy_process_group() -> None:
     ours = _own_world() is not None
     dist.destroy_process_group()
     if ours and _mpi_job is not None:
-        _leave_mpi_job(_mpi_job)
+        _leave_mpi_job(*_mpi_job)
     _joined = None
 
 
@@ -203,13 +196,15 @@ def _mpirun_size(environment: Mapping[str, str]) -> int | None:
 def _join_mpi_job(backend: str | None, timeout: timedelta) -> tuple[_Place, str, torch.device, dist.Store]:
     global _mpi_job
     if _mpi_job is None:
-        _mpi_job, backend, device = _ask_mpi(backend, timeout)
+        place, backend, device, store = _ask_mpi(backend, timeout)
+        _mpi_job = (place, store)
     else:
-        backend, device = _choose_device(backend, _mpi_job.place)
-    return _mpi_job.place, backend, device, _mpi_job.store
+        place, store = _mpi_job
+        backend, device = _choose_device(backend, place)
+    return place, backend, device, store
 
 
-def _ask_mpi(backend: str | None, timeout: timedelta) -> tuple[_MPIJob, str, torch.device]:
+def _ask_mpi(backend: str | None, timeout: timedelta) -> tuple[_Place, str, torch.device, dist.Store]:
     """Learns this rank's place, agrees with the others on the backend, and connects to rank 0's store."""
     MPI, finalize = _start_mpi()
     problem = device = store = address = None
@@ -241,7 +236,7 @@ def _ask_mpi(backend: str | None, timeout: timedelta) -> tuple[_MPIJob, str, tor
     if store is None:
         host, port = reports[0][2]
         store = dist.TCPStore(host, port, place.world_size, is_master=False, timeout=timeout)
-    return _MPIJob(place, store), backend, device
+    return place, backend, device, store
 
 
 def _start_mpi():
@@ -303,13 +298,13 @@ def _reachable_address() -> str:
         ) from error
 
 
-def _leave_mpi_job(job: _MPIJob) -> None:
+def _leave_mpi_job(place: _Place, store: dist.Store) -> None:
     key = f"zerofp4/{_groups}/left"
     deadline = time.monotonic() + _LEAVE_SECONDS
     try:
-        left = job.store.add(key, 1)
-        while job.place.rank == 0 and left < job.place.world_size and time.monotonic() < deadline:
+        left = store.add(key, 1)
+        while place.rank == 0 and left < place.world_size and time.monotonic() < deadline:
             time.sleep(0.01)
-            left = job.store.add(key, 0)
+            left = store.add(key, 0)
     except RuntimeError:
         return  # rank 0 failed, and the store ended with its process: nobody is waiting

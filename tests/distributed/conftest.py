@@ -23,6 +23,12 @@ def _check(item: pytest.Function) -> Check:
     return Check(item.nodeid, f"{body.__module__}:{body.__name__}", arguments, item.function.time_limit)
 
 
+def _is_skipped(item: pytest.Item) -> bool:
+    """By a mark: nobody will ask for what the ranks made of it."""
+    marks = item.iter_markers()
+    return any(mark.name == "skip" or (mark.name == "skipif" and any(mark.args)) for mark in marks)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the tests of one setting side by side, after all others: their ranks then live while they run."""
@@ -38,7 +44,8 @@ def launches(request) -> Iterator[Callable[[Setting], Launch]]:
             if other != setting:
                 launch.stop()
         if setting not in found:
-            checks = [_check(item) for item in request.session.items if _setting(item) == setting]
+            items = [item for item in request.session.items if _setting(item) == setting]
+            checks = [_check(item) for item in items if not _is_skipped(item)]
             found[setting] = Launch(setting, checks)
         return found[setting]
 

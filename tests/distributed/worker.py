@@ -38,9 +38,10 @@ def main(folder: Path) -> None:
 
     longest = max(time_limit for *_, time_limit in job)
     world = launch.init_process_group(timeout=timedelta(seconds=longest))
-    (folder / f"rank.{world.rank}").write_text(str(os.getpid()))
+    _leave(folder / f"rank.{world.rank}", str(os.getpid()).encode())
     for index, (function, arguments, time_limit) in enumerate(job):
-        _leave_report(folder, f"{index}.{world.rank}", *_run(function, arguments, world))
+        outcome, content = _run(function, arguments, world)
+        _leave(folder / f"{index}.{world.rank}.{outcome}", content)
         if not _all_passed(folder, index, world.world_size, 2 * time_limit):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -54,14 +55,14 @@ def _run(function: str, arguments: dict, world) -> tuple[str, bytes]:
         body = getattr(importlib.import_module(module), name)
         body = getattr(body, "on_each_rank", body)  # a test made by on_ranks carries the function to run here
         return "passed", pickle.dumps(body(world, **arguments))
-    except Exception:
+    except BaseException:  # also what pytest.raises and pytest.fail raise
         return "failed", traceback.format_exc().encode()
 
 
-def _leave_report(folder: Path, name: str, outcome: str, content: bytes) -> None:
-    draft = folder / f"{name}.draft"
+def _leave(path: Path, content: bytes) -> None:
+    draft = path.with_name(f"{path.name}.draft")
     draft.write_bytes(content)
-    draft.rename(folder / f"{name}.{outcome}")  # at once: a reader sees all of it or nothing
+    draft.rename(path)  # at once: a reader sees all of it or nothing
 
 
 def _all_passed(folder: Path, index: int, world_size: int, seconds: float) -> bool:

@@ -1,0 +1,106 @@
+"""The harness itself: a failure is named, a hang ends, and neither hides the checks beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed.processes import run_script
+from distributed.run import Check, Launch, RanksFailed, Setting, on_ranks, run_ranks
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(("shape", "factor"), [((2, 3), 1), ((4,), 2)])
+def test_parameters_reach_the_ranks(world, shape, factor):
+    x = torch.full(shape, float(factor), device=world.device)
+    dist.all_reduce(x)
+    assert x.shape == shape
+    assert x.flatten()[0].item() == factor * world.world_size
+
+
+def rank_times(world, factor):
+    print(f"this is rank {world.rank}")
+    return world.rank * factor
+
+
+def one_fails_the_other_waits(world):
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="never raised"):
+            print("rank 1 goes on")
+    dist.barrier()
+
+
+def one_hangs(world):
+    if world.rank == 0:
+        print(f"I am process {os.getpid()}", flush=True)
+        time.sleep(1000)
+
+
+def one_dies(world):
+    if world.rank == 1:
+        os._exit(7)
+    time.sleep(1000)
+
+
+@pytest.fixture(scope="module")
+def bad_launch():
+    checks = [Check("first", f"{__name__}:rank_times", {"factor": 1}, 20.0)]
+    for function, time_limit in ((one_fails_the_other_waits, 20.0), (one_hangs, 2.0), (one_dies, 20.0)):
+        name = function.__name__
+        checks.append(Check(name, f"{__name__}:{name}", {}, time_limit))
+    checks.append(Check("last", f"{__name__}:rank_times", {"factor": 3}, 20.0))
+    launch = Launch(Setting(2), checks)
+    yield launch
+    launch.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("one_fails_the_other_waits", ["rank 1: Traceback", "DID NOT RAISE", "rank 0: "]),
+        ("one_hangs", ["rank 0: hangs: not done in 2 s", "in one_hangs", "rank 1: passed"]),
+        ("one_dies", ["rank 1: ended early"]),
+    ],
+)
+def test_what_went_wrong_is_said(bad_launch, name, messages):
+    with pytest.raises(RanksFailed) as caught:
+        bad_launch.outcome(name)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_checks_beside_a_failure_still_run(bad_launch):
+    first, last = bad_launch.outcome("first"), bad_launch.outcome("last")
+    assert (first.values, last.values) == ([0, 1], [0, 3])
+    assert ["this is rank 0" in text for text in last.outputs] == [True, False]
+    assert ["this is rank 1" in text for text in last.outputs] == [False, True]
+
+
+def test_a_rank_that_hung_is_gone(bad_launch):
+    with pytest.raises(RanksFailed) as caught:
+        bad_launch.outcome("one_hangs")
+    pid = re.search(r"I am process (\d+)", str(caught.value))[1]
+    command = Path(f"/proc/{pid}/cmdline")
+    assert not command.exists() or command.read_bytes() == b""  # empty: dead, and not yet waited for
+
+
+def test_a_script_that_hangs_is_ended():
+    with pytest.raises(AssertionError, match=r"alone-1 .* hangs: not done in 1 s\nbefore"):
+        run_script(["-uc", "print('before'); import time; time.sleep(1000)"], 1, "alone", time_limit=1)
+
+
+def test_this_python_runs_the_ranks():
+    finished = run_script(["-c", "import sys; print(sys.executable)"], 1, "alone")
+    assert (finished.status, finished.output.strip()) == (0, sys.executable)
+
+
+def test_an_unknown_launcher():
+    with pytest.raises(ValueError, match=r"launcher: must be .*, got 'srun'"):
+        run_ranks(rank_times, 2, "srun", factor=1)

@@ -1,0 +1,186 @@
+"""zerofp4.launch on several ranks, under torchrun and under mpirun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed.processes import device_for, find_mpirun, run_script, why_not
+from distributed.run import RanksFailed, on_ranks, run_ranks
+from zerofp4 import launch
+
+needs_mpirun = pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
+
+
+def check_world(world):
+    """The record is right, and a collective reaches every rank."""
+    assert launch.init_process_group() == world
+    assert (world.rank, world.world_size) == (dist.get_rank(), dist.get_world_size())
+    assert (world.backend, world.device.type) == {
+        "cuda": ("nccl", "cuda"),
+        "cpu": ("gloo", "cpu"),
+    }[device_for(world.world_size)]
+    places = [None] * world.world_size
+    dist.all_gather_object(places, (world.rank, world.local_rank, world.device.index))
+    on_gpu = world.device.type == "cuda"
+    assert places == [(rank, rank, rank if on_gpu else None) for rank in range(world.world_size)]
+    total = torch.ones(1, device=world.device)
+    dist.all_reduce(total)
+    assert total.item() == world.world_size
+
+
+@on_ranks(1, 2, 3, 4)
+def test_torchrun(world):
+    check_world(world)
+
+
+@on_ranks(2, launcher="mpirun")
+def test_mpirun(world):
+    check_world(world)
+
+
+def test_alone():
+    run_ranks(check_world, 1, "alone")
+
+
+def join_ten_times():
+    """When two groups shared keys in the store, gloo connected to the addresses of the one before."""
+    for _ in range(10):
+        launch.destroy_process_group()
+        check_world(launch.init_process_group())
+
+
+@on_ranks(2, 3)
+def test_a_second_group_under_torchrun(world):
+    join_ten_times()
+
+
+@on_ranks(2, launcher="mpirun")
+def test_a_second_group_under_mpirun(world):
+    join_ten_times()
+
+
+@on_ranks(2, launcher="mpirun")
+def test_rank_0_whose_process_holds_the_store_leaves_last(world):
+    before = time.monotonic()
+    if world.rank == 1:
+        time.sleep(1.0)
+    launch.destroy_process_group()
+    took = time.monotonic() - before
+    launch.init_process_group()
+    assert took > 0.8
+
+
+@on_ranks(2, launcher="mpirun")
+def test_mpi_is_finalized_before_training(world):
+    from mpi4py import MPI
+
+    assert MPI.Is_finalized()
+
+
+def local_rank_and_sum(world):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return world.local_rank, total.item()
+
+
+@needs_mpirun
+def test_ranks_on_several_hosts():
+    version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
+    if "HYDRA" not in version:
+        pytest.skip("only MPICH can pretend that each rank has a host of its own")
+    env = {"MPIR_CVAR_NOLOCAL": "1", "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    assert run_ranks(local_rank_and_sum, 2, "mpirun", env=env).values == [(0, 2.0), (0, 2.0)]
+
+
+def run_text(text, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return run_script([str(script)], 2, "mpirun", time_limit=30)
+
+
+@needs_mpirun
+def test_ranks_that_want_different_backends_all_say_so(tmp_path):
+    text = """
+import os
+from zerofp4 import launch
+rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+try:
+    launch.init_process_group(["gloo", "cpu:gloo"][rank])
+except RuntimeError as error:
+    print(f"{error}\\n", end="", flush=True)
+"""
+    finished = run_text(text, tmp_path)
+    message = "backend: must be the same on all ranks, but rank 0 has 'gloo' and rank 1 has 'cpu:gloo'"
+    assert finished.output.count(message) == 2, finished.output
+    assert finished.status == 0
+
+
+@needs_mpirun
+def test_a_program_with_mpi_of_its_own_can_try_again(tmp_path):
+    """Each error reaches both ranks, and MPI is still there after them, and after the group."""
+    text = """
+import os
+import torch
+from mpi4py import MPI
+from zerofp4 import launch
+
+rank, real = MPI.COMM_WORLD.rank, torch.cuda.device_count
+def join(backend):
+    try:
+        launch.init_process_group(backend)
+    except RuntimeError as error:
+        print(f"{error}\\n", end="", flush=True)
+
+torch.cuda.device_count = lambda: 0  # one rank sees no GPU
+join(["gloo", "nccl"][rank])
+torch.cuda.device_count = real
+size = {name: os.environ.pop(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ}
+os.environ["PMI_SIZE"] = "3"  # as under the mpirun of an MPI other than mpi4py's
+join("gloo")
+del os.environ["PMI_SIZE"]
+os.environ.update(size)
+join("gloo")
+launch.destroy_process_group()
+print(f"sum {MPI.COMM_WORLD.allreduce(rank + 1)}\\n", end="", flush=True)
+"""
+    finished = run_text(text, tmp_path)
+    for message in (
+        "rank 1: backend: 'nccl' needs a GPU, and torch sees none",
+        "mpirun started 3 ranks and mpi4py (",
+        "sees 2: they belong to different MPIs",
+        "sum 3",
+    ):
+        assert finished.output.count(message) == 2, finished.output
+    assert finished.status == 0
+
+
+@needs_mpirun
+def test_a_rank_that_fails_later_does_not_leave_the_job_hanging(tmp_path):
+    text = """
+import torch.distributed as dist
+from zerofp4 import launch
+world = launch.init_process_group("gloo")
+if world.rank == 1:
+    raise ValueError("rank 1 has had enough")
+dist.barrier()
+"""
+    finished = run_text(text, tmp_path)
+    assert finished.status != 0
+    assert "rank 1 has had enough" in finished.output
+
+
+@needs_mpirun
+def test_mpirun_without_mpi4py_says_what_to_install(tmp_path):
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('no mpi4py for this test')")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    with pytest.raises(RanksFailed, match=r"no mpi4py for this test.*pip install mpi4py"):
+        run_ranks(check_world, 2, "mpirun", env=env)

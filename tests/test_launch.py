@@ -1,0 +1,206 @@
+"""zerofp4.launch in one process: a world of one, and what is read from the surroundings."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerofp4 import launch
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
+LAUNCHER_VARIABLES += ("OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALRANKID")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """No launcher before, no process group after; gloo's interface is as it was."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    if not os.environ["GLOO_SOCKET_IFNAME"]:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+# Alone
+
+
+def test_alone_is_a_world_of_one_in_which_collectives_work():
+    world = launch.init_process_group()
+    assert (world.rank, world.world_size, world.local_rank) == (0, 1, 0)
+    assert world.backend == ("nccl" if torch.cuda.is_available() else "gloo")
+    assert world.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+    x = torch.arange(4.0, device=world.device)
+    y = x.clone()
+    dist.all_reduce(y, op=dist.ReduceOp.MAX)
+    dist.broadcast(y, src=0)
+    dist.barrier()
+    assert y.tolist() == x.tolist()
+    gathered = [torch.empty_like(x)]
+    dist.all_gather(gathered, x)
+    assert gathered[0].tolist() == x.tolist()
+    objects = [None]
+    dist.all_gather_object(objects, {"rank": 0})
+    assert objects == [{"rank": 0}]
+    launch.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_a_second_call_returns_the_first_record():
+    world = launch.init_process_group()
+    assert launch.init_process_group() is world
+    assert launch.init_process_group(world.backend) is world
+
+
+def test_a_group_can_be_made_again_after_it_was_destroyed():
+    for _ in range(2):
+        world = launch.init_process_group("gloo")
+        assert world == launch.World(0, 1, 0, torch.device("cpu"), "gloo")
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        launch.destroy_process_group()
+
+
+def test_destroying_what_is_not_there():
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        launch.destroy_process_group()
+
+
+def test_another_backend_than_the_existing_one():
+    launch.init_process_group("gloo")
+    with pytest.raises(ValueError, match=r"backend: 'nccl' asked for, but the existing .* 'gloo'"):
+        launch.init_process_group("nccl")
+
+
+def test_a_group_that_somebody_else_made():
+    launch.init_process_group("gloo")
+    dist.destroy_process_group()  # not through launch: its record is out of date now
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert launch.init_process_group() == launch.World(0, 1, 0, torch.device("cpu"), "gloo")
+    launch.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_gloo_stays_on_the_loopback_interface_when_all_ranks_are_here(monkeypatch):
+    launch.init_process_group("gloo")
+    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    launch.destroy_process_group()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")  # what the user chose stays
+    launch.init_process_group("gloo")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo,lo"
+
+
+# Devices
+
+
+def test_each_local_rank_has_a_gpu_of_its_own(monkeypatch):
+    two_gpus(monkeypatch)
+    assert launch._choose_device(None, launch._Place(5, 8, 1, 2)) == ("nccl", torch.device("cuda", 1))
+    assert launch._choose_device("cpu:gloo,cuda:nccl", launch._Place(0, 1, 0, 1))[1].index == 0
+    assert launch._choose_device("gloo", launch._Place(5, 8, 1, 2)) == ("gloo", torch.device("cpu"))
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    two_gpus(monkeypatch)
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(
+        RuntimeError, match=r"4 ranks on this host and 2 visible GPUs.*CUDA_VISIBLE_DEVICES=''"
+    ):
+        launch.init_process_group()
+
+
+def test_nccl_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(RuntimeError, match="backend: 'nccl' needs a GPU, and torch sees none"):
+        launch.init_process_group("nccl")
+
+
+# What a launcher leaves in the environment
+
+
+def test_place_under_torchrun():
+    env = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+    assert launch._place_from_environment(env) == launch._Place(6, 8, 2, 4)
+    del env["LOCAL_WORLD_SIZE"]
+    assert launch._place_from_environment(env) == launch._Place(6, 8, 2, 3)
+
+
+def test_variables_set_by_hand_and_wrong(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is not"):
+        launch.init_process_group()
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    with pytest.raises(ValueError, match="LOCAL_RANK: must be a whole number, got '-1'"):
+        launch.init_process_group()
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, 1),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3),
+        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        ({"PMIX_RANK": "0"}, None),
+        ({"PMI_RANK": "0"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 1),
+    ],
+)
+def test_mpirun_is_recognized(environment, size):
+    assert launch._mpirun_size(environment) == size
+
+
+def test_mpirun_of_one_rank_needs_no_mpi4py(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "1")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert launch.init_process_group("gloo").world_size == 1
+
+
+def test_mpirun_without_mpi4py(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(RuntimeError, match=r"importing mpi4py, .*pip install mpi4py"):
+        launch.init_process_group()
+
+
+# The address of rank 0
+
+
+def no_route(*_):
+    raise OSError("network is unreachable")
+
+
+def test_address_for_other_hosts(monkeypatch):
+    def resolves_to(*addresses):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    resolves_to("127.0.1.1", "192.0.2.7")
+    assert launch._reachable_address() == "192.0.2.7"
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    assert launch._reachable_address() == "node0"
+
+
+def test_no_address_for_other_hosts(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", no_route)
+    monkeypatch.setattr(socket, "socket", no_route)
+    with pytest.raises(RuntimeError, match=r"no address for other hosts .*unreachable.*MASTER_ADDR"):
+        launch._reachable_address()
