@@ -87,7 +87,7 @@ def reduce_max(vector: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 def all_gather_slices(
     flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """All-gather in place: on entry a rank's own equal slice of `flat` is valid, afterwards all slices are."""
+    """All-gather in place: on entry a rank's own equal slice is valid, afterwards all slices are."""
     rank, size = rank_and_size(group)
     # torch 2.13 renamed both collectives and warns of the old names.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

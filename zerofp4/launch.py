@@ -20,6 +20,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# Imported before there is a group: its functions have the default group as a default argument. Where
+# something else (torch.optim) imports it later, they keep that group, and its threads, until the interpreter
+# is torn down.
+import torch.distributed.nn.functional
+
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 # Under mpirun the store is in rank 0's process: how long rank 0 waits for the others to leave the group.

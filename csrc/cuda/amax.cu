@@ -8,9 +8,11 @@ namespace {
 
 constexpr int kAmaxBlocksPerSm = 3;
 
-__global__ void __launch_bounds__(kThreads) cast_begin_kernel(const __grid_constant__ CastTable table, float error) {
+__global__ void __launch_bounds__(kThreads)
+    cast_begin_kernel(const __grid_constant__ CastTable table, float error) {
     const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < table.reduced_numel; i += stride) {
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < table.reduced_numel;
+         i += stride) {
         const float header = i == kErrorWord ? error : i == kHashWord ? table.hash : -table.hash;
         table.reduced[i] = i <= kMinusHashWord ? header : 0.0f;
     }
@@ -24,11 +26,12 @@ __device__ __forceinline__ void raise(float* word, float amax) {
 // The group's word is shared by many warps: most find it high enough already and leave it alone.
 __device__ __forceinline__ void raise_group(float* word, float lane_amax) {
     const uint32_t bits = __reduce_max_sync(kAllLanes, to_bits(lane_amax));
-    if (lane_index() == 0 && bits > __ldcg(reinterpret_cast<const uint32_t*>(word))) raise(word, from_bits(bits));
+    if (lane_index() == 0 && bits > __ldcg(reinterpret_cast<const uint32_t*>(word)))
+        raise(word, from_bits(bits));
 }
 
-// The amax of this lane's tile in the strip. Rounding to the weight's dtype never reverses an order, so that rounding
-// the largest magnitude is the same as taking the largest of rounded ones.
+// The amax of this lane's tile in the strip. Rounding to the weight's dtype never reverses an order, so that
+// rounding the largest magnitude is the same as taking the largest of rounded ones.
 __device__ __forceinline__ float tile_amax(const WeightDescriptor& weight, const Strip& strip) {
     uint32_t bits = 0;
 #pragma unroll 1
@@ -48,9 +51,10 @@ __device__ __forceinline__ float tile_amax(const WeightDescriptor& weight, const
 
 template <bool kSingle>
 __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
-    partial_amax_kernel(const __grid_constant__ CastTable table, const __grid_constant__ WeightDescriptor single) {
+    partial_amax_kernel(const __grid_constant__ CastTable table,
+                        const __grid_constant__ WeightDescriptor single) {
     ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(table.weights, table.count,
-                                                                                table.strip_units, single);
+                                                                                 table.strip_units, single);
     float* group = nullptr;
     float group_amax = 0.0f;  // of this lane's tiles
     const Share share = block_share(table.strip_units);
@@ -83,7 +87,8 @@ void cast_begin(const CastTable& table, float error, cudaStream_t stream) {
 void partial_amax(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
     if (table.strip_units == 0) return;
     const auto kernel = table.count == 1 ? partial_amax_kernel<true> : partial_amax_kernel<false>;
-    launch("partial_amax", kernel, ceil_div(table.strip_units, kWarps), kAmaxBlocksPerSm, stream, table, host[0]);
+    launch("partial_amax", kernel, ceil_div(table.strip_units, kWarps), kAmaxBlocksPerSm, stream, table,
+           host[0]);
 }
 
 }  // namespace zerofp4::cuda

@@ -1,4 +1,5 @@
-// Masters to packed codes, with the scales of the reduced amaxes. Only bytes and nibbles of the shard are written.
+// Masters to packed codes, with the scales of the reduced amaxes. Only bytes and nibbles of the shard are
+// written.
 
 #include "common/scale.h"
 #include "cuda/convert.cuh"
@@ -29,8 +30,8 @@ __device__ __forceinline__ void store_owned(uint8_t* p, uint32_t pair, bool owns
     }
 }
 
-// Encodes rows [row, row + kStepRows) of this lane. Columns and row lengths are even: a pair of codes starts at an even
-// element, whichever element the shard starts with.
+// Encodes rows [row, row + kStepRows) of this lane. Columns and row lengths are even: a pair of codes starts
+// at an even element, whichever element the shard starts with.
 __device__ __forceinline__ void cast_step(const WeightDescriptor& weight, const Strip& strip, int64_t row,
                                           float encode) {
     StepValues values;
@@ -56,10 +57,11 @@ __device__ __forceinline__ void cast_step(const WeightDescriptor& weight, const 
 
 template <bool kSingle>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
-    partial_cast_kernel(const __grid_constant__ CastTable table, const __grid_constant__ WeightDescriptor single) {
+    partial_cast_kernel(const __grid_constant__ CastTable table,
+                        const __grid_constant__ WeightDescriptor single) {
     if (header_status(table) != kOk) return;
     ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(table.weights, table.count,
-                                                                                table.strip_units, single);
+                                                                                 table.strip_units, single);
     bool skipped = false;
     TensorScale tensor = {};
     const Share share = block_share(table.strip_units);
@@ -78,7 +80,8 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
         const float amax = strip.tile_column() < tile_columns ? tiles[strip.tile_column()] : 0.0f;
         const float encode = block_encode(block_scale(amax, tensor), tensor);
 #pragma unroll 1
-        for (int step = 0; step < kBlock; step += kStepRows) cast_step(weight, strip, strip.row + step, encode);
+        for (int step = 0; step < kBlock; step += kStepRows)
+            cast_step(weight, strip, strip.row + step, encode);
     }
 }
 
@@ -87,7 +90,8 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
 void partial_cast(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
     if (table.strip_units == 0) return;
     const auto kernel = table.count == 1 ? partial_cast_kernel<true> : partial_cast_kernel<false>;
-    launch("partial_cast", kernel, ceil_div(table.strip_units, kWarps), kCastBlocksPerSm, stream, table, host[0]);
+    launch("partial_cast", kernel, ceil_div(table.strip_units, kWarps), kCastBlocksPerSm, stream, table,
+           host[0]);
 }
 
 }  // namespace zerofp4::cuda

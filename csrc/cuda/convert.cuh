@@ -5,9 +5,9 @@
 
 namespace zerofp4::cuda {
 
-// Two codes in a byte, `low` in the low nibble. Blackwell's instruction (its family and architecture specific targets
-// have it) rounds and saturates like float_to_e2m1, keeps the sign of -0, and gives the largest positive code for NaN;
-// its first operand lands in the high nibble.
+// Two codes in a byte, `low` in the low nibble. Blackwell's instruction (its family and architecture specific
+// targets have it) rounds and saturates like float_to_e2m1, keeps the sign of -0, and gives the largest
+// positive code for NaN; its first operand lands in the high nibble.
 __device__ __forceinline__ uint32_t convert_pair(float low, float high) {
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
     uint32_t byte;
@@ -24,8 +24,8 @@ __device__ __forceinline__ uint32_t convert_pair(float low, float high) {
 #endif
 }
 
-// Magnitudes are compared as integers: the bits of non-negative floats sort like the floats, and those of NaN, which
-// fmaxf would drop, above those of infinity.
+// Magnitudes are compared as integers: the bits of non-negative floats sort like the floats, and those of
+// NaN, which fmaxf would drop, above those of infinity.
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return to_bits(x) & 0x7fffffffu; }
 
 constexpr uint32_t kInfBits = 0x7f800000u;

@@ -1,5 +1,5 @@
-// Packed codes and compact scales back to elements. A warp takes 8 rows of one run of columns, each lane as many
-// columns as fill 16 bytes of output.
+// Packed codes and compact scales back to elements. A warp takes 8 rows of one run of columns, each lane as
+// many columns as fill 16 bytes of output.
 
 #include "common/scale.h"
 #include "cuda/units.cuh"
@@ -22,18 +22,19 @@ template <typename T>
 __device__ __forceinline__ void decode_codes(uint32_t codes, float decode, uint32_t (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        uint32_t word = 0;
+        float values[kPerWord<T>];
 #pragma unroll
-        for (int h = 0; h < kPerWord<T>; ++h) {
-            const uint32_t code = codes >> (4 * (kPerWord<T> * i + h)) & 15u;
-            word |= element_bits<T>(e2m1_to_float(code) * decode) << (16 * h);
+        for (int k = 0; k < kPerWord<T>; ++k) {
+            const uint32_t code = codes >> (4 * (kPerWord<T> * i + k)) & 15u;
+            values[k] = e2m1_to_float(code) * decode;
         }
-        words[i] = word;
+        words[i] = pack_word<T>(values);
     }
 }
 
 template <typename T>
-__device__ __forceinline__ void dequantize_unit(const DequantizeArgs& args, float amax, int64_t row, int64_t col) {
+__device__ __forceinline__ void dequantize_unit(const DequantizeArgs& args, float amax, int64_t row,
+                                                int64_t col) {
     constexpr int kBytes = kLaneElements<T> / 2;
     const int rows = clamp_count(args.rows - row, kUnitRows);
     const int count = clamp_count(args.cols - col, kLaneElements<T>);
@@ -42,7 +43,8 @@ __device__ __forceinline__ void dequantize_unit(const DequantizeArgs& args, floa
     const uint8_t* scale = args.scale + col / kBlock;
     const int64_t scale_pitch = ceil_div(args.cols, kBlock);
     const int shift = args.block_rows == kBlock ? 4 : 0;
-    const bool whole = count == kLaneElements<T> && args.cols % kLaneElements<T> == 0 && is_aligned(args.data, kBytes);
+    const bool whole =
+        count == kLaneElements<T> && args.cols % kLaneElements<T> == 0 && is_aligned(args.data, kBytes);
 
     uint32_t codes[kUnitRows];
     uint32_t scales[kUnitRows];
@@ -51,7 +53,7 @@ __device__ __forceinline__ void dequantize_unit(const DequantizeArgs& args, floa
         const uint8_t* p = data + r * (args.cols / 2);
         codes[r] = scales[r] = 0;
         if (r < rows) {
-            scales[r] = scale[(row + r >> shift) * scale_pitch];
+            scales[r] = scale[((row + r) >> shift) * scale_pitch];
             if (!whole) {
                 codes[r] = load4(p, count / 2);
             } else if constexpr (kBytes == 4) {

@@ -22,8 +22,8 @@ inline void check(cudaError_t error, const char* operation) {
                              cudaGetErrorString(error));
 }
 
-// Launches `kernel` on as many blocks as the work asks for, but no more than fit on the device at once: kernels loop
-// over what is left. Without work one block runs, which then finds nothing to do.
+// Launches `kernel` on as many blocks as the work asks for, but no more than fit on the device at once:
+// kernels loop over what is left. Without work one block runs, which then finds nothing to do.
 template <typename... Params, typename... Args>
 void launch(const char* operation, void (*kernel)(Params...), int64_t work_blocks, int blocks_per_sm,
             cudaStream_t stream, const Args&... args) {

@@ -7,8 +7,9 @@ namespace zerofp4::cuda {
 
 constexpr int kLaneRows = 32;
 
-// Four 8 x 8 blocks of nibbles, 8 words each: nibble j of word 8b + i trades places with nibble i of word 8b + j.
-// Halves of the words, then quarters, then single nibbles are exchanged between words 4, 2 and 1 apart.
+// Four 8 x 8 blocks of nibbles, 8 words each: within block b, nibble j of word 8b + i becomes nibble i of
+// word 8b + j. Halves of the words, then bytes, then single nibbles are exchanged between words 4, 2 and 1
+// apart.
 __device__ __forceinline__ void transpose_nibbles(uint32_t (&words)[kLaneRows]) {
 #pragma unroll
     for (int distance = 4; distance > 0; distance /= 2) {

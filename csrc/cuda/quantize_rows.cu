@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads, kRowwiseBlocksPerSm)
     const int64_t row_blocks = ceil_div(args.cols, kBlock);
     const int64_t blocks = args.rows * row_blocks;
     const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-    for (int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; block < blocks; block += stride) {
+    for (int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; block < blocks;
+         block += stride) {
         int64_t offset = block * kBlock;
         int count = kBlock;
         if (args.cols % kBlock != 0) {
@@ -56,7 +57,8 @@ __global__ void __launch_bounds__(kThreads, kRowwiseBlocksPerSm)
     }
 }
 
-// A lane has four blocks, one in each of its columns. The four lanes of a column write 32 bytes of an output row.
+// A lane has four blocks, one in each of its columns. The four lanes of a column write 32 bytes of an output
+// row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kColumnwiseBlocksPerSm)
     columnwise_kernel(const __grid_constant__ QuantizeRowsArgs args) {
@@ -95,11 +97,13 @@ template <typename T>
 void quantize_rows_as(const QuantizeRowsArgs& args, cudaStream_t stream) {
     if (args.rowwise_data) {
         const int64_t blocks = args.rows * ceil_div(args.cols, kBlock);
-        launch("quantize_rows", rowwise_kernel<T>, ceil_div(blocks, kThreads), kRowwiseBlocksPerSm, stream, args);
+        launch("quantize_rows", rowwise_kernel<T>, ceil_div(blocks, kThreads), kRowwiseBlocksPerSm, stream,
+               args);
     }
     if (args.columnwise_data) {
         const int64_t units = ceil_div(args.rows, kColumnwiseRows) * ceil_div(args.cols, kColumnwiseCols);
-        launch("quantize_rows", columnwise_kernel<T>, ceil_div(units, kWarps), kColumnwiseBlocksPerSm, stream, args);
+        launch("quantize_rows", columnwise_kernel<T>, ceil_div(units, kWarps), kColumnwiseBlocksPerSm, stream,
+               args);
     }
 }
 

@@ -1,5 +1,5 @@
-// Block scales of every tile from the reduced amaxes, in each layout and orientation that has a buffer. A warp takes
-// 8 x 8 tiles: two whole swizzle atoms rowwise and two columnwise.
+// Block scales of every tile from the reduced amaxes, in each layout and orientation that has a buffer. A
+// warp takes 8 x 8 tiles: two whole swizzle atoms rowwise and two columnwise.
 
 #include "common/scale.h"
 #include "cuda/units.cuh"
@@ -11,8 +11,8 @@ namespace {
 constexpr int kScaleBlocksPerSm = 4;
 static_assert(kScaleTiles == 8 && kScaleTiles * kBlock == kAtomRows && kScaleTiles == 2 * kAtomColumns);
 
-// Scale bytes of the warp's 8 x 8 tiles, 0 outside of the weight: a lane has those of tile (lane / 8, lane % 8) and of
-// tile (4 + lane / 8, lane % 8).
+// Scale bytes of the warp's 8 x 8 tiles, 0 outside of the weight. With i = lane / 8 and j = lane % 8, a lane
+// has those of the tiles (i, j) and (4 + i, j).
 struct TileBytes {
     uint32_t upper;
     uint32_t lower;
@@ -20,7 +20,8 @@ struct TileBytes {
 
 // Tile (i, j) of the result is tile (j, i).
 __device__ __forceinline__ TileBytes transposed(const TileBytes& bytes) {
-    const int source = lane_index() % 4 * 8 + lane_index() / 8;  // of tile (lane % 8, lane / 8), upper or lower
+    // The lane that has tile (lane % 8, lane / 8), in its upper or lower half; the other one is 4 columns on.
+    const int source = lane_index() % 4 * 8 + lane_index() / 8;
     const bool from_upper = lane_index() % 8 < 4;
     const uint32_t upper_left = __shfl_sync(kAllLanes, bytes.upper, source);
     const uint32_t lower_left = __shfl_sync(kAllLanes, bytes.lower, source);
@@ -56,7 +57,8 @@ __device__ __forceinline__ void write_compact(const Orientation& at, const TileB
     if (i + 4 < at.tile_rows) p[4 * at.tile_columns] = static_cast<uint8_t>(bytes.lower);
 }
 
-// `upper` and `lower` are quad words: tile row i, columns [4 * half, 4 * half + 4) is in lane i % 4 * 8 + half * 4.
+// `upper` and `lower` are quad words: that of tile row i and columns [4 half, 4 half + 4) is in lane
+// 8 (i % 4) + 4 half.
 __device__ __forceinline__ void write_expanded(const Orientation& at, uint32_t upper, uint32_t lower) {
     const int64_t pitch = round_up(at.tile_columns, kAtomColumns);
     const int half = lane_index() % 2;
@@ -104,7 +106,8 @@ __device__ __forceinline__ uint32_t tile_byte(const float* tiles, const Orientat
     return block_scale(tiles[i * at.tile_columns + j], tensor);
 }
 
-__device__ __forceinline__ void scale_unit(const CastTable& table, const WeightDescriptor& weight, int64_t local) {
+__device__ __forceinline__ void scale_unit(const CastTable& table, const WeightDescriptor& weight,
+                                           int64_t local) {
     const float amax = group_amax(table, weight);
     const bool first = local == 0 && lane_index() == 0;
     if (table.skip_nonfinite && amax == kInf) {
@@ -120,29 +123,32 @@ __device__ __forceinline__ void scale_unit(const CastTable& table, const WeightD
     const int64_t unit_row = local / units_per_row;
     const int64_t tile_row = unit_row * kScaleTiles;
     const int64_t tile_column = (local - unit_row * units_per_row) * kScaleTiles;
-    const Orientation rowwise = {weight.rowwise_scale, weight.rows, tile_rows, tile_columns, tile_row, tile_column};
-    const Orientation columnwise = {weight.columnwise_scale, weight.cols, tile_columns, tile_rows, tile_column,
-                                    tile_row};
+    const Orientation rowwise = {weight.rowwise_scale, weight.rows, tile_rows,
+                                 tile_columns,         tile_row,    tile_column};
+    const Orientation columnwise = {
+        weight.columnwise_scale, weight.cols, tile_columns, tile_rows, tile_column, tile_row};
 
     const TensorScale tensor = tensor_scale(amax);
     const float* tiles = table.reduced + weight.tile_offset;
     const int64_t i = tile_row + lane_index() / 8;
     const int64_t j = tile_column + lane_index() % 8;
-    const TileBytes bytes = {tile_byte(tiles, rowwise, i, j, tensor), tile_byte(tiles, rowwise, i + 4, j, tensor)};
+    const TileBytes bytes = {tile_byte(tiles, rowwise, i, j, tensor),
+                             tile_byte(tiles, rowwise, i + 4, j, tensor)};
     write_scales(rowwise, bytes);
     write_scales(columnwise, transposed(bytes));
 }
 
 template <bool kSingle>
 __global__ void __launch_bounds__(kThreads, kScaleBlocksPerSm)
-    fused_scale_kernel(const __grid_constant__ CastTable table, const __grid_constant__ WeightDescriptor single) {
+    fused_scale_kernel(const __grid_constant__ CastTable table,
+                       const __grid_constant__ WeightDescriptor single) {
     const int32_t status = header_status(table);
     if (status != kOk) {
         if (grid_warp() == 0 && lane_index() == 0 && table.status) *table.status = status;
         return;
     }
     ItemCursor<WeightDescriptor, &WeightDescriptor::scale_begin, kSingle> cursor(table.weights, table.count,
-                                                                                table.scale_units, single);
+                                                                                 table.scale_units, single);
     for (int64_t unit = grid_warp(); unit < table.scale_units; unit += grid_warps()) {
         cursor.seek(unit);
         scale_unit(table, cursor.item(), unit - cursor.item().scale_begin);
@@ -155,7 +161,8 @@ void fused_scale(const CastTable& table, const WeightDescriptor* host, cudaStrea
     // A table without weights still reports the status.
     const auto kernel = table.count == 1 ? fused_scale_kernel<true> : fused_scale_kernel<false>;
     const WeightDescriptor single = table.count == 1 ? host[0] : WeightDescriptor{};
-    launch("fused_scale", kernel, ceil_div(table.scale_units, kWarps), kScaleBlocksPerSm, stream, table, single);
+    launch("fused_scale", kernel, ceil_div(table.scale_units, kWarps), kScaleBlocksPerSm, stream, table,
+           single);
 }
 
 }  // namespace zerofp4::cuda

@@ -1,5 +1,6 @@
-// Compact scales to the padded layouts and back. A warp takes four swizzle atoms, 128 rows of 16 scale columns: a lane
-// has 16 bytes in each of the rows lane, lane + 32, lane + 64 and lane + 96, which are also 16 bytes of each atom.
+// Compact scales to the padded layouts and back. A warp takes four swizzle atoms, 128 rows of 16 scale
+// columns: a lane has 16 bytes in each of the rows lane, lane + 32, lane + 64 and lane + 96, which are also
+// 16 bytes of each atom.
 
 #include "cuda/units.cuh"
 #include "cuda/vector.cuh"
@@ -63,14 +64,16 @@ __device__ __forceinline__ void load_padded(const uint8_t* input, const LayoutUn
 }
 
 template <ScaleLayout kLayout>
-__device__ __forceinline__ void store_padded(uint8_t* output, const LayoutUnit& at, const LaneScales& scales) {
+__device__ __forceinline__ void store_padded(uint8_t* output, const LayoutUnit& at,
+                                             const LaneScales& scales) {
     if constexpr (kLayout == kExpanded) {
 #pragma unroll
         for (int q = 0; q < kUnitLaneRows; ++q) store16(output + at.expanded(q), scales[q], at.padded);
     } else {
 #pragma unroll
         for (int atom = 0; atom < kUnitAtoms; ++atom) {
-            const uint32_t words[kUnitLaneRows] = {scales[0][atom], scales[1][atom], scales[2][atom], scales[3][atom]};
+            const uint32_t words[kUnitLaneRows] = {scales[0][atom], scales[1][atom], scales[2][atom],
+                                                   scales[3][atom]};
             store16(output + at.swizzled(atom), words, kAtomColumns * atom < at.padded ? 16 : 0);
         }
     }
@@ -109,8 +112,10 @@ __global__ void __launch_bounds__(kThreads, kLayoutBlocksPerSm)
 
 using LayoutKernel = void (*)(ScaleLayoutArgs, int64_t);
 
-void launch_layout(const char* operation, LayoutKernel kernel, const ScaleLayoutArgs& args, cudaStream_t stream) {
-    const int64_t units = ceil_div(args.rows, kAtomRows) * ceil_div(ceil_div(args.cols, kBlock), kUnitColumns);
+void launch_layout(const char* operation, LayoutKernel kernel, const ScaleLayoutArgs& args,
+                   cudaStream_t stream) {
+    const int64_t units =
+        ceil_div(args.rows, kAtomRows) * ceil_div(ceil_div(args.cols, kBlock), kUnitColumns);
     launch(operation, kernel, ceil_div(units, kWarps), kLayoutBlocksPerSm, stream, args, units);
 }
 
@@ -118,13 +123,14 @@ void launch_layout(const char* operation, LayoutKernel kernel, const ScaleLayout
 
 void pad_scale(const ScaleLayoutArgs& args, cudaStream_t stream) {
     const bool expanded = args.layout == kExpanded;
-    launch_layout("pad_scale", expanded ? pad_scale_kernel<kExpanded> : pad_scale_kernel<kSwizzled>, args, stream);
+    launch_layout("pad_scale", expanded ? pad_scale_kernel<kExpanded> : pad_scale_kernel<kSwizzled>, args,
+                  stream);
 }
 
 void unpad_scale(const ScaleLayoutArgs& args, cudaStream_t stream) {
     const bool expanded = args.layout == kExpanded;
-    launch_layout("unpad_scale", expanded ? unpad_scale_kernel<kExpanded> : unpad_scale_kernel<kSwizzled>, args,
-                  stream);
+    launch_layout("unpad_scale", expanded ? unpad_scale_kernel<kExpanded> : unpad_scale_kernel<kSwizzled>,
+                  args, stream);
 }
 
 }  // namespace zerofp4::cuda

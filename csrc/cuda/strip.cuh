@@ -1,6 +1,7 @@
 #pragma once
-// Reading masters: a warp takes a strip of 16 rows by 128 columns, each lane 4 neighbouring columns of every row. A
-// scaling tile is then 4 neighbouring lanes. Half of the rows are loaded at a time, before the first is used.
+// Reading masters: a warp takes a strip of 16 rows by 128 columns, each lane 4 neighbouring columns of every
+// row. A scaling tile is then 4 neighbouring lanes. Half of the rows are loaded at a time, before the first
+// is used.
 
 #include "common/table.h"
 #include "cuda/units.cuh"
@@ -15,8 +16,8 @@ static_assert(kLanes * kLaneColumns == kStripColumns && kBlock % kStepRows == 0)
 
 using StepValues = float[kStepRows][kLaneColumns];
 
-// How the elements of a strip can be read: all of them by vectors, all of them one by one (an odd alignment), or only
-// those that the shard owns.
+// How the elements of a strip can be read: all of them by vectors, all of them one by one (an odd alignment),
+// or only those that the shard owns.
 enum class Access { kVector, kElement, kMasked };
 
 struct Strip {
@@ -35,8 +36,10 @@ __device__ __forceinline__ Access access_of(const WeightDescriptor& weight, int6
     const bool inside = row + kBlock <= weight.rows && col + kStripColumns <= weight.cols;
     if (!inside || first < 0 || last >= weight.numel) return Access::kMasked;
     const int64_t size = size_of(weight.master_dtype);
-    const uintptr_t address = reinterpret_cast<uintptr_t>(weight.master) + static_cast<uintptr_t>(first * size);
-    const bool aligned = weight.cols % kLaneColumns == 0 && address % static_cast<uintptr_t>(kLaneColumns * size) == 0;
+    const uintptr_t address =
+        reinterpret_cast<uintptr_t>(weight.master) + static_cast<uintptr_t>(first * size);
+    const bool aligned =
+        weight.cols % kLaneColumns == 0 && address % static_cast<uintptr_t>(kLaneColumns * size) == 0;
     return aligned ? Access::kVector : Access::kElement;
 }
 
@@ -55,8 +58,8 @@ struct LaneRange {
     __device__ __forceinline__ bool has(int k) const { return begin <= k && k < end; }
 };
 
-// `index` is the lane's first column of the row, counted from the first owned element; a row before or past what is
-// owned has none. The same columns as owned_columns gives, cut to the lane's.
+// `index` is the lane's first column of the row, counted from the first owned element; a row before or past
+// what is owned has none. The same columns as owned_columns gives, cut to the lane's.
 __device__ __forceinline__ LaneRange lane_range(const WeightDescriptor& weight, int64_t index, int64_t col) {
     const int existing = clamp_count(weight.cols - col, kLaneColumns);
     return {clamp_count(-index, kLaneColumns), clamp_count(weight.numel - index, existing)};
@@ -79,7 +82,8 @@ __device__ __forceinline__ void load_step_as(const WeightDescriptor& weight, con
 #pragma unroll
         for (int r = 0; r < kStepRows; ++r) {
 #pragma unroll
-            for (int k = 0; k < kLaneColumns; ++k) values[r][k] = load_float(master[index + r * weight.cols + k]);
+            for (int k = 0; k < kLaneColumns; ++k)
+                values[r][k] = load_float(master[index + r * weight.cols + k]);
         }
     } else {
 #pragma unroll
@@ -107,18 +111,25 @@ __device__ __forceinline__ void load_step(const WeightDescriptor& weight, const 
     }
 }
 
-template <DType kTo>
+// Rounds to T and back, two elements at a time for the packed conversion (vector.cuh).
+template <typename T>
 __device__ __forceinline__ void round_step_to(StepValues& values) {
 #pragma unroll
     for (int r = 0; r < kStepRows; ++r) {
 #pragma unroll
-        for (int k = 0; k < kLaneColumns; ++k) values[r][k] = round_to<kTo>(values[r][k]);
+        for (int k = 0; k < kLaneColumns; k += 2) {
+            const uint32_t word[1] = {pack_word<T>({values[r][k], values[r][k + 1]})};
+            float rounded[2];
+            unpack<T>(word, rounded);
+            values[r][k] = rounded[0];
+            values[r][k + 1] = rounded[1];
+        }
     }
 }
 
 __device__ __forceinline__ void round_step(DType dtype, StepValues& values) {
-    if (dtype == DType::kBFloat16) round_step_to<DType::kBFloat16>(values);
-    if (dtype == DType::kFloat16) round_step_to<DType::kFloat16>(values);
+    if (dtype == DType::kBFloat16) round_step_to<BFloat16>(values);
+    if (dtype == DType::kFloat16) round_step_to<Float16>(values);
 }
 
 __device__ __forceinline__ float round_one(DType dtype, float x) {

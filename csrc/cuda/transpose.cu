@@ -1,5 +1,5 @@
-// The packed transpose. A warp takes half a tile, 64 rows of 128 codes, without shared memory: a lane reads 32 rows of
-// 8 codes, so that the warp reads runs of 64 bytes, and ends with 16 bytes of 8 output rows.
+// The packed transpose. A warp takes half a tile, 64 rows of 128 codes, without shared memory: a lane reads
+// 32 rows of 8 codes, so that the warp reads runs of 64 bytes, and ends with 16 bytes of 8 output rows.
 
 #include "common/table.h"
 #include "cuda/nibbles.cuh"
@@ -14,11 +14,6 @@ constexpr int kLaneCols = 8;
 constexpr int kHalfRows = kTransposeTile / 2;
 constexpr int kLanesAcross = kTransposeTile / kLaneCols;
 static_assert(kLanes / kLanesAcross * kLaneRows == kHalfRows);
-
-__device__ __forceinline__ void store_column(uint8_t* p, const uint32_t (&words)[kLaneRows], int k, int count) {
-    const uint32_t column[4] = {words[k], words[8 + k], words[16 + k], words[24 + k]};
-    store16(p, column, count);
-}
 
 // Rows [row, row + kLaneRows) and columns [col, col + kLaneCols), all inside, both sides aligned.
 __device__ __forceinline__ void transpose_whole(const TransposeDescriptor& item, int64_t row, int64_t col) {
@@ -51,15 +46,17 @@ __device__ __forceinline__ void transpose_part(const TransposeDescriptor& item, 
     uint8_t* output = in_global(item.output) + col * out_pitch + row / 2;
 #pragma unroll
     for (int k = 0; k < kLaneCols; ++k) {
-        if (k < cols) store_column(output + k * out_pitch, words, k, rows / 2);
+        const uint32_t column[4] = {words[k], words[8 + k], words[16 + k], words[24 + k]};
+        if (k < cols) store16(output + k * out_pitch, column, rows / 2);
     }
 }
 
 template <bool kSingle>
 __global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
-    transpose_kernel(const __grid_constant__ TransposeTable table, const __grid_constant__ TransposeDescriptor single) {
-    ItemCursor<TransposeDescriptor, &TransposeDescriptor::tile_begin, kSingle> cursor(table.items, table.count,
-                                                                                     table.tiles, single);
+    transpose_kernel(const __grid_constant__ TransposeTable table,
+                     const __grid_constant__ TransposeDescriptor single) {
+    ItemCursor<TransposeDescriptor, &TransposeDescriptor::tile_begin, kSingle> cursor(
+        table.items, table.count, table.tiles, single);
     for (int64_t half = grid_warp(); half < 2 * table.tiles; half += grid_warps()) {
         const int64_t tile = half / 2;
         cursor.seek(tile);
@@ -72,8 +69,8 @@ __global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
         const int64_t row = first_row + lane_index() / kLanesAcross * kLaneRows;
         const int64_t col = first_col + lane_index() % kLanesAcross * kLaneCols;
         const bool inside = first_row + kHalfRows <= item.rows && first_col + kTransposeTile <= item.cols;
-        const bool aligned = item.cols % kLaneCols == 0 && item.rows % kLaneRows == 0 && is_aligned(item.input, 4) &&
-                             is_aligned(item.output, 16);
+        const bool aligned = item.cols % kLaneCols == 0 && item.rows % kLaneRows == 0 &&
+                             is_aligned(item.input, 4) && is_aligned(item.output, 16);
         if (inside && aligned) {
             transpose_whole(item, row, col);
         } else {
@@ -87,7 +84,8 @@ __global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
 void transpose(const TransposeTable& table, const TransposeDescriptor* host, cudaStream_t stream) {
     if (table.tiles == 0) return;
     const auto kernel = table.count == 1 ? transpose_kernel<true> : transpose_kernel<false>;
-    launch("transpose", kernel, ceil_div(2 * table.tiles, kWarps), kTransposeBlocksPerSm, stream, table, host[0]);
+    launch("transpose", kernel, ceil_div(2 * table.tiles, kWarps), kTransposeBlocksPerSm, stream, table,
+           host[0]);
 }
 
 }  // namespace zerofp4::cuda

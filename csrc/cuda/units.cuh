@@ -8,8 +8,9 @@ namespace zerofp4::cuda {
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kLanes; }
 
-// Every address in a table is one of global memory (pinned host memory included). Said aloud, because the compiler sees
-// that only of addresses in kernel arguments, and takes slower generic accesses for those it reads from a table.
+// Every address in a table is one of global memory (pinned host memory included). Said aloud, because the
+// compiler sees that only of addresses in kernel arguments, and takes slower generic accesses for those it
+// reads from a table.
 template <typename T>
 __device__ __forceinline__ T* in_global(T* p) {
     __builtin_assume(__isGlobal(p));
@@ -17,11 +18,13 @@ __device__ __forceinline__ T* in_global(T* p) {
 }
 
 // Warps of the grid, for loops in which neighbouring warps take neighbouring units.
-__device__ __forceinline__ int64_t grid_warp() { return static_cast<int64_t>(blockIdx.x) * kWarps + warp_index(); }
+__device__ __forceinline__ int64_t grid_warp() {
+    return static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
+}
 __device__ __forceinline__ int64_t grid_warps() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
-// The contiguous share of this block, equal among blocks to within one unit; its warps take turns in it. A block
-// then meets few weights, while what its warps read at one time still lies side by side.
+// The contiguous share of this block, equal among blocks to within one unit; its warps take turns in it. A
+// block then meets few weights, while what its warps read at one time still lies side by side.
 struct Share {
     int64_t begin;
     int64_t end;
@@ -33,10 +36,10 @@ __device__ __forceinline__ Share block_share(int64_t units) {
     return {units * block / blocks, units * (block + 1) / blocks};
 }
 
-// Follows a rising sequence of units through a table. Item i has the units [items[i].*kBegin, items[i + 1].*kBegin),
-// the last one those up to `units`; items without units are passed over. A table of one is in the kernel's arguments
-// (kSingle). All lanes of a warp must make the same calls.
-template <typename Item, int64_t Item::*kBegin, bool kSingle>
+// Follows a rising sequence of units through a table. An item has the units from its own kBegin up to the
+// next item's, the last one those up to `units`; items without units are passed over. A table of one is in
+// the kernel's arguments (kSingle). All lanes of a warp must make the same calls.
+template <typename Item, int64_t Item::* kBegin, bool kSingle>
 class ItemCursor {
   public:
     __device__ __forceinline__ ItemCursor(const Item* items, int64_t count, int64_t units, const Item& single)
@@ -53,7 +56,8 @@ class ItemCursor {
     __device__ __forceinline__ const Item& item() const { return items_[kSingle ? 0 : index_]; }
 
   private:
-    // The last item, from the present one on, that begins at or before the unit: a search in which every lane probes.
+    // The last item, from the present one on, that begins at or before the unit: a search in which every lane
+    // probes.
     __device__ __forceinline__ int64_t find(int64_t unit) const {
         int64_t first = index_;
         int64_t length = count_ - index_;
@@ -61,7 +65,8 @@ class ItemCursor {
             const int64_t step = ceil_div(length, kLanes);
             const int64_t probe = lane_index() * step;
             const bool begun = probe < length && items_[first + probe].*kBegin <= unit;
-            const int64_t passed = (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;  // lane 0 has always begun
+            const int64_t passed =
+                (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;  // lane 0 has always begun
             first += passed;
             length = min(step, length - passed);
         }

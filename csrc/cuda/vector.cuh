@@ -1,5 +1,8 @@
 #pragma once
-// Vector loads and stores, their fallbacks for what is unaligned or cut off, and elements packed in 32-bit words.
+// Vector loads and stores, their fallbacks for what is unaligned or cut off, and elements packed in 32-bit
+// words.
+
+#include <type_traits>
 
 #include "common/dtype.h"
 
@@ -14,7 +17,8 @@ __device__ __forceinline__ int clamp_count(int64_t n, int limit) {
     return static_cast<int>(n < 0 ? 0 : n < limit ? n : limit);
 }
 
-// The first `count` bytes at p, at most 4, the others zero. One access when all are there and the address allows.
+// The first `count` bytes at p, at most 4, the others zero. One access when all are there and the address
+// allows.
 __device__ __forceinline__ uint32_t load4(const uint8_t* p, int count) {
     if (count >= 4 && is_aligned(p, 4)) return *reinterpret_cast<const uint32_t*>(p);
     uint32_t word = 0;
@@ -64,8 +68,8 @@ __device__ __forceinline__ void store16(uint8_t* p, const uint32_t (&words)[4], 
     for (int i = 0; i < 4; ++i) store4(p + 4 * i, words[i], count - 4 * i);
 }
 
-// The 32-bit words at an address aligned for vectors: 16 bytes an access, or 8 for two words. kLastUse marks data that
-// nobody reads soon after, so that it leaves the L2 cache first.
+// The 32-bit words at an address aligned for vectors: 16 bytes an access, or 8 for two words. kLastUse marks
+// data that nobody reads soon after, so that it leaves the L2 cache first.
 template <bool kLastUse, int kWords>
 __device__ __forceinline__ void load_words(const void* p, uint32_t (&words)[kWords]) {
     if constexpr (kWords == 2) {
@@ -88,7 +92,8 @@ constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 
 // Words holding one float each, or two 16-bit elements, the first in the low half.
 template <typename T, int kWords>
-__device__ __forceinline__ void unpack(const uint32_t (&words)[kWords], float (&values)[kWords * kPerWord<T>]) {
+__device__ __forceinline__ void unpack(const uint32_t (&words)[kWords],
+                                       float (&values)[kWords * kPerWord<T>]) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
         if constexpr (kPerWord<T> == 1) {
@@ -100,7 +105,8 @@ __device__ __forceinline__ void unpack(const uint32_t (&words)[kWords], float (&
     }
 }
 
-// `count` elements at p, the others zero. One or more vector accesses when all are there and the address allows.
+// `count` elements at p, the others zero. One or more vector accesses when all are there and the address
+// allows.
 template <typename T, int kCount>
 __device__ __forceinline__ void load_elements(const T* p, int count, float (&values)[kCount]) {
     if (count >= kCount && is_aligned(p, min(16, kCount * static_cast<int>(sizeof(T))))) {
@@ -113,20 +119,19 @@ __device__ __forceinline__ void load_elements(const T* p, int count, float (&val
     for (int i = 0; i < kCount; ++i) values[i] = i < count ? load_float(p[i]) : 0.0f;
 }
 
-// The stored form of a float in T, as the low bits of a word.
+// Floats rounded to T, as one word. Two 16-bit elements take one packed conversion: alone, each would go
+// through the slow unit that conversions share with division.
 template <typename T>
-__device__ __forceinline__ uint32_t element_bits(float x);
-template <>
-__device__ __forceinline__ uint32_t element_bits<float>(float x) {
-    return to_bits(x);
-}
-template <>
-__device__ __forceinline__ uint32_t element_bits<BFloat16>(float x) {
-    return to_bfloat16(x).bits;
-}
-template <>
-__device__ __forceinline__ uint32_t element_bits<Float16>(float x) {
-    return to_float16(x).bits;
+__device__ __forceinline__ uint32_t pack_word(const float (&values)[kPerWord<T>]) {
+    if constexpr (std::is_same_v<T, float>) {
+        return to_bits(values[0]);
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(values[0], values[1]);
+        return *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+        const __half2 pair = __floats2half2_rn(values[0], values[1]);
+        return *reinterpret_cast<const uint32_t*>(&pair);
+    }
 }
 
 }  // namespace zerofp4::cuda
