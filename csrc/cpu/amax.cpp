@@ -1,7 +1,7 @@
 // partial_amax: tile amaxes and the amax of the owned part of every weight.
 //
-// Rounding to a dtype keeps the order of magnitudes, and so do the bits of every dtype with NaN above Inf. The
-// maximum is therefore taken over the raw bits as integers, and only the maximum of a tile is rounded.
+// Rounding to a dtype keeps the order of magnitudes, and so do the bits of every dtype with NaN above Inf.
+// The maximum is therefore taken over the raw bits as integers, and only the maximum of a tile is rounded.
 
 #include "cpu/kernels.h"
 #include "cpu/patch.h"
@@ -50,8 +50,10 @@ float patch_amax(const CastTable& table, const WeightDescriptor& weight, const P
     }
     float amax = 0.0f;
     for (int64_t t = 0; t * kBlock < patch.cols; ++t) {
-        const float found = rounded_magnitude(tile_amax(view.data + t * kBlock, view.stride), weight.weight_dtype);
-        if (tile != nullptr && found > tile[t]) tile[t] = found;  // also keeps a tile without owned elements as it is
+        const float found =
+            rounded_magnitude(tile_amax(view.data + t * kBlock, view.stride), weight.weight_dtype);
+        // Never true for a tile without owned elements, which must stay as it is.
+        if (tile != nullptr && found > tile[t]) tile[t] = found;
         amax = found > amax ? found : amax;
     }
     return amax;
@@ -79,12 +81,15 @@ void amax_of_units(const CastTable& table, const WeightDescriptor& weight, int64
 }  // namespace
 
 void partial_amax(const CastTable& table, int threads) {
-    parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads, kPatchGrain,
-                   [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
+    parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads,
+                   kPatchGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
                        switch (weight.master_dtype) {
-                           case DType::kFloat32: return amax_of_units<float>(table, weight, begin, end);
-                           case DType::kBFloat16: return amax_of_units<BFloat16>(table, weight, begin, end);
-                           case DType::kFloat16: return amax_of_units<Float16>(table, weight, begin, end);
+                           case DType::kFloat32:
+                               return amax_of_units<float>(table, weight, begin, end);
+                           case DType::kBFloat16:
+                               return amax_of_units<BFloat16>(table, weight, begin, end);
+                           case DType::kFloat16:
+                               return amax_of_units<Float16>(table, weight, begin, end);
                        }
                    });
 }

@@ -9,12 +9,13 @@ namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
 // What each of 128 columns is multiplied with.
-void load_encode(const CastTable& table, const WeightDescriptor& weight, const Patch& patch, const TensorScale& tensor,
-                 float (&encode)[kStripColumns]) {
+void load_encode(const CastTable& table, const WeightDescriptor& weight, const Patch& patch,
+                 TensorScale tensor, float (&encode)[kStripColumns]) {
     const int64_t tiles_per_row = ceil_div(weight.cols, kBlock);
-    const float* amax = table.reduced + weight.tile_offset + patch.row / kBlock * tiles_per_row + patch.col / kBlock;
+    const float* amax =
+        table.reduced + weight.tile_offset + patch.row / kBlock * tiles_per_row + patch.col / kBlock;
     float tile[kPatchTiles] = {};
-    std::memcpy(tile, amax, static_cast<size_t>(ceil_div(patch.cols, kBlock)) * sizeof(float));
+    copy_bytes<sizeof tile>(tile, amax, ceil_div(patch.cols, kBlock) * static_cast<int64_t>(sizeof(float)));
     for (int t = 0; t < kPatchTiles; ++t) tile[t] = block_encode(block_scale(tile[t], tensor), tensor);
     spread(tile, encode);
 }
@@ -33,7 +34,8 @@ void cast_units(const CastTable& table, const WeightDescriptor& weight, int64_t 
         for (int64_t r = 0; r < patch.rows; ++r) {
             const T* row = view.data + r * view.stride;
             if (whole) {
-                encode_row<kRound>(row, encode, weight.codes + ((first + r * weight.cols) / 2 - weight.start / 2));
+                encode_row<kRound>(row, encode,
+                                   weight.codes + ((first + r * weight.cols) / 2 - weight.start / 2));
                 continue;
             }
             const ColumnRange owned = owned_in_patch(weight, patch, patch.row + r);
@@ -49,9 +51,12 @@ void cast_units(const CastTable& table, const WeightDescriptor& weight, int64_t 
 template <class T>
 void cast_from(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
     switch (weight.weight_dtype) {
-        case DType::kFloat32: return cast_units<T, DType::kFloat32>(table, weight, begin, end);
-        case DType::kBFloat16: return cast_units<T, DType::kBFloat16>(table, weight, begin, end);
-        case DType::kFloat16: return cast_units<T, DType::kFloat16>(table, weight, begin, end);
+        case DType::kFloat32:
+            return cast_units<T, DType::kFloat32>(table, weight, begin, end);
+        case DType::kBFloat16:
+            return cast_units<T, DType::kBFloat16>(table, weight, begin, end);
+        case DType::kFloat16:
+            return cast_units<T, DType::kFloat16>(table, weight, begin, end);
     }
 }
 
@@ -59,13 +64,16 @@ void cast_from(const CastTable& table, const WeightDescriptor& weight, int64_t b
 
 void partial_cast(const CastTable& table, int threads) {
     if (header_status(table) != kOk) return;
-    parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads, kPatchGrain,
-                   [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
+    parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads,
+                   kPatchGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
                        if (table.skip_nonfinite && group_amax(table, weight) == kInf) return;
                        switch (weight.master_dtype) {
-                           case DType::kFloat32: return cast_from<float>(table, weight, begin, end);
-                           case DType::kBFloat16: return cast_from<BFloat16>(table, weight, begin, end);
-                           case DType::kFloat16: return cast_from<Float16>(table, weight, begin, end);
+                           case DType::kFloat32:
+                               return cast_from<float>(table, weight, begin, end);
+                           case DType::kBFloat16:
+                               return cast_from<BFloat16>(table, weight, begin, end);
+                           case DType::kFloat16:
+                               return cast_from<Float16>(table, weight, begin, end);
                        }
                    });
 }

@@ -4,7 +4,7 @@
 #include "common/dtype.h"
 #include "common/e2m1.h"
 #include "common/table.h"
-#include "cpu/parallel.h"
+#include "cpu/bytes.h"
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 #include <immintrin.h>
@@ -58,8 +58,8 @@ ZEROFP4_HD void spread(const float* factor, float (&element)[kStripColumns]) {
     }
 }
 
-// Copies elements [begin, end), at least one, of a packed row to `out`, whose byte 0 holds element `begin`. Leaves the
-// other nibble of a first or last byte that is only half inside.
+// Copies elements [begin, end), at least one, of a packed row to `out`, whose byte 0 holds element `begin`.
+// Leaves the other nibble of a first or last byte that is only half inside.
 ZEROFP4_HD void store_codes(const uint8_t* packed, int64_t begin, int64_t end, uint8_t* out) {
     packed += begin / 2;
     if (begin % 2 != 0) {
@@ -67,8 +67,10 @@ ZEROFP4_HD void store_codes(const uint8_t* packed, int64_t begin, int64_t end, u
         ++out, ++packed, ++begin;
     }
     const int64_t whole = (end - begin) / 2;
-    std::memcpy(out, packed, static_cast<size_t>(whole));
-    if ((end - begin) % 2 != 0) out[whole] = static_cast<uint8_t>((out[whole] & 0xf0) | (packed[whole] & 0x0f));
+    copy_bytes<kPatchBytes>(out, packed, whole);
+    if ((end - begin) % 2 != 0) {
+        out[whole] = static_cast<uint8_t>((out[whole] & 0xf0) | (packed[whole] & 0x0f));
+    }
 }
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

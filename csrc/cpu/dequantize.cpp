@@ -1,6 +1,7 @@
 // dequantize: packed codes and compact scales to values.
 
 #include "common/scale.h"
+#include "cpu/bytes.h"
 #include "cpu/codes.h"
 #include "cpu/kernels.h"
 
@@ -45,7 +46,7 @@ void decode_pieces(const DequantizeArgs& args, int64_t begin, int64_t end) {
         T* out = static_cast<T*>(args.output) + row * args.cols + col;
 
         uint8_t scales[kRowBlocks] = {};
-        std::memcpy(scales, scale, static_cast<size_t>(ceil_div(count, kBlock)));
+        copy_bytes<kRowBlocks>(scales, scale, ceil_div(count, kBlock));
         float block[kRowBlocks], decode[kStripColumns];
         for (int b = 0; b < kRowBlocks; ++b) block[b] = block_decode(scales[b], amax);
         spread(block, decode);
@@ -67,9 +68,12 @@ void dequantize(const DequantizeArgs& args, int threads) {
     const int64_t pieces = args.rows * ceil_div(args.cols, kStripColumns);
     parallel_shares(pieces, threads, kRowGrain, [&](int64_t begin, int64_t end) {
         switch (args.dtype) {
-            case DType::kFloat32: return decode_pieces<float>(args, begin, end);
-            case DType::kBFloat16: return decode_pieces<BFloat16>(args, begin, end);
-            case DType::kFloat16: return decode_pieces<Float16>(args, begin, end);
+            case DType::kFloat32:
+                return decode_pieces<float>(args, begin, end);
+            case DType::kBFloat16:
+                return decode_pieces<BFloat16>(args, begin, end);
+            case DType::kFloat16:
+                return decode_pieces<Float16>(args, begin, end);
         }
     });
 }

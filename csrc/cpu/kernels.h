@@ -1,6 +1,6 @@
 #pragma once
-// The CPU operations, one file each, the same names as csrc/cuda. Every file is compiled once per instruction set
-// (ZEROFP4_ISA names it); select.cpp picks one table of functions at run time.
+// The CPU operations, one file each, the same names as csrc/cuda. Every file is compiled once per instruction
+// set (ZEROFP4_ISA names it); select.cpp picks one table of functions at run time.
 
 #include "common/single.h"
 #include "common/table.h"
@@ -20,7 +20,9 @@ struct Kernels {
     void (*unpad_scale)(const ScaleLayoutArgs&, int threads);
 };
 
-// The best table that this processor runs.
+// The best table that this processor runs, or the one that the environment variable ZEROFP4_CPU_ISA names
+// when this is first called. Throws std::runtime_error when there is no such table or the processor does not
+// run it.
 const Kernels& kernels();
 
 void cast_begin(const CastTable& table, float error);

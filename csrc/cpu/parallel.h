@@ -1,9 +1,9 @@
 #pragma once
 // Sharing out the units of a list of tensors between OpenMP threads.
 //
-// These files are compiled once per instruction set and linked together, so everything here lives in a namespace
-// named after it: a template with one name for all of them could be linked from the AVX-512 objects into baseline
-// code. For the same reason the operations use nothing inline from the standard library.
+// These files are compiled once per instruction set and linked together, so everything here lives in a
+// namespace named after it: a template with one name for all of them could be linked from the AVX-512 objects
+// into baseline code. For the same reason the operations use nothing inline from the standard library.
 
 #include <omp.h>
 
@@ -17,7 +17,8 @@ namespace zerofp4::cpu::ZEROFP4_ISA {
 
 ZEROFP4_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Calls body(begin, end) on equal consecutive shares of [0, units). A thread is only woken for `grain` units or more.
+// Calls body(begin, end) on equal consecutive shares of [0, units), each of at least `grain` units: waking a
+// thread for less costs more than it saves.
 template <class Body>
 void parallel_shares(int64_t units, int threads, int64_t grain, const Body& body) {
     const int64_t shares = least(threads, units / grain);
@@ -32,9 +33,9 @@ void parallel_shares(int64_t units, int threads, int64_t grain, const Body& body
     }
 }
 
-// The last item whose first unit is at or before `unit`, which is the item that holds it (empty ones come before).
+// The last item whose first unit is at or before `unit`: the one that holds it, as empty items come before.
 template <class Item>
-int64_t find_item(const Item* items, int64_t count, int64_t Item::*first_unit, int64_t unit) {
+int64_t find_item(const Item* items, int64_t count, int64_t Item::* first_unit, int64_t unit) {
     int64_t low = 0, high = count;
     while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
@@ -43,10 +44,10 @@ int64_t find_item(const Item* items, int64_t count, int64_t Item::*first_unit, i
     return low;
 }
 
-// Shares out the units of `count` items and calls body(item, begin, end) with the item's own unit numbers, for every
-// item that a share touches. Many small items and one large one both keep all threads busy.
+// Shares out the units of `count` items and calls body(item, begin, end) with the item's own unit numbers,
+// for every item that a share touches. Many small items and one large one both keep all threads busy.
 template <class Item, class Body>
-void parallel_items(const Item* items, int64_t count, int64_t Item::*first_unit, int64_t units, int threads,
+void parallel_items(const Item* items, int64_t count, int64_t Item::* first_unit, int64_t units, int threads,
                     int64_t grain, const Body& body) {
     parallel_shares(units, threads, grain, [&](int64_t unit, int64_t end) {
         for (int64_t i = find_item(items, count, first_unit, unit); unit < end; ++i) {

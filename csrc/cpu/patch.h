@@ -1,9 +1,10 @@
 #pragma once
-// A patch is what the kernels work on: up to 16 rows by 128 columns of a row-major matrix. Patches that are cut by an
-// edge of the matrix or of a shard are copied into a zero-filled buffer, so that the inner loops have fixed bounds.
+// A patch is what the kernels work on: up to 16 rows by 128 columns of a row-major matrix. Patches that are
+// cut by an edge of the matrix or of a shard are copied into a zero-filled buffer, so that the inner loops
+// have fixed bounds.
 
 #include "common/table.h"
-#include "cpu/parallel.h"
+#include "cpu/bytes.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 
@@ -25,7 +26,7 @@ ZEROFP4_HD Patch patch_of_unit(const WeightDescriptor& weight, int64_t unit) {
                     weight.rows, weight.cols);
 }
 
-// The columns of matrix row `row` that are both in the patch and in the shard, counted from the patch's first one.
+// The columns of matrix row `row` that are both in the patch and in the shard, counted from patch.col.
 ZEROFP4_HD ColumnRange owned_in_patch(const WeightDescriptor& weight, const Patch& patch, int64_t row) {
     const ColumnRange owned = owned_columns(weight, row);
     const int64_t begin = owned.begin - patch.col, end = owned.end - patch.col;
@@ -57,8 +58,8 @@ inline PatchView<T> view_master(const WeightDescriptor& weight, const Patch& pat
     for (int64_t r = 0; r < patch.rows; ++r) {
         const ColumnRange owned = owned_in_patch(weight, patch, patch.row + r);
         if (owned.begin >= owned.end) continue;
-        std::memcpy(&buffer[r][owned.begin], master + (first + r * weight.cols + owned.begin),
-                    static_cast<size_t>(owned.end - owned.begin) * sizeof(T));
+        copy_short(&buffer[r][owned.begin], master + (first + r * weight.cols + owned.begin),
+                   (owned.end - owned.begin) * static_cast<int64_t>(sizeof(T)));
     }
     return {&buffer[0][0], kStripColumns};
 }

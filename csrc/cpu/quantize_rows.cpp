@@ -1,7 +1,7 @@
-// quantize_rows: blocks of 1 x 16 along the rows of x and, for the columnwise copy, along the rows of its transpose.
+// quantize_rows: blocks of 1 x 16 along the rows of x and, columnwise, along the rows of its transpose.
 //
-// Works on tiles of 128 x 128 elements, 16 rows at a time, so that x is read once for both copies and the columnwise
-// codes leave as whole cache lines.
+// Works on tiles of 128 x 128 elements, 16 rows at a time, so that x is read once for both copies and the
+// columnwise codes leave as whole cache lines.
 
 #include "common/scale.h"
 #include "cpu/bytes.h"
@@ -12,30 +12,29 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
-constexpr int kTile = kStripColumns;     // rows and columns of a tile
+constexpr int kTile = kStripColumns;  // rows and columns of a tile
 constexpr int kTileBlocks = kTile / kBlock;
-constexpr int64_t kTileGrain = 2;
+constexpr int64_t kTileGrain = 2;  // tiles (32k elements) that are worth a thread
 
-using Values = float[kBlock][kTile];
+using Values = float[kBlock * kTile];  // a patch, row-major
 
 // Columnwise results of a tile before they are turned round.
 struct Columnwise {
-    uint8_t codes[kTile / 2][kTile];        // [pair of rows][column]
-    uint8_t scale[kTile][kTileBlocks];      // [column][block of 16 rows]
+    uint8_t codes[kTile / 2][kTile];    // [pair of rows][column]
+    uint8_t scale[kTile][kTileBlocks];  // [column][block of 16 rows]
 };
 
 // The patch as floats, zero where it is cut off.
 template <class T>
 void load_values(const QuantizeRowsArgs& args, const Patch& patch, Values& values) {
     const T* in = static_cast<const T*>(args.input) + patch.row * args.cols + patch.col;
-    for (int64_t r = 0; r < kBlock; ++r, in += args.cols) {
-        T row[kTile] = {};
-        if (patch.rows == kBlock && patch.cols == kTile) {
-            std::memcpy(row, in, sizeof row);
-        } else if (r < patch.rows) {
-            std::memcpy(row, in, static_cast<size_t>(patch.cols) * sizeof(T));
+    if (patch.rows < kBlock || patch.cols < kTile) std::memset(values, 0, sizeof values);
+    for (int64_t r = 0; r < patch.rows; ++r, in += args.cols) {
+        if (patch.cols == kTile) {
+            for (int c = 0; c < kTile; ++c) values[r * kTile + c] = load_float(in[c]);
+        } else {
+            for (int64_t c = 0; c < patch.cols; ++c) values[r * kTile + c] = load_float(in[c]);
         }
-        for (int c = 0; c < kTile; ++c) values[r][c] = load_float(row[c]);
     }
 }
 
@@ -46,34 +45,39 @@ ZEROFP4_HD uint32_t larger_magnitude(uint32_t amax, float x) {
 
 // Amax bits to scale byte and factor; NaN, which sorts above inf, counts as inf.
 template <int kCount>
-ZEROFP4_HD void block_scales(const uint32_t (&amax)[kCount], const TensorScale& tensor, uint8_t (&scale)[kCount],
+ZEROFP4_HD void block_scales(const uint32_t (&amax)[kCount], TensorScale tensor, uint8_t (&scale)[kCount],
                              float (&encode)[kCount]) {
+    uint32_t byte[kCount];
     for (int i = 0; i < kCount; ++i) {
         const float magnitude = from_bits(amax[i]);
-        const uint32_t byte = block_scale(magnitude <= kFloatMax ? magnitude : kInf, tensor);
-        scale[i] = static_cast<uint8_t>(byte);
-        encode[i] = block_encode(byte, tensor);
+        byte[i] = block_scale(magnitude <= kFloatMax ? magnitude : kInf, tensor);
+        encode[i] = block_encode(byte[i], tensor);
     }
+    for (int i = 0; i < kCount; ++i) scale[i] = static_cast<uint8_t>(byte[i]);
 }
 
 void quantize_rowwise(const QuantizeRowsArgs& args, const Patch& patch, const Values& values,
                       const TensorScale& tensor) {
+    uint32_t amax[kBlock * kTileBlocks];
+    for (int b = 0; b < kBlock * kTileBlocks; ++b) {
+        const float* block = values + b * kBlock;
+        amax[b] = 0;
+        for (int i = 0; i < kBlock; ++i) amax[b] = larger_magnitude(amax[b], block[i]);
+    }
+    uint8_t scale[kBlock * kTileBlocks];
+    float factor[kBlock * kTileBlocks];
+    block_scales(amax, tensor, scale, factor);
+
     const int64_t scales_per_row = ceil_div(args.cols, kBlock);
     for (int64_t r = 0; r < patch.rows; ++r) {
-        uint32_t amax[kTileBlocks];
-        for (int b = 0; b < kTileBlocks; ++b) {
-            amax[b] = 0;
-            for (int i = 0; i < kBlock; ++i) amax[b] = larger_magnitude(amax[b], values[r][b * kBlock + i]);
-        }
-        uint8_t scale[kTileBlocks], codes[kPatchBytes];
-        float block[kTileBlocks], encode[kTile];
-        block_scales(amax, tensor, scale, block);
-        spread(block, encode);
-        encode_row<DType::kFloat32>(values[r], encode, codes);
         const int64_t row = patch.row + r;
-        std::memcpy(args.rowwise_data + (row * args.cols + patch.col) / 2, codes, static_cast<size_t>(patch.cols / 2));
-        std::memcpy(args.rowwise_scale + row * scales_per_row + patch.col / kBlock, scale,
-                    static_cast<size_t>(ceil_div(patch.cols, kBlock)));
+        float encode[kTile];
+        uint8_t codes[kPatchBytes];
+        spread(factor + r * kTileBlocks, encode);
+        encode_row<DType::kFloat32>(values + r * kTile, encode, codes);
+        copy_bytes<kPatchBytes>(args.rowwise_data + (row * args.cols + patch.col) / 2, codes, patch.cols / 2);
+        copy_bytes<kTileBlocks>(args.rowwise_scale + row * scales_per_row + patch.col / kBlock,
+                                scale + r * kTileBlocks, ceil_div(patch.cols, kBlock));
     }
 }
 
@@ -81,17 +85,18 @@ void quantize_rowwise(const QuantizeRowsArgs& args, const Patch& patch, const Va
 void quantize_columnwise(const Values& values, const TensorScale& tensor, int64_t block, Columnwise& result) {
     uint32_t amax[kTile] = {};
     for (int r = 0; r < kBlock; ++r) {
-        for (int c = 0; c < kTile; ++c) amax[c] = larger_magnitude(amax[c], values[r][c]);
+        for (int c = 0; c < kTile; ++c) amax[c] = larger_magnitude(amax[c], values[r * kTile + c]);
     }
     uint8_t scale[kTile];
     float encode[kTile];
     block_scales(amax, tensor, scale, encode);
     for (int c = 0; c < kTile; ++c) result.scale[c][block] = scale[c];
     for (int p = 0; p < kBlock / 2; ++p) {
+        const float* upper = values + 2 * p * kTile;
         uint8_t* codes = result.codes[block * kBlock / 2 + p];
         for (int c = 0; c < kTile; ++c) {
-            const uint32_t even = float_to_e2m1(values[2 * p][c] * encode[c]);
-            const uint32_t odd = float_to_e2m1(values[2 * p + 1][c] * encode[c]);
+            const uint32_t even = float_to_e2m1(upper[c] * encode[c]);
+            const uint32_t odd = float_to_e2m1(upper[kTile + c] * encode[c]);
             codes[c] = static_cast<uint8_t>(even | odd << 4);
         }
     }
@@ -105,9 +110,9 @@ void store_columnwise(const QuantizeRowsArgs& args, int64_t row, int64_t col, co
         transpose_64x16(&result.codes[0][begin], kTile, codes);
         for (int64_t i = 0; i < least(16, cols - begin); ++i) {
             const int64_t column = col + begin + i;
-            std::memcpy(args.columnwise_data + (column * args.rows + row) / 2, codes[i], static_cast<size_t>(rows / 2));
-            std::memcpy(args.columnwise_scale + column * scales_per_column + row / kBlock, result.scale[begin + i],
-                        static_cast<size_t>(ceil_div(rows, kBlock)));
+            copy_bytes<kTile / 2>(args.columnwise_data + (column * args.rows + row) / 2, codes[i], rows / 2);
+            copy_bytes<kTileBlocks>(args.columnwise_scale + column * scales_per_column + row / kBlock,
+                                    result.scale[begin + i], ceil_div(rows, kBlock));
         }
     }
 }
@@ -135,9 +140,15 @@ void quantize_rows(const QuantizeRowsArgs& args, int threads) {
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t row = tile / tiles_per_row * kTile, col = tile % tiles_per_row * kTile;
             switch (args.dtype) {
-                case DType::kFloat32: quantize_tile<float>(args, row, col, tensor); break;
-                case DType::kBFloat16: quantize_tile<BFloat16>(args, row, col, tensor); break;
-                case DType::kFloat16: quantize_tile<Float16>(args, row, col, tensor); break;
+                case DType::kFloat32:
+                    quantize_tile<float>(args, row, col, tensor);
+                    break;
+                case DType::kBFloat16:
+                    quantize_tile<BFloat16>(args, row, col, tensor);
+                    break;
+                case DType::kFloat16:
+                    quantize_tile<Float16>(args, row, col, tensor);
+                    break;
             }
         }
     });

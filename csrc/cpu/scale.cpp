@@ -1,14 +1,15 @@
-// fused_scale: the scale bytes of every tile of every weight, in all the layouts that have a buffer, both orientations.
+// fused_scale: the scale bytes of every tile of every weight, in every layout and orientation with a buffer.
 
 #include "common/scale.h"
+
+#include "cpu/bytes.h"
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
 constexpr int kGroupRows = kScaleTiles * kBlock;  // matrix rows of a group of 8 x 8 tiles: those of an atom
-constexpr int64_t kGroupGrain = 16;
+constexpr int64_t kGroupGrain = 16;               // groups that are worth a thread
 
 // Scale bytes of a group; zero where there is no tile.
 struct Group {
@@ -25,7 +26,7 @@ struct Place {
 void write_compact(const Group& group, const Place& at, uint8_t* out) {
     const int64_t count = least(kScaleTiles, at.tile_cols - at.tile_col);
     for (int64_t i = 0; i < kScaleTiles && at.tile_row + i < at.tile_rows; ++i) {
-        std::memcpy(out + (at.tile_row + i) * at.tile_cols + at.tile_col, group.byte[i], static_cast<size_t>(count));
+        copy_bytes<kScaleTiles>(out + (at.tile_row + i) * at.tile_cols + at.tile_col, group.byte[i], count);
     }
 }
 
@@ -41,7 +42,7 @@ void write_expanded(const Group& group, const Place& at, uint8_t* out) {
     for (int64_t r = 0; r < kGroupRows; ++r) {
         uint8_t bytes[kScaleTiles];
         load_row(group, at, r, bytes);
-        std::memcpy(out + (at.tile_row * kBlock + r) * width + at.tile_col, bytes, static_cast<size_t>(count));
+        copy_bytes<kScaleTiles>(out + (at.tile_row * kBlock + r) * width + at.tile_col, bytes, count);
     }
 }
 
@@ -54,8 +55,8 @@ void write_swizzled(const Group& group, const Place& at, uint8_t* out) {
         std::memcpy(atoms[1] + swizzled_offset(r, 0, kAtomColumns), bytes + kAtomColumns, kAtomColumns);
     }
     const bool both = at.tile_col + kAtomColumns < at.tile_cols;
-    std::memcpy(out + swizzled_offset(at.tile_row * kBlock, at.tile_col, at.tile_cols), atoms,
-                both ? sizeof atoms : sizeof atoms[0]);
+    copy_short(out + swizzled_offset(at.tile_row * kBlock, at.tile_col, at.tile_cols), atoms,
+               both ? 2 * kAtomBytes : kAtomBytes);
 }
 
 void write_layouts(const Group& group, const Place& at, uint8_t* const (&scale)[kScaleLayouts]) {
@@ -121,8 +122,8 @@ void fused_scale(const CastTable& table, int threads) {
         if (table.status) *table.status = status;
         return;
     }
-    parallel_items(table.weights, table.count, &WeightDescriptor::scale_begin, table.scale_units, threads, kGroupGrain,
-                   [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
+    parallel_items(table.weights, table.count, &WeightDescriptor::scale_begin, table.scale_units, threads,
+                   kGroupGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
                        scale_groups(table, weight, begin, end);
                    });
 }

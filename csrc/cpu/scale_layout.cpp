@@ -28,13 +28,14 @@ void for_pieces(const ScaleLayoutArgs& args, int threads, const Body& body) {
     parallel_shares(pieces, threads, kPieceGrain, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t row = i / pieces_per_row * kAtomRows, col = i % pieces_per_row * kPieceColumns;
-            body(Piece{row, col, cols, least(kPieceColumns, cols - col), least(kPieceColumns, padded_cols - col),
-                       padded_cols});
+            body(Piece{row, col, cols, least(kPieceColumns, cols - col),
+                       least(kPieceColumns, padded_cols - col), padded_cols});
         }
     });
 }
 
-// Calls body(row, offset of its first column in the padded layout, distance between its groups of four columns).
+// Calls body(row, offset, step): where the piece's part of a row begins in the padded layout, and how far
+// apart its groups of four columns are.
 template <class Body>
 ZEROFP4_HD void for_rows(const Piece& piece, ScaleLayout layout, int64_t rows, const Body& body) {
     for (int64_t row = piece.row; row < rows; ++row) {

@@ -45,8 +45,8 @@ const Kernels& choose() {
         if (forced == nullptr || std::string(forced) == candidate.kernels->isa) return *candidate.kernels;
         runnable += std::string(runnable.empty() ? "" : ", ") + candidate.kernels->isa;
     }
-    throw std::runtime_error("ZEROFP4_CPU_ISA: '" + std::string(forced) + "' is not an instruction set that this " +
-                             "build and processor run; those are " + runnable);
+    throw std::runtime_error("ZEROFP4_CPU_ISA: this build runs " + runnable + " on this processor, not '" +
+                             forced + "'");
 }
 
 }  // namespace

@@ -17,7 +17,14 @@ void pad_scale(const ScaleLayoutArgs&, int threads);
 void unpad_scale(const ScaleLayoutArgs&, int threads);
 
 extern const Kernels kTable;
-const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA), &partial_amax,  &fused_scale, &partial_cast, &transpose,
-                        &quantize_rows,            &dequantize,    &pad_scale,   &unpad_scale};
+const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
+                        &partial_amax,
+                        &fused_scale,
+                        &partial_cast,
+                        &transpose,
+                        &quantize_rows,
+                        &dequantize,
+                        &pad_scale,
+                        &unpad_scale};
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA
