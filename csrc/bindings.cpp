@@ -1,5 +1,5 @@
-// zerofp4._C: addresses, sizes and streams as integers, no torch. zerofp4/ops.py is its only caller and checks
-// everything before it calls.
+// zerofp4._C: addresses, sizes and streams as integers, no torch. zerofp4/ops.py is its only caller and
+// checks everything before it calls.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,8 +22,9 @@ T* pointer(uintptr_t address) {
 
 WeightDescriptor weight_descriptor(uintptr_t master, int64_t start, int64_t numel, int64_t rows, int64_t cols,
                                    int master_dtype, int weight_dtype, uintptr_t codes, uintptr_t amax,
-                                   uintptr_t columnwise_amax, uintptr_t given_amax, const Addresses& rowwise_scale,
-                                   const Addresses& columnwise_scale, int64_t tile_offset, int64_t amax_offset) {
+                                   uintptr_t columnwise_amax, uintptr_t given_amax,
+                                   const Addresses& rowwise_scale, const Addresses& columnwise_scale,
+                                   int64_t tile_offset, int64_t amax_offset) {
     WeightDescriptor weight{};
     weight.master = pointer<const void>(master);
     weight.start = start;
@@ -49,34 +50,42 @@ TransposeDescriptor transpose_descriptor(uintptr_t input, uintptr_t output, int6
     return {pointer<const uint8_t>(input), pointer<uint8_t>(output), rows, cols, 0};
 }
 
-void quantize_rows(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols, uintptr_t amax,
-                   uintptr_t rowwise_data, uintptr_t rowwise_scale, uintptr_t columnwise_data,
+void quantize_rows(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
+                   uintptr_t amax, uintptr_t rowwise_data, uintptr_t rowwise_scale, uintptr_t columnwise_data,
                    uintptr_t columnwise_scale) {
-    const QuantizeRowsArgs args{pointer<const void>(input),        static_cast<DType>(dtype),
-                                rows,                              cols,
-                                pointer<const float>(amax),        pointer<uint8_t>(rowwise_data),
-                                pointer<uint8_t>(rowwise_scale),   pointer<uint8_t>(columnwise_data),
+    const QuantizeRowsArgs args{pointer<const void>(input),
+                                static_cast<DType>(dtype),
+                                rows,
+                                cols,
+                                pointer<const float>(amax),
+                                pointer<uint8_t>(rowwise_data),
+                                pointer<uint8_t>(rowwise_scale),
+                                pointer<uint8_t>(columnwise_data),
                                 pointer<uint8_t>(columnwise_scale)};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.quantize_rows(args, threads); },
         [&](cudaStream_t stream) { cuda::quantize_rows(args, stream); });
 }
 
-void dequantize(const Target& target, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows, int64_t cols,
-                int64_t block_rows, int dtype, uintptr_t output) {
-    const DequantizeArgs args{pointer<const uint8_t>(data), pointer<const uint8_t>(scale),
-                              pointer<const float>(amax),   rows,
-                              cols,                         block_rows,
-                              static_cast<DType>(dtype),    pointer<void>(output)};
+void dequantize(const Target& target, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
+                int64_t cols, int64_t block_rows, int dtype, uintptr_t output) {
+    const DequantizeArgs args{pointer<const uint8_t>(data),
+                              pointer<const uint8_t>(scale),
+                              pointer<const float>(amax),
+                              rows,
+                              cols,
+                              block_rows,
+                              static_cast<DType>(dtype),
+                              pointer<void>(output)};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.dequantize(args, threads); },
         [&](cudaStream_t stream) { cuda::dequantize(args, stream); });
 }
 
-ScaleLayoutArgs scale_layout_args(uintptr_t input, uintptr_t output, int64_t rows, int64_t cols, int64_t block_rows,
-                                  int layout) {
-    return {pointer<const uint8_t>(input), pointer<uint8_t>(output),        rows, cols,
-            block_rows,                    static_cast<ScaleLayout>(layout)};
+ScaleLayoutArgs scale_layout_args(uintptr_t input, uintptr_t output, int64_t rows, int64_t cols,
+                                  int64_t block_rows, int layout) {
+    return {pointer<const uint8_t>(input),   pointer<uint8_t>(output), rows, cols, block_rows,
+            static_cast<ScaleLayout>(layout)};
 }
 
 void pad_scale(const Target& target, uintptr_t input, uintptr_t output, int64_t rows, int64_t cols,
@@ -119,16 +128,17 @@ PYBIND11_MODULE(_C, m) {
 
     py::class_<Target>(m, "Target").def(py::init<int, int64_t, int>(), "device"_a, "stream"_a, "threads"_a);
     py::class_<WeightDescriptor>(m, "WeightDescriptor")
-        .def(py::init(&weight_descriptor), py::kw_only(), "master"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a,
-             "master_dtype"_a, "weight_dtype"_a, "codes"_a, "amax"_a, "columnwise_amax"_a, "given_amax"_a,
-             "rowwise_scale"_a, "columnwise_scale"_a, "tile_offset"_a, "amax_offset"_a);
+        .def(py::init(&weight_descriptor), py::kw_only(), "master"_a, "start"_a, "numel"_a, "rows"_a,
+             "cols"_a, "master_dtype"_a, "weight_dtype"_a, "codes"_a, "amax"_a, "columnwise_amax"_a,
+             "given_amax"_a, "rowwise_scale"_a, "columnwise_scale"_a, "tile_offset"_a, "amax_offset"_a);
     py::class_<TransposeDescriptor>(m, "TransposeDescriptor")
         .def(py::init(&transpose_descriptor), "input"_a, "output"_a, "rows"_a, "cols"_a);
 
     py::class_<CastPlan>(m, "CastPlan")
-        .def(py::init<bool, std::vector<WeightDescriptor>, uintptr_t, int64_t, float, bool, uintptr_t, uintptr_t>(),
-             py::kw_only(), "on_cpu"_a, "weights"_a, "reduced"_a, "reduced_numel"_a, "hash"_a, "skip_nonfinite"_a,
-             "found_inf"_a, "status"_a)
+        .def(py::init<bool, std::vector<WeightDescriptor>, uintptr_t, int64_t, float, bool, uintptr_t,
+                      uintptr_t>(),
+             py::kw_only(), "on_cpu"_a, "weights"_a, "reduced"_a, "reduced_numel"_a, "hash"_a,
+             "skip_nonfinite"_a, "found_inf"_a, "status"_a)
         .def("descriptor_bytes", [](const CastPlan& plan) { return py::bytes(plan.descriptor_bytes()); })
         .def("set_device_descriptors", &CastPlan::set_device_descriptors)
         .def("begin", &CastPlan::begin, "target"_a, "error"_a, no_gil)

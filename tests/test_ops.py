@@ -1,5 +1,9 @@
 """The native operations on every backend against the specification, byte for byte."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -451,6 +455,28 @@ def test_build_info_says_what_runs():
     info = zerofp4.build_info()
     assert info["cpu"]["running"] in info["cpu"]["compiled"]
     assert info["cuda"]["compiled"] == (info["cuda"]["version"] is not None)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set(isa):
+    """The tests above ran with the best one; here again, shorter, with each that this processor has."""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            __file__,
+            "-k",
+            "cpu and (stages or every_shape or golden or packed)",
+        ],
+        env=os.environ | {"ZEROFP4_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    if "this build runs" in run.stdout:
+        pytest.skip(f"this processor or build has no {isa}")
+    assert run.returncode == 0, run.stdout
 
 
 @pytest.mark.skipif(zerofp4.build_info()["cuda"]["compiled"], reason="this build has CUDA")

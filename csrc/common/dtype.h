@@ -28,7 +28,8 @@ ZEROFP4_HD float load_float(Float16 x) {
 #if ZEROFP4_DEVICE_CODE
     return __half2float(__ushort_as_half(x.bits));
 #else
-    // Exponent and mantissa moved to float's places, then rescaled by 2^112: exact for normals and subnormals.
+    // Exponent and mantissa moved to float's places, then rescaled by 2^112: exact for normals and
+    // subnormals.
     const uint32_t magnitude = x.bits & 0x7fffu;
     const float finite = from_bits(magnitude << 13) * from_bits(239u << 23);
     const uint32_t special = 0x7f800000u | magnitude << 13;
@@ -64,9 +65,10 @@ ZEROFP4_HD float round_to<DType::kFloat16>(float x) {
 #else
     const uint32_t bits = to_bits(x);
     const float a = from_bits(bits & 0x7fffffffu);
-    // Adding 2^(e + 13) leaves ten mantissa bits (2^-24 is the smallest step); from 65520 on the result is inf.
+    // Adding 2^(e + 13) leaves ten mantissa bits (2^-24 is the smallest step); from 65520 on the result is
+    // inf.
     const uint32_t e = to_bits(a) & 0x7f800000u;
-    const uint32_t clamped = e < (113u << 23) ? (113u << 23) : e > (143u << 23) ? (143u << 23) : e;
+    const uint32_t clamped = e<(113u << 23) ? (113u << 23) : e>(143u << 23) ? (143u << 23) : e;
     const float m = from_bits(clamped + (13u << 23));
     const float finite = (a + m) - m;
     const float rounded = a >= 65520.0f ? kInf : finite;

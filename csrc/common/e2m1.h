@@ -9,9 +9,9 @@ constexpr float kE2M1Max = 6.0f;
 
 // Nearest code, ties to the even one, saturating at 6; NaN gives code 7 without its sign.
 //
-// Adding m = 2^(e + 22), with e the exponent of |x| (at least that of 1), leaves exactly one mantissa bit of |x| in
-// the sum, rounded to nearest even by the addition itself. What lies above m's bits is then the code within its
-// binade; the exponent supplies the rest. Branch-free, so that compilers vectorize it.
+// Adding m = 2^(e + 22), with e the exponent of |x| (at least that of 1), leaves exactly one mantissa bit of
+// |x| in the sum, rounded to nearest even by the addition itself. What lies above m's bits is then the code
+// within its binade; the exponent supplies the rest. Branch-free, so that compilers vectorize it.
 ZEROFP4_HD uint32_t float_to_e2m1(float x) {
     const uint32_t bits = to_bits(x);
     const float magnitude = from_bits(bits & 0x7fffffffu);
@@ -24,7 +24,8 @@ ZEROFP4_HD uint32_t float_to_e2m1(float x) {
     return code | sign;
 }
 
-// Value of a code, exact in float: the codes 2..7 are floats with a one-bit mantissa, 0 and 1 are 0 and one half.
+// Value of a code, exact in float: the codes 2..7 are floats with a one-bit mantissa, 0 and 1 are 0 and one
+// half.
 ZEROFP4_HD float e2m1_to_float(uint32_t code) {
     const uint32_t magnitude = code & 7u;
     const uint32_t normal = ((magnitude >> 1) + 126u) << 23 | (magnitude & 1u) << 22;

@@ -5,9 +5,9 @@
 
 namespace zerofp4 {
 
-constexpr int kBlock = 16;         // elements of a scaling block; a 2D block is kBlock x kBlock
-constexpr int kAtomRows = 128;     // rows of an expanded scale that one swizzle atom covers
-constexpr int kAtomColumns = 4;    // scale columns of an atom
+constexpr int kBlock = 16;       // elements of a scaling block; a 2D block is kBlock x kBlock
+constexpr int kAtomRows = 128;   // rows of an expanded scale that one swizzle atom covers
+constexpr int kAtomColumns = 4;  // scale columns of an atom
 constexpr int kAtomBytes = 512;
 
 enum ScaleLayout : int { kCompact = 0, kExpanded = 1, kSwizzled = 2, kScaleLayouts = 3 };

@@ -1,6 +1,6 @@
 #pragma once
-// Two-level NVFP4 scales: one float per tensor and one E4M3 byte per block. The order of every operation is part of
-// the format (see reference.py); sources are compiled without contraction into fused multiply-adds.
+// Two-level NVFP4 scales: one float per tensor and one E4M3 byte per block. The order of every operation is
+// part of the format (see reference.py); sources are compiled without contraction into fused multiply-adds.
 
 #include "common/e2m1.h"
 #include "common/e4m3.h"

@@ -12,9 +12,9 @@ struct QuantizeRowsArgs {
     DType dtype;
     int64_t rows;
     int64_t cols;
-    const float* amax;        // float[1]
-    uint8_t* rowwise_data;    // [rows, cols / 2], or null with rowwise_scale
-    uint8_t* rowwise_scale;   // [rows, ceil(cols / 16)]
+    const float* amax;          // float[1]
+    uint8_t* rowwise_data;      // [rows, cols / 2], or null with rowwise_scale
+    uint8_t* rowwise_scale;     // [rows, ceil(cols / 16)]
     uint8_t* columnwise_data;   // [cols, rows / 2] (rows even), or null with columnwise_scale
     uint8_t* columnwise_scale;  // [cols, ceil(rows / 16)]
 };

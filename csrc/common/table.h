@@ -1,6 +1,6 @@
 #pragma once
-// The multi-tensor plan as data: one descriptor per weight, and what every kernel of a step is given. Built by
-// csrc/dispatch on the host; a CUDA plan keeps the descriptors in device memory.
+// The multi-tensor plan as data: one descriptor per weight, and what every kernel of a step is given. Built
+// by csrc/dispatch on the host; a CUDA plan keeps the descriptors in device memory.
 
 #include "common/dtype.h"
 #include "common/layout.h"
@@ -26,21 +26,22 @@ struct WeightDescriptor {
     int64_t rows;
     int64_t cols;  // even
     DType master_dtype;
-    DType weight_dtype;        // masters are rounded to it before anything else
-    uint8_t* codes;            // the byte that holds element `start`, that is byte start / 2 of the packed weight
-    float* amax;               // float[1], or null
-    float* columnwise_amax;    // float[1], or null
-    const float* given_amax;   // float[1] to use in place of the reduced amax, or null
+    DType weight_dtype;  // masters are rounded to it before anything else
+    uint8_t* codes;      // the byte that holds element `start`, that is byte start / 2 of the packed weight
+    float* amax;         // float[1], or null
+    float* columnwise_amax;                    // float[1], or null
+    const float* given_amax;                   // float[1] to use in place of the reduced amax, or null
     uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
     uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
-    int64_t tile_offset;   // of tile (0, 0)'s amax in the reduced vector, row-major [ceil(rows/16), ceil(cols/16)]
-    int64_t amax_offset;   // of the amax of this weight's group in the reduced vector
+    int64_t
+        tile_offset;  // of tile (0, 0)'s amax in the reduced vector, row-major [ceil(rows/16), ceil(cols/16)]
+    int64_t amax_offset;  // of the amax of this weight's group in the reduced vector
     // Work: units [strip_begin, next weight's strip_begin) of amax and cast, row-major over strips x chunks
     int64_t strip_begin;
-    int64_t first_strip;   // strip (tile row) of the first owned element
-    int64_t first_chunk;   // 128-column chunk of unit 0; nonzero only for a shard inside one row
-    int64_t chunks;        // chunks per strip
-    int64_t scale_begin;   // first unit of the scale stage, row-major over 8 x 8 groups of tiles
+    int64_t first_strip;  // strip (tile row) of the first owned element
+    int64_t first_chunk;  // 128-column chunk of unit 0; nonzero only for a shard inside one row
+    int64_t chunks;       // chunks per strip
+    int64_t scale_begin;  // first unit of the scale stage, row-major over 8 x 8 groups of tiles
 };
 
 // Everything a stage needs, passed by value.
@@ -49,10 +50,11 @@ struct CastTable {
     int64_t count;
     int64_t strip_units;
     int64_t scale_units;
-    float* reduced;          // header words, group amaxes, tile amaxes
+    float* reduced;  // header words, group amaxes, tile amaxes
     int64_t reduced_numel;
     float hash;
-    int32_t skip_nonfinite;  // 1: a group whose amax is inf is left alone and found_inf set; 0: quantized with amax inf
+    int32_t skip_nonfinite;  // 1: a group whose amax is inf is left alone and found_inf set; 0: quantized
+                             // with amax inf
     float* found_inf;        // float[1], or null
     int32_t* status;         // int32[1] that the host can read (pinned for CUDA), or null
 };

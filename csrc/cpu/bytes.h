@@ -9,17 +9,22 @@
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 
-// memcpy of at most about a thousand bytes. Where GCC knows a copy to be that short, as a memcpy or as a loop
-// that it recognizes, it makes "rep movs" of it, which takes longer to start than the copy takes; the empty
-// asm prevents that.
+// memcpy of at most kLimit bytes, about a thousand. Where GCC knows a copy to be that short, as a memcpy or
+// as a loop that it recognizes, it makes "rep movs" of it, which takes longer to start than the copy takes;
+// the empty asm prevents that.
+template <int kLimit>
 ZEROFP4_HD void copy_short(void* out, const void* in, int64_t bytes) {
     uint8_t* to = static_cast<uint8_t*>(out);
     const uint8_t* from = static_cast<const uint8_t*>(in);
-    for (; bytes >= 32; bytes -= 32, to += 32, from += 32) {
-        std::memcpy(to, from, 32);
-        asm volatile("");
+    if constexpr (kLimit >= 32) {
+        for (; bytes >= 32; bytes -= 32, to += 32, from += 32) {
+            std::memcpy(to, from, 32);
+            asm volatile("");
+        }
     }
-    if (bytes & 16) std::memcpy(to, from, 16), to += 16, from += 16;
+    if constexpr (kLimit >= 16) {
+        if (bytes & 16) std::memcpy(to, from, 16), to += 16, from += 16;
+    }
     if (bytes & 8) std::memcpy(to, from, 8), to += 8, from += 8;
     if (bytes & 4) std::memcpy(to, from, 4), to += 4, from += 4;
     if (bytes & 2) std::memcpy(to, from, 2), to += 2, from += 2;
@@ -32,7 +37,7 @@ ZEROFP4_HD void copy_bytes(void* out, const void* in, int64_t bytes) {
     if (bytes == kUsual) {
         std::memcpy(out, in, kUsual);
     } else {
-        copy_short(out, in, bytes);
+        copy_short<kUsual>(out, in, bytes);
     }
 }
 

@@ -58,8 +58,9 @@ inline PatchView<T> view_master(const WeightDescriptor& weight, const Patch& pat
     for (int64_t r = 0; r < patch.rows; ++r) {
         const ColumnRange owned = owned_in_patch(weight, patch, patch.row + r);
         if (owned.begin >= owned.end) continue;
-        copy_short(&buffer[r][owned.begin], master + (first + r * weight.cols + owned.begin),
-                   (owned.end - owned.begin) * static_cast<int64_t>(sizeof(T)));
+        copy_short<kStripColumns* static_cast<int>(sizeof(T))>(
+            &buffer[r][owned.begin], master + (first + r * weight.cols + owned.begin),
+            (owned.end - owned.begin) * static_cast<int64_t>(sizeof(T)));
     }
     return {&buffer[0][0], kStripColumns};
 }

@@ -55,8 +55,8 @@ void write_swizzled(const Group& group, const Place& at, uint8_t* out) {
         std::memcpy(atoms[1] + swizzled_offset(r, 0, kAtomColumns), bytes + kAtomColumns, kAtomColumns);
     }
     const bool both = at.tile_col + kAtomColumns < at.tile_cols;
-    copy_short(out + swizzled_offset(at.tile_row * kBlock, at.tile_col, at.tile_cols), atoms,
-               both ? 2 * kAtomBytes : kAtomBytes);
+    copy_short<2 * kAtomBytes>(out + swizzled_offset(at.tile_row * kBlock, at.tile_col, at.tile_cols), atoms,
+                               both ? 2 * kAtomBytes : kAtomBytes);
 }
 
 void write_layouts(const Group& group, const Place& at, uint8_t* const (&scale)[kScaleLayouts]) {

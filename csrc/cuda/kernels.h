@@ -1,12 +1,13 @@
 #pragma once
-// Launchers of the CUDA kernels, one per operation, the same names as csrc/cpu. All are asynchronous on `stream`,
-// allocate nothing and throw std::runtime_error when a launch fails. A build without nvcc links unavailable.cpp in their
-// place.
+// Launchers of the CUDA kernels, one per operation, the same names as csrc/cpu. All are asynchronous on
+// `stream`, allocate nothing and throw std::runtime_error when a launch fails. A build without nvcc links
+// unavailable.cpp in their place.
 
 #include "common/single.h"
 #include "common/table.h"
 
-typedef struct CUstream_st* cudaStream_t;  // as in cuda_runtime_api.h, which a build without CUDA does not have
+typedef struct CUstream_st*
+    cudaStream_t;  // as in cuda_runtime_api.h, which a build without CUDA does not have
 
 namespace zerofp4::cuda {
 
@@ -22,8 +23,8 @@ class DeviceGuard {
     int previous_ = -1;
 };
 
-// `host` is the host's copy of the descriptors: a table of one travels in the kernel's arguments, so that operations
-// on a single tensor need no device memory for it.
+// `host` is the host's copy of the descriptors: a table of one travels in the kernel's arguments, so that
+// operations on a single tensor need no device memory for it.
 void cast_begin(const CastTable& table, float error, cudaStream_t stream);
 void partial_amax(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream);
 void fused_scale(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream);

@@ -42,8 +42,9 @@ void partition(std::vector<WeightDescriptor>& weights, CastTable& table) {
     table.count = static_cast<int64_t>(weights.size());
 }
 
-CastPlan::CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced, int64_t reduced_numel,
-                   float hash, bool skip_nonfinite, uintptr_t found_inf, uintptr_t status)
+CastPlan::CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced,
+                   int64_t reduced_numel, float hash, bool skip_nonfinite, uintptr_t found_inf,
+                   uintptr_t status)
     : on_cpu_(on_cpu), weights_(std::move(weights)) {
     partition(weights_, table_);
     if (!on_cpu_) table_.weights = nullptr;

@@ -1,5 +1,6 @@
 #pragma once
-// The multi-tensor dispatcher: descriptors of many weights, the partition of their work, one launch per stage.
+// The multi-tensor dispatcher: descriptors of many weights, the partition of their work, one launch per
+// stage.
 
 #include <string>
 #include <vector>
@@ -9,17 +10,18 @@
 
 namespace zerofp4 {
 
-// Fills in strip_begin, first_strip, first_chunk, chunks and scale_begin of every descriptor, and the units in `table`.
+// Fills in strip_begin, first_strip, first_chunk, chunks and scale_begin of every descriptor, and the units
+// in `table`.
 void partition(std::vector<WeightDescriptor>& weights, CastTable& table);
 
 // The stages of a cast for a list of weights. Holds addresses only; whoever builds it keeps the memory alive.
 class CastPlan {
   public:
-    CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced, int64_t reduced_numel, float hash,
-             bool skip_nonfinite, uintptr_t found_inf, uintptr_t status);
+    CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced, int64_t reduced_numel,
+             float hash, bool skip_nonfinite, uintptr_t found_inf, uintptr_t status);
 
-    // Bytes of the descriptors, to be copied to the device; and where they are there. A CPU plan and a plan of one
-    // weight need no such copy.
+    // Bytes of the descriptors, to be copied to the device; and where they are there. A CPU plan and a plan
+    // of one weight need no such copy.
     std::string descriptor_bytes() const;
     void set_device_descriptors(uintptr_t address);
 
