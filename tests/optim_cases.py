@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from helpers import assert_bytes_equal
 from torch import nn
+from torch.nn import functional as F
 
+import zerofp4
 from zerofp4 import NVFP4Tensor, quantize, reference
 
 # (shape, dtype, quantized): ragged tiles, sizes below and above the alignment, an empty one, a scalar.
@@ -67,3 +69,71 @@ def assert_weights_follow(parameters: list[nn.Parameter], masters: list[torch.Te
 def assert_all_equal(actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert_bytes_equal(a, e, f"{what} {i}")
+
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+
+
+class Plain:
+    """What ZeroFP4Optimizer is equal to: a torch optimizer over whole FP32 masters."""
+
+    def __init__(self, parameters, optimizer_class, groups=None, **defaults):
+        self.parameters = parameters
+        self.masters = plain_masters(parameters)
+        position = {id(p): i for i, p in enumerate(parameters)}
+        groups = groups or [{"params": parameters}]
+        self.optimizer = optimizer_class(
+            [{**g, "params": [self.masters[position[id(p)]] for p in g["params"]]} for g in groups],
+            **defaults,
+        )
+
+    def take_gradients(self):
+        for master, p in zip(self.masters, self.parameters, strict=True):
+            master.grad = None if p.grad is None else p.grad.to(torch.float32, copy=True)
+
+    def step(self):
+        self.take_gradients()
+        self.optimizer.step()
+
+
+def check(optimizer, plain, what=""):
+    masters = optimizer.gathered_masters()
+    assert_all_equal(masters, plain.masters, f"{what} master")
+    assert_weights_follow(plain.parameters, masters)
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.first = nn.Linear(32, 48, dtype=dtype)
+        self.norm = nn.LayerNorm(48, dtype=torch.float32)
+        self.second = nn.Linear(48, 6, dtype=dtype)
+
+    def forward(self, x):
+        hidden = self.norm(F.gelu(self.first(x)).float())
+        return self.second(hidden.to(self.second.weight.dtype)).float()
+
+
+def make_net(device, seed=0):
+    torch.manual_seed(seed)
+    net = Net().to(device)
+    zerofp4.convert_model(net)
+    return net
+
+
+def batch(device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 32, generator=generator).to(device, torch.bfloat16)

@@ -1,0 +1,119 @@
+"""Models, reductions and comparisons that the distributed tests of the ZeRO optimizer share."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from helpers import assert_bytes_equal
+from optim_cases import (
+    assert_weights_follow,
+    make_parameters,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from zerofp4 import NVFP4Tensor
+from zerofp4.optim import ZeroFP4Optimizer, reduction
+
+# Sizes that cut parameters at slice boundaries, also inside rows and tiles.
+SPECIFICATIONS = [
+    ((34, 48), torch.bfloat16, True),
+    ((7,), torch.bfloat16, False),
+    ((16, 34), torch.float32, True),
+    ((1000,), torch.float32, False),
+    ((130, 66), torch.float16, True),
+    ((300,), torch.float16, False),
+    ((), torch.float32, False),
+    ((30, 51), torch.bfloat16, False),
+]
+
+
+def parameters_of(world, seed: int = 0) -> list[nn.Parameter]:
+    return make_parameters(world.device, seed, SPECIFICATIONS)
+
+
+def model_bytes(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Every buffer of every weight, as bytes."""
+    tensors = []
+    for p in parameters:
+        tensors += [b for _, b in p.record.buffers()] if isinstance(p, NVFP4Tensor) else [p.detach()]
+    return [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+
+
+def assert_same_on_all_ranks(tensors: list[torch.Tensor]) -> None:
+    for i, mine in enumerate(tensors):
+        theirs = mine.clone()
+        dist.broadcast(theirs, src=0)
+        assert_bytes_equal(mine, theirs, f"tensor {i} here and on rank 0")
+
+
+def check_weights(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> None:
+    assert_weights_follow(parameters, optimizer.gathered_masters())
+    assert_same_on_all_ranks(model_bytes(parameters))
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.contiguous())
+    return found
+
+
+def averaged(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean over the ranks in FP32: gathered, added in rank order, divided."""
+    total, *others = gathered(tensor.float())
+    for other in others:
+        total += other
+    return total / dist.get_world_size()
+
+
+class RankOrder(reduction.GradientReducer):
+    """Reduces by gathering and adding in rank order, so that the sums do not depend on the collective."""
+
+    def reduce_scatter(self, output, staged):
+        total, *others = gathered(staged)
+        for other in others:
+            total += other
+        output.copy_(total.chunk(self.world_size)[self.rank])
+
+
+class RankOrderOptimizer(ZeroFP4Optimizer):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._reducer.__class__ = RankOrder
+
+
+class Injected(ZeroFP4Optimizer):
+    """Takes the gradients of this rank for those of the whole group."""
+
+    def _reduce_gradients(self, gradients):
+        flat = [None if g is None else g.detach().reshape(-1) for g in gradients]
+        for bucket in self._reducer._buckets:
+            reduction.pack(bucket, flat)
+            bucket.output.copy_(bucket.staged.chunk(self._reducer.world_size)[self._reducer.rank])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 24, dtype=torch.bfloat16)
+        self.first = nn.Linear(24, 96, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(96)
+        self.second = nn.Linear(96, 34, dtype=torch.bfloat16)
+
+    def forward(self, tokens):
+        hidden = self.norm(F.gelu(self.first(self.embedding(tokens))).float())
+        return self.second(hidden.bfloat16()).float()
+
+
+def make_net(world, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    net = Net().to(world.device)
+    assert zerofp4.convert_model(net).converted == ["first", "second"]
+    return net
+
+
+def loss_of(net: Net, world, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * world.rank + step)
+    tokens = torch.randint(32, (16,), generator=generator).to(world.device)
+    return F.cross_entropy(net(tokens), (tokens * 5 + 3) % 32)

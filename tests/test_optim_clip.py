@@ -1,0 +1,118 @@
+"""clip_grad_norm_ of ZeroFP4Optimizer, in one process."""
+
+import math
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from optim_cases import (
+    Plain,
+    assert_all_equal,
+    batch,
+    check,
+    make_gradients,
+    make_net,
+    make_parameters,
+    set_gradients,
+)
+from torch import nn
+
+from zerofp4.optim import ZeroFP4Optimizer
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clip_equals_torch(device, norm_type, max_norm):
+    parameters = [p for p in make_parameters(device) if p.numel()]  # torch has no inf norm of an empty one
+    plain = Plain(parameters, torch.optim.SGD, lr=0.1)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    before = [p.grad.clone() for p in parameters]
+    plain.take_gradients()
+    whole = torch.cat([p.grad.double().flatten() for p in parameters])
+    total = optimizer.clip_grad_norm_(max_norm, norm_type)
+    # The norm of torch.nn.utils is a sum in another order, and less exact than this tolerance for FP32 sums.
+    torch.testing.assert_close(total.double(), torch.linalg.vector_norm(whole, norm_type), rtol=1e-6, atol=0)
+    nn.utils.clip_grads_with_norm_(plain.masters, max_norm, total)
+    plain.optimizer.step()
+    optimizer.step()
+    check(optimizer, plain)
+    assert_all_equal([p.grad for p in parameters], before, "gradient")  # p.grad is not scaled
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_clip_of_nonfinite_gradients_is_what_torch_says(device, norm_type, value):
+    parameters = [p for p in make_parameters(device) if p.numel()]
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    parameters[1].grad[3] = value
+    expected = nn.utils.get_total_norm([p.grad.float() for p in parameters], norm_type)
+    total = optimizer.clip_grad_norm_(1.0, norm_type)
+    assert_bytes_equal(total.isnan(), expected.isnan(), "isnan")
+    assert_bytes_equal(total.isinf(), expected.isinf(), "isinf")
+
+
+def test_clipping_twice_clips_what_was_clipped(device):
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.clip_grad_norm_(3.0, math.inf)
+    assert optimizer.clip_grad_norm_(2.0, math.inf).item() == pytest.approx(3.0)
+    assert optimizer.clip_grad_norm_(9.0, math.inf).item() == pytest.approx(2.0)
+
+
+def test_gradients_that_change_after_clipping(device):
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.01)
+    backward = lambda: net(batch(device, 0)).square().mean().backward()  # noqa: E731
+    backward()
+    optimizer.clip_grad_norm_(1.0)
+    backward()
+    before = optimizer.gathered_masters()
+    with pytest.raises(RuntimeError, match=r"changed after clip_grad_norm_.*zero_grad"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="gradients were added to clipped ones"):
+        optimizer.clip_grad_norm_(1.0)
+    net.zero_grad()
+    with pytest.raises(RuntimeError, match="changed after clip_grad_norm_"):
+        optimizer.step()
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    optimizer.zero_grad()
+    backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def test_after_a_step_gradients_are_reduced_anew(device):
+    parameters = make_parameters(device)
+    plain = Plain(parameters, torch.optim.SGD, lr=0.1)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    for step in range(2):  # without zero_grad() in between
+        set_gradients(parameters, make_gradients(parameters, step))
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        plain.step()
+        set_gradients(parameters, make_gradients(parameters, 10 + step))
+        optimizer.step()
+        plain.step()
+        check(optimizer, plain, f"step {step}:")
+
+
+def test_clipped_gradients_that_are_dropped_are_reduced_anew(device):
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.clip_grad_norm_(1e-3)
+    gradients = make_gradients(parameters, 1)
+    set_gradients(parameters, gradients)
+    expected = max(p.grad.abs().max().item() for p in parameters if p.numel())
+    assert optimizer.clip_grad_norm_(1.0, math.inf).item() == expected
+    optimizer.step()
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
+def test_norm_type_must_be_positive(device, norm_type):
+    optimizer = ZeroFP4Optimizer(make_parameters(device))
+    with pytest.raises(ValueError, match=f"norm_type must be positive, got {norm_type}"):
+        optimizer.clip_grad_norm_(1.0, norm_type)

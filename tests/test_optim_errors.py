@@ -1,0 +1,134 @@
+"""Bad input to ZeroFP4Optimizer: when it is built, and what changed when it steps."""
+
+import pytest
+import torch
+from optim_cases import (
+    make_net,
+    make_parameters,
+)
+from torch import nn
+
+from zerofp4 import quantize
+from zerofp4.optim import ZeroFP4Optimizer
+
+
+def test_the_list_of_parameters_is_fixed(device):
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters)
+    extra = nn.Parameter(torch.zeros(3, device=device))
+    with pytest.raises(RuntimeError, match=r"add_param_group: .* build a new optimizer"):
+        optimizer.add_param_group({"params": [extra]})
+    params = optimizer.param_groups[0]["params"]
+    for change, undo in [
+        (lambda: params.append(extra), params.pop),
+        (lambda: params.reverse(), params.reverse),
+        (lambda: optimizer.param_groups.append({"params": [extra]}), optimizer.param_groups.pop),
+    ]:
+        change()
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match="param_groups"):
+                call()
+        undo()
+    optimizer.step()
+
+
+def test_storage_that_was_replaced(device):
+    for i, replace in [
+        (1, lambda p: setattr(p, "data", p.data.clone())),
+        (0, lambda p: setattr(p, "data", p.data.clone())),
+        (0, lambda p: setattr(p, "rowwise_data", p.rowwise_data.clone())),
+        (3, lambda p: setattr(p, "data", p.data.double())),
+    ]:
+        parameters = make_parameters(device)
+        optimizer = ZeroFP4Optimizer(parameters)
+        replace(parameters[i])
+        with pytest.raises(RuntimeError, match=rf"\['params'\]\[{i}\] has other storage"):
+            optimizer.step()
+
+
+def test_weights_that_were_written_to(device):
+    for i in (0, 1, 3):
+        parameters = make_parameters(device)
+        optimizer = ZeroFP4Optimizer(parameters)
+        with torch.no_grad():
+            parameters[i].zero_()
+        with pytest.raises(RuntimeError, match=rf"\['params'\]\[{i}\] was written to since the last step"):
+            optimizer.step()
+
+
+def test_names_of_named_parameters_and_models_are_in_messages(device):
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.named_parameters())
+    net.norm.weight.data = net.norm.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[2\] 'norm.weight' has other"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["param_names"][2] == "norm.weight"
+
+
+def test_sparse_gradients(device):
+    embedding = nn.Embedding(10, 4, sparse=True, device=device)
+    optimizer = ZeroFP4Optimizer(embedding.parameters())
+    embedding(torch.tensor([1, 2], device=device)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"gradient of layout torch.sparse_coo: gradients must be dense"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
+def test_optimizers_that_cannot_be_sharded(device, name):
+    parameters = make_parameters(device)
+    with pytest.raises(ValueError, match=f"optimizer_class: {name} cannot run on shards of parameters, it"):
+        ZeroFP4Optimizer(parameters, getattr(torch.optim, name))
+
+
+def bad_arguments(device):
+    parameters = make_parameters(device)
+    weight, bias = parameters[0], parameters[1]
+    shared = torch.zeros(10, device=device)
+    views = [nn.Parameter(shared[:6]), nn.Parameter(shared[5:])]
+    rows = nn.Parameter(quantize(torch.ones(16, 16, device=device), block=(1, 16)))
+    frozen = nn.Parameter(torch.zeros(3, device=device), requires_grad=False)
+    complex_ = nn.Parameter(torch.zeros(3, dtype=torch.complex64, device=device))
+    product = weight.dequantize() * 2
+    integers = nn.Parameter(torch.zeros(3, dtype=torch.int32, device=device), requires_grad=False)
+    yield "class", TypeError, "must be a subclass of torch.optim.Optimizer", [bias], {"optimizer_class": int}
+    yield "duplicate", ValueError, "is the same parameter as", [bias, bias], {}
+    yield "two groups", ValueError, "more than one", [{"params": [bias]}, {"params": [bias]}], {}
+    yield "shared", ValueError, r"\[0\] and .*\[1\] share memory", views, {}
+    yield "float64", TypeError, "must have one of the dtypes", [bias, nn.Parameter(shared.double())], {}
+    yield "complex", TypeError, "must have one of the dtypes", [complex_], {}
+    yield "integer", TypeError, "must have one of the dtypes", [integers], {}
+    yield "meta", ValueError, "meta device", [nn.Parameter(torch.zeros(3, device="meta"))], {}
+    yield "rows", ValueError, r"must have block \(16, 16\)", [rows], {}
+    yield "frozen", ValueError, "no parameter requires a gradient", [frozen], {}
+    yield "empty", ValueError, "empty parameter list", [], {}
+    yield "tensor", TypeError, "iterable", bias, {}
+    yield "string", TypeError, "can only optimize Tensors", ["bias"], {}
+    yield "non-leaf", ValueError, "non-leaf", [product], {}
+    yield "lr", ValueError, "Invalid learning rate", [bias], {"lr": -1.0}
+    yield "option", TypeError, "momentum", [bias], {"momentum": 0.9}
+    yield "amax without", ValueError, "amax_groups was given", [bias], {"amax_groups": [[bias]]}
+    yield "amax stranger", ValueError, "amax_groups", [weight], {"amax_groups": [[weight, bias]]}
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("case", [name for name, *_ in bad_arguments(torch.device("cpu"))])
+def test_bad_arguments(device, case):
+    ((_, kind, message, params, options),) = [c for c in bad_arguments(device) if c[0] == case]
+    with pytest.raises(kind, match=message):
+        ZeroFP4Optimizer(params, **options)
+
+
+def test_parameters_on_different_devices():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cuda", "cpu")]
+    with pytest.raises(ValueError, match=r"\[1\] is on cpu, .*\[0\] on cuda:0"):
+        ZeroFP4Optimizer(parameters)
+
+
+def test_a_refused_amax_group_leaves_initial_values(device):
+    net = make_net(device)
+    with pytest.raises(ValueError, match="amax_groups"):
+        ZeroFP4Optimizer(net.parameters(), amax_groups=[[net.first.bias]])
+    assert net.first.weight.get_high_precision_init_val() is not None
+    ZeroFP4Optimizer(net.parameters()).step()

@@ -1,0 +1,193 @@
+"""Flat buffers: parameters of one kind one after the other, cut into one equal slice per rank.
+
+The model's weights are views of a buffer that every rank holds whole. Of the FP32 masters and gradients a
+rank holds its own slice, in the same layout. So each all-gather of weights is in place: a rank casts its
+masters into its slice of the buffer, and the gather fills in the other slices.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.collectives import GroupReference, all_gather_slices, rank_and_size
+from zerofp4.layout import packed_shape
+from zerofp4.shard import equal_slices, intersect
+from zerofp4.tensor import NVFP4Tensor
+
+ALIGNMENT = 256
+"""Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
+and no vector load of a kernel is shared by two weights or two ranks."""
+
+INITIAL_CHUNK = 1 << 22
+"""Elements of an initial value that are broadcast at a time."""
+
+
+class FlatBuffer:
+    """The layout of parameters of one kind, and this rank's slice of their FP32 masters and gradients.
+
+    parameters: their positions among all trainable parameters are `indices`.
+    shards[i]: what this rank owns of parameters[i]. masters, gradients: float32 [slice_numel]; what lies
+    between two parameters is zero. weights: what the model computes with, allocated by the subclass,
+    world_size slices.
+    """
+
+    kind: str
+    weights: torch.Tensor
+
+    def __init__(
+        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+    ):
+        self.indices, self.parameters = list(indices), list(parameters)
+        self.group = GroupReference(group)
+        self.rank, self.world_size = rank_and_size(group)
+        self.device = self.parameters[0].device
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT)
+        self.begin = self.rank * self.slice_numel
+        end = self.begin + self.slice_numel
+        self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
+        self.numel = self.world_size * self.slice_numel
+
+    def allocate(self) -> None:
+        """Zeros for the gradients; subclasses add the weights and the masters."""
+        self.gradients = torch.zeros(self.slice_numel, device=self.device)
+
+    def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
+        """This rank's part of each parameter in a tensor like `masters`; None where it owns nothing."""
+        starts = [o + s.start - self.begin for o, s in zip(self.offsets, self.shards, strict=True)]
+        return [
+            flat_slice[start : start + shard.numel] if shard.numel else None
+            for start, shard in zip(starts, self.shards, strict=True)
+        ]
+
+    def whole_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each whole parameter, 1D, in a tensor of all ranks' slices."""
+        return [flat[o : o + p.numel()] for o, p in zip(self.offsets, self.parameters, strict=True)]
+
+    def gathered_masters(self) -> list[torch.Tensor]:
+        """Collective: the whole FP32 master of each parameter, in its shape."""
+        flat = torch.empty(self.numel, device=self.device)
+        flat[self.begin : self.begin + self.slice_numel] = self.masters
+        if self.world_size > 1:
+            all_gather_slices(flat, self.group())
+        views = self.whole_views(flat)
+        return [view.view(p.shape).clone() for view, p in zip(views, self.parameters, strict=True)]
+
+    def start_gather(self) -> dist.Work | None:
+        """Begin to fill in the other ranks' slices of the weights."""
+        return all_gather_slices(self.weights, self.group(), async_op=True) if self.world_size > 1 else None
+
+    def initialize_masters(self) -> None:
+        """Collective: give the masters the initial values that rank 0 has, as DDP does."""
+        for parameter, shard, master in zip(
+            self.parameters, self.shards, self.own_views(self.masters), strict=True
+        ):
+            source = initial_values(parameter) if self.rank == 0 else None
+            for first in range(0, parameter.numel(), INITIAL_CHUNK):
+                size = min(INITIAL_CHUNK, parameter.numel() - first)
+                if source is None:
+                    values = torch.empty(size, device=self.device)
+                else:
+                    values = source[first : first + size].to(self.device, torch.float32)
+                if self.world_size > 1:
+                    dist.broadcast(values, group=self.group(), group_src=0)
+                own = intersect(first, size, shard.start, shard.end)
+                if own.numel:
+                    start = first + own.start - shard.start
+                    master[start : start + own.numel] = values[own.start : own.end]
+            if hasattr(parameter, "clear_high_precision_init_val"):
+                parameter.clear_high_precision_init_val()
+
+
+class DenseBuffer(FlatBuffer):
+    """Parameters of one floating dtype; their `.data` become views of the buffer.
+
+    FP32 parameters are their own masters: this rank's slice of the weights.
+    """
+
+    def __init__(
+        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+    ):
+        super().__init__(indices, parameters, group)
+        self.dtype = self.parameters[0].dtype
+        self.kind = str(self.dtype).removeprefix("torch.")
+
+    def allocate(self) -> None:
+        super().allocate()
+        self.weights = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self._own = self.weights[self.begin : self.begin + self.slice_numel]
+        self.masters = self._own if self.dtype == torch.float32 else torch.zeros_like(self.gradients)
+
+    def bind(self) -> None:
+        """Make the parameters views of the buffer, with the values they have."""
+        for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
+            view = view.view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+
+    def cast(self) -> None:
+        """Round the masters into this rank's slice of the weights."""
+        if self.masters is not self._own:
+            self._own.copy_(self.masters)
+
+    def find_moved(self) -> int | None:
+        """The first parameter (its place in the buffer) that is no longer a view of the buffer, or None."""
+        base, itemsize = self.weights.data_ptr(), self.weights.element_size()
+        for i, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=True)):
+            if parameter.numel() and parameter.data_ptr() != base + offset * itemsize:
+                return i
+        return None
+
+
+class PackedBuffer(FlatBuffer):
+    """NVFP4 weights; their rowwise_data become views of the buffer, uint8 [numel / 2]."""
+
+    kind = "nvfp4"
+
+    def allocate(self) -> None:
+        super().allocate()
+        self.weights = torch.zeros(self.numel // 2, dtype=torch.uint8, device=self.device)
+        self.masters = torch.zeros_like(self.gradients)
+
+    def bind(self) -> None:
+        """Make the weights' codes views of the buffer, with the bytes they have."""
+        self._views = []
+        for weight, offset in zip(self.parameters, self.offsets, strict=True):
+            codes = self.weights[offset // 2 : (offset + weight.numel()) // 2]
+            view = codes.view(packed_shape(*weight.record.matrix))
+            view.copy_(weight.rowwise_data)
+            weight.rowwise_data = view
+            self._views.append(view)
+
+    def find_moved(self) -> int | None:
+        """The first weight (its place in the buffer) whose codes are no longer in the buffer, or None."""
+        for i, (weight, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if weight.rowwise_data.data_ptr() != view.data_ptr():
+                return i
+        return None
+
+
+def initial_values(parameter: torch.Tensor) -> torch.Tensor:
+    """1D values that a parameter's master begins with, on any device.
+
+    What it held before it was quantized, if it has kept that (convert_model), else what it holds.
+    """
+    getter = getattr(parameter, "get_high_precision_init_val", None)
+    value = None if getter is None else getter()
+    if value is None:
+        quantized = isinstance(parameter, NVFP4Tensor)
+        value = parameter.dequantize(torch.float32) if quantized else parameter
+    return value.detach().reshape(-1)
+
+
+def broadcast_frozen(parameter: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give a parameter without master the bytes that rank 0 has."""
+    quantized = isinstance(parameter, NVFP4Tensor)
+    for tensor in [buffer for _, buffer in parameter.record.buffers()] if quantized else [parameter]:
+        if not tensor.numel():
+            continue
+        values = tensor.detach().contiguous()
+        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(values)

@@ -1,0 +1,111 @@
+"""What a ZeRO optimizer can and cannot be built over: every rule about its arguments stands here."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.format import BLOCK, WEIGHT_DTYPES
+from zerofp4.tensor import NVFP4Tensor
+
+NOT_ELEMENTWISE = {
+    "Adafactor": "its second moments are sums over rows and columns of a matrix",
+    "LBFGS": "its update takes inner products over all parameters",
+    "Muon": "it orthogonalizes whole matrices",
+    "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
+}
+"""Optimizers that give other results on pieces of a parameter than on the whole of it."""
+
+
+def check_optimizer_class(optimizer_class: type) -> None:
+    """Raises TypeError for what is no torch.optim.Optimizer, ValueError for one that cannot be sharded."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}"
+        )
+    for base in optimizer_class.__mro__:
+        if base.__name__ in NOT_ELEMENTWISE:
+            raise ValueError(
+                f"optimizer_class: {optimizer_class.__name__} cannot run on shards of parameters, "
+                f"{NOT_ELEMENTWISE[base.__name__]}"
+            )
+
+
+def parameter_names(param_groups: Sequence[dict]) -> list[str]:
+    """How messages call the parameters, in their order: by the names they came with, else by their places."""
+    names = []
+    for g, group in enumerate(param_groups):
+        given = group.get("param_names")
+        for i, parameter in enumerate(group["params"]):
+            where = f"param_groups[{g}]['params'][{i}]"
+            record_name = parameter.record.name if isinstance(parameter, NVFP4Tensor) else None
+            name = given[i] if given else record_name
+            names.append(where if name is None else f"{where} '{name}'")
+    return names
+
+
+def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raises TypeError or ValueError for parameters that one rank can see are wrong; changes nothing."""
+    seen: dict[int, str] = {}
+    for parameter, name in zip(parameters, names, strict=True):
+        if id(parameter) in seen:
+            raise ValueError(f"{name} is the same parameter as {seen[id(parameter)]}")
+        seen[id(parameter)] = name
+        if parameter.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {parameter.layout}")
+        if parameter.dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"{name} must have one of the dtypes {WEIGHT_DTYPES}, got {parameter.dtype}")
+        if parameter.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: give it storage first")
+        if parameter.device != parameters[0].device:
+            raise ValueError(f"{name} is on {parameter.device}, {names[0]} on {parameters[0].device}")
+        if isinstance(parameter, NVFP4Tensor) and parameter.requires_grad:
+            check_nvfp4(parameter, name)
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError("params: no parameter requires a gradient")
+    check_distinct_storage(parameters, names)
+
+
+def check_nvfp4(weight: NVFP4Tensor, name: str) -> None:
+    if tuple(weight.block) != (BLOCK, BLOCK):
+        raise ValueError(
+            f"{name} must have block (16, 16) to be cast from sharded masters, got {weight.block}"
+        )
+    if weight.rowwise_data is None:
+        raise ValueError(f"{name} has no rowwise data to cast into")
+
+
+def check_distinct_storage(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Two parameters over the same memory would be torn apart when they become views of the flat buffers."""
+    spans = []
+    for parameter, name in zip(parameters, names, strict=True):
+        data = parameter.rowwise_data if isinstance(parameter, NVFP4Tensor) else parameter
+        if data is not None and data.numel():
+            spans.append((data.data_ptr(), data.data_ptr() + data.numel() * data.element_size(), name))
+    for (_, end, first), (start, _, second) in itertools.pairwise(sorted(spans)):
+        if start < end:
+            raise ValueError(f"{first} and {second} share memory: pass tied weights as one parameter")
+
+
+def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
+    """What all ranks must have in common: a line per parameter, then the class of the optimizer."""
+    lines = []
+    for g, group in enumerate(param_groups):
+        for p in group["params"]:
+            dtype = "nvfp4 " * isinstance(p, NVFP4Tensor) + str(p.dtype).removeprefix("torch.")
+            frozen = "" if p.requires_grad else ", frozen"
+            lines.append(f"{dtype} {tuple(p.shape)} in group {g}{frozen}")
+    return [*lines, f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"]
+
+
+def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
+    """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's."""
+    expected = descriptions[0]
+    for rank, found in enumerate(descriptions):
+        if len(found) != len(expected):
+            counts = len(expected) - 1, len(found) - 1
+            raise ValueError(f"params: rank 0 has {counts[0]} parameters, rank {rank} has {counts[1]}")
+    for rank, found in enumerate(descriptions):
+        for name, mine, theirs in zip([*names, "optimizer_class"], expected, found, strict=True):
+            if mine != theirs:
+                raise ValueError(f"{name} is {mine} on rank 0 and {theirs} on rank {rank}")

@@ -1,0 +1,114 @@
+"""The weights of a model and their sharded masters: made once, published after every update of the
+masters.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.cast import CastPlan
+from zerofp4.optim.flat import DenseBuffer, FlatBuffer, PackedBuffer
+from zerofp4.tensor import NVFP4Tensor
+
+
+class ShardedParameters:
+    """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
+
+    masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing.
+    found_inf: float32 [1], whether NVFP4 weights were left alone by the last publish() because of a NaN or
+    Inf.
+
+    Building it is collective, and so are its methods. The parameters move into the buffers; the masters have
+    no values until initialize_masters().
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        amax_groups: Sequence[Sequence[torch.Tensor]] | None,
+    ):
+        self.parameters = list(parameters)
+        self.buffers = build_buffers(self.parameters, group)
+        self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for buffer in self.buffers:
+            buffer.allocate()
+            buffer.bind()
+            views = zip(buffer.own_views(buffer.masters), buffer.own_views(buffer.gradients), strict=True)
+            for index, (master, gradient) in zip(buffer.indices, views, strict=True):
+                self.masters[index], self.gradients[index] = master, gradient
+        self._packed = next((b for b in self.buffers if isinstance(b, PackedBuffer)), None)
+        self._dense = [b for b in self.buffers if isinstance(b, DenseBuffer)]
+        self.found_inf = torch.zeros(1, device=self.parameters[0].device)
+        self._plan = None if self._packed is None else self._build_plan(self._packed, group, amax_groups)
+
+    def _build_plan(
+        self,
+        packed: PackedBuffer,
+        group: dist.ProcessGroup | None,
+        amax_groups: Sequence[Sequence[torch.Tensor]] | None,
+    ) -> CastPlan:
+        return CastPlan(
+            packed.parameters,
+            packed.own_views(packed.masters),
+            [shard.start if shard.numel else None for shard in packed.shards],
+            group,
+            amax_groups=amax_groups,
+            on_nonfinite="skip",
+            found_inf=self.found_inf,
+        )
+
+    def initialize_masters(self) -> None:
+        """Give all masters rank 0's values of their parameters."""
+        for buffer in self.buffers:
+            buffer.initialize_masters()
+
+    def publish(self) -> None:
+        """Cast this rank's masters into the weights and gather the other ranks' slices, in place."""
+        gathers = []
+        for buffer in self._dense:
+            buffer.cast()
+            gathers.append(buffer.start_gather())
+        if self._plan is not None:
+            self.found_inf.zero_()
+            self._plan.step()
+            gathers.append(self._packed.start_gather())
+        for gather in gathers:
+            if gather is not None:
+                gather.wait()
+        if self._plan is not None:
+            self._plan.post()
+        # As after any update in place, a backward pass through the old values must fail.
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def gathered_masters(self) -> list[torch.Tensor]:
+        """The whole FP32 masters, in the order and the shapes of the parameters."""
+        found: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for buffer in self.buffers:
+            for index, master in zip(buffer.indices, buffer.gathered_masters(), strict=True):
+                found[index] = master
+        return found
+
+    def gathered_bytes(self) -> dict[str, int]:
+        """Bytes of the buffers that a publish() gathers; 0 in a world of one."""
+        sharded = self.buffers[0].world_size > 1
+        sizes = {
+            "nvfp4": 0 if self._packed is None else self._packed.weights.nbytes,
+            "high_precision": sum(buffer.weights.nbytes for buffer in self._dense),
+            "bf16_equivalent": 2 * sum(parameter.numel() for parameter in self.parameters),
+        }
+        return {name: size * sharded for name, size in sizes.items()}
+
+
+def build_buffers(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[FlatBuffer]:
+    """One buffer for the NVFP4 weights and one per dtype of the others, always in the same order."""
+    kinds: dict[object, list[int]] = {"nvfp4": [], torch.bfloat16: [], torch.float16: [], torch.float32: []}
+    for i, parameter in enumerate(parameters):
+        kinds["nvfp4" if isinstance(parameter, NVFP4Tensor) else parameter.dtype].append(i)
+    return [
+        (PackedBuffer if kind == "nvfp4" else DenseBuffer)(indices, [parameters[i] for i in indices], group)
+        for kind, indices in kinds.items()
+        if indices
+    ]

@@ -1,0 +1,298 @@
+"""ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.collectives import GroupReference, exchange, resolve_group
+from zerofp4.optim import checkpoint
+from zerofp4.optim.flat import broadcast_frozen
+from zerofp4.optim.parameters import (
+    check_optimizer_class,
+    check_parameters,
+    check_same_parameters,
+    describe,
+    parameter_names,
+)
+from zerofp4.optim.reduction import GradientReducer, global_norm
+from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.watch import ParameterWatch, Snapshot
+from zerofp4.tensor import NVFP4Tensor
+
+
+class ZeroFP4Optimizer(torch.optim.Optimizer):
+    """Any elementwise torch optimizer over sharded FP32 masters of NVFP4, bf16, fp16 and fp32 parameters.
+
+    params: parameters or groups of them, as for any torch optimizer, the same on every rank. Group options
+    may be edited at any time, by hand or by an LR scheduler.
+    optimizer_class, defaults: the optimizer that updates the masters. It sees 1D pieces of the parameters, so
+    its update of an element must not depend on other elements: Adafactor, LBFGS, Muon and SparseAdam raise
+    ValueError.
+    process_group: the data-parallel ranks; None is the default group, or a world of one without
+    torch.distributed.
+    amax_groups: lists of NVFP4 weights of params that share one amax.
+
+    step() averages the gradients over the group in FP32, as DDP does, updates this rank's masters, casts them
+    and all-gathers the weights in place: 4-bit codes for NVFP4 weights. A parameter that has a gradient on no
+    rank is skipped as torch.optim skips it; where only some ranks have one, the others count as zeros. p.grad
+    is read, never written, so clip_grad_norm_ scales what step() uses and not p.grad.
+
+    The masters are the truth. They begin as rank 0's values (what get_high_precision_init_val() has, else the
+    parameter's), and from then on the weights are the masters rounded or quantized, on every rank. Load a
+    model before its optimizer is built: writing into a weight afterwards makes step() raise. NVFP4 weights
+    whose masters become NaN or Inf keep their last codes, and found_inf is 1 after such a step.
+
+    A parameter that is frozen (requires_grad False) when the optimizer is built gets rank 0's bytes once, no
+    master and no update; unfreezing it later makes step() raise. Freezing a parameter later does what it does
+    in torch.optim.
+
+    Building is collective. An invalid argument on any rank, or ranks that disagree, raises the same
+    ValueError or TypeError on all of them. What only one rank finds wrong in a step raises there, and
+    RuntimeError on the others, before anything has changed; for this a step reads one small vector back.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
+        **defaults: Any,
+    ):
+        self._built = False
+        group = resolve_group(process_group)
+        self.process_group = GroupReference(group)
+        description, error = None, None
+        try:
+            self._take_arguments(params, optimizer_class, amax_groups, defaults)
+            description = describe(self.param_groups, optimizer_class)
+        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            error = failure
+        check_same_parameters(exchange(description, error, group), self._names)
+        with torch.no_grad():
+            # If the plan refuses amax_groups, nothing has happened to the parameters' initial values yet.
+            self._shards = ShardedParameters(self._trainable, group, amax_groups)
+            self._shards.initialize_masters()
+            self._broadcast_frozen()
+            self._build_inner(optimizer_class, defaults)
+            self._reducer = GradientReducer(self._shards.buffers, group)
+            self._reduced: Snapshot | None = None
+            self._watch = ParameterWatch(self.param_groups, self._names, self._shards.buffers)
+            self._fingerprint = checkpoint.fingerprint(description, self._shards.buffers)
+            self._publish()
+        self._built = True
+
+    # Building
+
+    def _take_arguments(
+        self, params: Any, optimizer_class: type, amax_groups: Sequence | None, defaults: dict
+    ) -> None:
+        """Check what one rank can check alone; the parameters stay as they are."""
+        check_optimizer_class(optimizer_class)
+        super().__init__(params, {})
+        self._parameters = [p for group in self.param_groups for p in group["params"]]
+        self._names = parameter_names(self.param_groups)
+        check_parameters(self._parameters, self._names)
+        self._trainable = [p for p in self._parameters if p.requires_grad]
+        if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self._trainable):
+            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
+        # A trial on one element per group finds wrong options before any rank has changed anything.
+        groups = [
+            options(group) | {"params": [torch.zeros(1, device=self._parameters[0].device)]}
+            for group in self.param_groups
+        ]
+        self.defaults = optimizer_class(groups, **defaults).defaults
+
+    def _broadcast_frozen(self) -> None:
+        group = self.process_group()
+        if group is not None:
+            for parameter in self._parameters:
+                if not parameter.requires_grad:
+                    broadcast_frozen(parameter, group)
+
+    def _build_inner(self, optimizer_class: type, defaults: dict) -> None:
+        """The optimizer of the masters this rank owns pieces of, in groups like the parameters'."""
+        master_of = {
+            id(p): m for p, m in zip(self._trainable, self._shards.masters, strict=True) if m is not None
+        }
+        groups = [
+            options(group) | {"params": [master_of[id(p)] for p in group["params"] if id(p) in master_of]}
+            for group in self.param_groups
+        ]
+        self.inner = optimizer_class(groups, **defaults)
+        self.state = self.inner.state
+        self._pull_options()
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""
+        if self._built:
+            raise RuntimeError(
+                "add_param_group: masters and weights lie in flat buffers that were laid out when the "
+                "optimizer was built; build a new optimizer for other parameters"
+            )
+        super().add_param_group(param_group)
+
+    # A step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients (unless clip_grad_norm_ did), update the masters, publish the weights.
+
+        closure: evaluated once, with gradients enabled; its result is returned. Collective.
+        Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
+        of parameters, or a parameter that was moved, written to or unfrozen.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = self._local_gradients()
+        error = self._watch.find_error(self.param_groups)
+        if self._reduced is not None and self._reduced.changed(gradients):
+            error = error or RuntimeError(
+                "gradients changed after clip_grad_norm_, which had reduced and clipped them for this step: "
+                "call it after the last backward pass, or zero_grad() before the next one"
+            )
+        present = self._reducer.agree([gradient is not None for gradient in gradients], error)
+        if self._reduced is None:
+            self._reduce_gradients(gradients)
+        self._update_masters(present)
+        self._reduced = None
+        self._publish()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Reduce the gradients and scale them so that their norm over all parameters is at most max_norm.
+
+        Returns the norm before that, float32 []. step() uses the scaled gradients. Collective.
+        Raises ValueError unless norm_type is positive, and RuntimeError as step() does.
+        """
+        norm_type = float(norm_type)
+        gradients = self._local_gradients()
+        error: Exception | None = self._watch.find_error(self.param_groups)
+        if not norm_type > 0:
+            error = ValueError(f"norm_type must be positive, got {norm_type}")
+        if self._reduced is not None and self._reduced.written():
+            error = error or RuntimeError(
+                "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not p.grad, "
+                "so call zero_grad() before the next backward pass"
+            )
+        self._reducer.agree([gradient is not None for gradient in gradients], error)
+        if self._reduced is None or self._reduced.changed(gradients):
+            self._reduce_gradients(gradients)
+            self._reduced = Snapshot(gradients)
+        total = global_norm(self._shards.buffers, norm_type, self.process_group())
+        # Multiplying by 1 is cheaper than asking the device whether that is all there is to do.
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], scale)
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ reduced."""
+        self._reduced = None
+        super().zero_grad(set_to_none)
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        """float32 [1]: 1 when the last step left NVFP4 weights alone, because of masters with NaN or Inf."""
+        return self._shards.found_inf
+
+    def _local_gradients(self) -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in self._trainable]
+
+    def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Averages the gradients over the group into this rank's FP32 slices."""
+        self._reducer.reduce(gradients)
+
+    def _update_masters(self, present: Sequence[bool]) -> None:
+        """Step the inner optimizer with the reduced gradients of the parameters that have one on any rank."""
+        self._push_options()
+        for master, gradient, somewhere in zip(
+            self._shards.masters, self._shards.gradients, present, strict=True
+        ):
+            if master is not None:
+                master.grad = gradient if somewhere else None
+        self.inner.step()
+        for master in self._shards.masters:
+            if master is not None:
+                master.grad = None
+        self._pull_options()
+
+    def _push_options(self) -> None:
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(options(outer))
+
+    def _pull_options(self) -> None:
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update(options(inner))
+
+    def _publish(self) -> None:
+        self._shards.publish()
+        self._watch.accept_values()
+
+    # State
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's masters, state and options, to be saved per rank. As in torch.optim, no copy."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self._push_options()
+        state_dict = self.inner.state_dict() | {
+            "masters": checkpoint.masters(self._shards.buffers),
+            "fingerprint": self._fingerprint,
+        }
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what this rank saved in a world of the same size; the weights follow the masters.
+
+        Collective. When any rank's state dict does not fit, every rank raises ValueError and nothing changes.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        error = None
+        try:
+            checkpoint.check_state(
+                state_dict, self._fingerprint, self._shards.buffers, self.inner.param_groups
+            )
+        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            error = failure
+        exchange(None, error, self.process_group())
+        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.state = self.inner.state
+        self._pull_options()
+        for buffer in self._shards.buffers:
+            buffer.masters.copy_(state_dict["masters"][buffer.kind])
+        self._reduced = None
+        self._publish()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @torch.no_grad()
+    def gathered_masters(self) -> list[torch.Tensor | None]:
+        """The whole FP32 masters in the order and shape of the parameters; None for frozen ones. Collective.
+
+        For checks: it takes the memory that sharding saves.
+        """
+        masters = {id(p): m for p, m in zip(self._trainable, self._shards.gathered_masters(), strict=True)}
+        return [masters.get(id(p)) for p in self._parameters]
+
+    def gathered_bytes_per_step(self) -> dict[str, int]:
+        """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.
+
+        nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
+        """
+        return self._shards.gathered_bytes()
+
+
+def options(group: dict) -> dict:
+    """What of a parameter group the inner optimizer shares: all but the parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
