@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Set up an environment and do the main job: train a small GPT on real text over two ranks, with NVFP4 weights and then
+# with bfloat16 ones, on GPUs where there are two. Arguments go to train.py. Leaves metrics, a summary and the picture
+# of both curves in runs/demo, and ends with DEMO PASSED, or with DEMO FAILED and a status other than 0.
+set -euo pipefail
+trap 'status=$?; ((status == 0)) && echo "DEMO PASSED" || echo "DEMO FAILED"; exit $status' EXIT
+. "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+setup_environment train
+cd "$ROOT"
+
+read -r cores gpus < <("$PYTHON" -c 'import os, torch; print(len(os.sched_getaffinity(0)), torch.cuda.device_count())')
+ranks=2
+if ((gpus == 1)); then
+    say "one GPU, so one rank, because NCCL needs a GPU for each; with CUDA_VISIBLE_DEVICES= two ranks use the CPU"
+    ranks=1
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+"$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node $ranks \
+    scripts/train.py --weights both --out runs/demo "$@"

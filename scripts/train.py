@@ -1,0 +1,280 @@
+#!/usr/bin/env python3
+"""Train a byte-level GPT on the Python standard library's source, with NVFP4 or bfloat16 weights.
+
+FP32 masters and the optimizer's state are sharded over the ranks (ZeRO-1) for both kinds of weights. At the
+end every weight of the live model is checked on every rank: the same bytes everywhere, and the bytes that
+quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
+
+    python scripts/train.py --steps 200
+    torchrun --standalone --nproc-per-node 2 scripts/train.py --weights both --out runs/both
+    mpirun -n 2 python scripts/train.py
+"""
+
+import argparse
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, PRESETS, parameter_groups
+from report import KINDS, Recorder, draw, write_summary
+from text import Batches, Text
+from torch import nn
+from verify import VerificationError, verify_weights
+
+import zerofp4
+from zerofp4.launch import World, destroy_process_group, init_process_group
+from zerofp4.optim import ZeroFP4Optimizer
+
+# Class and arguments; without an lr the preset's is the default.
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "sgd": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}),
+}
+VALIDATIONS = 10  # how often in a run the held-out loss is measured
+VALIDATION_BATCHES = 8
+
+
+def at_least(kind: type, smallest: float):
+    """A type for argparse: finite numbers of that kind, not below `smallest`."""
+
+    def convert(value: str):
+        number = kind(value)
+        if not number >= smallest:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
+        if number == math.inf:
+            raise argparse.ArgumentTypeError(f"must be finite, got {value}")
+        return number
+
+    convert.__name__ = kind.__name__  # argparse names it when the value is no number
+    return convert
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="1m", help="model, named by its parameters (default: 1m)")
+    add("--weights", choices=[*KINDS, "both"], default="nvfp4", help="of the linear layers (default: nvfp4)")
+    add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="class of torch.optim (default: adamw)")
+    add("--lr", type=at_least(float, 0.0), help="peak learning rate (default: the preset's; sgd: 0.3)")
+    add("--batch-size", type=at_least(int, 1), default=8, help="sequences, per rank (default: 8)")
+    add("--sequence-length", type=at_least(int, 1), default=128, help="bytes per sequence (default: 128)")
+    add("--grad-accumulation", type=at_least(int, 1), default=1, help="micro-batches per step (default: 1)")
+    add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
+    add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
+    add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
+    options = parser.parse_args(arguments)
+    context = PRESETS[options.preset].context
+    if options.sequence_length > context:
+        parser.error(
+            f"argument --sequence-length: {options.sequence_length} is longer than the context of preset "
+            f"{options.preset}, which is {context}"
+        )
+    if options.lr is None:
+        options.lr = OPTIMIZERS[options.optimizer][1].get("lr", PRESETS[options.preset].lr)
+    return options
+
+
+class DivergedError(RuntimeError):
+    """The loss is not finite."""
+
+
+class Interrupt:
+    """Ctrl-C asks for a stop after the step in progress; a second one stops at once."""
+
+    def __init__(self):
+        self.asked = False
+        self.previous = signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, *_) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, self.previous)
+
+
+def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def warmup_cosine(steps: int):
+    """Factor of the peak rate: up over a tenth of the steps (100 at most), then a cosine down to a tenth."""
+    warmup = max(1, min(100, steps // 10))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+    return factor
+
+
+def build(kind: str, options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, ZeroFP4Optimizer]:
+    """The model of this seed, in bfloat16 or with linear layers in NVFP4, and the optimizer of its masters.
+
+    The output layer stays in bfloat16, as NVFP4 training recipes have it: it is small, and no layer after it
+    averages its errors out.
+    """
+    torch.manual_seed(options.seed)
+    model = GPT(PRESETS[options.preset]).to(device, torch.bfloat16)
+    if kind == "nvfp4":
+        zerofp4.convert_model(model, filter_fn=lambda module, name: name != "head")
+    optimizer_class, defaults = OPTIMIZERS[options.optimizer]
+    defaults = {**defaults, "lr": options.lr}
+    groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
+    return model, ZeroFP4Optimizer(groups, optimizer_class=optimizer_class, **defaults)
+
+
+def draw_batches(data: torch.Tensor, options: argparse.Namespace, world: World) -> Batches:
+    size, length = options.batch_size, options.sequence_length
+    return Batches(data, size, length, world.rank, world.world_size, options.seed)
+
+
+@torch.no_grad()
+def validate(model: GPT, text: Text, options: argparse.Namespace, world: World) -> float:
+    """The mean loss on the same held-out windows at every call."""
+    batches = draw_batches(text.validation, options, world)
+    losses = [model.loss(*batches.next(world.device)).item() for _ in range(VALIDATION_BATCHES)]
+    return mean_over_ranks([sum(losses) / len(losses)], world.device)[0]
+
+
+def train(kind: str, options: argparse.Namespace, text: Text, world: World, interrupt: Interrupt) -> dict:
+    """Train one model, verify it and return what the summary says about it. Collective."""
+    model, optimizer = build(kind, options, world.device)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(options.steps))
+    batches = draw_batches(text.train, options, world)
+    tokens = options.batch_size * options.sequence_length * options.grad_accumulation * world.world_size
+    validate_every = max(1, options.steps // VALIDATIONS)
+    start = time.perf_counter()
+    training_seconds = 0.0
+    with Recorder(options.out, kind, options.steps, active=world.rank == 0) as recorder:
+        for step in range(1, options.steps + 1):
+            step_start = time.perf_counter()
+            loss = 0.0
+            for _ in range(options.grad_accumulation):
+                micro_loss = model.loss(*batches.next(world.device)) / options.grad_accumulation
+                micro_loss.backward()
+                loss += micro_loss.item()
+            norm = optimizer.clip_grad_norm_(options.clip or math.inf)
+            lr = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            # The loss takes a rank's wish to stop along, so that all ranks stop after the same step.
+            loss, stop = mean_over_ranks([loss, float(interrupt.asked)], world.device)
+            if not math.isfinite(loss):
+                raise DivergedError(f"the loss is {loss} at step {step}: try a lower --lr than {options.lr}")
+            seconds = time.perf_counter() - step_start
+            training_seconds += seconds
+            row = {"step": step, "loss": loss, "lr": lr, "grad_norm": float(norm)}
+            row |= {"tokens_per_second": tokens / seconds, "seconds": time.perf_counter() - start}
+            if step % validate_every == 0 or step == options.steps or stop:
+                row["validation_loss"] = validate(model, text, options, world)
+            recorder.record(row)
+            if stop:
+                interrupt.asked = True
+                break
+    last = [row["loss"] for row in recorder.rows[-max(1, options.steps // 20) :]]
+    return {
+        "steps": step,
+        "loss": sum(last) / len(last),
+        "validation_loss": row["validation_loss"],
+        "seconds": time.perf_counter() - start,
+        "tokens_per_second": tokens * step / training_seconds,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "verified": verify_weights(model, optimizer),
+        "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
+    }
+
+
+def ranks(world: World) -> str:
+    return "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+
+
+def describe(kind: str, result: dict, world: World) -> str:
+    weights, gathered = result["verified"], result["gathered_bytes_per_step"]
+    total, bf16 = gathered["nvfp4"] + gathered["high_precision"], gathered["bf16_equivalent"]
+    traffic = f"{total:,} bytes" if total else "nothing, there is one rank"
+    if total and gathered["nvfp4"]:
+        traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with bf16 weights {bf16:,}"
+        traffic += f", {bf16 / total:.2f} times as many"
+    nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
+    return (
+        f"{KINDS[kind]}: loss {result['loss']:.4f}, validation {result['validation_loss']:.4f} after "
+        f"{result['steps']} steps in {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} bytes/s\n"
+        f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
+        f"{others} others the rounded FP32 masters\n"
+        f"  all-gathered per step: {traffic}"
+    )
+
+
+def run(options: argparse.Namespace, text: Text, world: World) -> int:
+    """Train what the options ask for; returns the exit code. Collective."""
+    interrupt = Interrupt()
+    summary = {
+        "options": {**vars(options), "out": str(options.out)},
+        "world_size": world.world_size,
+        "device": str(world.device),
+        "backend": world.backend,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "build": zerofp4.build_info(),
+        "text": {"train": len(text.train), "validation": len(text.validation), "sha256": text.digest},
+        "interrupted": False,
+        "runs": {},
+    }
+
+    def say(line: str) -> None:
+        if world.rank == 0:
+            print(line, flush=True)
+
+    if world.rank == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+    title = f"GPT {options.preset}, {options.optimizer}, {ranks(world)} on {world.device.type}"
+    say(f"{title} ({world.backend})")
+    for kind in KINDS if options.weights == "both" else [options.weights]:
+        if not interrupt.asked:
+            summary["runs"][kind] = train(kind, options, text, world, interrupt)
+            say(describe(kind, summary["runs"][kind], world))
+    summary["interrupted"] = interrupt.asked
+    if world.rank == 0:
+        picture = draw(options.out, title) or "no picture, for want of matplotlib"
+        say(f"wrote {write_summary(options.out, summary)} and {picture}")
+    return 130 if interrupt.asked else 0
+
+
+def main() -> int:
+    options = parse_options()
+    text = Text.of_standard_library()
+    try:
+        text.check(options.sequence_length)
+    except ValueError as error:
+        sys.exit(f"train.py: error: {error}")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: the same sums in every run
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
+    world = init_process_group()
+    try:
+        code = run(options, text, world)
+    except (VerificationError, DivergedError) as error:  # raised by every rank
+        if world.rank == 0:
+            print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+        code = 1
+    destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
