@@ -121,6 +121,8 @@ PYBIND11_MODULE(_C, m) {
     const py::call_guard<py::gil_scoped_release> no_gil;
 
     m.attr("HEADER_WORDS") = kHeaderWords;
+    m.attr("ERROR_WORD") = kErrorWord;
+    m.attr("HASH_WORD") = kHashWord;
     m.attr("PEER_ERROR") = static_cast<int>(kPeerError);
     m.attr("PLAN_MISMATCH") = static_cast<int>(kPlanMismatch);
     m.def("build", &build);

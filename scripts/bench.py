@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import zerofp4
-from zerofp4 import ops, reference
+from zerofp4 import reference
 from zerofp4.layout import ceil_div
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +118,7 @@ def commit() -> str | None:
 
 
 def local_step(args: argparse.Namespace) -> None:
-    """Every stage on one square bfloat16 weight that this process owns whole, and the reference for the same."""
+    """Every stage on one square bfloat16 weight that this process owns whole, and the reference."""
     device = torch.device(args.device)
     bench = Bench(f"local_step_{args.device}_{args.size}", device, args.repeats)
     print(f"copy ceiling {bench.copy_gbps:.1f} GB/s")

@@ -95,6 +95,37 @@ def test_step_raises_when_storage_moved(device, what):
     check(weights, masters)
 
 
+def test_a_weight_that_got_another_record_is_noticed(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.step()
+    weights[1].data = weights[1].data.clone()
+    for call in (plan.step, plan.all_gather, plan.post):
+        with pytest.raises(RuntimeError, match=r"model_weights\[1\]: rowwise_data has moved"):
+            call()
+    plan.refresh()
+    masters[1].mul_(2)
+    plan.step()
+    check(weights, masters)
+
+
+def test_a_backward_pass_through_old_values_fails(device):
+    weights, masters, starts = make(device, ((16, 16),))
+    x = torch.ones(2, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = torch.nn.functional.linear(x, weights[0])
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_function_keeps_no_master_alive():
+    weights, masters, starts = make("cpu")
+    alive = weakref.ref(masters[0])
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+    del masters
+    assert alive() is None
+
+
 def test_rebinding_another_tensor_does_not_disturb_a_plan(device):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
@@ -256,6 +287,14 @@ def test_bad_options():
     refused(
         ValueError, r"found_inf must have shape \(1,\)", weights, masters, starts, found_inf=torch.zeros(())
     )
+    refused(
+        TypeError,
+        "found_inf must be a torch.float32",
+        weights,
+        masters,
+        starts,
+        found_inf=torch.zeros(1).int(),
+    )
     refused(ValueError, "is not one of model_weights", weights, masters, starts, amax_groups=[[stranger]])
     again = [[weights[0]], [weights[0]]]
     refused(ValueError, "already in an amax group", weights, masters, starts, amax_groups=again)
@@ -265,16 +304,34 @@ def test_bad_options():
         zerofp4.CastPlan(weights, masters, starts, object())
 
 
+def test_codes_in_one_place():
+    weights, masters, starts = make("cpu", ((16, 16), (16, 16)))
+    weights[1].rowwise_data = weights[0].rowwise_data
+    message = r"model_weights\[1\] has the same rowwise_data as model_weights\[0\]"
+    refused(ValueError, message, weights, masters, starts)
+
+
+def test_bad_post():
+    with pytest.raises(TypeError, match=r"model_weights\[0\] must be an NVFP4Tensor, got Tensor"):
+        zerofp4.post_all_gather_processing([torch.zeros(2, 2)])
+    with pytest.raises(TypeError, match="model_weights must be a list or tuple, got Tensor"):
+        zerofp4.post_all_gather_processing(torch.zeros(2, 2))
+
+
 def test_bad_gather():
     weights, _, starts = make("cpu")
     for numels, message in (
         ([9792, 255], r"model_weights\[1\]: elements 255..255 of 256 are owned by no rank"),
         ([9792], "shard_numels has 1 entries for 2"),
-        ([9792, -1], r"shard_numels\[1\] must be an int of at least 0, got -1"),
+        ([9792, -1], r"shard_numels\[1\] must not be negative, got -1"),
         ([9792, 257], r"start_offset 0 \+ 257 elements exceeds"),
     ):
         with pytest.raises(ValueError, match=message):
             zerofp4.all_gather_nvfp4(weights, starts, numels)
+    with pytest.raises(ValueError, match="start_offset is None, but the shard has 256 elements"):
+        zerofp4.all_gather_nvfp4(weights, [0, None], [9792, 256])
+    with pytest.raises(TypeError, match=r"shard_numels\[0\] must be an int, got float"):
+        zerofp4.all_gather_nvfp4(weights, starts, [9792.0, 256])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,21 +7,28 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import collectives, storage
-from zerofp4.format import BLOCK
+from zerofp4.collectives import PackedGather
+from zerofp4.format import BLOCK, FLOAT32_MAX
 from zerofp4.layout import ceil_div
-from zerofp4.ops import HEADER_WORDS, PEER_ERROR, CastItem, CastStages, TransposeStage
+from zerofp4.ops import ERROR_WORD, HASH_WORD, HEADER_WORDS, PEER_ERROR, CastItem, CastStages, TransposeStage
 from zerofp4.request import (
-    PLANS_PER_WEIGHT,
     CastRequest,
+    Signature,
     attached,
     attempt,
     check_agreement,
     check_request,
-    same_records,
-    weight_name,
+    check_weights,
+    keep,
+    same_weights,
 )
 from zerofp4.shard import Shard
+from zerofp4.storage import NVFP4Storage
 from zerofp4.tensor import NVFP4Tensor
+
+_PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
+_WANTS_ANOTHER = 1.0
+"""In the error word: not an error (+inf), but a rank that wants another plan for the same weights."""
 
 
 class CastPlan:
@@ -63,17 +70,8 @@ class CastPlan:
         found_inf: torch.Tensor | None = None,
     ):
         group = collectives.resolve_group(group)
-        request, error = attempt(
-            check_request,
-            model_weights,
-            master_weights,
-            start_offsets,
-            fsdp_shard_model_weights,
-            amax_groups,
-            on_nonfinite,
-            found_inf,
-        )
-        self._build(request, error, group)
+        options = (fsdp_shard_model_weights, amax_groups, on_nonfinite, found_inf)
+        self._build(*attempt(check_request, model_weights, master_weights, start_offsets, *options), group)
 
     @classmethod
     def _from_request(cls, request: CastRequest | None, error: Exception | None, group) -> "CastPlan":
@@ -83,17 +81,19 @@ class CastPlan:
 
     def _build(self, request: CastRequest | None, error: Exception | None, group) -> None:
         self.group = collectives.GroupReference(group)
-        signatures = collectives.exchange(request.signature() if request else None, error, group)
+        gathered = collectives.exchange(request and tuple(request.signature()), error, group)
+        signatures = [Signature(*signature) for signature in gathered]
+        check_agreement(signatures)
         self._request = request
-        self._names = [weight_name(i, record) for i, record in enumerate(request.records)]
-        self._rank_shards = [[Shard(*shard) for shard in signature[-1]] for signature in signatures]
-        check_agreement(signatures, self._names)
+        self._names = [name for name, *_ in signatures[0].weights]
+        self._rank_shards = [[Shard(*shard) for shard in signature.shards] for signature in signatures]
+        self._into_weights = all(signature.into_weights for signature in signatures)
         for i, name in enumerate(self._names):
             collectives.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
         self._hash = int.from_bytes(hashlib.sha256(repr(signatures).encode()).digest()[:3], "big")
         self._allocate()
         self._gather = None
-        self.refresh()
+        self._take_addresses()
 
     def _allocate(self) -> None:
         """The reduced vector (header words, one amax per group, then tile amaxes) and the flags."""
@@ -109,8 +109,28 @@ class CastPlan:
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._done = torch.cuda.Event() if device.type == "cuda" else None
 
+    @property
+    def records(self) -> list[NVFP4Storage]:
+        return self._request.records
+
     def refresh(self) -> None:
-        """Take the addresses of masters, codes and scales anew, after any of them moved. Not collective."""
+        """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Not
+        collective.
+
+        Raises ValueError when a weight has another shape, dtype or device than the plan was built for.
+        """
+        records = check_weights(self._request.weights)
+        for name, old, new in zip(self._names, self._request.records, records, strict=True):
+            for what in ("shape", "dtype", "device"):
+                if getattr(old, what) != getattr(new, what):
+                    raise ValueError(
+                        f"{name} must keep its {what} {getattr(old, what)}, now has {getattr(new, what)}: "
+                        "build a new plan"
+                    )
+        self._request.records = records
+        self._take_addresses()
+
+    def _take_addresses(self) -> None:
         request = self._request
         items = [
             CastItem(
@@ -132,11 +152,27 @@ class CastPlan:
         self._transposes = TransposeStage(pairs)
         self._rebindings = storage.rebindings()
         self._code_pointers = [record.rowwise_data.data_ptr() for record in request.records]
-        self._shard_tensors = [m for m in request.masters if m is not None]
-        self._shard_tensors += [codes for codes in request.shard_codes or () if codes is not None]
-        self._shard_pointers = [tensor.data_ptr() for tensor in self._shard_tensors]
-        if self._gather is not None:
-            self._gather.bind([record.rowwise_data for record in request.records])
+        self._shard_tensors = request.shard_tensors()
+        self._shard_pointers = [tensor.data_ptr() for tensor in self._shard_tensors.values()]
+
+    def _moved_weight(self) -> RuntimeError | None:
+        """An error for the first weight whose record or codes are not the plan's any more."""
+        if self._rebindings == storage.rebindings():
+            return None
+        request = self._request
+        for i, (weight, record) in enumerate(zip(request.weights, request.records, strict=True)):
+            if weight.record is not record or record.rowwise_data.data_ptr() != self._code_pointers[i]:
+                return _moved(f"{self._names[i]}: rowwise_data")
+        self._rebindings = storage.rebindings()
+        return None
+
+    def _moved_shard(self) -> RuntimeError | None:
+        """An error for the first master or shard buffer whose address is not the plan's any more."""
+        tensors = self._shard_tensors.values()
+        if list(map(torch.Tensor.data_ptr, tensors)) == self._shard_pointers:
+            return None
+        pointers = zip(self._shard_tensors.items(), self._shard_pointers, strict=True)
+        return _moved(next(name for (name, tensor), pointer in pointers if tensor.data_ptr() != pointer))
 
     def step(self) -> None:
         """Amax, one MAX all-reduce, scales, codes. Every rank of the group must call it.
@@ -144,70 +180,78 @@ class CastPlan:
         On a GPU it only queues work on the current stream and can be captured in a CUDA graph. Where this
         rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged, so that no
         rank writes; the others raise RuntimeError at their next check: on the CPU in this call, on a GPU in
-        check(), all_gather(), post() or the next step().
+        check(), all_gather(), post() or, once it has done its own work, the next step().
         """
-        self._step(self._find_error())
+        # What went wrong in an earlier step is old news to other ranks: this step is not to fail for it.
+        late = self._take_status()
+        self._run(self._moved_weight() or self._moved_shard())
+        if late is not None:
+            raise late
 
-    def _find_error(self) -> Exception | None:
-        if self._status.item():
-            return self._take_status()
-        moved = self._find_moved()
-        if moved is not None:
-            return RuntimeError(
-                f"{moved} has moved since the plan was built; call refresh() to take its new address"
-            )
-        return None
-
-    def _find_moved(self) -> str | None:
-        """The first tensor whose address is not the plan's any more."""
-        if self._rebindings != storage.rebindings():
-            for name, record, pointer in zip(
-                self._names, self._request.records, self._code_pointers, strict=True
-            ):
-                if record.rowwise_data.data_ptr() != pointer:
-                    return f"{name}: rowwise_data"
-            self._rebindings = storage.rebindings()
-        if list(map(torch.Tensor.data_ptr, self._shard_tensors)) != self._shard_pointers:
-            for i, master in enumerate(self._request.masters):
-                if master is not None and master.data_ptr() not in self._shard_pointers:
-                    return f"master_weights[{i}]"
-            return "a shard"
-        return None
-
-    def _step(self, error: Exception | None) -> None:
-        self._stages.begin(error is not None)
-        if error is None:
-            self._stages.amax()
-        collectives.reduce_max(self._reduced, self.group())
+    def _run(self, error: Exception | None) -> None:
         if error is not None:
+            self._abstain(error)
             raise error
+        if self._request.on_nonfinite == "raise" and self._is_capturing():
+            raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
+        self._stages.begin()
+        self._stages.amax()
+        collectives.reduce_max(self._reduced, self.group())
         self._stages.scale()
         self._stages.cast()
+        # As after any update in place, a backward pass through the old values must fail.
+        torch.autograd.graph.increment_version(self._request.weights)
         if self._done is None:
             self.check()
-        elif not torch.cuda.is_current_stream_capturing():
+        elif not self._is_capturing():
             self._done.record()
         if self._request.on_nonfinite == "raise":
             self.check()
             self._raise_nonfinite()
+
+    def _abstain(self, error: Exception | None) -> bool:
+        """Join the reduction so that no rank writes: because of an error, or wanting another plan.
+
+        Returns whether all ranks want another plan.
+        """
+        self._stages.begin(error=True)
+        if error is None:
+            self._reduced[ERROR_WORD] = _WANTS_ANOTHER
+            self._reduced[
+                HASH_WORD
+            ] = -FLOAT32_MAX  # below the hash of any rank that takes part or has an error
+        collectives.reduce_max(self._reduced, self.group())
+        if error is not None:
+            return False
+        error_word, hash_word = self._reduced[[ERROR_WORD, HASH_WORD]].tolist()
+        if error_word != _WANTS_ANOTHER:
+            raise RuntimeError(_PEER_MESSAGE)
+        return hash_word == -FLOAT32_MAX
+
+    def _is_capturing(self) -> bool:
+        return self._done is not None and torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
         """Wait for the last step and raise RuntimeError if a rank kept all from writing in it.
 
         Does nothing while a CUDA graph is being captured.
         """
+        if self._is_capturing():
+            return
         if self._done is not None:
-            if torch.cuda.is_current_stream_capturing():
-                return
             self._done.synchronize()
-        if self._status.item():
-            raise self._take_status()
+        error = self._take_status()
+        if error is not None:
+            raise error
 
-    def _take_status(self) -> RuntimeError:
+    def _take_status(self) -> RuntimeError | None:
+        """What the device said of the steps that it has finished, once."""
         status = self._status.item()
+        if status == 0:
+            return None
         self._status.zero_()
         if status == PEER_ERROR:
-            return RuntimeError("another rank could not take part in the cast; no rank changed a weight")
+            return RuntimeError(_PEER_MESSAGE)
         return RuntimeError("the ranks are running different cast plans; no rank changed a weight")
 
     def _raise_nonfinite(self) -> None:
@@ -223,50 +267,74 @@ class CastPlan:
         )
 
     def all_gather(self) -> None:
-        """Give every rank the codes of all shards. Raises ValueError if an element is owned by no rank, or if
-        codes go to fsdp_shard_model_weights, which are the caller's to gather. Collective; waits for the
-        step.
+        """Give every rank the codes of all shards. Collective; waits for the step.
+
+        Raises ValueError if an element is owned by no rank, or if codes went to fsdp_shard_model_weights,
+        which are the caller's to gather; RuntimeError on all ranks if a weight has moved on one.
         """
         self.check()
+        if not self._into_weights:
+            raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
+        buffers = [record.rowwise_data for record in self._request.records]
         if self._gather is None:
-            if self._request.shard_codes is not None:
-                raise ValueError("the codes are in fsdp_shard_model_weights: gather those")
             numels = [record.shape.numel() for record in self._request.records]
             collectives.check_ownership(self._names, numels, self._rank_shards)
-            buffers = [record.rowwise_data for record in self._request.records]
-            self._gather = collectives.PackedGather(
-                buffers, self._rank_shards, self.group(), self._request.device
-            )
-        self._gather.run(agree=False)
+            device = self._request.device
+            self._gather = PackedGather(buffers, self._rank_shards, self.group(), device)
+        self._gather.bind_if_moved(buffers)
+        self._gather.run(error=self._moved_weight())
 
     def post(self) -> None:
-        """Columnwise data of every weight that has some, from its rowwise data. One launch."""
+        """Columnwise data of every weight that has some, from its rowwise data. One launch.
+
+        Raises RuntimeError if a weight has moved since the plan took its address.
+        """
         self.check()
+        error = self._moved_weight()
+        if error is not None:
+            raise error
         self._transposes.run()
 
-    def fits(self, request: CastRequest, group: dist.ProcessGroup | None) -> bool:
-        """Whether this plan, with refreshed addresses, is the plan of that request."""
+    def step_for(self, request: CastRequest | None, error: Exception | None) -> bool:
+        """step() with the masters, shard buffers and found_inf of a request, which it does not keep.
+
+        An error is raised on this rank and keeps the others from writing. Returns False when all ranks want
+        another plan, with other shards or options; where only some do, those raise ValueError.
+        """
+        if error is not None or not self._fits(request):
+            if self._abstain(error):
+                return False
+            raise error or ValueError(
+                "start_offsets, lengths of master_weights, amax_groups or on_nonfinite are not those of the "
+                "last call with these weights, and another rank's are: they change on all ranks or on none"
+            )
+        late = self._take_status()
+        self._request.masters, self._request.shard_codes = request.masters, request.shard_codes
+        tensors, found_inf = request.shard_tensors(), request.found_inf
+        moved = [tensor.data_ptr() for tensor in tensors.values()] != self._shard_pointers
+        if found_inf is not None and found_inf is not self.found_inf:
+            self.found_inf, moved = found_inf, True
+        if moved or self._moved_weight() is not None:
+            self._take_addresses()
+        self._run(None)
+        # Only addresses stay: whether the masters live on is the caller's business.
+        self._request.masters, self._request.shard_codes = [None] * len(self.records), None
+        self._shard_tensors = {}
+        if late is not None:
+            raise late
+        return True
+
+    def _fits(self, request: CastRequest) -> bool:
         mine = self._request
         return (
-            self.group.refers_to(group)
-            and len(request.records) == len(mine.records)
-            and all(a is b for a, b in zip(request.records, mine.records, strict=True))
-            and request.shards == mine.shards
+            request.shards == mine.shards
             and request.amax_groups == mine.amax_groups
             and request.on_nonfinite == mine.on_nonfinite
-            and request.found_inf is mine.found_inf
         )
 
-    def use(self, request: CastRequest) -> None:
-        """Take the masters and shard buffers of a request that fits."""
-        self._request = request
-        moved = self._find_moved() is not None
-        masters = [m for m in request.masters if m is not None]
-        codes = [c for c in request.shard_codes or () if c is not None]
-        if moved or [tensor.data_ptr() for tensor in masters + codes] != self._shard_pointers:
-            self.refresh()
-        else:
-            self._shard_tensors = masters + codes
+
+def _moved(what: str) -> RuntimeError:
+    return RuntimeError(f"{what} has moved since the plan was built; call refresh() to take its new address")
 
 
 def cast_master_weights_to_nvfp4(
@@ -293,33 +361,23 @@ def cast_master_weights_to_nvfp4(
     Raises ValueError for manual_post_all_gather_processing=False: the columnwise copy is never made behind
     the caller's back, call post_all_gather_processing.
     """
-    if not manual_post_all_gather_processing:
-        raise ValueError(
-            "manual_post_all_gather_processing=False is not supported: gather the codes, then call "
-            "post_all_gather_processing"
-        )
     group = collectives.resolve_group(group)
-    request, error = attempt(
-        check_request,
-        model_weights,
-        master_weights,
-        start_offsets,
+    options = (
         fsdp_shard_model_weights,
         amax_groups,
         on_nonfinite,
         found_inf,
+        manual_post_all_gather_processing,
     )
+    request, error = attempt(check_request, model_weights, master_weights, start_offsets, *options)
     plans = attached(model_weights, "cast_plans")
-    if error is not None:
-        for plan in reversed(plans):
-            if plan.group.refers_to(group) and same_records(model_weights, plan._request.records):
-                plan._step(error)
-        CastPlan._from_request(None, error, group)
-    plan = next((plan for plan in plans if plan.fits(request, group)), None)
-    if plan is None:
-        plan = CastPlan._from_request(request, None, group)
-        plans.append(plan)
-        del plans[:-PLANS_PER_WEIGHT]
-    else:
-        plan.use(request)
-    plan.step()
+    for plan in reversed(plans):
+        if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
+            if plan.step_for(request, error):
+                keep(plans, plan)
+                return
+            plans.remove(plan)
+            break
+    plan = CastPlan._from_request(request, error, group)
+    keep(plans, plan)
+    plan.step_for(request, None)

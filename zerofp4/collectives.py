@@ -15,6 +15,8 @@ from zerofp4.layout import round_up
 from zerofp4.shard import Shard, byte_range, find_gap, find_overlap
 
 STAGING_ALIGNMENT = 16
+PRESENT, FAILED, OTHER = 0, 1, 2
+"""What a rank says in a gather: it takes part, it found an error, or it wants another gather."""
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -49,6 +51,9 @@ class GroupReference:
             raise RuntimeError("the process group that this was built for has been destroyed")
         return group
 
+    def is_alive(self) -> bool:
+        return self._weak is None or self._weak() is not None
+
     def refers_to(self, group: dist.ProcessGroup | None) -> bool:
         return (None if self._weak is None else self._weak()) is group
 
@@ -60,7 +65,7 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 def exchange(payload: Any, error: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
     """All-gather a picklable payload and agree on errors: the payloads in rank order.
 
-    If any rank brings an error, every rank raises an exception of its type whose message names the first such
+    If any rank brings an error, every rank raises an exception of its kind whose message names the first such
     rank. Every rank must call it, with or without an error.
     """
     if group is None:
@@ -68,13 +73,16 @@ def exchange(payload: Any, error: Exception | None, group: dist.ProcessGroup | N
             raise error
         return [payload]
     rank, size = rank_and_size(group)
-    mine = (payload, None if error is None else (type(error), str(error)))
+    kinds = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}
+    kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), "RuntimeError")
+    # The kind's name and the text: an exception itself may not survive pickling.
+    mine = (payload, None if error is None else (kind, str(error)))
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, mine, group=group)
     for other, (_, failure) in enumerate(gathered):
         if failure is not None:
             kind, message = failure
-            raise kind(f"rank {other}: {message}") from (error if other == rank else None)
+            raise kinds[kind](f"rank {other}: {message}") from (error if other == rank else None)
     return [value for value, _ in gathered]
 
 
@@ -152,6 +160,10 @@ class PackedGather:
         self._boundaries = self._find_boundaries(slot, device)
         self.bind(buffers)
 
+    def bind_if_moved(self, buffers: Sequence[torch.Tensor]) -> None:
+        if [buffer.data_ptr() for buffer in buffers] != self.pointers:
+            self.bind(buffers)
+
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
         """Take the weights' codes from and to these buffers from now on."""
         self.pointers = [buffer.data_ptr() for buffer in buffers]
@@ -188,31 +200,35 @@ class PackedGather:
             return None
         return torch.tensor(low, device=device), torch.tensor(high, device=device)
 
-    def run(self, *, error: Exception | None = None, agree: bool = True) -> None:
-        """Gather. With `agree` every rank learns whether one brought an error, and none writes if so: the
-        rank itself raises its error, the others RuntimeError. That reads a byte per rank back on the host.
+    def run(self, state: int = PRESENT, error: Exception | None = None) -> bool:
+        """Gather. Every rank of the group must call it; False when all came only to say that they want
+        another gather (OTHER).
+
+        A rank that brings an error raises it. Where one did, or only some ranks want another gather, all
+        others raise RuntimeError, and none has changed a weight. The states are read back on the host.
         """
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return
-        mine = self.staging[self.rank]
-        mine[0] = error is not None
-        if error is None and self._own:
-            torch._foreach_copy_(self._sent, self._own)
-        all_gather_slices(self.staging.view(-1), self.group())
+        state = state if error is None else FAILED
+        if self.size > 1:
+            mine = self.staging[self.rank]
+            mine[0] = state
+            if state == PRESENT and self._own:
+                torch._foreach_copy_(self._sent, self._own)
+            all_gather_slices(self.staging.view(-1), self.group())
         if error is not None:
             raise error
-        if agree:
-            self._check_flags()
-        self._complete_boundaries()
-        if self._written:
-            torch._foreach_copy_(self._written, self._received)
-
-    def _check_flags(self) -> None:
-        failed = self.staging[:, 0].nonzero().flatten().tolist()
-        if failed:
-            raise RuntimeError(f"all_gather_nvfp4: rank {failed[0]} reported an error; no weight was changed")
+        states = self.staging[:, 0].tolist() if self.size > 1 else [state]
+        if FAILED in states:
+            raise RuntimeError(f"rank {states.index(FAILED)} found an error; no rank changed a weight")
+        if len(set(states)) > 1:
+            raise RuntimeError(
+                f"rank {states.index(OTHER)} owns other shards than before, rank {states.index(PRESENT)} the "
+                "same; no rank changed a weight"
+            )
+        if state == PRESENT and self.size > 1:
+            self._complete_boundaries()
+            if self._written:
+                torch._foreach_copy_(self._written, self._received)
+        return state == PRESENT
 
     def _complete_boundaries(self) -> None:
         if self._boundaries is not None:

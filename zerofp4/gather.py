@@ -1,26 +1,52 @@
 """Gathering packed codes from arbitrary shards, and what has to be done once they are there."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from zerofp4 import collectives
+from zerofp4.collectives import OTHER, PRESENT, GroupReference, PackedGather
 from zerofp4.ops import TransposeStage
 from zerofp4.request import (
-    PLANS_PER_WEIGHT,
     attached,
     attempt,
-    check_agreement,
-    check_lengths,
+    check_lists,
+    check_same_weights,
     check_shard,
     check_weights,
-    same_records,
+    describe,
+    keep,
+    same_weights,
     weight_name,
 )
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensor import NVFP4Tensor
+
+
+@dataclasses.dataclass
+class _GatherPlan:
+    """What all_gather_nvfp4 keeps with the first weight of a list."""
+
+    records: list[NVFP4Storage]
+    shards: list[Shard]
+    gather: PackedGather
+
+    @property
+    def group(self) -> GroupReference:
+        return self.gather.group
+
+
+@dataclasses.dataclass
+class _TransposePlan:
+    """What post_all_gather_processing keeps with the first weight of a list."""
+
+    records: list[NVFP4Storage]
+    pointers: list[int]
+    stage: TransposeStage
+    group: GroupReference = dataclasses.field(default_factory=lambda: GroupReference(None))
 
 
 def all_gather_nvfp4(
@@ -40,54 +66,64 @@ def all_gather_nvfp4(
     shards. An error on one rank in a later call raises RuntimeError on the others, and none changes a weight.
     """
     group = collectives.resolve_group(group)
-    plans = attached(model_weights, "gather_plans")
     parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
-    for records, shards, gather in reversed(plans):
-        if not (gather.group.refers_to(group) and same_records(model_weights, records)):
-            continue
-        if error is not None:
-            gather.run(error=error)
-        if parsed[1] == shards:
-            buffers = [record.rowwise_data for record in records]
-            if [buffer.data_ptr() for buffer in buffers] != gather.pointers:
-                gather.bind(buffers)
-            gather.run()
-            return
-    gather = _build_gather(parsed, error, group)
-    plans.append((*parsed, gather))
-    del plans[:-PLANS_PER_WEIGHT]
-    gather.run()
+    plans = attached(model_weights, "gather_plans")
+    for plan in reversed(plans):
+        if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
+            fits = error is None and parsed[1] == plan.shards
+            plan.gather.bind_if_moved([record.rowwise_data for record in plan.records])
+            if plan.gather.run(PRESENT if fits else OTHER, error):
+                torch.autograd.graph.increment_version(model_weights)
+                keep(plans, plan)
+                return
+            plans.remove(plan)  # every rank came with other shards
+            break
+    plan = _build_gather(parsed, error, group)
+    plan.gather.run()
+    torch.autograd.graph.increment_version(model_weights)
+    keep(plans, plan)
 
 
 def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP4Storage], list[Shard]]:
-    check_lengths(len(model_weights), start_offsets=start_offsets, shard_numels=shard_numels)
+    check_lists(model_weights=model_weights, start_offsets=start_offsets, shard_numels=shard_numels)
+    if start_offsets is None or shard_numels is None:
+        raise TypeError("start_offsets and shard_numels must be lists, got None")
     records = check_weights(model_weights)
     shards = []
     for i, (record, start, numel) in enumerate(zip(records, start_offsets, shard_numels, strict=True)):
-        if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
-            raise ValueError(f"shard_numels[{i}] must be an int of at least 0, got {numel!r}")
-        shards.append(check_shard(f"shard_numels[{i}]", weight_name(i, record), record, start, numel))
+        if isinstance(numel, bool) or not isinstance(numel, int):
+            raise TypeError(f"shard_numels[{i}] must be an int, got {type(numel).__name__}")
+        if numel < 0:
+            raise ValueError(f"shard_numels[{i}] must not be negative, got {numel}")
+        shards.append(check_shard(f"shard {i}", weight_name(i, record), record, start, numel))
     return records, shards
 
 
-def _build_gather(parsed, error: Exception | None, group) -> collectives.PackedGather:
+def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | None) -> _GatherPlan:
     records, shards = parsed if error is None else ([], [])
-    weights = [(tuple(record.shape), str(record.dtype)) for record in records]
-    payload = (weights, [], "", [tuple(shard) for shard in shards])
-    signatures = collectives.exchange(payload, error, group)
-    names = [weight_name(i, record) for i, record in enumerate(records)]
-    check_agreement(signatures, names)
-    rank_shards = [[Shard(*shard) for shard in signature[-1]] for signature in signatures]
+    gathered = collectives.exchange((describe(records), shards), error, group)
+    check_same_weights([weights for weights, _ in gathered])
+    rank_shards = [[Shard(*shard) for shard in of_rank] for _, of_rank in gathered]
+    names = [name for name, *_ in gathered[0][0]]
     collectives.check_ownership(names, [record.shape.numel() for record in records], rank_shards)
     buffers = [record.rowwise_data for record in records]
     device = records[0].device if records else torch.device("cpu")
-    return collectives.PackedGather(buffers, rank_shards, group, device)
+    return _GatherPlan(records, shards, PackedGather(buffers, rank_shards, group, device))
 
 
 def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
     """Columnwise data of every weight that has a columnwise buffer, from its gathered codes. One launch.
 
-    The columnwise scales are there already: the cast writes both sides.
+    The columnwise scales are there already: the cast writes both sides. Raises TypeError or ValueError for
+    anything but a list of distinct 2D-scaled weights on one device.
     """
-    records = [r for r in check_weights(model_weights) if r.columnwise_data is not None]
-    TransposeStage([(record.rowwise_data, record.columnwise_data) for record in records]).run()
+    check_lists(model_weights=model_weights)
+    records = check_weights(model_weights)
+    pointers = [record.rowwise_data.data_ptr() for record in records]
+    plans = attached(model_weights, "transpose_plans")
+    plan = next((p for p in plans if same_weights(model_weights, p.records) and p.pointers == pointers), None)
+    if plan is None:
+        pairs = [(r.rowwise_data, r.columnwise_data) for r in records if r.columnwise_data is not None]
+        plan = _TransposePlan(records, pointers, TransposeStage(pairs))
+    plan.stage.run()
+    keep(plans, plan)

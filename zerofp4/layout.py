@@ -61,7 +61,8 @@ def scale_shape(rows: int, cols: int, block_rows: int, layout: str = "compact") 
 def swizzled_offset(i: int, j: int, columns: int) -> int:
     """Byte of expanded scale element (i, j) in the swizzled layout; `columns` counts unpadded scale columns.
 
-    Worksontensorsofindicestoo.Thisisthe128x4atomorderthatcuBLASLtdocumentsforblock-scaledGEMMs.
+    Works on tensors of indices too. This is the 128x4 atom order that cuBLASLt documents for block-scaled
+    GEMMs.
     """
     atoms_per_row = ceil_div(columns, ATOM_COLUMNS)
     return (i // 128 * atoms_per_row + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4

@@ -18,6 +18,8 @@ from zerofp4.shard import Shard
 from zerofp4.storage import BUFFERS, NVFP4Storage, check_buffer
 
 HEADER_WORDS: int = _C.HEADER_WORDS
+ERROR_WORD: int = _C.ERROR_WORD
+HASH_WORD: int = _C.HASH_WORD
 PEER_ERROR: int = _C.PEER_ERROR
 PLAN_MISMATCH: int = _C.PLAN_MISMATCH
 OLDEST_CAPABILITY = (8, 0)
@@ -448,8 +450,9 @@ torch.library.register_fake("zerofp4::unpad_scale", _new_compact)
 def build_info() -> dict:
     """What was compiled in and what this machine can run.
 
-    {"cpu":{"compiled":[instructionsets],"running":theoneinuse},"cuda":{"compiled":bool,"version":toolkit,
-    "architectures":[...],"devices":[{"name","capability","usable"}]}}
+    {"cpu": {"compiled": [instruction sets], "running": the one in use},
+     "cuda": {"compiled": bool, "version": of the toolkit, "architectures": [...],
+              "devices": [{"name", "capability", "usable"}]}}
     """
     build = _C.build()
     devices = []

@@ -26,8 +26,8 @@ from zerofp4.shard import Shard, byte_range
 class Quantized(NamedTuple):
     """Codes and compact scales of a [M, K] matrix; the columnwise side is None where M is odd.
 
-    rowwise_datauint8[M,K/2],rowwise_scaleE4M3[ceil(M/block_rows),ceil(K/16)],columnwise_datauint8[K,M/2],
-    columnwise_scaleE4M3[ceil(K/block_rows),ceil(M/16)],amaxfloat32[1].
+    rowwise_data uint8 [M, K/2], rowwise_scale E4M3 [ceil(M/block_rows), ceil(K/16)], columnwise_data uint8
+    [K, M/2], columnwise_scale E4M3 [ceil(K/block_rows), ceil(M/16)], amax float32 [1].
     """
 
     rowwise_data: torch.Tensor

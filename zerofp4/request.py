@@ -1,7 +1,9 @@
 """What a caller asks to be cast, checked: every rule about the arguments of a cast stands here, once."""
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +17,16 @@ PLANS_PER_WEIGHT = 4
 """Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
 
 
+class Signature(NamedTuple):
+    """What a rank tells the others to build a plan. All but the last two must be the same on all ranks."""
+
+    weights: list[tuple[str, tuple[int, ...], str]]
+    amax_groups: list[int]
+    on_nonfinite: str
+    shards: list[Shard]
+    into_weights: bool
+
+
 @dataclasses.dataclass
 class CastRequest:
     """Checked arguments of a cast on this rank.
@@ -24,6 +36,7 @@ class CastRequest:
     appearance.
     """
 
+    weights: list[NVFP4Tensor]
     records: list[NVFP4Storage]
     masters: list[torch.Tensor | None]
     shards: list[Shard]
@@ -36,10 +49,19 @@ class CastRequest:
     def device(self) -> torch.device:
         return self.records[0].device if self.records else torch.device("cpu")
 
-    def signature(self) -> tuple:
-        """What every rank must agree on, and, last, what this rank owns."""
-        weights = [(tuple(record.shape), str(record.dtype)) for record in self.records]
-        return weights, list(self.amax_groups), self.on_nonfinite, [tuple(shard) for shard in self.shards]
+    def signature(self) -> "Signature":
+        options = (self.amax_groups, self.on_nonfinite)
+        return Signature(describe(self.records), *options, self.shards, self.shard_codes is None)
+
+    def shard_tensors(self) -> dict[str, torch.Tensor]:
+        """Masters and shard buffers by what messages call them."""
+        lists = {"master_weights": self.masters, "fsdp_shard_model_weights": self.shard_codes or []}
+        return {
+            f"{name}[{i}]": tensor
+            for name, tensors in lists.items()
+            for i, tensor in enumerate(tensors)
+            if tensor is not None
+        }
 
     def codes(self, i: int) -> torch.Tensor | None:
         """The bytes of weight i that this rank writes, as they are bound now."""
@@ -55,15 +77,22 @@ def weight_name(i: int, record: NVFP4Storage) -> str:
     return f"model_weights[{i}]" if record.name is None else f"model_weights[{i}] '{record.name}'"
 
 
-def check_lengths(count: int, **lists: Sequence | None) -> None:
+def check_lists(**lists: Sequence | None) -> None:
+    """Raises TypeError for what is not a list or tuple, ValueError where one's length is not the first's."""
+    count = None
     for name, values in lists.items():
-        if values is not None and len(values) != count:
+        if values is None and count is not None:
+            continue
+        if not isinstance(values, list | tuple):
+            raise TypeError(f"{name} must be a list or tuple, got {type(values).__name__}")
+        count = len(values) if count is None else count
+        if len(values) != count:
             raise ValueError(f"{name} has {len(values)} entries for {count} model_weights")
 
 
 def check_weights(model_weights: Sequence[NVFP4Tensor]) -> list[NVFP4Storage]:
     """The records of distinct 2D-scaled weights on one device. Raises TypeError or ValueError."""
-    records, seen = [], {}
+    records, seen, codes = [], {}, {}
     for i, weight in enumerate(model_weights):
         if not isinstance(weight, NVFP4Tensor):
             raise TypeError(f"model_weights[{i}] must be an NVFP4Tensor, got {type(weight).__name__}")
@@ -77,6 +106,9 @@ def check_weights(model_weights: Sequence[NVFP4Tensor]) -> list[NVFP4Storage]:
             raise ValueError(f"{name} has no rowwise data to cast into")
         if record.device != (records[0].device if records else record.device):
             raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
+        pointer = record.rowwise_data.data_ptr()
+        if record.rowwise_data.numel() and codes.setdefault(pointer, i) != i:
+            raise ValueError(f"{name} has the same rowwise_data as model_weights[{codes[pointer]}]")
         seen[id(record)] = i
         records.append(record)
     return records
@@ -88,9 +120,9 @@ def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, n
         if numel:
             raise ValueError(f"{what}: start_offset is None, but the shard has {numel} elements")
         return Shard(0, 0)
-    if isinstance(start, bool) or not isinstance(start, int):
+    if isinstance(start, bool) or not hasattr(start, "__index__"):
         raise TypeError(f"{what}: start_offset must be an int or None, got {type(start).__name__}")
-    shard = Shard(start, numel)
+    shard = Shard(operator.index(start), numel)
     check_bounds(what, shard, name, record.shape.numel())
     return shard if numel else Shard(0, 0)
 
@@ -133,7 +165,11 @@ def number_groups(
     positions = {id(record): i for i, record in enumerate(records)}
     leader = list(range(len(records)))
     grouped: set[int] = set()
+    if not isinstance(amax_groups, list | tuple | None):
+        raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")
     for g, members in enumerate(amax_groups or ()):
+        if not isinstance(members, list | tuple):
+            raise TypeError(f"amax_groups[{g}] must be a list of weights, got {type(members).__name__}")
         indices = []
         for weight in members:
             i = positions.get(id(weight.record)) if isinstance(weight, NVFP4Tensor) else None
@@ -159,12 +195,18 @@ def check_request(
     amax_groups: Sequence[Sequence[NVFP4Tensor]] | None,
     on_nonfinite: str,
     found_inf: torch.Tensor | None,
+    manual_post_all_gather_processing: bool = True,
 ) -> CastRequest:
     """Checks everything one rank can check alone. Raises TypeError or ValueError; changes nothing."""
+    if not manual_post_all_gather_processing:
+        raise ValueError(
+            "manual_post_all_gather_processing=False is not supported: gather the codes, then call "
+            "post_all_gather_processing"
+        )
     if on_nonfinite not in NONFINITE_POLICIES:
         raise ValueError(f"on_nonfinite must be one of {NONFINITE_POLICIES}, got {on_nonfinite!r}")
-    check_lengths(
-        len(model_weights),
+    check_lists(
+        model_weights=model_weights,
         master_weights=master_weights,
         start_offsets=start_offsets,
         fsdp_shard_model_weights=fsdp_shard_model_weights,
@@ -182,6 +224,7 @@ def check_request(
     if found_inf is not None and records:
         check_buffer("found_inf", found_inf, (1,), torch.float32, records[0].device)
     return CastRequest(
+        list(model_weights),
         records,
         [master if shard.numel else None for master, shard in zip(master_weights, shards, strict=True)],
         shards,
@@ -192,42 +235,76 @@ def check_request(
     )
 
 
-def attempt(function, *args):
-    """(result, None), or (None, exception) for a TypeError or ValueError that other ranks have to hear of."""
+def describe(records: Sequence[NVFP4Storage]) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of each weight."""
+    return [(weight_name(i, r), tuple(r.shape), str(r.dtype)) for i, r in enumerate(records)]
+
+
+def attempt(function: Callable, *args) -> tuple[Any, Exception | None]:
+    """(result, None), or (None, exception): whatever goes wrong here, other ranks have to hear of it."""
     try:
         return function(*args), None
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         return None, error
 
 
-def check_agreement(signatures: list[tuple], names: list[str]) -> None:
-    """Raises ValueError, the same on every rank, where a rank describes the list of weights otherwise than
-    rank 0.
-    """
-    weights, amax_groups, on_nonfinite, _ = signatures[0]
-    for rank, (other, other_groups, other_policy, _) in enumerate(signatures):
-        if len(other) != len(weights):
-            raise ValueError(f"rank 0 has {len(weights)} model_weights, rank {rank} has {len(other)}")
-        for i, (mine, theirs) in enumerate(zip(weights, other, strict=True)):
+def check_same_weights(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+    """Raises ValueError, the same on every rank, where a rank's weights are not those of rank 0."""
+    first = descriptions[0]
+    for rank, other in enumerate(descriptions):
+        if len(other) != len(first):
+            raise ValueError(f"rank 0 has {len(first)} model_weights, rank {rank} has {len(other)}")
+        for (name, *mine), (_, *theirs) in zip(first, other, strict=True):
             if mine != theirs:
-                raise ValueError(f"model_weights[{i}] is {mine} on rank 0 and {theirs} on rank {rank}")
-        if other_groups != amax_groups:
-            raise ValueError(f"amax_groups are {amax_groups} on rank 0 and {other_groups} on rank {rank}")
-        if other_policy != on_nonfinite:
-            raise ValueError(
-                f"on_nonfinite is {on_nonfinite!r} on rank 0 and {other_policy!r} on rank {rank}"
-            )
+                raise ValueError(
+                    f"{name} must be the same on all ranks, but has shape {mine[0]} and dtype {mine[1]} "
+                    f"on rank 0, {theirs[0]} and {theirs[1]} on rank {rank}"
+                )
 
 
-def attached(model_weights: Sequence[NVFP4Tensor], kind: str) -> list:
-    """The plans kept with the first weight, newest last; they live as long as it does."""
-    for weight in model_weights:
+def check_agreement(signatures: Sequence[Signature]) -> None:
+    """Raises ValueError, the same on every rank, where ranks ask for different casts."""
+    check_same_weights([signature.weights for signature in signatures])
+    first = signatures[0]
+    for rank, other in enumerate(signatures):
+        for option in ("amax_groups", "on_nonfinite"):
+            mine, theirs = getattr(first, option), getattr(other, option)
+            if mine != theirs:
+                raise ValueError(
+                    f"{option} must be the same on all ranks, but is {shown(mine)} on rank 0 and "
+                    f"{shown(theirs)} on rank {rank}"
+                )
+
+
+def shown(option: str | list[int]) -> str:
+    """An option for a message; amax groups as the lists of indices that share one."""
+    if isinstance(option, str):
+        return repr(option)
+    groups = [[i for i, group in enumerate(option) if group == g] for g in sorted(set(option))]
+    return str([members for members in groups if len(members) > 1])
+
+
+def attached(model_weights: Any, kind: str) -> list:
+    """The plans kept with the first weight, the latest used last; they live as long as it does.
+
+    Plans whose process group was destroyed are dropped. An empty list for anything but a list of weights.
+    """
+    for weight in model_weights if isinstance(model_weights, list | tuple) else ():
         if isinstance(weight, NVFP4Tensor):
-            return weight.record.attachments.setdefault(kind, [])
+            plans = weight.record.attachments.setdefault(kind, [])
+            plans[:] = [plan for plan in plans if plan.group.is_alive()]
+            return plans
     return []
 
 
-def same_records(model_weights: Sequence[NVFP4Tensor], records: Sequence[NVFP4Storage]) -> bool:
+def keep(plans: list, plan: Any) -> None:
+    """Make `plan` the latest of the plans kept with a weight; the one unused for longest may go."""
+    others = [other for other in plans if other is not plan]
+    plans[:] = [*others[1 - PLANS_PER_WEIGHT :], plan]
+
+
+def same_weights(model_weights: Any, records: Sequence[NVFP4Storage]) -> bool:
+    """Whether these are the weights of those records, in the same order."""
     return len(model_weights) == len(records) and all(
         isinstance(weight, NVFP4Tensor) and weight.record is record
         for weight, record in zip(model_weights, records, strict=True)

@@ -28,10 +28,15 @@ _rebindings = 0
 
 
 def rebindings() -> int:
-    """How often any record's rowwise_data was rebound: a plan that saw this number knows that none moved
-    since.
+    """How often a record was copied or rebound, or a tensor given another record: a plan that saw this number
+    knows that none of its weights has moved since.
     """
     return _rebindings
+
+
+def note_rebinding() -> None:
+    global _rebindings
+    _rebindings += 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +92,7 @@ class NVFP4Storage:
         """A record whose buffers are function(buffer), with no attachment and no sharing but that of the
         amaxes.
         """
+        note_rebinding()  # where a module moves to another device, its weights get such a record
         new = {name: function(buffer) for name, buffer in self.buffers()}
         if self.columnwise_amax is not None and self.columnwise_amax is self.amax:
             new["columnwise_amax"] = new["amax"]
@@ -97,10 +103,9 @@ class NVFP4Storage:
 
         Raises TypeError or ValueError unless it is a contiguous uint8 [M, K/2] on the record's device.
         """
-        global _rebindings
         check_buffer("rowwise_data", rowwise_data, packed_shape(*self.matrix), torch.uint8, self.device)
         self.rowwise_data = rowwise_data
-        _rebindings += 1
+        note_rebinding()
 
 
 def check_buffer(

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofp4 import ops, tensor_ops
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS, WEIGHT_DTYPES
-from zerofp4.storage import NVFP4Storage, allocate, check_buffer, check_layouts
+from zerofp4.storage import NVFP4Storage, allocate, check_buffer, check_layouts, note_rebinding
 from zerofp4.tensor_ops import INIT_VAL, SIDES, scale_name
 
 _WRITES = (
@@ -187,6 +187,7 @@ def _set_data(tensor: NVFP4Tensor, value: torch.Tensor) -> None:
         )
     torch.Tensor.data.__set__(tensor, value)
     tensor.record = value.record
+    note_rebinding()
 
 
 _FUNCTIONS = {**tensor_ops.FUNCTIONS, torch.Tensor.data.__set__: _set_data}

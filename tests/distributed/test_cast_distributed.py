@@ -184,7 +184,10 @@ def test_disagreement_about_shapes(world):
     shape = (16, 32) if world.rank == 1 else (32, 16)
     weight = zerofp4.empty(shape, device=world.device)
     message = raised_everywhere(world, ValueError, zerofp4.CastPlan, [weight], [None], [None])
-    assert "model_weights[0] is ((32, 16), 'torch.bfloat16') on rank 0" in message and "rank 1" in message
+    assert message == (
+        "model_weights[0] must be the same on all ranks, but has shape (32, 16) and dtype torch.bfloat16 "
+        "on rank 0, (16, 32) and torch.bfloat16 on rank 1"
+    )
 
 
 @on_ranks(2, 3, time_limit=30)
@@ -274,6 +277,140 @@ def test_ranks_that_step_different_plans_of_one_size(world):
     model.check_untouched(before)
 
 
+@on_ranks(2, 3, time_limit=30)
+def test_steps_go_on_after_an_error_of_one_rank(world):
+    """The error is told once: it must not keep later steps, in which all ranks take part, from writing."""
+    model = Model(world, "odd")
+    plan = zerofp4.CastPlan(model.weights, model.masters, model.starts)
+    raised = []
+    for step in range(6):
+        if step == 2 and world.rank == 1:
+            model.weights[2].rowwise_data = model.weights[2].rowwise_data.clone()
+        try:
+            plan.step()
+        except RuntimeError as error:
+            raised.append((step, str(error)))
+            if "has moved" in str(error):
+                plan.refresh()
+    if world.rank == 1:
+        assert [step for step, _ in raised] == [2] and "has moved" in raised[0][1]
+    else:  # on a GPU whenever the host comes to see it
+        assert len(raised) == 1 and "another rank could not take part" in raised[0][1]
+    plan.all_gather()
+    plan.post()
+    model.check()
+
+
+@on_ranks(2, 3, time_limit=30)
+def test_all_ranks_may_change_shards_and_options(world):
+    model, other = Model(world, "odd"), Model(world, "even")
+    cast_and_gather(model)
+    model.shards = other.shards
+    model.cut()
+    groups = [[model.weights[0], model.weights[2]]]
+    cast_and_gather(model, amax_groups=groups)
+    model.check([[0, 2]])
+    cast_and_gather(model)
+    model.check()
+    attachments = model.weights[0].record.attachments
+    assert len(attachments["cast_plans"]) == len(attachments["gather_plans"]) == 1
+
+
+@on_ranks(2, 3, time_limit=30)
+@pytest.mark.parametrize("what", ["shards", "amax_groups", "on_nonfinite"])
+def test_one_rank_changes_shards_or_options_after_the_plan_was_built(world, what):
+    model = Model(world, "odd")
+    cast_and_gather(model)
+    before = model.snapshot()
+    starts, masters, options = list(model.starts), list(model.masters), {}
+    if world.rank == 1 and what == "shards":
+        starts[2], masters[2] = None, None
+    elif world.rank == 1:
+        options = {"amax_groups": [model.weights[:2]]} if what == "amax_groups" else {"on_nonfinite": "raise"}
+    error = ValueError if world.rank == 1 else RuntimeError
+    with pytest.raises(error, match=r"change on all ranks or on none|another rank could not take part"):
+        zerofp4.cast_master_weights_to_nvfp4(model.weights, masters, starts, **options)
+        model.weights[0].record.attachments["cast_plans"][0].check()
+    model.check_untouched(before)
+    cast_and_gather(model)
+    model.check()
+
+
+@on_ranks(2, 3, time_limit=30)
+def test_gather_after_shards_changed_on_one_rank(world):
+    model = Model(world, "odd")
+    cast_and_gather(model)
+    starts, numels = list(model.starts), list(model.numels)
+    if world.rank == 1:
+        starts[2], numels[2] = None, 0
+    before = model.snapshot()
+    message = raised_everywhere(world, RuntimeError, zerofp4.all_gather_nvfp4, model.weights, starts, numels)
+    assert message.startswith("rank 1 owns other shards than before, rank 0 the same")
+    model.check_untouched(before)
+
+
+@on_ranks(2, 3, time_limit=30)
+def test_found_inf_is_a_rank_s_own_business(world):
+    """A new flag on some ranks, none on others: no plan is built anew."""
+    model = Model(world, "odd")
+    cast_and_gather(model)
+    plan = model.weights[0].record.attachments["cast_plans"][0]
+    for _ in range(2):
+        options = {"found_inf": torch.zeros(1, device=world.device)} if world.rank else {}
+        if world.rank == 1:
+            model.masters[3][0] = torch.nan
+        cast_and_gather(model, **options)
+        assert world.rank == 0 or options["found_inf"].item() == 1
+    assert model.weights[0].record.attachments["cast_plans"] == [plan]
+
+
+@on_ranks(2, 3, time_limit=30)
+def test_disagreement_about_options(world):
+    model = Model(world, "odd")
+    for options, expected in (
+        ({"on_nonfinite": "raise"}, "on_nonfinite must be the same on all ranks, but is 'skip' on rank 0"),
+        (
+            {"amax_groups": [model.weights[:2]]},
+            "amax_groups must be the same on all ranks, but is [] on rank 0",
+        ),
+    ):
+        mine = options if world.rank == 1 else {}
+        message = raised_everywhere(
+            world, ValueError, zerofp4.CastPlan, model.weights, model.masters, model.starts, **mine
+        )
+        assert message.startswith(expected), message
+
+
+@on_ranks(2, time_limit=30)
+@pytest.mark.parametrize("case", ["weights", "masters", "amax_groups", "manual_post"])
+def test_nonsense_on_one_rank(world, case):
+    """Not only wrong values: whatever goes wrong on one rank, the others hear of it."""
+    model = Model(world, "odd")
+    arguments = [model.weights, model.masters, model.starts, None, None, True]
+    options = {}
+    if world.rank == 1:
+        arguments[0] = None if case == "weights" else arguments[0]
+        arguments[1] = 5 if case == "masters" else arguments[1]
+        arguments[5] = case != "manual_post"
+        options = {"amax_groups": torch.zeros(3)} if case == "amax_groups" else {}
+    expected = ValueError if case == "manual_post" else TypeError
+    call = zerofp4.cast_master_weights_to_nvfp4
+    assert raised_everywhere(world, expected, call, *arguments, **options).startswith("rank 1: ")
+
+
+@on_ranks(3, time_limit=30)
+def test_functions_refuse_a_group_without_the_caller(world):
+    group = dist.new_group([0, 2])
+    model = Model(world, "odd")
+    if world.rank == 1:
+        for call, lists in (
+            (zerofp4.cast_master_weights_to_nvfp4, (model.masters, model.starts)),
+            (zerofp4.all_gather_nvfp4, (model.starts, model.numels)),
+        ):
+            with pytest.raises(ValueError, match="group does not contain the calling process"):
+                call(model.weights, *lists, group)
+
+
 # The gather
 
 
@@ -309,7 +446,7 @@ def test_gather_error_on_one_rank_after_the_first_call(world):
     numels = list(model.numels)
     if world.rank == 1:
         numels[2] = -5
-    expected, match = (ValueError, "-5") if world.rank == 1 else (RuntimeError, "rank 1 reported an error")
+    expected, match = (ValueError, "-5") if world.rank == 1 else (RuntimeError, "rank 1 found an error")
     with pytest.raises(expected, match=match):
         zerofp4.all_gather_nvfp4(model.weights, model.starts, numels)
     model.check_untouched(before)
