@@ -111,8 +111,38 @@ def test_clipped_gradients_that_are_dropped_are_reduced_anew(device):
     optimizer.step()
 
 
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
-def test_norm_type_must_be_positive(device, norm_type):
-    optimizer = ZeroFP4Optimizer(make_parameters(device))
-    with pytest.raises(ValueError, match=f"norm_type must be positive, got {norm_type}"):
-        optimizer.clip_grad_norm_(1.0, norm_type)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.0, 0.0), "norm_type must be positive, got 0.0"),
+        ((1.0, -1.0), "norm_type must be positive, got -1.0"),
+        ((1.0, math.nan), "norm_type must be positive, got nan"),
+        ((1.0, "two"), "norm_type must be a number, positive, got 'two'"),
+        ((1.0, None), "norm_type must be a number, positive, got None"),
+        ((-1.0,), "max_norm must be 0 or more, got -1.0"),
+        ((math.nan,), "max_norm must be 0 or more, got nan"),
+        (("one",), "max_norm must be a number, 0 or more, got 'one'"),
+        ((None,), "max_norm must be a number, 0 or more, got None"),
+        ((10**400,), "max_norm must be a number, 0 or more, got 1000"),
+        ((torch.ones(2),), "max_norm must be a number, 0 or more, got tensor"),
+    ],
+)
+def test_arguments_of_clip_must_be_norms(device, arguments, message):
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    with pytest.raises(ValueError, match=message):
+        optimizer.clip_grad_norm_(*arguments)
+    assert optimizer._reduced is None
+
+
+@pytest.mark.parametrize("max_norm", [0, torch.tensor(0.0), -0.0])
+def test_clip_to_zero(device, max_norm):
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    before = optimizer.gathered_masters()
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.clip_grad_norm_(max_norm, "inf")
+    optimizer.step()
+    for master, old in zip(optimizer.gathered_masters(), before, strict=True):
+        assert master.equal(old)

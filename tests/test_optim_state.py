@@ -94,18 +94,62 @@ def test_saved_masters_are_no_larger_than_they_have_to_be(device):
         (lambda s: s["fingerprint"].update(layout="x"), "other parameters, groups or another optimizer"),
         (lambda s: s["masters"].pop("nvfp4"), "masters of kind 'nvfp4' must have"),
         (lambda s: s["param_groups"].pop(), r"param_groups have \[2\] parameters"),
+        (lambda s: s.update(state=[]), "state must be a dict, got list"),
+        (
+            lambda s: s["masters"].update(nvfp4=torch.zeros(3)),
+            r"elements of float32, got torch.float32 \[3\]",
+        ),
+        (lambda s: s["masters"].update(nvfp4=s["masters"]["nvfp4"].half()), "got torch.float16"),
+        (lambda s: s["masters"].update(nvfp4=s["masters"]["nvfp4"].to("meta")), "on meta"),
+        (lambda s: s["param_groups"][0].update(params=[1, 0]), "must number the parameters 0, 1, 2"),
+        (lambda s: s["param_groups"][0].pop("params"), "cannot be loaded: KeyError: 'params'"),
+        (lambda s: s["state"].update({6: {}}), r"state\[6\] is of no parameter, there are 6 here"),
+        (lambda s: s["state"].update({"0": {}}), r"state\['0'\] is of no parameter"),
+        (lambda s: s["state"].update({2: []}), r"state\[2\] must be a dict, got list"),
+        (
+            lambda s: s["state"][1].update(exp_avg=torch.zeros(5)),
+            r"state\[1\]\['exp_avg'\] must be one element or 1D with the 288 of its master, got",
+        ),
     ],
 )
 def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message):
-    net, optimizer, _ = build(device, 0)
+    net, optimizer, scheduler = build(device, 0)
+    run_steps(net, optimizer, scheduler, range(1))
     state = copy.deepcopy(optimizer.state_dict())
     for masters in state["masters"].values():
         masters.fill_(7)
+    for group in state["param_groups"]:
+        group["lr"] = 7.0
     change(state)
     before = parameter_values(net)
+    inner, groups = optimizer.inner.state, optimizer.inner.param_groups
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
     assert_all_equal(parameter_values(net), before, "weight")
+    assert optimizer.state is optimizer.inner.state is inner and optimizer.inner.param_groups is groups
+    assert all(group["lr"] != 7 for group in [*optimizer.param_groups, *groups])
+    run_steps(net, optimizer, scheduler, range(1))
+
+
+def test_load_into_parameters_that_were_moved(device):
+    net, optimizer, _ = build(device, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    net.norm.weight.data = net.norm.weight.data.clone()
+    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[\d\] has other storage"):
+        optimizer.load_state_dict(state)
+
+
+def test_an_exception_of_the_inner_optimizers_load_changes_nothing(device):
+    class Failing(torch.optim.SGD):
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            raise KeyError("momentum")
+
+    optimizer = ZeroFP4Optimizer(make_parameters(device), Failing, lr=0.1)
+    state, groups = optimizer.inner.state, optimizer.inner.param_groups
+    with pytest.raises(ValueError, match="state_dict cannot be loaded: KeyError: 'momentum'"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.inner.state is state and optimizer.inner.param_groups is groups
 
 
 def test_state_of_another_model_or_class(device):

@@ -213,22 +213,25 @@ from train import build, parse_options
 from verify import VerificationError, buffers, verify_weights
 from zerofp4.launch import destroy_process_group, init_process_group
 
-world = init_process_group()
-model, optimizer = build("nvfp4", parse_options(["--preset", "tiny"]), world.device)
-named = dict(model.named_parameters())
-assert verify_weights(model, optimizer) == {"nvfp4_weights": 8, "other_weights": 8}
-for name, buffer in (part.split(":") for part in sys.argv[1:]):
-    raw = buffers(named[name])[buffer].view(torch.uint8)
-    kept = raw.clone()
-    if world.rank == world.world_size - 1:
-        raw.view(-1)[5 % raw.numel()] += 1
-    try:
-        verify_weights(model, optimizer)
-    except VerificationError as error:
-        print(f"rank {world.rank} raised: {error}", flush=True)
-    raw.copy_(kept)
-verify_weights(model, optimizer)
-destroy_process_group()
+def main():
+    world = init_process_group()
+    model, optimizer = build("nvfp4", parse_options(["--preset", "tiny"]), world.device)
+    named = dict(model.named_parameters())
+    assert verify_weights(model, optimizer) == {"nvfp4_weights": 8, "other_weights": 8}
+    for name, buffer in (part.split(":") for part in sys.argv[1:]):
+        raw = buffers(named[name])[buffer].view(torch.uint8)
+        kept = raw.clone()
+        if world.rank == world.world_size - 1:
+            raw.view(-1)[5 % raw.numel()] += 1
+        try:
+            verify_weights(model, optimizer)
+        except VerificationError as error:
+            print(f"rank {world.rank} raised: {error}", flush=True)
+        raw.copy_(kept)
+    verify_weights(model, optimizer)
+    destroy_process_group()
+
+main()  # a gloo group that an optimizer holds until the interpreter exits can abort there
 """
 
 

@@ -93,6 +93,184 @@ def test_an_error_of_one_rank_in_a_step_ends_the_step_of_all(world):
     check_weights(parameters, optimizer)
 
 
+def raises_on_rank_1(world, kind, message):
+    """What rank 1 raises when it alone finds an error; the others RuntimeError."""
+    if world.rank == 1:
+        return pytest.raises(kind, match=message)
+    return pytest.raises(RuntimeError, match="rank 1 found an error, and no rank takes this step")
+
+
+@on_ranks(2, time_limit=30)
+def test_ranks_that_do_different_things_all_raise(world):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0)
+    before = optimizer.gathered_masters()
+    first = world.rank == 0
+
+    def clip():
+        return optimizer.clip_grad_norm_(1.0)
+
+    def start(clipped=True):
+        optimizer.zero_grad()
+        set_gradients(parameters, make_gradients(parameters, world.rank))
+        if clipped:
+            clip()
+
+    start()
+    if not first:
+        parameters[1].grad = parameters[1].grad.clone()  # another tensor: reduced anew
+    with pytest.raises(RuntimeError, match="some ranks have gradients to reduce and others have reduced"):
+        clip()
+    start()
+    if not first:
+        optimizer.zero_grad()
+    for call in (optimizer.step, clip):
+        with pytest.raises(RuntimeError, match="some ranks have gradients to reduce and others have reduced"):
+            call()
+    start(clipped=False)
+    with pytest.raises(RuntimeError, match=r"some ranks called clip_grad_norm_ and others step\(\)"):
+        (optimizer.step if first else clip)()
+    with pytest.raises(RuntimeError, match=r"norm_type must be the same on every rank, got from 2\.0 to inf"):
+        optimizer.clip_grad_norm_(1.0, 2.0 if first else float("inf"))
+    with pytest.raises(RuntimeError, match=r"max_norm must be the same on every rank, got from 0\.5 to 1\.0"):
+        optimizer.clip_grad_norm_(1.0 if first else 0.5)
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    start()
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, time_limit=30)
+def test_bad_arguments_of_clip_on_one_rank(world):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters)
+    for arguments, message in [
+        ((1.0, "two"), "norm_type must be a number, positive, got 'two'"),
+        ((1.0, 0.0), "norm_type must be positive, got 0.0"),
+        ((None,), "max_norm must be a number, 0 or more, got None"),
+        ((float("nan"),), "max_norm must be 0 or more, got nan"),
+        ((-1.0,), "max_norm must be 0 or more, got -1.0"),
+    ]:
+        with raises_on_rank_1(world, ValueError, message):
+            optimizer.clip_grad_norm_(*(arguments if world.rank == 1 else (1.0,)))
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+@on_ranks(2, time_limit=30)
+def test_what_one_rank_raises_before_a_step_ends_the_step_of_all(world):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    before = optimizer.gathered_masters()
+
+    def closure():
+        if world.rank == 1:
+            raise KeyError("no batch")
+        return 3
+
+    with raises_on_rank_1(world, KeyError, "no batch"):
+        optimizer.step(closure)
+    group = optimizer.param_groups[0]
+    params = group["params"]
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        if world.rank == 1:
+            del group["params"]
+        with raises_on_rank_1(world, KeyError, "params"):
+            call()
+        group["params"] = params
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    assert optimizer.step(lambda: 3) == 3
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, time_limit=30)
+def test_a_closure_that_clips(world):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters)
+    bad = world.rank == 1
+
+    def closure(early=False, max_norm=1.0):
+        if early:
+            raise KeyError("no batch")
+        optimizer.zero_grad()
+        set_gradients(parameters, make_gradients(parameters, 0))
+        return optimizer.clip_grad_norm_(max_norm)
+
+    with raises_on_rank_1(world, KeyError, "no batch"):
+        optimizer.step(lambda: closure(early=bad))
+    with raises_on_rank_1(world, ValueError, "max_norm"):
+        optimizer.step(lambda: closure(max_norm=-1.0 if bad else 1.0))
+    with pytest.raises(RuntimeError, match="max_norm must be the same on every rank"):
+        optimizer.step(lambda: closure(max_norm=2.0 if bad else 1.0))
+    assert optimizer.step(closure) > 1
+    check_weights(parameters, optimizer)
+
+
+class FailsOnRank1(torch.optim.SGD):
+    """Cannot take a state on rank 1, and finds that when it has replaced its own."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if dist.get_rank() == 1:
+            raise KeyError("momentum")
+
+
+@on_ranks(2, time_limit=30)
+def test_a_state_that_one_rank_cannot_load_changes_no_rank(world):
+    def shrink(state, _):
+        state["state"][0]["momentum_buffer"] = torch.zeros(3)
+
+    def stray(state, _):
+        state["state"][99] = {}
+
+    def move(_, parameters):
+        parameters[1].data = parameters[1].data.clone()
+
+    for optimizer_class, damage, message in [
+        (
+            torch.optim.SGD,
+            shrink,
+            r"rank 1: state_dict: state\[0\]\['momentum_buffer'\] must be one element or",
+        ),
+        (torch.optim.SGD, stray, r"rank 1: state_dict: state\[99\] is of no parameter"),
+        (
+            torch.optim.SGD,
+            lambda state, _: state.update(state=None),
+            "rank 1: .*state must be a dict, got None",
+        ),
+        (FailsOnRank1, lambda *_: None, "rank 1: state_dict cannot be loaded: KeyError: 'momentum'"),
+        (torch.optim.SGD, move, r"rank 1: .*\['params'\]\[1\] has other storage"),
+    ]:
+        parameters = parameters_of(world)
+        optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.5, momentum=0.9)
+        set_gradients(parameters, make_gradients(parameters, 0))
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 7.0
+        for masters in saved["masters"].values():
+            masters.fill_(7)
+        if world.rank == 1:
+            damage(saved, parameters)
+        inner = optimizer.inner
+        state, groups, masters = inner.state, inner.param_groups, optimizer.gathered_masters()
+        kept = copy.deepcopy(inner.state_dict())
+        before = model_bytes(parameters)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(saved)
+        assert optimizer.state is inner.state is state and inner.param_groups is groups
+        assert optimizer.param_groups[0]["lr"] == groups[0]["lr"] == 0.5
+        now = inner.state_dict()["state"]
+        assert now.keys() == kept["state"].keys()
+        for i, entries in kept["state"].items():
+            assert_bytes_equal(now[i]["momentum_buffer"], entries["momentum_buffer"], f"state {i}")
+        assert_all_equal(optimizer.gathered_masters(), masters, "master")
+        assert_all_equal(model_bytes(parameters), before, "weight")
+        if damage is not move:
+            optimizer.step()
+            check_weights(parameters, optimizer)
+
+
 @on_ranks(3)
 def test_a_subgroup(world):
     group = dist.new_group([0, 2])

@@ -8,7 +8,7 @@ import torch
 
 from zerofp4.optim.flat import FlatBuffer
 
-KEYS = ("state", "param_groups", "masters", "fingerprint")
+KEYS = {"state": dict, "param_groups": list, "masters": dict, "fingerprint": dict}
 
 
 def fingerprint(description: Sequence[str], buffers: Sequence[FlatBuffer]) -> dict[str, Any]:
@@ -35,6 +35,11 @@ def check_state(
     missing = [key for key in KEYS if key not in state_dict]
     if missing:
         raise ValueError(f"state_dict is not one of a ZeroFP4Optimizer: it has no {', '.join(missing)}")
+    for key, kind in KEYS.items():
+        if not isinstance(state_dict[key], kind):
+            raise ValueError(
+                f"state_dict: {key} must be a {kind.__name__}, got {type(state_dict[key]).__name__}"
+            )
     found = state_dict["fingerprint"]
     where = [f"rank {f.get('rank')} of {f.get('world_size')}" for f in (found, expected)]
     if where[0] != where[1]:
@@ -48,12 +53,62 @@ def check_state(
         )
     for buffer in buffers:
         saved = state_dict["masters"].get(buffer.kind)
-        if not isinstance(saved, torch.Tensor) or saved.shape != buffer.masters.shape:
+        wanted = buffer.masters
+        if (
+            not isinstance(saved, torch.Tensor)
+            or (saved.shape, saved.dtype) != (wanted.shape, wanted.dtype)
+            or saved.is_meta
+        ):
             raise ValueError(
-                f"state_dict: masters of kind {buffer.kind!r} must have {buffer.slice_numel} elements"
+                f"state_dict: masters of kind {buffer.kind!r} must have {buffer.slice_numel} elements of "
+                f"float32, got {shown(saved)}"
             )
     saved_counts = [len(group["params"]) for group in state_dict["param_groups"]]
     if saved_counts != [len(group["params"]) for group in inner_groups]:
         raise ValueError(
             f"state_dict: param_groups have {saved_counts} parameters, which this rank's have not"
         )
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    if ids != list(range(len(ids))):
+        raise ValueError(f"state_dict: param_groups must number the parameters 0, 1, 2 and so on, got {ids}")
+    check_entries(state_dict["state"], [master for group in inner_groups for master in group["params"]])
+
+
+def check_entries(state: dict, pieces: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless state[i] can be an elementwise optimizer's state of pieces[i]."""
+    for i, entries in state.items():
+        if type(i) is not int or not 0 <= i < len(pieces):
+            raise ValueError(f"state_dict: state[{i!r}] is of no parameter, there are {len(pieces)} here")
+        if not isinstance(entries, dict):
+            raise ValueError(f"state_dict: state[{i}] must be a dict, got {type(entries).__name__}")
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != pieces[i].shape:
+                raise ValueError(
+                    f"state_dict: state[{i}][{name!r}] must be one element or 1D with the "
+                    f"{pieces[i].numel()} of its master, got {shown(value)}"
+                )
+
+
+def shown(value: Any) -> str:
+    """A value in a message: what kind of tensor it is, or what else."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return type(value).__name__
+
+
+def load_inner(
+    inner: torch.optim.Optimizer,
+    state_dict: Any,
+    expected: dict[str, Any],
+    buffers: Sequence[FlatBuffer],
+) -> None:
+    """Check the state dict, then give the inner optimizer its part: new objects, so the old can come back."""
+    check_state(state_dict, expected, buffers, inner.param_groups)
+    inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+def load_error(failure: Exception) -> Exception:
+    """What every rank can raise for it: an error of the rules here as it is, any other as a ValueError."""
+    if type(failure) in (TypeError, ValueError):
+        return failure
+    return ValueError(f"state_dict cannot be loaded: {type(failure).__name__}: {failure}")

@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,19 @@ class Bucket(NamedTuple):
     gaps: list[torch.Tensor]
 
 
+class Intent(NamedTuple):
+    """What a rank is about to do, and every other must do too.
+
+    clip: clip_grad_norm_ was called, not step(). reduce: gradients are to be reduced, not those used that
+    clip_grad_norm_ reduced before. max_norm, norm_type: of clip_grad_norm_, no NaN.
+    """
+
+    clip: bool
+    reduce: bool
+    max_norm: float = 0.0
+    norm_type: float = 0.0
+
+
 class GradientReducer:
     """Averages gradients over the group, in FP32, into the `gradients` of flat buffers.
 
@@ -64,23 +77,37 @@ class GradientReducer:
                 buckets.append(make_bucket(buffer, start, size, staged))
         return buckets
 
-    def agree(self, present: Sequence[bool], error: Exception | None) -> list[bool]:
+    def agree(
+        self, gradients: Sequence[torch.Tensor | None], intent: Intent | None, error: Exception | None
+    ) -> list[bool]:
         """Which parameters have a gradient on any rank. Collective: one small MAX all-reduce.
 
-        A rank that brings an error raises it, and the others raise RuntimeError. The answer is read on the
-        host, also on a GPU: a rank that went on without it would wait in the next collective for one that
-        does not come, or update its masters alone.
+        A rank that brings an error (its gradients and intent are not looked at) raises it, and the others
+        raise RuntimeError; so do all where their intents differ. The answer is read on the host, also on a
+        GPU: a rank that went on without it would wait in the next collective for one that does not come, or
+        update its masters alone.
         """
-        if self.world_size > 1:
-            mine = [*present, (error is not None) * (self.rank + 1)]
-            votes = torch.tensor(mine, dtype=torch.int32, device=self.buffers[0].device)
-            reduce_max(votes, self.group())
-            *present, failed = votes.tolist()
-            if failed and error is None:
-                raise RuntimeError(f"rank {failed - 1} found an error, and no rank takes this step")
-        if error is not None:
-            raise error
-        return [bool(p) for p in present]
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return [gradient is not None for gradient in gradients]
+        count, width = sum(len(buffer.parameters) for buffer in self.buffers), len(Intent._fields)
+        mine = [0.0] * (count + 2 * width) + [self.rank + 1.0]
+        if error is None:
+            present = [gradient is not None for gradient in gradients]
+            mine = [*present, *intent, *(-word for word in intent), 0.0]
+        votes = torch.tensor(mine, dtype=torch.float64, device=self.buffers[0].device)
+        reduce_max(votes, self.group())
+        *words, failed = votes.tolist()
+        lowest = Intent(*(-word for word in words[count + width :]))
+        message = find_difference(lowest, Intent(*words[count : count + width]))
+        if failed:
+            message = f"rank {int(failed) - 1} found an error, and no rank takes this step"
+        if error is None and message is None:
+            return [bool(word) for word in words[:count]]
+        error = error or RuntimeError(message)
+        error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
+        raise error
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Average the gradients of all trainable parameters, in order; None counts as zeros. Collective."""
@@ -102,6 +129,36 @@ class GradientReducer:
         if self.world_size == 1:
             return None
         return reduce_scatter_slices(output, staged, self.group(), async_op=True)
+
+
+def find_difference(lowest: Intent, highest: Intent) -> str | None:
+    """What the ranks do not agree on, in words that are the same on all of them."""
+    if lowest.clip != highest.clip:
+        return "some ranks called clip_grad_norm_ and others step(): no rank does either"
+    if lowest.reduce != highest.reduce:
+        return (
+            "some ranks have gradients to reduce and others have reduced theirs in clip_grad_norm_: call "
+            "clip_grad_norm_ and zero_grad() on every rank or on none, and zero_grad() on all to start anew"
+        )
+    for name in ("max_norm", "norm_type"):
+        low, high = getattr(lowest, name), getattr(highest, name)
+        if low != high:
+            return f"{name} must be the same on every rank, got from {low} to {high}"
+    return None
+
+
+def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Both as floats; raises ValueError for what is no number or cannot be a limit or a norm."""
+    numbers = []
+    for name, value, rule in (("max_norm", max_norm, "0 or more"), ("norm_type", norm_type, "positive")):
+        try:
+            number = float(value)
+        except Exception:  # a value's own __float__ may raise anything
+            raise ValueError(f"{name} must be a number, {rule}, got {value!r}") from None
+        if not (number > 0 or (number == 0 and name == "max_norm")):
+            raise ValueError(f"{name} must be {rule}, got {value!r}")
+        numbers.append(abs(number))  # -0.0 is 0
+    return numbers[0], numbers[1]
 
 
 def make_bucket(buffer: FlatBuffer, start: int, size: int, staged: torch.Tensor) -> Bucket:

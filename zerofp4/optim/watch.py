@@ -23,14 +23,18 @@ class ParameterWatch:
         """Take the present values of the weights for the optimizer's own."""
         self._versions = [p._version for p, _ in self._trainable]
 
-    def find_error(self, param_groups: Sequence[dict]) -> RuntimeError | None:
-        """What is wrong with the groups, the parameters or their gradients, if anything is."""
-        message = (
-            self._find_changed_list(param_groups)
-            or self._find_changed_parameter()
-            or self._find_bad_gradient()
-        )
-        return None if message is None else RuntimeError(message)
+    def check(self, param_groups: Sequence[dict]) -> None:
+        """Raises RuntimeError if something is wrong with the groups, the parameters or their gradients."""
+        self.check_places(param_groups)
+        message = self._find_changed_parameter() or self._find_bad_gradient()
+        if message is not None:
+            raise RuntimeError(message)
+
+    def check_places(self, param_groups: Sequence[dict]) -> None:
+        """Raises RuntimeError unless these are the parameters, in the buffers, whatever their values."""
+        message = self._find_changed_list(param_groups) or self._find_moved_parameter()
+        if message is not None:
+            raise RuntimeError(message)
 
     def _find_changed_list(self, param_groups: Sequence[dict]) -> str | None:
         if len(param_groups) != len(self._members):
@@ -44,7 +48,7 @@ class ParameterWatch:
                 )
         return None
 
-    def _find_changed_parameter(self) -> str | None:
+    def _find_moved_parameter(self) -> str | None:
         for buffer in self._buffers:
             position = buffer.find_moved()
             if position is not None:
@@ -53,6 +57,9 @@ class ParameterWatch:
                     f"{name} has other storage than the optimizer gave it, a view of the buffer it gathers "
                     "into: move, convert or replace parameters before the optimizer is built"
                 )
+        return None
+
+    def _find_changed_parameter(self) -> str | None:
         for (p, name), version in zip(self._trainable, self._versions, strict=True):
             if p._version != version:
                 return (
@@ -83,6 +90,22 @@ class Snapshot:
         """Whether these are other gradients, or the same ones with other values."""
         others = any(now is not then for now, (then, _) in zip(gradients, self._seen, strict=True))
         return others or self.written()
+
+    def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raises RuntimeError if step() would use what is no longer in these gradients."""
+        if self.changed(gradients):
+            raise RuntimeError(
+                "gradients changed after clip_grad_norm_, which had reduced and clipped them for this step: "
+                "call it after the last backward pass, or zero_grad() before the next one"
+            )
+
+    def check_unwritten(self) -> None:
+        """Raises RuntimeError if clip_grad_norm_ would reduce again what it has reduced and clipped."""
+        if self.written():
+            raise RuntimeError(
+                "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not p.grad, "
+                "so call zero_grad() before the next backward pass"
+            )
 
     def written(self) -> bool:
         """Whether some of the gradients seen have been written to."""

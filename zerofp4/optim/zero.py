@@ -14,9 +14,10 @@ from zerofp4.optim.parameters import (
     check_parameters,
     check_same_parameters,
     describe,
+    options,
     parameter_names,
 )
-from zerofp4.optim.reduction import GradientReducer, global_norm
+from zerofp4.optim.reduction import GradientReducer, Intent, clip_arguments, global_norm
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 from zerofp4.tensor import NVFP4Tensor
@@ -49,8 +50,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     in torch.optim.
 
     Building is collective. An invalid argument on any rank, or ranks that disagree, raises the same
-    ValueError or TypeError on all of them. What only one rank finds wrong in a step raises there, and
-    RuntimeError on the others, before anything has changed; for this a step reads one small vector back.
+    ValueError or TypeError on all of them. What one rank finds wrong before an update, or its closure raises,
+    is raised there, and RuntimeError on the others, before anything has changed; where ranks do different
+    things, as when one alone called zero_grad() after clip_grad_norm_, all raise RuntimeError. For this
+    both read one small vector back. What one rank alone raises later, out of memory in the step() of its
+    optimizer_class or in a hook, cannot be undone: the others wait until the group's timeout ends them.
     """
 
     def __init__(
@@ -145,19 +149,21 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
         of parameters, or a parameter that was moved, written to or unfrozen.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        gradients = self._local_gradients()
-        error = self._watch.find_error(self.param_groups)
-        if self._reduced is not None and self._reduced.changed(gradients):
-            error = error or RuntimeError(
-                "gradients changed after clip_grad_norm_, which had reduced and clipped them for this step: "
-                "call it after the last backward pass, or zero_grad() before the next one"
-            )
-        present = self._reducer.agree([gradient is not None for gradient in gradients], error)
-        if self._reduced is None:
+        loss, gradients, intent, error = None, [], None, None
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            gradients = self._local_gradients()
+            if self._reduced is not None:
+                self._reduced.check_unchanged(gradients)
+            intent = Intent(clip=False, reduce=self._reduced is None)
+        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
+                raise
+            error = failure
+        present = self._reducer.agree(gradients, intent, error)
+        if intent.reduce:
             self._reduce_gradients(gradients)
         self._update_masters(present)
         self._reduced = None
@@ -169,25 +175,25 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Reduce the gradients and scale them so that their norm over all parameters is at most max_norm.
 
         Returns the norm before that, float32 []. step() uses the scaled gradients. Collective.
-        Raises ValueError unless norm_type is positive, and RuntimeError as step() does.
+        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError as step() does.
         """
-        norm_type = float(norm_type)
-        gradients = self._local_gradients()
-        error: Exception | None = self._watch.find_error(self.param_groups)
-        if not norm_type > 0:
-            error = ValueError(f"norm_type must be positive, got {norm_type}")
-        if self._reduced is not None and self._reduced.written():
-            error = error or RuntimeError(
-                "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not p.grad, "
-                "so call zero_grad() before the next backward pass"
-            )
-        self._reducer.agree([gradient is not None for gradient in gradients], error)
-        if self._reduced is None or self._reduced.changed(gradients):
+        gradients, intent, snapshot, error = [], None, None, None
+        try:
+            numbers = clip_arguments(max_norm, norm_type)
+            gradients = self._local_gradients()
+            if self._reduced is not None:
+                self._reduced.check_unwritten()
+            snapshot = Snapshot(gradients)
+            intent = Intent(True, self._reduced is None or self._reduced.changed(gradients), *numbers)
+        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            error = failure
+        self._reducer.agree(gradients, intent, error)
+        if intent.reduce:
             self._reduce_gradients(gradients)
-            self._reduced = Snapshot(gradients)
-        total = global_norm(self._shards.buffers, norm_type, self.process_group())
+            self._reduced = snapshot
+        total = global_norm(self._shards.buffers, intent.norm_type, self.process_group())
         # Multiplying by 1 is cheaper than asking the device whether that is all there is to do.
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        scale = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], scale)
         return total
 
@@ -202,10 +208,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return self._shards.found_inf
 
     def _local_gradients(self) -> list[torch.Tensor | None]:
+        """The gradients of this rank, once nothing else is found wrong with the parameters."""
+        self._watch.check(self.param_groups)
         return [parameter.grad for parameter in self._trainable]
 
     def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Averages the gradients over the group into this rank's FP32 slices."""
         self._reducer.reduce(gradients)
 
     def _update_masters(self, present: Sequence[bool]) -> None:
@@ -254,19 +261,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what this rank saved in a world of the same size; the weights follow the masters.
 
-        Collective. When any rank's state dict does not fit, every rank raises ValueError and nothing changes.
+        Collective. When any rank's state dict does not fit, or a parameter of it was moved, every rank raises
+        ValueError (TypeError for what is no dict) and nothing changes.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        error = None
+        before, error = (self.inner.state, self.inner.param_groups), None
         try:
-            checkpoint.check_state(
-                state_dict, self._fingerprint, self._shards.buffers, self.inner.param_groups
-            )
+            self._watch.check_places(self.param_groups)
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = hook(self, state_dict) or state_dict
+            checkpoint.load_inner(self.inner, state_dict, self._fingerprint, self._shards.buffers)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = failure
-        exchange(None, error, self.process_group())
-        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+            error = checkpoint.load_error(failure)
+        try:
+            exchange(None, error, self.process_group())
+        except Exception:
+            self.inner.state, self.inner.param_groups = before  # load_state_dict put new ones in their place
+            raise
         self.state = self.inner.state
         self._pull_options()
         for buffer in self._shards.buffers:
@@ -291,8 +301,3 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
         """
         return self._shards.gathered_bytes()
-
-
-def options(group: dict) -> dict:
-    """What of a parameter group the inner optimizer shares: all but the parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
