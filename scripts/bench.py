@@ -87,7 +87,7 @@ class Bench:
         is_cuda = self.device.type == "cuda"
         content = {
             "benchmark": self.name,
-            "device": torch.cuda.get_device_name(self.device) if is_cuda else f"{processor()}",
+            "device": torch.cuda.get_device_name(self.device) if is_cuda else processor(),
             "threads": None if is_cuda else torch.get_num_threads(),
             "versions": {
                 "zerofp4": zerofp4.__version__,
