@@ -173,6 +173,17 @@ def test_skip_sets_found_inf_and_never_clears_it(device):
     assert found_inf.item() == 1
 
 
+def test_the_function_sets_only_the_flag_of_its_own_call(device):
+    weights, masters, starts = make(device)
+    found_inf = torch.zeros(1, device=device)
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, found_inf=found_inf)
+    masters[0][0] = torch.nan
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+    assert found_inf.item() == 0
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, found_inf=found_inf)
+    assert found_inf.item() == 1
+
+
 def test_raise_names_the_weight(device):
     weights, masters, starts = make(device)
     masters[1][3] = torch.inf

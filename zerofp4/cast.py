@@ -105,7 +105,8 @@ class CastPlan:
             self._tile_offsets.append(total)
             total += ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
         self._reduced = torch.zeros(total, device=device)
-        self.found_inf = torch.zeros(1, device=device) if request.found_inf is None else request.found_inf
+        self._own_found_inf = torch.zeros(1, device=device)
+        self.found_inf = self._own_found_inf if request.found_inf is None else request.found_inf
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._done = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -217,9 +218,8 @@ class CastPlan:
         self._stages.begin(error=True)
         if error is None:
             self._reduced[ERROR_WORD] = _WANTS_ANOTHER
-            self._reduced[
-                HASH_WORD
-            ] = -FLOAT32_MAX  # below the hash of any rank that takes part or has an error
+            # Below the hash of any rank that takes part or has an error.
+            self._reduced[HASH_WORD] = -FLOAT32_MAX
         collectives.reduce_max(self._reduced, self.group())
         if error is not None:
             return False
@@ -310,16 +310,18 @@ class CastPlan:
             )
         late = self._take_status()
         self._request.masters, self._request.shard_codes = request.masters, request.shard_codes
-        tensors, found_inf = request.shard_tensors(), request.found_inf
-        moved = [tensor.data_ptr() for tensor in tensors.values()] != self._shard_pointers
-        if found_inf is not None and found_inf is not self.found_inf:
-            self.found_inf, moved = found_inf, True
-        if moved or self._moved_weight() is not None:
+        found_inf = self._own_found_inf if request.found_inf is None else request.found_inf
+        pointers = [tensor.data_ptr() for tensor in request.shard_tensors().values()]
+        moved = pointers != self._shard_pointers or self._moved_weight() is not None
+        if moved or found_inf is not self.found_inf:
+            self.found_inf = found_inf
             self._take_addresses()
-        self._run(None)
-        # Only addresses stay: whether the masters live on is the caller's business.
-        self._request.masters, self._request.shard_codes = [None] * len(self.records), None
-        self._shard_tensors = {}
+        try:
+            self._run(None)
+        finally:
+            # Only addresses stay: whether the masters live on is the caller's business.
+            self._request.masters, self._request.shard_codes = [None] * len(self.records), None
+            self._shard_tensors = {}
         if late is not None:
             raise late
         return True
