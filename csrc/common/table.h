@@ -18,29 +18,33 @@ constexpr int kScaleTiles = 8;      // a unit of scale is 8 x 8 tiles: whole ato
 
 enum Status : int32_t { kOk = 0, kPeerError = 1, kPlanMismatch = 2 };
 
-// One weight [rows, cols] of which this rank owns the flat elements [start, start + numel).
-struct WeightDescriptor {
-    const void* master;  // the owned elements; null when there are none
+// The flat elements [start, start + numel) of a weight [rows, cols] that this rank owns, where their amaxes
+// go in the reduced vector, and how they are cut into strips.
+struct ShardGeometry {
     int64_t start;
     int64_t numel;
     int64_t rows;
-    int64_t cols;  // even
-    DType master_dtype;
+    int64_t cols;        // even
     DType weight_dtype;  // masters are rounded to it before anything else
-    uint8_t* codes;      // the byte that holds element `start`, that is byte start / 2 of the packed weight
-    float* amax;         // float[1], or null
-    float* columnwise_amax;                    // float[1], or null
-    const float* given_amax;                   // float[1] to use in place of the reduced amax, or null
-    uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
-    uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
-    int64_t
-        tile_offset;  // of tile (0, 0)'s amax in the reduced vector, row-major [ceil(rows/16), ceil(cols/16)]
-    int64_t amax_offset;  // of the amax of this weight's group in the reduced vector
-    // Work: units [strip_begin, next weight's strip_begin) of amax and cast, row-major over strips x chunks
+    // Of tile (0, 0)'s amax, row-major [ceil(rows/16), ceil(cols/16)]; negative when no tile amax is wanted.
+    int64_t tile_offset;
+    int64_t amax_offset;  // of the amax of this weight's group
+    // Work: units [strip_begin, next weight's strip_begin) of amax and cast, row-major over strips x chunks.
     int64_t strip_begin;
     int64_t first_strip;  // strip (tile row) of the first owned element
     int64_t first_chunk;  // 128-column chunk of unit 0; nonzero only for a shard inside one row
     int64_t chunks;       // chunks per strip
+};
+
+struct WeightDescriptor : ShardGeometry {
+    const void* master;  // the owned elements; null when there are none
+    DType master_dtype;
+    uint8_t* codes;  // the byte that holds element `start`, that is byte start / 2 of the packed weight
+    float* amax;     // float[1], or null
+    float* columnwise_amax;                    // float[1], or null
+    const float* given_amax;                   // float[1] to use in place of the reduced amax, or null
+    uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
+    uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
     int64_t scale_begin;  // first unit of the scale stage, row-major over 8 x 8 groups of tiles
 };
 
@@ -76,7 +80,7 @@ struct ColumnRange {
     int64_t end;
 };
 
-ZEROFP4_HD ColumnRange owned_columns(const WeightDescriptor& weight, int64_t row) {
+ZEROFP4_HD ColumnRange owned_columns(const ShardGeometry& weight, int64_t row) {
     const int64_t begin = weight.start - row * weight.cols;
     const int64_t end = begin + weight.numel;
     return {begin > 0 ? begin : 0, end < weight.cols ? end : weight.cols};

@@ -21,19 +21,19 @@ ZEROFP4_HD Patch patch_at(int64_t strip, int64_t chunk, int64_t rows, int64_t co
     return {row, col, least(kBlock, rows - row), least(kStripColumns, cols - col)};
 }
 
-ZEROFP4_HD Patch patch_of_unit(const WeightDescriptor& weight, int64_t unit) {
+ZEROFP4_HD Patch patch_of_unit(const ShardGeometry& weight, int64_t unit) {
     return patch_at(weight.first_strip + unit / weight.chunks, weight.first_chunk + unit % weight.chunks,
                     weight.rows, weight.cols);
 }
 
 // The columns of matrix row `row` that are both in the patch and in the shard, counted from patch.col.
-ZEROFP4_HD ColumnRange owned_in_patch(const WeightDescriptor& weight, const Patch& patch, int64_t row) {
+ZEROFP4_HD ColumnRange owned_in_patch(const ShardGeometry& weight, const Patch& patch, int64_t row) {
     const ColumnRange owned = owned_columns(weight, row);
     const int64_t begin = owned.begin - patch.col, end = owned.end - patch.col;
     return {begin > 0 ? begin : 0, least(end, patch.cols)};
 }
 
-ZEROFP4_HD bool wholly_owned(const WeightDescriptor& weight, const Patch& patch) {
+ZEROFP4_HD bool wholly_owned(const ShardGeometry& weight, const Patch& patch) {
     const int64_t first = patch.row * weight.cols + patch.col;
     const int64_t last = first + (kBlock - 1) * weight.cols + kStripColumns - 1;
     return patch.rows == kBlock && patch.cols == kStripColumns && weight.start <= first &&

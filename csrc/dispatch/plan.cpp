@@ -8,8 +8,13 @@ std::string bytes_of(const std::vector<Descriptor>& descriptors) {
     return {reinterpret_cast<const char*>(descriptors.data()), descriptors.size() * sizeof(Descriptor)};
 }
 
-// Strip units of the owned range. A shard inside one row visits only the chunks it touches.
-int64_t partition_strips(WeightDescriptor& weight, int64_t begin) {
+int64_t scale_units(const WeightDescriptor& weight) {
+    return ceil_div(weight.rows, kBlock * kScaleTiles) * ceil_div(weight.cols, kBlock * kScaleTiles);
+}
+
+}  // namespace
+
+int64_t partition_strips(ShardGeometry& weight, int64_t begin) {
     weight.strip_begin = begin;
     weight.first_strip = weight.first_chunk = weight.chunks = 0;
     if (weight.numel == 0) return begin;
@@ -24,12 +29,6 @@ int64_t partition_strips(WeightDescriptor& weight, int64_t begin) {
     }
     return begin + (last_row / kBlock - weight.first_strip + 1) * weight.chunks;
 }
-
-int64_t scale_units(const WeightDescriptor& weight) {
-    return ceil_div(weight.rows, kBlock * kScaleTiles) * ceil_div(weight.cols, kBlock * kScaleTiles);
-}
-
-}  // namespace
 
 void partition(std::vector<WeightDescriptor>& weights, CastTable& table) {
     table.strip_units = table.scale_units = 0;

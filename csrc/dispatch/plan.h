@@ -10,6 +10,10 @@
 
 namespace zerofp4 {
 
+// Cuts the owned range into strip units that begin with unit `begin`; returns the unit after the last one. A
+// shard inside one row visits only the chunks it touches.
+int64_t partition_strips(ShardGeometry& weight, int64_t begin);
+
 // Fills in strip_begin, first_strip, first_chunk, chunks and scale_begin of every descriptor, and the units
 // in `table`.
 void partition(std::vector<WeightDescriptor>& weights, CastTable& table);

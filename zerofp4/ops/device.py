@@ -1,0 +1,68 @@
+"""Where a call into the extension runs, and what this build can run."""
+
+import functools
+
+import torch
+
+from zerofp4 import _C
+
+OLDEST_CAPABILITY = (8, 0)
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@functools.cache
+def check_cuda(index: int) -> None:
+    """Raises RuntimeError unless this build and this GPU can run the CUDA kernels."""
+    if "cuda_version" not in _C.build():
+        raise RuntimeError(
+            f"a tensor is on cuda:{index}, but zerofp4 was built without CUDA: "
+            "reinstall it where nvcc is on the PATH"
+        )
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST_CAPABILITY:
+        raise RuntimeError(
+            f"zerofp4 needs compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer, "
+            f"cuda:{index} ({torch.cuda.get_device_name(index)}) has {capability[0]}.{capability[1]}"
+        )
+
+
+def target_of(device: torch.device) -> _C.Target:
+    """The current stream of a GPU, or torch's number of threads."""
+    if device.type == "cpu":
+        return _C.Target(-1, 0, torch.get_num_threads())
+    if device.type != "cuda":
+        raise RuntimeError(f"zerofp4 runs on CPU and CUDA tensors, not on {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    check_cuda(index)
+    return _C.Target(index, torch.cuda.current_stream(index).cuda_stream, 0)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def build_info() -> dict:
+    """What was compiled in and what this machine can run.
+
+    {"cpu": {"compiled": [instruction sets], "running": the one in use},
+     "cuda": {"compiled": bool, "version": of the toolkit, "architectures": [...],
+              "devices": [{"name", "capability", "usable"}]}}
+    """
+    build = _C.build()
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        usable = "cuda_version" in build and capability >= OLDEST_CAPABILITY
+        devices.append(
+            {"name": torch.cuda.get_device_name(index), "capability": capability, "usable": usable}
+        )
+    return {
+        "cpu": {"compiled": build["isas"].split(), "running": _C.cpu_isa()},
+        "cuda": {
+            "compiled": "cuda_version" in build,
+            "version": build.get("cuda_version"),
+            "architectures": build.get("cuda_architectures", "").split(),
+            "devices": devices,
+        },
+    }
