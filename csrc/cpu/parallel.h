@@ -34,8 +34,8 @@ void parallel_shares(int64_t units, int threads, int64_t grain, const Body& body
 }
 
 // The last item whose first unit is at or before `unit`: the one that holds it, as empty items come before.
-template <class Item>
-int64_t find_item(const Item* items, int64_t count, int64_t Item::* first_unit, int64_t unit) {
+template <class Item, class Base>
+int64_t find_item(const Item* items, int64_t count, int64_t Base::* first_unit, int64_t unit) {
     int64_t low = 0, high = count;
     while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
@@ -45,9 +45,10 @@ int64_t find_item(const Item* items, int64_t count, int64_t Item::* first_unit, 
 }
 
 // Shares out the units of `count` items and calls body(item, begin, end) with the item's own unit numbers,
-// for every item that a share touches. Many small items and one large one both keep all threads busy.
-template <class Item, class Body>
-void parallel_items(const Item* items, int64_t count, int64_t Item::* first_unit, int64_t units, int threads,
+// for every item that a share touches; `first_unit` may be a member of a base of Item. Many small items and
+// one large one both keep all threads busy.
+template <class Item, class Base, class Body>
+void parallel_items(const Item* items, int64_t count, int64_t Base::* first_unit, int64_t units, int threads,
                     int64_t grain, const Body& body) {
     parallel_shares(units, threads, grain, [&](int64_t unit, int64_t end) {
         for (int64_t i = find_item(items, count, first_unit, unit); unit < end; ++i) {

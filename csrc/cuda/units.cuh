@@ -39,7 +39,7 @@ __device__ __forceinline__ Share block_share(int64_t units) {
 // Follows a rising sequence of units through a table. An item has the units from its own kBegin up to the
 // next item's, the last one those up to `units`; items without units are passed over. A table of one is in
 // the kernel's arguments (kSingle). All lanes of a warp must make the same calls.
-template <typename Item, int64_t Item::* kBegin, bool kSingle>
+template <typename Item, auto kBegin, bool kSingle>
 class ItemCursor {
   public:
     __device__ __forceinline__ ItemCursor(const Item* items, int64_t count, int64_t units, const Item& single)
