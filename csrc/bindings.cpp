@@ -1,4 +1,4 @@
-// zerofp4._C: addresses, sizes and streams as integers, no torch. zerofp4/ops.py is its only caller and
+// zerofp4._C: addresses, sizes and streams as integers, no torch. zerofp4/ops is its only caller and
 // checks everything before it calls.
 
 #include <pybind11/pybind11.h>
@@ -7,6 +7,7 @@
 #include <array>
 
 #include "dispatch/plan.h"
+#include "dispatch/update.h"
 
 namespace py = pybind11;
 using namespace zerofp4;
@@ -104,6 +105,39 @@ void unpad_scale(const Target& target, uintptr_t input, uintptr_t output, int64_
         [&](cudaStream_t stream) { cuda::unpad_scale(args, stream); });
 }
 
+void convert(const Target& target, uintptr_t input, float factor, int64_t numel, int format,
+             uintptr_t output) {
+    const ConvertArgs args{pointer<const float>(input), factor, numel, static_cast<Format>(format),
+                           pointer<void>(output)};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.convert(args, threads); },
+        [&](cudaStream_t stream) { cuda::convert(args, stream); });
+}
+
+AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t step,
+                                 int gradient_dtype, int64_t start, int64_t numel, int64_t rows, int64_t cols,
+                                 int weight_dtype, int64_t tile_offset, int64_t amax_offset) {
+    AdamWDescriptor tensor{};
+    tensor.master = pointer<float>(master);
+    tensor.exp_avg = pointer<float>(exp_avg);
+    tensor.exp_avg_sq = pointer<float>(exp_avg_sq);
+    tensor.step = pointer<float>(step);
+    tensor.gradient_dtype = static_cast<DType>(gradient_dtype);
+    tensor.start = start;
+    tensor.numel = numel;
+    tensor.rows = rows;
+    tensor.cols = cols;
+    tensor.weight_dtype = static_cast<DType>(weight_dtype);
+    tensor.tile_offset = tile_offset;
+    tensor.amax_offset = amax_offset;
+    return tensor;
+}
+
+AdamWOptions adamw_options(uintptr_t lr_address, double lr, double beta1, double beta2, double eps,
+                           double weight_decay, bool maximize) {
+    return {pointer<const float>(lr_address), lr, beta1, beta2, eps, weight_decay, maximize};
+}
+
 py::dict build() {
     py::dict info;
     info["isas"] = ZEROFP4_ISAS;
@@ -146,15 +180,34 @@ PYBIND11_MODULE(_C, m) {
         .def("begin", &CastPlan::begin, "target"_a, "error"_a, no_gil)
         .def("amax", &CastPlan::amax, no_gil)
         .def("scale", &CastPlan::scale, no_gil)
-        .def("cast", &CastPlan::cast, no_gil);
+        .def("cast", &CastPlan::cast, no_gil)
+        .def("begin_amax", &CastPlan::begin_amax, no_gil)
+        .def("scale_cast", &CastPlan::scale_cast, no_gil);
     py::class_<TransposePlan>(m, "TransposePlan")
         .def(py::init<bool, std::vector<TransposeDescriptor>>(), "on_cpu"_a, "items"_a)
         .def("descriptor_bytes", [](const TransposePlan& plan) { return py::bytes(plan.descriptor_bytes()); })
         .def("set_device_descriptors", &TransposePlan::set_device_descriptors)
         .def("run", &TransposePlan::run, no_gil);
 
+    py::class_<AdamWDescriptor>(m, "AdamWDescriptor")
+        .def(py::init(&adamw_descriptor), py::kw_only(), "master"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
+             "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a, "tile_offset"_a,
+             "amax_offset"_a);
+    py::class_<AdamWOptions>(m, "AdamWOptions")
+        .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
+             "weight_decay"_a, "maximize"_a);
+    py::class_<AdamWPlan>(m, "AdamWPlan")
+        .def(py::init<bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
+             "tensors"_a, "reduced"_a)
+        .def("descriptor_bytes", [](const AdamWPlan& plan) { return py::bytes(plan.descriptor_bytes()); })
+        .def("step_bytes", &AdamWPlan::step_bytes)
+        .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
+        .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, no_gil)
+        .def("update", &AdamWPlan::update, no_gil);
+
     m.def("quantize_rows", &quantize_rows, no_gil);
     m.def("dequantize", &dequantize, no_gil);
     m.def("pad_scale", &pad_scale, no_gil);
     m.def("unpad_scale", &unpad_scale, no_gil);
+    m.def("convert", &convert, no_gil);
 }

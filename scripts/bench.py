@@ -1,220 +1,147 @@
 #!/usr/bin/env python3
-"""Measures the stages of a cast against the copy ceiling and against torch.compile of the reference.
+"""Measures operations against the copy ceiling and against what others do, and shows the results.
 
-    scripts/bench.py local_step                 the stages on one weight, on the GPU if there is one
-    scripts/bench.py local_step --device cpu --size 4096 --threads 2
-    scripts/bench.py readme                     write the tables of README.md from benchmarks/results
+    scripts/bench.py all                        everything that README.md shows, on the GPU if there is one
+    scripts/bench.py local_step                 one operation, over every workload it has
+    scripts/bench.py local_step --workload square --size 4096 --device cpu --threads 2
+    scripts/bench.py adamw --scale 16           the lists of weights, 16 times smaller
+    scripts/bench.py transpose --profile        with kernels and host time of every row
+    scripts/bench.py readme                     charts and the tables of README.md from benchmarks/results
 
-Times are medians of many runs after a warm-up, in one process; percentages are of a device-to-device copy
-measured in that process (bytes read plus bytes written over time). Every run writes
-benchmarks/results/NAME.json.
+Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
+the 224 weights of Llama-3-8B's layers; the process owns what rank 1 of 4 owns when the flat buffer of the
+whole model is cut into equal slices. `2000-small` are 2,000 weights of 768x768, 256x2880 and 256x2872,
+each owned from an odd element.
+
+Times are medians after a warm-up; percentages are of a device-to-device copy measured in the same process
+before and after (the higher of both), bytes read plus bytes written over time. Each row says how its bytes
+were counted. An operation writes OUTPUT/<operation>_<device>.json, and the bar chart of all results there.
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import re
-import statistics
-import subprocess
+import gc
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from benchmarking import chart, tables
+from benchmarking.operations import OPERATIONS, SHOWN
+from benchmarking.session import RESULTS, Session, save
+from benchmarking.tables import readme_section
+from benchmarking.workloads import NAMES
 
-import zerofp4
-from zerofp4 import reference
-from zerofp4.layout import ceil_div
+from zerofp4.format import SCALE_LAYOUTS
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+__all__ = ["main", "readme_section"]
 
-
-class Bench:
-    """Measures on one device and collects rows."""
-
-    def __init__(self, name: str, device: torch.device, repeats: int):
-        self.name, self.device, self.repeats = name, device, repeats
-        self.rows: list[dict] = []
-        self.copy_gbps = self._measure_copy()
-
-    def seconds(self, run: Callable[[], object], repeats: int | None = None) -> float:
-        """Median time of one call, after three that are not counted."""
-        for _ in range(3):
-            run()
-        measure = self._cuda_seconds if self.device.type == "cuda" else self._cpu_seconds
-        return statistics.median(measure(run) for _ in range(repeats or self.repeats))
-
-    def _cuda_seconds(self, run: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    def _cpu_seconds(self, run: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    def _measure_copy(self) -> float:
-        half = COPY_BYTES[self.device.type] // 2
-        source, target = (
-            torch.randint(256, (half,), dtype=torch.uint8, device=self.device) for _ in range(2)
-        )
-        return 2 * half / self.seconds(lambda: target.copy_(source)) / 1e9
-
-    def row(self, name: str, run: Callable[[], object], moved: float, rule: str, **extra) -> float:
-        """Measure and add a row; `moved` bytes by `rule`. Returns milliseconds."""
-        ms = self.seconds(run, extra.pop("repeats", None)) * 1e3
-        gbps = moved / ms / 1e6
-        row = {"name": name, "ms": ms, "gbps": gbps, "percent_of_copy": 100 * gbps / self.copy_gbps}
-        self.rows.append(row | {"target": None, "bytes": moved, "rule": rule} | extra)
-        print(
-            f"{name:34} {ms:9.3f} ms {gbps:8.1f} GB/s {row['percent_of_copy']:6.1f}% of copy   {rule}",
-            flush=True,
-        )
-        return ms
-
-    def save(self) -> Path:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        path = RESULTS / f"{self.name}.json"
-        is_cuda = self.device.type == "cuda"
-        content = {
-            "benchmark": self.name,
-            "device": torch.cuda.get_device_name(self.device) if is_cuda else processor(),
-            "threads": None if is_cuda else torch.get_num_threads(),
-            "versions": {
-                "zerofp4": zerofp4.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "build": zerofp4.build_info()["cuda"]["version"]
-                if is_cuda
-                else zerofp4.build_info()["cpu"]["running"],
-            },
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
-            "copy_gbps": self.copy_gbps,
-            "rows": self.rows,
-        }
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        return path
+SIZES = {"cuda": 16384, "cpu": 4096}
+SCALES = {"cuda": 1, "cpu": 16}
 
 
-def processor() -> str:
-    names = re.findall(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    return names[0] if names else platform.processor()
+def at_least(smallest: int):
+    """A type for argparse: integers from `smallest` on."""
+
+    def convert(value: str) -> int:
+        if int(value) < smallest:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
+        return int(value)
+
+    convert.__name__ = "int"  # argparse names it when the value is no number
+    return convert
 
 
-def commit() -> str | None:
-    """The commit being measured: from git, or from GIT_COMMIT where the checkout came without its history."""
-    run = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return run.stdout.strip() if run.returncode == 0 else os.environ.get("GIT_COMMIT")
-
-
-def local_step(args: argparse.Namespace) -> None:
-    """Every stage on one square bfloat16 weight that this process owns whole, and the reference."""
-    device = torch.device(args.device)
-    bench = Bench(f"local_step_{args.device}_{args.size}", device, args.repeats)
-    print(f"copy ceiling {bench.copy_gbps:.1f} GB/s")
-    n, size = args.size * args.size, args.size
-    master = torch.randn(n, device=device)
-    weight = zerofp4.empty((size, size), device=device)
-    plan = zerofp4.CastPlan([weight], [master], [0])
-    stages, tiles = plan._stages, ceil_div(size, 16) ** 2
-    bench.row(f"amax/{size}", lambda: (stages.begin(), stages.amax()), 4 * n + 8 * tiles, "4n + 8 tiles")
-    bench.row(f"scale/{size}", stages.scale, 6 * tiles, "6 tiles (both compact scales)")
-    bench.row(f"cast/{size}", stages.cast, 4.5 * n + 4 * tiles, "4.5n + 4 tiles")
-    ours = bench.row(f"local_step/{size}", plan.step, 8.5 * n + 18 * tiles, "8.5n + 18 tiles")
-    bench.row(f"transpose/{size}", plan.post, n, "n")
-    values = weight.dequantize()
-    bench.row(f"dequantize/{size}", weight.dequantize, 2.5 * n + tiles, "2.5n + tiles")
-    bench.row(
-        f"quantize_2d/{size}",
-        lambda: zerofp4.quantize(values, columnwise=True),
-        5.5 * n,
-        "2 reads of bf16 + 1.5n",
-    )
-    if args.peers:
-        peers(bench, master.view(size, size), ours)
-    print(bench.save())
-
-
-def peers(bench: Bench, master: torch.Tensor, ours: float) -> None:
-    """The reference, eager and compiled: codes, scales and amax of the same master, one tensor, nothing
-    sharded.
-    """
-
-    def cast(master: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = master.bfloat16()
-        amax = reference.magnitude(x).amax().reshape(1)
-        scale = reference.block_scale(reference.block_amax(x, 16), amax)
-        return reference.pack(reference.encode(x, scale, amax, 16)), scale, amax
-
-    moved, rule = 4.5 * master.numel(), "bytes in and out, once"
-    for name, function in (("eager", cast), ("compile", torch.compile(cast))):
-        ms = bench.row(
-            f"reference_{name}/{len(master)}", lambda f=function: f(master), moved, rule, repeats=7
-        )
-        bench.rows[-1]["times_ours"] = ms / ours
-        print(f"    {ms / ours:.2f} times local_step")
-
-
-def table(path: Path) -> str:
-    """A result file as a Markdown table."""
-    result = json.loads(path.read_text())
-    where = result["device"] + (f", {result['threads']} threads" if result["threads"] else "")
-    lines = [f"{where}: copy ceiling {result['copy_gbps']:,.0f} GB/s (`{path.relative_to(ROOT)}`).", ""]
-    lines += ["| operation | ms | GB/s | % of copy | bytes counted |", "|---|---:|---:|---:|---|"]
-    for row in result["rows"]:
-        figures = f"{row['ms']:.3f} | {row['gbps']:,.0f} | {row['percent_of_copy']:.0f}"
-        lines.append(f"| {row['name']} | {figures} | {row['rule']} |")
-    return "\n".join(lines)
-
-
-def readme_section() -> str:
-    return "\n\n".join(table(path) for path in sorted(RESULTS.glob("*.json"), reverse=True))
-
-
-def readme(_: argparse.Namespace) -> None:
-    """Replace what stands between the benchmark markers of README.md."""
-    path = ROOT / "README.md"
-    begin, end = "<!-- benchmarks: begin -->\n", "\n<!-- benchmarks: end -->"
-    head, rest = path.read_text().split(begin)
-    path.write_text(head + begin + readme_section() + end + rest.split(end)[1])
-
-
-def main() -> None:
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    step = commands.add_parser("local_step", help=local_step.__doc__, description=local_step.__doc__)
-    step.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    step.add_argument(
-        "--size", type=int, default=16384, help="rows and columns of the weight, even (default 16384)"
-    )
-    step.add_argument("--repeats", type=int, default=50, help="runs per median (default 50)")
-    step.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    step.add_argument("--no-peers", dest="peers", action="store_false", help="leave the reference out")
-    step.set_defaults(run=local_step)
-    commands.add_parser("readme", help=readme.__doc__).set_defaults(run=readme)
-    args = parser.parse_args()
-    if args.command == "local_step":
-        if args.size < 2 or args.size % 2 or args.repeats < 1:
-            parser.error("--size must be even and at least 2, --repeats at least 1")
-        if args.device == "cuda" and not torch.cuda.is_available():
-            parser.error("--device cuda: torch sees no GPU")
-        if args.threads:
-            torch.set_num_threads(args.threads)
-    args.run(args)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
+    for name, (run, workloads) in OPERATIONS.items():
+        summary = run.__doc__.splitlines()[0]
+        add_options(add_command(commands, name, summary), workloads)
+    summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
+    add_options(add_command(commands, "all", summary), tuple(NAMES))
+    add_command(commands, "readme", "write the charts, and the tables of README.md, from benchmarks/results")
+    options = parser.parse_args(arguments)
+    if options.command != "readme":
+        complete(options, parser)
+    return options
+
+
+def add_command(commands, name: str, summary: str) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+
+
+def add_options(parser: argparse.ArgumentParser, workloads: tuple[str, ...]) -> None:
+    add = parser.add_argument
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=["cuda", "cpu"], default=default, help=f"default here: {default}")
+    names = ", ".join(workloads)
+    add("--workload", action="append", choices=workloads, help=f"may be repeated (default: {names})")
+    if "square" in workloads:
+        add("--size", type=at_least(2), help="rows and columns of `square`, even (default: 16384, CPU 4096)")
+    else:
+        parser.set_defaults(size=None)
+    help_of_scale = "divides the dimensions of llama3-8b and the length of other lists (default: 1, CPU 16)"
+    add("--scale", type=at_least(1), help=help_of_scale)
+    help_of_layouts = "scale buffers that the weights have (default: compact, which is always there)"
+    add("--scale-layouts", nargs="+", choices=SCALE_LAYOUTS, default=["compact"], help=help_of_layouts)
+    add("--repeats", type=at_least(1), default=50, help="runs per median, fewer of long ones (default: 50)")
+    add("--threads", type=at_least(1), help="threads on the CPU (default: torch's)")
+    add("--no-peers", dest="peers", action="store_false", help="leave out what others do")
+    add("--profile", action="store_true", help="also count kernels and take the host time of every row")
+    add("--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results")
+
+
+def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in what depends on the device, and refuse what does not go together."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: cuda, but torch sees no GPU")
+    options.size = options.size or SIZES[options.device]
+    options.scale = options.scale or SCALES[options.device]
+    if options.size % 2:
+        parser.error(f"argument --size: must be even, got {options.size}")
+    options.scale_layouts = [name for name in SCALE_LAYOUTS if name in ("compact", *options.scale_layouts)]
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict:
+    """Run one operation and write its result file."""
+    operation = OPERATIONS[name]
+    asked = options.workload or operation.workloads
+    settings = {
+        "workload": [workload for workload in asked if workload in operation.workloads],
+        **{key: getattr(options, key) for key in ("size", "scale", "scale_layouts", "repeats")},
+    }
+    chosen = argparse.Namespace(**{**vars(options), **settings})
+    session = Session(name, torch.device(options.device), options.repeats, options.profile)
+    operation.run(session, chosen)
+    gc.collect()  # plans and weights hold one another, and the copy needs room
+    result = session.result(settings)
+    path = save(result, options.output, options.device)
+    tables.print_tables(result)
+    print(f"wrote {path}", flush=True)
+    return result
+
+
+def draw(folder: Path) -> None:
+    charts = chart.draw(folder, [result for _, result in tables.load(folder)])
+    if charts is None:
+        print("no chart: matplotlib is not installed (the extra `train` has it)")
+    for path in charts or ():
+        print(f"wrote {path}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_options(arguments)
+    if options.command == "readme":
+        draw(RESULTS)
+        print(f"wrote {tables.write_readme()}")
+        return 0
+    for name in SHOWN if options.command == "all" else [options.command]:
+        measure(name, options)
+    draw(options.output)
+    return 0
 
 
 if __name__ == "__main__":

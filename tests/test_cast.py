@@ -5,26 +5,11 @@ import weakref
 
 import pytest
 import torch
+from cast_cases import check, check_transposes, make
 from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.format import SCALE_LAYOUTS
-
-
-def make(device, shapes=((34, 288), (16, 16)), dtype=torch.bfloat16):
-    weights = [zerofp4.empty(s, dtype=dtype, device=device, scale_layouts=SCALE_LAYOUTS) for s in shapes]
-    masters = [torch.randn(s[0] * s[1], device=device) for s in shapes]
-    return weights, masters, [0] * len(shapes)
-
-
-def check(weights, masters):
-    for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
-        expected = reference.quantize(master.view(weight.shape).to(weight.dtype))
-        assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, f"codes {i}")
-        assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, f"scale {i}")
-        assert_bytes_equal(weight.columnwise_scale, expected.columnwise_scale, f"columnwise scale {i}")
-        assert_bytes_equal(weight.amax, expected.amax, f"amax {i}")
 
 
 def test_step_all_gather_post(device):
@@ -35,9 +20,8 @@ def test_step_all_gather_post(device):
         plan.all_gather()
         plan.post()
         check(weights, masters)
-        for weight, master in zip(weights, masters, strict=True):
-            expected = reference.quantize(master.view(weight.shape).to(weight.dtype))
-            assert_bytes_equal(weight.columnwise_data, expected.columnwise_data, "columnwise codes")
+        check_transposes(weights, masters)
+        for master in masters:
             master.mul_(-2).add_(0.5)
 
 
@@ -221,9 +205,9 @@ def refused(error, message, weights, masters, starts, *args, **kwargs):
             torch.zeros(8).double(),
             0,
             TypeError,
-            r"master_weights\[0\] must be a float32 tensor, got torch.float64",
+            r"master_weights\[0\] must be a float32 or bfloat16 tensor, got torch.float64",
         ),
-        ([0.0] * 8, 0, TypeError, r"master_weights\[0\] must be a float32 tensor, got list"),
+        ([0.0] * 8, 0, TypeError, r"master_weights\[0\] must be a float32 or bfloat16 tensor, got list"),
         (
             torch.zeros(2, 4),
             0,

@@ -4,94 +4,21 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
+from op_cases import DTYPES, KINDS, POISON, SHAPES, assert_record_equals, draw_values, poisoned_like
 from test_reference import CASES, check_golden, golden_input
 
 import zerofp4
 from zerofp4 import ops, reference
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div
-from zerofp4.shard import Shard, byte_range
-from zerofp4.storage import BUFFERS, NVFP4Storage, allocate
+from zerofp4.storage import BUFFERS, allocate
 
 ZEROFP4 = torch.ops.zerofp4
-POISON = 0xA5
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-# Shapes at every kind of edge: tiles, 64 and 128 columns, 128 rows, several swizzle atoms.
-SHAPES = [
-    (1, 2),
-    (2, 2),
-    (16, 16),
-    (17, 30),
-    (32, 288),
-    (130, 144),
-    (96, 272),
-    (257, 66),
-    (256, 512),
-    (34, 1030),
-]
-
-
-def draw_values(seed: int, numel: int, kind: str) -> torch.Tensor:
-    """float32 [numel] of one kind of difficulty."""
-    rng = np.random.default_rng(seed)
-    normal = rng.standard_normal(numel).astype(np.float32)
-    if kind == "zeros":
-        return torch.from_numpy(np.where(rng.random(numel) < 0.5, np.float32(0), np.float32(-0.0)))
-    if kind == "ties":
-        grid = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, -5.0, 0.0], np.float32)
-        return torch.from_numpy(rng.choice(grid, numel))
-    if kind == "spread":
-        return torch.from_numpy((normal * 10.0 ** rng.uniform(-30, 30, numel)).astype(np.float32))
-    if kind == "denormal":
-        return torch.from_numpy(normal * np.float32(1e-39))
-    if kind == "nonfinite":
-        normal[rng.integers(0, numel, max(1, numel // 300))] = rng.choice([np.nan, -np.nan, np.inf, -np.inf])
-    if kind == "bits":
-        return torch.from_numpy(rng.integers(0, 2**32, numel, dtype=np.uint32).view(np.float32))
-    return torch.from_numpy(normal)
-
-
-KINDS = ["normal", "zeros", "ties", "spread", "denormal", "nonfinite", "bits"]
-
-
-def poisoned(record: NVFP4Storage) -> NVFP4Storage:
-    for _, buffer in record.buffers():
-        buffer.view(torch.uint8).fill_(POISON)
-    return record
-
-
-def poisoned_like(shape, dtype, device, block=(BLOCK, BLOCK), **kwargs) -> NVFP4Storage:
-    columnwise = kwargs.pop("columnwise", shape[0] % 2 == 0)
-    return poisoned(allocate(shape, dtype=dtype, device=device, block=block, columnwise=columnwise, **kwargs))
-
-
-def expected_buffers(q: reference.Quantized, shape, block_rows: int) -> dict[str, torch.Tensor]:
-    """What every buffer of a record should hold."""
-    rows, cols = shape
-    expected = {"rowwise_data": q.rowwise_data, "rowwise_scale": q.rowwise_scale, "amax": q.amax}
-    sides = [("rowwise", q.rowwise_scale, rows, cols)]
-    if q.columnwise_data is not None:
-        expected |= {"columnwise_data": q.columnwise_data, "columnwise_scale": q.columnwise_scale}
-        sides.append(("columnwise", q.columnwise_scale, cols, rows))
-    for side, scale, m, k in sides:
-        expanded = reference.expand_scale(scale, m, k, block_rows)
-        expected[f"{side}_scale_expanded"] = expanded
-        expected[f"{side}_scale_swizzled"] = reference.swizzle_scale(expanded)
-    return expected
-
-
-def assert_record_equals(record: NVFP4Storage, q: reference.Quantized, what: str) -> None:
-    expected = expected_buffers(q, record.matrix, record.block[0])
-    for name, buffer in record.buffers():
-        assert_bytes_equal(buffer, expected[name].to(buffer.device), f"{what}: {name}")
-
 
 # quantize
 
@@ -306,149 +233,6 @@ def test_quantize_refuses(change, error, message):
 def test_odd_rows_have_no_transpose():
     with pytest.raises(ValueError, match="rows must be even, got 3"):
         ZEROFP4.transpose_packed(torch.zeros(3, 4, dtype=torch.uint8))
-
-
-# Stages of a plan on shards
-
-
-class ShardCase:
-    """One weight and a shard of it, with the tensors that the stages work on, all poisoned."""
-
-    def __init__(self, device, shape, start, numel, dtype, kind, seed):
-        self.shape, self.dtype, self.shard = shape, dtype, Shard(start, numel)
-        self.whole = draw_values(seed, shape[0] * shape[1], kind)
-        # A view at an element offset, so that masters are not aligned to more than 4 bytes.
-        self.master = torch.cat([torch.zeros(seed % 4), self.whole[start : start + numel]]).to(device)[
-            seed % 4 :
-        ]
-        self.record = poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS)
-        first, last = byte_range(self.shard)
-        self.codes = torch.full((last - first,), POISON, dtype=torch.uint8, device=device)
-        tiles = ceil_div(shape[0], BLOCK) * ceil_div(shape[1], BLOCK)
-        self.reduced = torch.full((ops.HEADER_WORDS + 1 + tiles,), torch.nan, device=device)
-        self.found_inf = torch.zeros(1, device=device)
-        self.status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        item = ops.CastItem(
-            self.record, self.master, self.shard, self.codes, ops.HEADER_WORDS + 1, ops.HEADER_WORDS
-        )
-        self.stages = ops.CastStages(
-            [item], self.reduced, hash=77, found_inf=self.found_inf, status=self.status
-        )
-
-    @property
-    def tile_amax(self) -> torch.Tensor:
-        return self.reduced[ops.HEADER_WORDS + 1 :].view(
-            ceil_div(self.shape[0], BLOCK), ceil_div(self.shape[1], BLOCK)
-        )
-
-    @property
-    def amax(self) -> torch.Tensor:
-        return self.reduced[ops.HEADER_WORDS : ops.HEADER_WORDS + 1]
-
-
-@st.composite
-def shard_cases(draw):
-    rows, cols = draw(st.integers(1, 100)), 2 * draw(st.integers(1, 200))
-    start = draw(st.integers(0, rows * cols))
-    numel = draw(st.integers(0, rows * cols - start))
-    return (rows, cols), start, numel, draw(st.sampled_from(DTYPES)), draw(st.sampled_from(KINDS))
-
-
-@given(case=shard_cases(), seed=st.integers(0, 2**32 - 1))
-@example(case=((16, 16), 17, 3, torch.bfloat16, "normal"), seed=0)
-@example(case=((16, 400), 131, 1, torch.bfloat16, "normal"), seed=1)
-@example(case=((33, 288), 4095, 1026, torch.bfloat16, "normal"), seed=2)
-@example(case=((64, 128), 0, 64 * 128, torch.float16, "spread"), seed=0)
-def test_stages_on_a_shard(device, case, seed):
-    shape, start, numel, dtype, kind = case
-    c = ShardCase(device, shape, start, numel, dtype, kind, seed)
-    c.stages.begin()
-    c.stages.amax()
-    tile_amax, amax = reference.partial_amax(c.master, start, shape, dtype)
-    assert c.reduced[: ops.HEADER_WORDS].tolist() == [0, 77, -77, 0]
-    assert_bytes_equal(c.tile_amax, tile_amax, "tile amax")
-    assert_bytes_equal(c.amax, amax, "amax")
-    # What an all-reduce would do: the other ranks' parts of the weight.
-    whole = c.whole.to(device)
-    tile_amax, amax = reference.partial_amax(whole, 0, shape, dtype)
-    c.tile_amax.copy_(tile_amax)
-    c.amax.copy_(amax)
-    c.stages.scale()
-    c.stages.cast()
-    assert c.status.item() == 0
-    if amax.isinf():
-        assert c.found_inf.item() == 1
-        assert (c.codes == POISON).all(), "codes of a weight that is not finite were touched"
-        assert all((b.view(torch.uint8) == POISON).all() for _, b in c.record.buffers())
-        return
-    assert c.found_inf.item() == 0
-    expected_codes = torch.full_like(c.codes, POISON)
-    reference.partial_cast(c.master, start, shape, dtype, tile_amax, amax, expected_codes)
-    assert_bytes_equal(c.codes, expected_codes, "codes")
-    expected = expected_buffers(reference.quantize(whole.view(shape).to(dtype)), shape, BLOCK)
-    for name, buffer in c.record.buffers():
-        if not name.endswith("_data"):
-            assert_bytes_equal(buffer, expected[name], name)
-
-
-@pytest.mark.parametrize(
-    ("word", "value", "status"),
-    [(0, torch.inf, ops.PEER_ERROR), (1, 78.0, ops.PLAN_MISMATCH), (2, -76.0, ops.PLAN_MISMATCH)],
-)
-def test_nobody_writes_when_the_header_says_no(device, word, value, status):
-    c = ShardCase(device, (40, 64), 5, 1000, torch.bfloat16, "normal", 0)
-    c.stages.begin()
-    c.stages.amax()
-    c.reduced[word] = value
-    c.stages.scale()
-    c.stages.cast()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert c.status.item() == status
-    assert (c.codes == POISON).all()
-    assert all((b.view(torch.uint8) == POISON).all() for _, b in c.record.buffers())
-
-
-def test_begin_with_an_error_flags_the_vector(device):
-    c = ShardCase(device, (40, 64), 5, 1000, torch.bfloat16, "normal", 0)
-    c.stages.begin(error=True)
-    assert c.reduced[0].item() == torch.inf and not c.reduced[3:].any()
-
-
-def test_many_weights_in_one_plan(device):
-    """Sizes from one tile to many, empty shards, shared amax words: each weight as if it were alone."""
-    shapes = [(2, 2), (130, 66), (16, 16), (64, 1000), (48, 48), (256, 256), (34, 30)] * 5
-    rng = np.random.default_rng(0)
-    cases, items, total = [], [], ops.HEADER_WORDS + len(shapes)
-    for i, shape in enumerate(shapes):
-        numel = shape[0] * shape[1]
-        start, end = sorted(rng.integers(0, numel + 1, 2).tolist()) if i % 4 else (0, 0)
-        c = ShardCase(device, shape, start, end - start, DTYPES[i % 3], "normal", i)
-        cases.append(c)
-        items.append(ops.CastItem(c.record, c.master, c.shard, c.codes, total, ops.HEADER_WORDS + i // 2))
-        total += c.tile_amax.numel()
-    reduced = torch.full((total,), torch.nan, device=device)
-    stages = ops.CastStages(items, reduced)
-    stages.begin()
-    stages.amax()
-    for i, (c, item) in enumerate(zip(cases, items, strict=True)):
-        tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
-        assert_bytes_equal(
-            reduced[item.tile_offset :][: tile_amax.numel()], tile_amax.flatten(), f"tile amax {i}"
-        )
-    for g in range((len(shapes) + 1) // 2):
-        members = cases[2 * g : 2 * g + 2]
-        amaxes = [reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)[1] for c in members]
-        assert reduced[ops.HEADER_WORDS + g] == torch.stack(amaxes).max()
-    stages.scale()
-    stages.cast()
-    for i, (c, item) in enumerate(zip(cases, items, strict=True)):
-        tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
-        amax = reduced[item.amax_offset].reshape(1)
-        expected = torch.full_like(c.codes, POISON)
-        reference.partial_cast(c.master, c.shard.start, c.shape, c.dtype, tile_amax, amax, expected)
-        assert_bytes_equal(c.codes, expected, f"codes {i}")
-        assert_bytes_equal(c.record.rowwise_scale, reference.block_scale(tile_amax, amax), f"scale {i}")
 
 
 def test_build_info_says_what_runs():

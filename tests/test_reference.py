@@ -8,11 +8,25 @@ import pytest
 import torch
 from helpers import assert_bytes_equal
 
-from zerofp4 import reference
+from zerofp4 import FourOverSix, reference
 from zerofp4.format import E2M1_VALUES, FLOAT32_MAX, SCALE_DTYPE
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "nvfp4_reference.npz")
 CASES = sorted({key.split("/")[0] for key in GOLDEN})
+MODES = {
+    "2d": {"block_rows": 16},
+    "1d": {"block_rows": 1},
+    "rht": {"block_rows": 1, "hadamard": True},
+    "4over6_1d_e256_mae": {"block_rows": 1, "four_over_six": FourOverSix(256, "mae")},
+    "4over6_1d_e448_mse": {"block_rows": 1, "four_over_six": FourOverSix(448, "mse")},
+    "4over6_2d_e256_mae": {"block_rows": 16, "four_over_six": FourOverSix(256, "mae")},
+    "4over6_2d_e448_mse": {"block_rows": 16, "four_over_six": FourOverSix(448, "mse")},
+}
+"""The options of quantize() behind each mode of the file."""
+
+
+def cases_of(mode: str) -> list[str]:
+    return [case for case in CASES if any(key.startswith(f"{case}/{mode}/") for key in GOLDEN)]
 
 
 def golden(key: str) -> torch.Tensor:
@@ -32,23 +46,30 @@ def check_golden(case: str, mode: str, fields: dict[str, torch.Tensor]) -> None:
         assert_bytes_equal(value, golden(f"{case}/{mode}/{name}"), f"{case}/{mode}/{name}")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("mode", "block_rows"), [("2d", 16), ("1d", 1)])
-def test_reference_equals_golden_file(case, mode, block_rows):
-    x = golden_input(case)
-    q = reference.quantize(x, block_rows)
+@pytest.mark.parametrize(("case", "mode"), [(case, mode) for mode in MODES for case in cases_of(mode)])
+def test_reference_equals_golden_file(device, case, mode):
+    x, options = golden_input(case).to(device), MODES[mode]
+    q = reference.quantize(x, **options)
+    block_rows = options["block_rows"]
     fields = {
         "data": q.rowwise_data,
         "scale": q.rowwise_scale,
         "data_t": q.columnwise_data,
         "scale_t": q.columnwise_scale,
         "amax": q.amax,
+        "amax_t": q.columnwise_amax,
         "dequant_f32": reference.dequantize(q.rowwise_data, q.rowwise_scale, q.amax, block_rows),
         "scale_swizzled": reference.swizzle_scale(
             reference.expand_scale(q.rowwise_scale, *x.shape, block_rows)
         ),
     }
-    check_golden(case, mode, fields)
+    check_golden(case, mode, {name: value.cpu() for name, value in fields.items()})
+
+
+def test_golden_file_holds_nothing_that_is_not_compared():
+    modes = {key.split("/")[1] for key in GOLDEN} - {"x_bf16"}
+    assert modes == MODES.keys()
+    assert all(cases_of(mode) for mode in MODES)
 
 
 def test_e2m1_rounds_ties_to_the_even_code():
@@ -95,6 +116,31 @@ def test_nonfinite_tensor_has_amax_inf_and_unit_tensor_scale():
 
 def test_amax_of_smallest_denormal_saturates_the_encode_scale():
     assert reference.encode_scale(torch.tensor([1e-45])).item() == FLOAT32_MAX
+
+
+def test_columnwise_copy_takes_the_amax_given_for_it():
+    x, amax, columnwise_amax = torch.randn(34, 46), torch.tensor([5.0]), torch.tensor([7.0])
+    q = reference.quantize(x, 1, amax, columnwise_amax)
+    assert_bytes_equal(q.rowwise_data, reference.quantize(x, 1, amax).rowwise_data, "rowwise")
+    transposed = reference.quantize(x.t(), 1, columnwise_amax)
+    assert_bytes_equal(q.columnwise_data, transposed.rowwise_data, "columnwise data")
+    assert_bytes_equal(q.columnwise_scale, transposed.rowwise_scale, "columnwise scale")
+    assert (q.amax.item(), q.columnwise_amax.item()) == (5.0, 7.0)
+
+
+@pytest.mark.parametrize("block_rows", [1, 16])
+def test_copies_share_an_amax_and_odd_rows_have_no_columnwise_copy(block_rows):
+    q = reference.quantize(torch.randn(6, 8), block_rows)
+    assert q.columnwise_amax is q.amax
+    assert reference.quantize(torch.randn(5, 8), block_rows)[2:4] == (None, None)
+
+
+@pytest.mark.parametrize("block_rows", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantize_rounds_the_float32_product_once(block_rows, dtype):
+    q = reference.quantize(torch.randn(34, 46), block_rows)
+    args = q.rowwise_data, q.rowwise_scale, q.amax, block_rows
+    assert_bytes_equal(reference.dequantize(*args, dtype), reference.dequantize(*args).to(dtype), "values")
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (17, 30), (128, 64), (130, 288), (300, 1040)])

@@ -3,7 +3,9 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from zerofp4 import launch, optim
-from zerofp4.cast import CastPlan, cast_master_weights_to_nvfp4
+from zerofp4.cast import CastPlan
+from zerofp4.cast_function import cast_master_weights_to_nvfp4
+from zerofp4.format import FourOverSix
 from zerofp4.gather import all_gather_nvfp4, post_all_gather_processing
 from zerofp4.nn import convert_model
 from zerofp4.ops import build_info
@@ -16,6 +18,7 @@ except PackageNotFoundError:  # a source tree that was built in place and never 
 
 __all__ = [
     "CastPlan",
+    "FourOverSix",
     "NVFP4Tensor",
     "all_gather_nvfp4",
     "build_info",

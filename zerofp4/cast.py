@@ -1,44 +1,60 @@
-"""Casting sharded FP32 master weights to NVFP4: CastPlan, and the function that finds its plan by itself."""
+"""Casting sharded master weights to NVFP4: CastPlan, a step of it stage by stage."""
 
+import enum
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zerofp4 import collectives, storage
+from zerofp4 import collectives
+from zerofp4.addresses import ShardAddresses, WeightAddresses
 from zerofp4.collectives import PackedGather
-from zerofp4.format import BLOCK, FLOAT32_MAX
-from zerofp4.layout import ceil_div
-from zerofp4.ops import ERROR_WORD, HASH_WORD, HEADER_WORDS, PEER_ERROR, CastItem, CastStages, TransposeStage
-from zerofp4.request import (
-    CastRequest,
-    Signature,
-    attached,
-    attempt,
-    check_agreement,
-    check_request,
-    check_weights,
-    keep,
-    same_weights,
-)
+from zerofp4.format import BLOCK
+from zerofp4.layout import ceil_div, round_up
+from zerofp4.ops import HEADER_WORDS, CastItem, CastStages, TransposeStage
+from zerofp4.request import CastRequest, Signature, attempt, check_agreement, check_refresh, check_request
 from zerofp4.shard import Shard
+from zerofp4.status import StepStatus
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensor import NVFP4Tensor
 
-_PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
-_WANTS_ANOTHER = 1.0
-"""In the error word: not an error (+inf), but a rank that wants another plan for the same weights."""
+_VECTOR_WORDS = 4
+"""A weight's tile amaxes begin at a multiple of it in the reduced vector, so that kernels read vectors."""
+
+
+class MasterPiece(NamedTuple):
+    """What this rank owns of a weight, and where its amaxes belong in CastPlan.reduced.
+
+    matrix, dtype: the weight's [rows, cols] and dtype. The amax of its tile (0, 0) is word tile_offset, those
+    of the others follow, row-major [ceil(rows/16), ceil(cols/16)]; the amax of its group is word amax_offset.
+    An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN
+    or Inf, and goes in by maximum with what is there.
+    """
+
+    master: torch.Tensor
+    shard: Shard
+    matrix: tuple[int, int]
+    dtype: torch.dtype
+    tile_offset: int
+    amax_offset: int
+
+
+class _Amaxes(enum.Enum):
+    """Whether the reduced vector holds the amaxes of the next step: begin_update() to end_update()."""
+
+    NONE, BEGUN, LEFT = range(3)
 
 
 class CastPlan:
-    """Casts a list of sharded FP32 masters into a list of NVFP4 weights, any number of times.
+    """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
 
     model_weights: NVFP4Tensors with block (16, 16), the same list on every rank.
-    master_weights[i]: the 1D float32 elements of weight i that this rank owns, start_offsets[i] the flat
-    index of the first one; None and None where it owns nothing. Any offset and length will do, also inside a
-    tile or a byte; no element may be owned twice. An element that no rank owns keeps its code and does not
-    count for the amax.
+    master_weights[i]: the 1D float32 or bfloat16 elements of weight i that this rank owns, start_offsets[i]
+    the flat index of the first one; None and None where it owns nothing. Any offset and length will do, also
+    inside a tile or a byte; no element may be owned twice. An element that no rank owns keeps its code and
+    does not count for the amax. bfloat16 masters give the bytes of the same values in float32.
 
     group: process group that the masters are sharded over; None is the default group, or a world of one where
     torch.distributed is not initialized.
@@ -50,6 +66,9 @@ class CastPlan:
     weights.
     found_inf: float32 [1] on the weights' device, set to 1 when something was skipped and never cleared; the
     plan has one of its own (`plan.found_inf`) if none is given.
+
+    reduced: float32 vector that a step reduces by maximum over the ranks: header words, one amax per amax
+    group, then the tile amaxes of each weight.
 
     Building is collective: every rank must build the same plan. An invalid argument on any rank raises the
     same ValueError or TypeError on all of them. Ranks that build or step different lists of weights have no
@@ -73,12 +92,6 @@ class CastPlan:
         options = (fsdp_shard_model_weights, amax_groups, on_nonfinite, found_inf)
         self._build(*attempt(check_request, model_weights, master_weights, start_offsets, *options), group)
 
-    @classmethod
-    def _from_request(cls, request: CastRequest | None, error: Exception | None, group) -> "CastPlan":
-        plan = cls.__new__(cls)
-        plan._build(request, error, group)
-        return plan
-
     def _build(self, request: CastRequest | None, error: Exception | None, group) -> None:
         self.group = collectives.GroupReference(group)
         gathered = collectives.exchange(request and tuple(request.signature()), error, group)
@@ -90,50 +103,58 @@ class CastPlan:
         self._into_weights = all(signature.into_weights for signature in signatures)
         for i, name in enumerate(self._names):
             collectives.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
-        self._hash = int.from_bytes(hashlib.sha256(repr(signatures).encode()).digest()[:3], "big")
+        self._sharded = len(signatures) > 1
         self._allocate()
+        plan_hash = int.from_bytes(hashlib.sha256(repr(signatures).encode()).digest()[:3], "big")
+        options = {"hash": plan_hash, "found_inf": self.found_inf, "status": self._status.word}
+        self._stages = CastStages(self._items(), self.reduced, **options)
+        self._transposes = TransposeStage(self._transpose_pairs())
+        self._watch_addresses()
+        self._amaxes = _Amaxes.NONE
         self._gather = None
-        self._take_addresses()
 
     def _allocate(self) -> None:
         """The reduced vector (header words, one amax per group, then tile amaxes) and the flags."""
         request, device = self._request, self._request.device
         self._group_count = len(set(request.amax_groups))
-        self._tile_offsets, total = [], HEADER_WORDS + self._group_count
+        self._tile_offsets, total = [], round_up(HEADER_WORDS + self._group_count, _VECTOR_WORDS)
         for record in request.records:
             rows, cols = record.matrix
             self._tile_offsets.append(total)
-            total += ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
-        self._reduced = torch.zeros(total, device=device)
+            total += round_up(ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK), _VECTOR_WORDS)
+        self.reduced = torch.zeros(total, device=device)
         self._own_found_inf = torch.zeros(1, device=device)
         self.found_inf = self._own_found_inf if request.found_inf is None else request.found_inf
-        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._status = StepStatus(device)
 
     @property
     def records(self) -> list[NVFP4Storage]:
         return self._request.records
 
     def refresh(self) -> None:
-        """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Not
-        collective.
+        """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
+        by an update are taken back. Not collective; only queues work on the current stream.
 
-        Raises ValueError when a weight has another shape, dtype or device than the plan was built for.
+        Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
+        another shape, dtype or device than it was built for, or a master another length.
         """
-        records = check_weights(self._request.weights)
-        for name, old, new in zip(self._names, self._request.records, records, strict=True):
-            for what in ("shape", "dtype", "device"):
-                if getattr(old, what) != getattr(new, what):
-                    raise ValueError(
-                        f"{name} must keep its {what} {getattr(old, what)}, now has {getattr(new, what)}: "
-                        "build a new plan"
-                    )
-        self._request.records = records
+        check_refresh(self._request, self._names)
+        self._amaxes = _Amaxes.NONE
         self._take_addresses()
 
     def _take_addresses(self) -> None:
+        self._stages.bind(self._items(), self.found_inf)
+        self._transposes.bind(self._transpose_pairs())
+        self._watch_addresses()
+
+    def _watch_addresses(self) -> None:
         request = self._request
-        items = [
+        self._weights = WeightAddresses(self._names, request.weights, request.records)
+        self._shards = ShardAddresses(request.shard_tensors())
+
+    def _items(self) -> list[CastItem]:
+        request = self._request
+        return [
             CastItem(
                 record,
                 request.masters[i],
@@ -144,123 +165,121 @@ class CastPlan:
             )
             for i, record in enumerate(request.records)
         ]
-        self._stages = CastStages(
-            items, self._reduced, hash=self._hash, found_inf=self.found_inf, status=self._status
-        )
-        pairs = [
-            (r.rowwise_data, r.columnwise_data) for r in request.records if r.columnwise_data is not None
-        ]
-        self._transposes = TransposeStage(pairs)
-        self._rebindings = storage.rebindings()
-        self._code_pointers = [record.rowwise_data.data_ptr() for record in request.records]
-        self._shard_tensors = request.shard_tensors()
-        self._shard_pointers = [tensor.data_ptr() for tensor in self._shard_tensors.values()]
 
-    def _moved_weight(self) -> RuntimeError | None:
-        """An error for the first weight whose record or codes are not the plan's any more."""
-        if self._rebindings == storage.rebindings():
-            return None
-        request = self._request
-        for i, (weight, record) in enumerate(zip(request.weights, request.records, strict=True)):
-            if weight.record is not record or record.rowwise_data.data_ptr() != self._code_pointers[i]:
-                return _moved(f"{self._names[i]}: rowwise_data")
-        self._rebindings = storage.rebindings()
-        return None
+    def _transpose_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        records = self._request.records
+        return [(r.rowwise_data, r.columnwise_data) for r in records if r.columnwise_data is not None]
 
-    def _moved_shard(self) -> RuntimeError | None:
-        """An error for the first master or shard buffer whose address is not the plan's any more."""
-        tensors = self._shard_tensors.values()
-        if list(map(torch.Tensor.data_ptr, tensors)) == self._shard_pointers:
-            return None
-        pointers = zip(self._shard_tensors.items(), self._shard_pointers, strict=True)
-        return _moved(next(name for (name, tensor), pointer in pointers if tensor.data_ptr() != pointer))
+    def master_pieces(self) -> list[MasterPiece]:
+        """What this rank owns, one piece per weight, for an optimizer that leaves amaxes in `reduced`.
+
+        Raises RuntimeError for the plan of cast_master_weights_to_nvfp4, which holds no masters.
+        """
+        pieces = []
+        for item in self._items():
+            if item.shard.numel and item.master is None:
+                raise RuntimeError("this plan holds no masters between calls: build a CastPlan of your own")
+            if item.shard.numel:
+                record = item.record
+                offsets = (item.tile_offset, item.amax_offset)
+                pieces.append(MasterPiece(item.master, item.shard, record.matrix, record.dtype, *offsets))
+        return pieces
+
+    def begin_update(self) -> None:
+        """Clear `reduced` and write its header: the amaxes of every piece of master_pieces() may go in now.
+
+        Amaxes that were left before are taken back. Queued on the current stream.
+        """
+        self._stages.begin()
+        self._amaxes = _Amaxes.BEGUN
+
+    def end_update(self) -> None:
+        """The amaxes of all pieces are in `reduced`: the next step(), and no other, does not compute them. A
+        step in which this rank cannot take part, begin_update() and refresh() take them back.
+
+        Masters must not be written between here and step(), whose codes would not belong to its scales.
+        Raises RuntimeError without a begin_update() since the last step.
+        """
+        if self._amaxes is _Amaxes.NONE:
+            raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
+        self._amaxes = _Amaxes.LEFT
 
     def step(self) -> None:
-        """Amax, one MAX all-reduce, scales, codes. Every rank of the group must call it.
+        """Amax (unless an update left it), one MAX all-reduce, scales, codes. Every rank of the group must
+        call it. The weights are complete, and their autograd versions advance, in post().
 
-        On a GPU it only queues work on the current stream and can be captured in a CUDA graph. Where this
-        rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged, so that no
-        rank writes; the others raise RuntimeError at their next check: on the CPU in this call, on a GPU in
-        check(), all_gather(), post() or, once it has done its own work, the next step().
+        Takes the host the same time for any number of weights. On a GPU it only queues work on the current
+        stream, allocates nothing and can be captured in a CUDA graph, which then does in each replay what the
+        captured step did, with or without its own amaxes.
+
+        A weight that was rebound (rowwise_data or .data assigned, another record) is noticed here. Masters
+        and shard buffers whose storage was exchanged (.data assigned) are looked at 256 in each step, in
+        turn, and all in check(), all_gather() and post(); until it is noticed, a step uses the storage that
+        the plan knows and keeps alive (unless it was freed in place, by resize_ of the storage itself).
+
+        Where this rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged,
+        so that no rank writes; the others raise RuntimeError at their next check: on the CPU in this call, on
+        a GPU in check(), all_gather(), post() or, once it has done its own work, the next step().
         """
         # What went wrong in an earlier step is old news to other ranks: this step is not to fail for it.
-        late = self._take_status()
-        self._run(self._moved_weight() or self._moved_shard())
+        late = self._status.take()
+        self._run(self._weights.glance() or self._shards.glance())
         if late is not None:
             raise late
 
     def _run(self, error: Exception | None) -> None:
         if error is not None:
-            self._abstain(error)
+            self._abstain()
             raise error
-        if self._request.on_nonfinite == "raise" and self._is_capturing():
+        capturing = self._status.is_capturing()
+        raises = self._request.on_nonfinite == "raise"
+        if raises and capturing:
             raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
-        self._stages.begin()
-        self._stages.amax()
-        collectives.reduce_max(self._reduced, self.group())
-        self._stages.scale()
-        self._stages.cast()
-        # As after any update in place, a backward pass through the old values must fail.
-        torch.autograd.graph.increment_version(self._request.weights)
-        if self._done is None:
-            self.check()
-        elif not self._is_capturing():
-            self._done.record()
-        if self._request.on_nonfinite == "raise":
-            self.check()
+        target = self._stages.target()
+        if self._amaxes is not _Amaxes.LEFT:
+            self._stages.begin_amax(target)
+        self._amaxes = _Amaxes.NONE
+        self._reduce()
+        self._stages.scale_cast(target)
+        if not capturing:
+            self._status.step_queued()
+        if raises:
+            self._status.wait()
             self._raise_nonfinite()
 
-    def _abstain(self, error: Exception | None) -> bool:
-        """Join the reduction so that no rank writes: because of an error, or wanting another plan.
+    def _reduce(self) -> None:
+        if self._sharded:
+            collectives.reduce_max(self.reduced, self.group())
 
-        Returns whether all ranks want another plan.
-        """
+    def _abstain(self) -> None:
+        """Join the reduction, flagged, so that no rank writes."""
+        self._amaxes = _Amaxes.NONE
         self._stages.begin(error=True)
-        if error is None:
-            self._reduced[ERROR_WORD] = _WANTS_ANOTHER
-            # Below the hash of any rank that takes part or has an error.
-            self._reduced[HASH_WORD] = -FLOAT32_MAX
-        collectives.reduce_max(self._reduced, self.group())
-        if error is not None:
-            return False
-        error_word, hash_word = self._reduced[[ERROR_WORD, HASH_WORD]].tolist()
-        if error_word != _WANTS_ANOTHER:
-            raise RuntimeError(_PEER_MESSAGE)
-        return hash_word == -FLOAT32_MAX
-
-    def _is_capturing(self) -> bool:
-        return self._done is not None and torch.cuda.is_current_stream_capturing()
+        self._reduce()
 
     def check(self) -> None:
-        """Wait for the last step and raise RuntimeError if a rank kept all from writing in it.
+        """Wait for the last step and raise RuntimeError if a rank kept all from writing in it, or if any
+        weight, master or shard buffer has moved since the plan took its address.
 
-        Does nothing while a CUDA graph is being captured.
+        Does not wait while a CUDA graph is being captured.
         """
-        if self._is_capturing():
-            return
-        if self._done is not None:
-            self._done.synchronize()
-        error = self._take_status()
+        self._status.wait()
+        error = self._find_moved()
         if error is not None:
             raise error
 
-    def _take_status(self) -> RuntimeError | None:
-        """What the device said of the steps that it has finished, once."""
-        status = self._status.item()
-        if status == 0:
-            return None
-        self._status.zero_()
-        if status == PEER_ERROR:
-            return RuntimeError(_PEER_MESSAGE)
-        return RuntimeError("the ranks are running different cast plans; no rank changed a weight")
+    def _find_moved(self) -> RuntimeError | None:
+        return self._weights.find_moved() or self._shards.find_moved()
 
     def _raise_nonfinite(self) -> None:
-        group_amaxes = self._reduced[HEADER_WORDS : HEADER_WORDS + self._group_count]
+        group_amaxes = self.reduced[HEADER_WORDS : HEADER_WORDS + self._group_count]
         if not group_amaxes.isinf().any():
             return
-        ends = [*self._tile_offsets[1:], self._reduced.numel()]
+        ends = [*self._tile_offsets[1:], self.reduced.numel()]
         spans = zip(self._names, self._tile_offsets, ends, strict=True)
-        bad = [name for name, first, last in spans if self._reduced[first:last].isinf().any()]
+        bad = [name for name, first, last in spans if self.reduced[first:last].isinf().any()]
+        # The others were written, and post() may never come.
+        torch.autograd.graph.increment_version(self._request.weights)
         raise FloatingPointError(
             f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
             "these weights and their amax groups were not changed"
@@ -270,9 +289,9 @@ class CastPlan:
         """Give every rank the codes of all shards. Collective; waits for the step.
 
         Raises ValueError if an element is owned by no rank, or if codes went to fsdp_shard_model_weights,
-        which are the caller's to gather; RuntimeError on all ranks if a weight has moved on one.
+        which are the caller's to gather; RuntimeError on all ranks if a weight or master has moved on one.
         """
-        self.check()
+        self._status.wait()
         if not self._into_weights:
             raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
         buffers = [record.rowwise_data for record in self._request.records]
@@ -282,104 +301,15 @@ class CastPlan:
             device = self._request.device
             self._gather = PackedGather(buffers, self._rank_shards, self.group(), device)
         self._gather.bind_if_moved(buffers)
-        self._gather.run(error=self._moved_weight())
+        self._gather.run(error=self._find_moved())
 
     def post(self) -> None:
-        """Columnwise data of every weight that has some, from its rowwise data. One launch.
+        """Columnwise data of every weight that has some, from its rowwise data, in one launch; with it the
+        weights are complete. Waits for the step.
 
-        Raises RuntimeError if a weight has moved since the plan took its address.
+        The weights' autograd versions advance: as after any update in place, a backward pass through the old
+        values fails. (Not in the replay of a CUDA graph.) Raises RuntimeError as check() does.
         """
         self.check()
-        error = self._moved_weight()
-        if error is not None:
-            raise error
         self._transposes.run()
-
-    def step_for(self, request: CastRequest | None, error: Exception | None) -> bool:
-        """step() with the masters, shard buffers and found_inf of a request, which it does not keep.
-
-        An error is raised on this rank and keeps the others from writing. Returns False when all ranks want
-        another plan, with other shards or options; where only some do, those raise ValueError.
-        """
-        if error is not None or not self._fits(request):
-            if self._abstain(error):
-                return False
-            raise error or ValueError(
-                "start_offsets, lengths of master_weights, amax_groups or on_nonfinite are not those of the "
-                "last call with these weights, and another rank's are: they change on all ranks or on none"
-            )
-        late = self._take_status()
-        self._request.masters, self._request.shard_codes = request.masters, request.shard_codes
-        found_inf = self._own_found_inf if request.found_inf is None else request.found_inf
-        pointers = [tensor.data_ptr() for tensor in request.shard_tensors().values()]
-        moved = pointers != self._shard_pointers or self._moved_weight() is not None
-        if moved or found_inf is not self.found_inf:
-            self.found_inf = found_inf
-            self._take_addresses()
-        try:
-            self._run(None)
-        finally:
-            # Only addresses stay: whether the masters live on is the caller's business.
-            self._request.masters, self._request.shard_codes = [None] * len(self.records), None
-            self._shard_tensors = {}
-        if late is not None:
-            raise late
-        return True
-
-    def _fits(self, request: CastRequest) -> bool:
-        mine = self._request
-        return (
-            request.shards == mine.shards
-            and request.amax_groups == mine.amax_groups
-            and request.on_nonfinite == mine.on_nonfinite
-        )
-
-
-def _moved(what: str) -> RuntimeError:
-    return RuntimeError(f"{what} has moved since the plan was built; call refresh() to take its new address")
-
-
-def cast_master_weights_to_nvfp4(
-    model_weights: Sequence[NVFP4Tensor],
-    master_weights: Sequence[torch.Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: dist.ProcessGroup | None = None,
-    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
-    manual_post_all_gather_processing: bool = True,
-    *,
-    amax_groups: Sequence[Sequence[NVFP4Tensor]] | None = None,
-    on_nonfinite: str = "skip",
-    found_inf: torch.Tensor | None = None,
-) -> None:
-    """Cast sharded FP32 masters into NVFP4 weights: one step of the CastPlan that belongs to these arguments.
-
-    See CastPlan for the arguments. The plan is built, collectively, when no earlier call had these weights,
-    shards and options; it is kept with the first weight. Masters and buffers may have moved since: then this
-    rank rebuilds its addresses, without a collective. Afterwards call all_gather_nvfp4 (or gather the shard
-    buffers), then post_all_gather_processing. An argument that is invalid on one rank only raises there, and
-    on the other ranks in the same way as CastPlan and CastPlan.step say; a rank that calls with other weights
-    than its peers is found out by the process group's timeout only.
-
-    Raises ValueError for manual_post_all_gather_processing=False: the columnwise copy is never made behind
-    the caller's back, call post_all_gather_processing.
-    """
-    group = collectives.resolve_group(group)
-    options = (
-        fsdp_shard_model_weights,
-        amax_groups,
-        on_nonfinite,
-        found_inf,
-        manual_post_all_gather_processing,
-    )
-    request, error = attempt(check_request, model_weights, master_weights, start_offsets, *options)
-    plans = attached(model_weights, "cast_plans")
-    for plan in reversed(plans):
-        if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
-            if plan.step_for(request, error):
-                keep(plans, plan)
-                return
-            plans.remove(plan)
-            break
-    plan = CastPlan._from_request(request, error, group)
-    keep(plans, plan)
-    plan.step_for(request, None)
+        torch.autograd.graph.increment_version(self._request.weights)

@@ -1,4 +1,6 @@
-"""The constants of NVFP4: element and scale formats, block sizes, the names of scale layouts."""
+"""The constants of NVFP4 and MXFP8: element and scale formats, block sizes, the names of scale layouts; its options."""
+
+import dataclasses
 
 import torch
 
@@ -17,6 +19,32 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Logical dtypes a quantized tensor can have, and dtypes that can be quantized."""
 
 SCALE_LAYOUTS = ("compact", "expanded", "swizzled")
+MXFP8_BLOCK = 32
+"""Elements of an MXFP8 scaling block, along a row or a column."""
+
+MXFP8_DATA_DTYPE = torch.float8_e4m3fn
+MXFP8_SCALE_DTYPE = torch.float8_e8m0fnu
+MXFP8_SCALE_LAYOUTS = ("compact", "swizzled")
 ATOM_ROWS, ATOM_COLUMNS = 128, 4
 """Rows and scale columns of one 512-byte atom of the swizzled layout; padded layouts are multiples of both.
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class FourOverSix:
+    """Choose for every block between a scale that maps its largest magnitude to 6 and one that maps it to 4,
+    whichever gives the smaller error.
+
+    e4m3_max: what the scale of the block with the largest magnitude becomes, 448 or 256; E4M3 ends at 448, so
+    only 256 leaves room for 1.5 times that scale. error: "mae", the sum of absolute errors, or "mse", that of
+    squares. Raises ValueError for any other value.
+    """
+
+    e4m3_max: int = 256
+    error: str = "mae"
+
+    def __post_init__(self) -> None:
+        if self.e4m3_max not in (448, 256):
+            raise ValueError(f"e4m3_max must be 448 or 256, got {self.e4m3_max!r}")
+        if self.error not in ("mae", "mse"):
+            raise ValueError(f"error must be 'mae' or 'mse', got {self.error!r}")

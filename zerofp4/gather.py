@@ -9,16 +9,14 @@ import torch.distributed as dist
 from zerofp4 import collectives
 from zerofp4.collectives import OTHER, PRESENT, GroupReference, PackedGather
 from zerofp4.ops import TransposeStage
+from zerofp4.plan_cache import attached, find, integers_fingerprint, keep, same_weights, weights_fingerprint
 from zerofp4.request import (
-    attached,
     attempt,
     check_lists,
     check_same_weights,
     check_shard,
     check_weights,
     describe,
-    keep,
-    same_weights,
     weight_name,
 )
 from zerofp4.shard import Shard
@@ -33,6 +31,7 @@ class _GatherPlan:
     records: list[NVFP4Storage]
     shards: list[Shard]
     gather: PackedGather
+    fingerprint: list | None = None
 
     @property
     def group(self) -> GroupReference:
@@ -44,8 +43,8 @@ class _TransposePlan:
     """What post_all_gather_processing keeps with the first weight of a list."""
 
     records: list[NVFP4Storage]
-    pointers: list[int]
     stage: TransposeStage
+    fingerprint: list | None = None
     group: GroupReference = dataclasses.field(default_factory=lambda: GroupReference(None))
 
 
@@ -66,22 +65,41 @@ def all_gather_nvfp4(
     shards. An error on one rank in a later call raises RuntimeError on the others, and none changes a weight.
     """
     group = collectives.resolve_group(group)
-    parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
+    fingerprint, _ = attempt(_fingerprint, model_weights, start_offsets, shard_numels)
     plans = attached(model_weights, "gather_plans")
+    plan = find(plans, fingerprint, group)
+    if plan is not None:
+        plan.gather.run()
+    else:
+        parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
+        plan = _gather_checked(model_weights, parsed, error, plans, group)
+        plan.fingerprint = fingerprint
+    torch.autograd.graph.increment_version(model_weights)
+    keep(plans, plan)
+
+
+def _fingerprint(model_weights, start_offsets, shard_numels) -> list | None:
+    """What _check_gather and the addresses of a plan depend on; None for arguments that must be checked."""
+    integers = [integers_fingerprint(start_offsets), integers_fingerprint(shard_numels)]
+    parts = [weights_fingerprint(model_weights), *integers]
+    return None if None in parts else parts
+
+
+def _gather_checked(
+    model_weights, parsed, error: Exception | None, plans: list, group: dist.ProcessGroup | None
+) -> _GatherPlan:
+    """Gather what _check_gather made of the arguments; returns the plan, an old one or a new one."""
     for plan in reversed(plans):
         if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
             fits = error is None and parsed[1] == plan.shards
             plan.gather.bind_if_moved([record.rowwise_data for record in plan.records])
             if plan.gather.run(PRESENT if fits else OTHER, error):
-                torch.autograd.graph.increment_version(model_weights)
-                keep(plans, plan)
-                return
+                return plan
             plans.remove(plan)  # every rank came with other shards
             break
     plan = _build_gather(parsed, error, group)
     plan.gather.run()
-    torch.autograd.graph.increment_version(model_weights)
-    keep(plans, plan)
+    return plan
 
 
 def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP4Storage], list[Shard]]:
@@ -114,16 +132,23 @@ def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | No
 def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
     """Columnwise data of every weight that has a columnwise buffer, from its gathered codes. One launch.
 
-    The columnwise scales are there already: the cast writes both sides. Raises TypeError or ValueError for
-    anything but a list of distinct 2D-scaled weights on one device.
+    The columnwise scales are there already: the cast writes both sides. The weights' autograd versions
+    advance. Raises TypeError or ValueError for anything but a list of distinct 2D-scaled weights on one
+    device.
     """
-    check_lists(model_weights=model_weights)
-    records = check_weights(model_weights)
-    pointers = [record.rowwise_data.data_ptr() for record in records]
+    fingerprint, _ = attempt(weights_fingerprint, model_weights)
     plans = attached(model_weights, "transpose_plans")
-    plan = next((p for p in plans if same_weights(model_weights, p.records) and p.pointers == pointers), None)
+    plan = find(plans, fingerprint, None)
     if plan is None:
+        check_lists(model_weights=model_weights)
+        records = check_weights(model_weights)
         pairs = [(r.rowwise_data, r.columnwise_data) for r in records if r.columnwise_data is not None]
-        plan = _TransposePlan(records, pointers, TransposeStage(pairs))
+        plan = next((p for p in plans if same_weights(model_weights, p.records)), None)
+        if plan is None:
+            plan = _TransposePlan(records, TransposeStage(pairs))
+        else:
+            plan.stage.bind(pairs)
+        plan.fingerprint = fingerprint
     plan.stage.run()
+    torch.autograd.graph.increment_version(model_weights)
     keep(plans, plan)

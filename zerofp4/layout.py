@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, SCALE_LAYOUTS
+from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, MXFP8_BLOCK, MXFP8_SCALE_LAYOUTS, SCALE_LAYOUTS
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -16,10 +16,10 @@ def round_up(a: int, b: int) -> int:
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, cols) of a tensor flattened to [product of leading dimensions, last dimension].
 
-    Raises ValueError for fewer than two dimensions: scaling blocks lie in a matrix.
+    Raises ValueError for fewer than two dimensions.
     """
     if len(shape) < 2:
-        raise ValueError(f"NVFP4 needs a tensor of at least 2 dimensions, got shape {tuple(shape)}")
+        raise ValueError(f"blocks need a tensor of at least 2 dimensions, got shape {tuple(shape)}")
     rows = 1
     for size in shape[:-1]:
         rows *= size
@@ -56,6 +56,18 @@ def scale_shape(rows: int, cols: int, block_rows: int, layout: str = "compact") 
     if layout == "compact":
         return ceil_div(rows, block_rows), columns
     return round_up(rows, ATOM_ROWS), round_up(columns, ATOM_COLUMNS)
+
+
+def mxfp8_scale_shape(rows: int, cols: int, columnwise: bool, layout: str = "compact") -> tuple[int, int]:
+    """Shape of the E8M0 scales of a [rows, cols] matrix with blocks of 32 along its rows or, columnwise, along
+    its columns. Swizzled ones are padded, the columnwise ones as of the transpose.
+    """
+    if layout not in MXFP8_SCALE_LAYOUTS:
+        raise ValueError(f"MXFP8 scale layout must be one of {MXFP8_SCALE_LAYOUTS}, got {layout!r}")
+    if layout == "compact":
+        return (ceil_div(rows, MXFP8_BLOCK), cols) if columnwise else (rows, ceil_div(cols, MXFP8_BLOCK))
+    across, along = (cols, rows) if columnwise else (rows, cols)
+    return round_up(across, ATOM_ROWS), round_up(ceil_div(along, MXFP8_BLOCK), ATOM_COLUMNS)
 
 
 def swizzled_offset(i: int, j: int, columns: int) -> int:

@@ -13,8 +13,7 @@ from zerofp4.storage import NVFP4Storage, check_buffer
 from zerofp4.tensor import NVFP4Tensor
 
 NONFINITE_POLICIES = ("skip", "raise")
-PLANS_PER_WEIGHT = 4
-"""Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
+MASTER_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Signature(NamedTuple):
@@ -138,9 +137,10 @@ def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, star
         )
     if master is None:
         return Shard(0, 0)
-    if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:
+    if not isinstance(master, torch.Tensor) or master.dtype not in MASTER_DTYPES:
         raise TypeError(
-            f"{what} must be a float32 tensor, got {getattr(master, 'dtype', type(master).__name__)}"
+            f"{what} must be a float32 or bfloat16 tensor, "
+            f"got {getattr(master, 'dtype', type(master).__name__)}"
         )
     if master.dim() != 1:
         raise ValueError(f"{what} must be one-dimensional, got shape {tuple(master.shape)}")
@@ -235,6 +235,28 @@ def check_request(
     )
 
 
+def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
+    """Checks a request's tensors again, after any of them moved, and takes the weights' present records.
+
+    Raises TypeError or ValueError where something is not, but for its storage, what was checked before.
+    """
+    records = check_weights(request.weights)
+    for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):
+        for what in ("shape", "dtype", "device"):
+            if getattr(old, what) != getattr(new, what):
+                raise ValueError(
+                    f"{names[i]} must keep its {what} {getattr(old, what)}, now has {getattr(new, what)}: "
+                    "build a new plan"
+                )
+        if shard.numel:
+            now = check_master(i, new, request.masters[i], shard.start)
+            if now != shard:
+                raise ValueError(f"master_weights[{i}] must keep its {shard.numel} elements, has {now.numel}")
+            if request.shard_codes is not None:
+                check_shard_codes(i, new, shard, request.shard_codes[i])
+    request.records = records
+
+
 def describe(records: Sequence[NVFP4Storage]) -> list[tuple[str, tuple[int, ...], str]]:
     """(name, shape, dtype) of each weight."""
     return [(weight_name(i, r), tuple(r.shape), str(r.dtype)) for i, r in enumerate(records)]
@@ -282,30 +304,3 @@ def shown(option: str | list[int]) -> str:
         return repr(option)
     groups = [[i for i, group in enumerate(option) if group == g] for g in sorted(set(option))]
     return str([members for members in groups if len(members) > 1])
-
-
-def attached(model_weights: Any, kind: str) -> list:
-    """The plans kept with the first weight, the latest used last; they live as long as it does.
-
-    Plans whose process group was destroyed are dropped. An empty list for anything but a list of weights.
-    """
-    for weight in model_weights if isinstance(model_weights, list | tuple) else ():
-        if isinstance(weight, NVFP4Tensor):
-            plans = weight.record.attachments.setdefault(kind, [])
-            plans[:] = [plan for plan in plans if plan.group.is_alive()]
-            return plans
-    return []
-
-
-def keep(plans: list, plan: Any) -> None:
-    """Make `plan` the latest of the plans kept with a weight; the one unused for longest may go."""
-    others = [other for other in plans if other is not plan]
-    plans[:] = [*others[1 - PLANS_PER_WEIGHT :], plan]
-
-
-def same_weights(model_weights: Any, records: Sequence[NVFP4Storage]) -> bool:
-    """Whether these are the weights of those records, in the same order."""
-    return len(model_weights) == len(records) and all(
-        isinstance(weight, NVFP4Tensor) and weight.record is record
-        for weight, record in zip(model_weights, records, strict=True)
-    )

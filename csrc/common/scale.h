@@ -9,25 +9,27 @@ namespace zerofp4 {
 
 ZEROFP4_HD float min_float(float a, float b) { return a < b ? a : b; }
 
-// Maps the tensor's amax to the largest product of scale and code, 448 * 6.
-ZEROFP4_HD float encode_scale(float amax) {
+// Maps the tensor's amax to the largest product of scale and code: 448 * 6, or 256 * 6 under four over six
+// with that maximum.
+ZEROFP4_HD float encode_scale(float amax, float e4m3_max = kE4M3Max) {
     if (amax == 0.0f || amax == kInf) return 1.0f;
-    return min_float(2688.0f / amax, kFloatMax);
+    return min_float(e4m3_max * kE2M1Max / amax, kFloatMax);
 }
 
 struct TensorScale {
-    float block_factor;  // S_enc * (1/6), what a block's amax is multiplied with
+    float encode;        // S_enc
     float decode;        // 1 / S_enc
+    float block_factor;  // S_enc * (1/6), what a block's amax is multiplied with
 };
 
-ZEROFP4_HD TensorScale tensor_scale(float amax) {
-    const float encode = encode_scale(amax);
-    return {encode * (1.0f / 6.0f), 1.0f / encode};
+ZEROFP4_HD TensorScale tensor_scale(float amax, float e4m3_max = kE4M3Max) {
+    const float encode = encode_scale(amax, e4m3_max);
+    return {encode, 1.0f / encode, encode * (1.0f / 6.0f)};
 }
 
 // The stored scale byte of a block.
 ZEROFP4_HD uint32_t block_scale(float block_amax, const TensorScale& tensor) {
-    return float_to_e4m3(min_float(block_amax * tensor.block_factor, kFloatMax));
+    return magnitude_to_e4m3(min_float(block_amax * tensor.block_factor, kFloatMax));
 }
 
 // What the elements of a block with this scale byte are multiplied with before rounding to E2M1.
@@ -37,8 +39,32 @@ ZEROFP4_HD float block_encode(uint32_t scale_byte, const TensorScale& tensor) {
 }
 
 // What the codes of a block are multiplied with to get values back.
-ZEROFP4_HD float block_decode(uint32_t scale_byte, float amax) {
-    return (e4m3_to_float(scale_byte) * amax) * (1.0f / 2688.0f);
+ZEROFP4_HD float block_decode(uint32_t scale_byte, float amax, float e4m3_max = kE4M3Max) {
+    return (e4m3_to_float(scale_byte) * amax) * (1.0f / (kE2M1Max * e4m3_max));
+}
+
+// Four over six: of two scales for a block, one that maps its amax to 6 and one that maps it to 4, the one
+// with the smaller error is taken; the first where they are equal.
+struct FourOverSix {
+    float e4m3_max;         // 448 or 256; 0 where four over six is not wanted
+    int32_t squared_error;  // 0: mean absolute error, 1: mean squared error
+};
+
+struct ScaleCandidates {
+    uint32_t six;
+    uint32_t four;
+};
+
+ZEROFP4_HD ScaleCandidates scale_candidates(float block_amax, const TensorScale& tensor) {
+    const float base = (block_amax / 6.0f) * tensor.encode;
+    return {magnitude_to_e4m3(base), magnitude_to_e4m3(base * 1.5f)};
+}
+
+// The error of one element; those of a block's row are added in the order of its columns, the sums of a
+// tile's rows as a tree: 8, 4, 2, 1 apart.
+ZEROFP4_HD float element_error(float x, float value, float scale, float amax, const FourOverSix& choice) {
+    const float d = ((value * scale) * amax) / (kE2M1Max * choice.e4m3_max) - x;
+    return choice.squared_error ? d * d : from_bits(to_bits(d) & 0x7fffffffu);
 }
 
 }  // namespace zerofp4

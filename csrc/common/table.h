@@ -14,7 +14,14 @@ constexpr int kMinusHashWord = 2;  // -h: after the reduction h == -(-h) only if
 constexpr int kHeaderWords = 4;
 
 constexpr int kStripColumns = 128;  // a unit of amax and cast is one strip of 16 rows by 128 columns
-constexpr int kScaleTiles = 8;      // a unit of scale is 8 x 8 tiles: whole atoms of both orientations
+constexpr int kScaleTiles = 8;      // scales are made in squares of 8 x 8 tiles: two whole swizzle atoms in
+                                    // either orientation
+constexpr int kWarpSquares = 32;    // squares of a unit of scale on CUDA; on the CPU it is one
+
+// On CUDA a thread block takes this many consecutive units, a multiple of its 8 warps, so that none is idle.
+// Host code tells every block in which item of its table they begin.
+constexpr int kBlockStrips = 32;
+constexpr int kBlockScales = 8;
 
 enum Status : int32_t { kOk = 0, kPeerError = 1, kPlanMismatch = 2 };
 
@@ -45,7 +52,7 @@ struct WeightDescriptor : ShardGeometry {
     const float* given_amax;                   // float[1] to use in place of the reduced amax, or null
     uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
     uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
-    int64_t scale_begin;  // first unit of the scale stage, row-major over 8 x 8 groups of tiles
+    int64_t scale_begin;                       // first unit of the scale stage
 };
 
 // Everything a stage needs, passed by value.
@@ -54,7 +61,9 @@ struct CastTable {
     int64_t count;
     int64_t strip_units;
     int64_t scale_units;
-    float* reduced;  // header words, group amaxes, tile amaxes
+    const int32_t* strip_items;  // CUDA: by thread block, the weight that its first strip belongs to
+    const int32_t* scale_items;  // the same for the scale stage
+    float* reduced;              // header words, group amaxes, tile amaxes
     int64_t reduced_numel;
     float hash;
     int32_t skip_nonfinite;  // 1: a group whose amax is inf is left alone and found_inf set; 0: quantized
@@ -74,6 +83,11 @@ ZEROFP4_HD float group_amax(const CastTable& table, const WeightDescriptor& weig
     return weight.given_amax ? *weight.given_amax : table.reduced[weight.amax_offset];
 }
 
+// True for the weights of a group with a NaN or an Inf in a master, when those are to keep what they have.
+ZEROFP4_HD bool is_skipped(const CastTable& table, float group_amax) {
+    return table.skip_nonfinite && group_amax == kInf;
+}
+
 // The part of a row that a shard owns: columns [begin, end), empty when begin >= end.
 struct ColumnRange {
     int64_t begin;
@@ -86,8 +100,9 @@ ZEROFP4_HD ColumnRange owned_columns(const ShardGeometry& weight, int64_t row) {
     return {begin > 0 ? begin : 0, end < weight.cols ? end : weight.cols};
 }
 
-// A packed transpose [rows, cols] -> [cols, rows]; both even. Units are tiles of 128 x 128 codes, row-major.
-constexpr int kTransposeTile = 128;
+// A packed transpose [rows, cols] -> [cols, rows]; both even. Units are square tiles of codes.
+constexpr int kTransposeTile = 128;  // on the CPU, row-major
+constexpr int kBlockTile = 256;      // on CUDA, column-major
 
 struct TransposeDescriptor {
     const uint8_t* input;  // [rows, cols / 2]
@@ -101,6 +116,7 @@ struct TransposeTable {
     const TransposeDescriptor* items;
     int64_t count;
     int64_t tiles;
+    const int32_t* tile_items;  // CUDA: the item of every tile
 };
 
 }  // namespace zerofp4

@@ -5,6 +5,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/patch.h"
+#include "cpu/raise.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
@@ -16,13 +17,6 @@ ZEROFP4_HD uint16_t magnitude_bits(Float16 x) { return x.bits & 0x7fffu; }
 ZEROFP4_HD float value_of(uint32_t bits, float) { return from_bits(bits); }
 ZEROFP4_HD float value_of(uint16_t bits, BFloat16) { return load_float(BFloat16{bits}); }
 ZEROFP4_HD float value_of(uint16_t bits, Float16) { return load_float(Float16{bits}); }
-
-// Magnitude in the weight's dtype; what is not finite is inf.
-ZEROFP4_HD float rounded_magnitude(float x, DType weight_dtype) {
-    if (weight_dtype == DType::kBFloat16) x = round_to<DType::kBFloat16>(x);
-    if (weight_dtype == DType::kFloat16) x = round_to<DType::kFloat16>(x);
-    return x <= kFloatMax ? x : kInf;
-}
 
 template <class T>
 ZEROFP4_HD float tile_amax(const T* x, int64_t stride) {
@@ -57,15 +51,6 @@ float patch_amax(const CastTable& table, const WeightDescriptor& weight, const P
         amax = found > amax ? found : amax;
     }
     return amax;
-}
-
-// Weights of one group share the word, and so do threads: written only to raise it.
-void raise_to(float* word, float value) {
-    float present;
-    __atomic_load(word, &present, __ATOMIC_RELAXED);
-    while (value > present &&
-           !__atomic_compare_exchange(word, &present, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-    }
 }
 
 template <class T>

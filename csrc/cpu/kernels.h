@@ -2,6 +2,7 @@
 // The CPU operations, one file each, the same names as csrc/cuda. Every file is compiled once per instruction
 // set (ZEROFP4_ISA names it); select.cpp picks one table of functions at run time.
 
+#include "common/adamw.h"
 #include "common/single.h"
 #include "common/table.h"
 
@@ -18,6 +19,8 @@ struct Kernels {
     void (*dequantize)(const DequantizeArgs&, int threads);
     void (*pad_scale)(const ScaleLayoutArgs&, int threads);
     void (*unpad_scale)(const ScaleLayoutArgs&, int threads);
+    void (*convert)(const ConvertArgs&, int threads);
+    void (*adamw_update)(const AdamWTable&, int threads);
 };
 
 // The best table that this processor runs, or the one that the environment variable ZEROFP4_CPU_ISA names

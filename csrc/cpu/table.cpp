@@ -15,6 +15,8 @@ void quantize_rows(const QuantizeRowsArgs&, int threads);
 void dequantize(const DequantizeArgs&, int threads);
 void pad_scale(const ScaleLayoutArgs&, int threads);
 void unpad_scale(const ScaleLayoutArgs&, int threads);
+void convert(const ConvertArgs&, int threads);
+void adamw_update(const AdamWTable&, int threads);
 
 extern const Kernels kTable;
 const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
@@ -25,6 +27,8 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &quantize_rows,
                         &dequantize,
                         &pad_scale,
-                        &unpad_scale};
+                        &unpad_scale,
+                        &convert,
+                        &adamw_update};
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -1,7 +1,6 @@
 // The start of a step: the reduced vector is cleared, then raised to the amaxes of what this rank owns.
 
-#include "cuda/convert.cuh"
-#include "cuda/strip.cuh"
+#include "cuda/raise.cuh"
 
 namespace zerofp4::cuda {
 namespace {
@@ -10,6 +9,7 @@ constexpr int kAmaxBlocksPerSm = 3;
 
 __global__ void __launch_bounds__(kThreads)
     cast_begin_kernel(const __grid_constant__ CastTable table, float error) {
+    wait_for_previous_kernel();
     const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < table.reduced_numel;
          i += stride) {
@@ -18,20 +18,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Raises a word of the reduced vector, none of which is negative: their bits sort like integers.
-__device__ __forceinline__ void raise(float* word, float amax) {
-    atomicMax(reinterpret_cast<int*>(word), static_cast<int>(to_bits(amax)));
-}
-
-// The group's word is shared by many warps: most find it high enough already and leave it alone.
-__device__ __forceinline__ void raise_group(float* word, float lane_amax) {
-    const uint32_t bits = __reduce_max_sync(kAllLanes, to_bits(lane_amax));
-    if (lane_index() == 0 && bits > __ldcg(reinterpret_cast<const uint32_t*>(word)))
-        raise(word, from_bits(bits));
-}
-
-// The amax of this lane's tile in the strip. Rounding to the weight's dtype never reverses an order, so that
-// rounding the largest magnitude is the same as taking the largest of rounded ones.
+// The amax of this lane's tile in the strip.
 __device__ __forceinline__ float tile_amax(const WeightDescriptor& weight, const Strip& strip) {
     uint32_t bits = 0;
 #pragma unroll 1
@@ -44,20 +31,19 @@ __device__ __forceinline__ float tile_amax(const WeightDescriptor& weight, const
             for (int k = 0; k < kLaneColumns; ++k) bits = max(bits, magnitude_bits(values[r][k]));
         }
     }
-#pragma unroll
-    for (int mask = 1; mask < kTileLanes; mask *= 2) bits = max(bits, __shfl_xor_sync(kAllLanes, bits, mask));
-    return round_one(weight.weight_dtype, amax_of_bits(bits));
+    return tile_amax_of(weight.weight_dtype, bits);
 }
 
 template <bool kSingle>
 __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
     partial_amax_kernel(const __grid_constant__ CastTable table,
                         const __grid_constant__ WeightDescriptor single) {
-    ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(table.weights, table.count,
-                                                                                 table.strip_units, single);
+    wait_for_previous_kernel();
+    ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(
+        table.weights, table.count, table.strip_units, table.strip_items, single);
     float* group = nullptr;
     float group_amax = 0.0f;  // of this lane's tiles
-    const Share share = block_share(table.strip_units);
+    const Share share = block_share<kShareStrips<kSingle>>(table.strip_units);
     for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
         const bool moved = cursor.seek(unit);
         const WeightDescriptor& weight = cursor.item();
@@ -69,10 +55,11 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
         const Strip strip = strip_of(weight, unit);
         const float amax = tile_amax(weight, strip);
         group_amax = amax > group_amax ? amax : group_amax;
-        // A tile of which nothing is owned, past the last column too, has 0 and is not touched.
+        // A tile of which nothing is owned, past the last column too, has 0 and is not touched. All that this
+        // rank owns of a tile is in one strip, so that nobody else writes there.
         if (lane_index() % kTileLanes == 0 && amax > 0.0f && weight.tile_offset >= 0) {
             const int64_t tile = strip.tile_row() * ceil_div(weight.cols, kBlock) + strip.tile_column();
-            raise(table.reduced + weight.tile_offset + tile, amax);
+            table.reduced[weight.tile_offset + tile] = amax;
         }
     }
     if (group != nullptr) raise_group(group, group_amax);
@@ -81,14 +68,16 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
 }  // namespace
 
 void cast_begin(const CastTable& table, float error, cudaStream_t stream) {
-    launch("cast_begin", cast_begin_kernel, ceil_div(table.reduced_numel, kThreads), 8, stream, table, error);
+    launch("cast_begin", cast_begin_kernel,
+           resident_blocks("cast_begin", ceil_div(table.reduced_numel, kThreads), 8), stream, table, error);
 }
 
 void partial_amax(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
     if (table.strip_units == 0) return;
-    const auto kernel = table.count == 1 ? partial_amax_kernel<true> : partial_amax_kernel<false>;
-    launch("partial_amax", kernel, ceil_div(table.strip_units, kWarps), kAmaxBlocksPerSm, stream, table,
-           host[0]);
+    const bool single = table.count == 1;
+    const auto kernel = single ? partial_amax_kernel<true> : partial_amax_kernel<false>;
+    const int share = single ? kShareStrips<true> : kShareStrips<false>;
+    launch("partial_amax", kernel, ceil_div(table.strip_units, share), stream, table, host[0]);
 }
 
 }  // namespace zerofp4::cuda

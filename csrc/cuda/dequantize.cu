@@ -75,6 +75,7 @@ __device__ __forceinline__ void dequantize_unit(const DequantizeArgs& args, floa
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
     dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
+    wait_for_previous_kernel();
     const float amax = *args.amax;
     const int64_t across = ceil_div(args.cols, kUnitColumns<T>);
     const int64_t units = ceil_div(args.rows, kUnitRows) * across;
@@ -88,7 +89,8 @@ __global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
 template <typename T>
 void dequantize_as(const DequantizeArgs& args, cudaStream_t stream) {
     const int64_t units = ceil_div(args.rows, kUnitRows) * ceil_div(args.cols, kUnitColumns<T>);
-    launch("dequantize", dequantize_kernel<T>, ceil_div(units, kWarps), kDequantizeBlocksPerSm, stream, args);
+    launch("dequantize", dequantize_kernel<T>,
+           resident_blocks("dequantize", ceil_div(units, kWarps), kDequantizeBlocksPerSm), stream, args);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // `stream`, allocate nothing and throw std::runtime_error when a launch fails. A build without nvcc links
 // unavailable.cpp in their place.
 
+#include "common/adamw.h"
 #include "common/single.h"
 #include "common/table.h"
 
@@ -35,5 +36,12 @@ void quantize_rows(const QuantizeRowsArgs& args, cudaStream_t stream);
 void dequantize(const DequantizeArgs& args, cudaStream_t stream);
 void pad_scale(const ScaleLayoutArgs& args, cudaStream_t stream);
 void unpad_scale(const ScaleLayoutArgs& args, cudaStream_t stream);
+void convert(const ConvertArgs& args, cudaStream_t stream);
+
+// The scalars of `count` tensors from `first` on, which share their options; addresses of gradients travel in
+// the kernel's arguments, a few hundred a launch, so that they may change at every step.
+void adamw_begin(const AdamWTable& table, const AdamWOptions& options, int64_t first,
+                 const uintptr_t* gradients, int64_t count, cudaStream_t stream);
+void adamw_update(const AdamWTable& table, cudaStream_t stream);
 
 }  // namespace zerofp4::cuda

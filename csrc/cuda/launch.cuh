@@ -22,19 +22,44 @@ inline void check(cudaError_t error, const char* operation) {
                              cudaGetErrorString(error));
 }
 
-// Launches `kernel` on as many blocks as the work asks for, but no more than fit on the device at once:
-// kernels loop over what is left. Without work one block runs, which then finds nothing to do.
-template <typename... Params, typename... Args>
-void launch(const char* operation, void (*kernel)(Params...), int64_t work_blocks, int blocks_per_sm,
-            cudaStream_t stream, const Args&... args) {
-    int device = 0;
-    int multiprocessors = 0;
+// A kernel launched here may start while the one before it in the stream still runs (programmatic dependent
+// launch, compute capability 9.0 and later): the last blocks of one then overlap with the start of the next.
+// Every kernel begins with this, before it touches memory.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize();
+#endif
+}
+
+inline int device_attribute(cudaDeviceAttr attribute, const char* operation) {
+    int device = 0, value = 0;
     check(cudaGetDevice(&device), operation);
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), operation);
-    const int64_t resident = static_cast<int64_t>(multiprocessors) * blocks_per_sm;
-    const int64_t blocks = std::max<int64_t>(1, std::min(work_blocks, resident));
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args...);
-    check(cudaGetLastError(), operation);
+    check(cudaDeviceGetAttribute(&value, attribute, device), operation);
+    return value;
+}
+
+// As many blocks as the work asks for, but no more than fit on the device at once; at least one. For kernels
+// that loop over what is left.
+inline int64_t resident_blocks(const char* operation, int64_t work_blocks, int per_multiprocessor) {
+    const int64_t most = static_cast<int64_t>(per_multiprocessor) *
+                         device_attribute(cudaDevAttrMultiProcessorCount, operation);
+    return std::max<int64_t>(1, std::min(work_blocks, most));
+}
+
+template <typename... Params, typename... Args>
+void launch(const char* operation, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
+            const Args&... args) {
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(blocks);
+    config.blockDim = kThreads;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, operation) >= 9 ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, Params(args)...), operation);
 }
 
 }  // namespace zerofp4::cuda

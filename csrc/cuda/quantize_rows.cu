@@ -24,8 +24,10 @@ __device__ __forceinline__ uint32_t encode_block(const float (&x)[kBlock], const
     const float encode = block_encode(scale, tensor);
     codes[0] = codes[1] = 0;
 #pragma unroll
-    for (int i = 0; i < kBlock; i += 2) {
-        codes[i / 8] |= convert_pair(x[i] * encode, x[i + 1] * encode) << (4 * (i % 8));
+    for (int i = 0; i < kBlock; i += 4) {
+        const uint32_t four =
+            convert_four({x[i] * encode, x[i + 1] * encode, x[i + 2] * encode, x[i + 3] * encode});
+        codes[i / 8] |= four << (4 * (i % 8));
     }
     return scale;
 }
@@ -34,6 +36,7 @@ __device__ __forceinline__ uint32_t encode_block(const float (&x)[kBlock], const
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kRowwiseBlocksPerSm)
     rowwise_kernel(const __grid_constant__ QuantizeRowsArgs args) {
+    wait_for_previous_kernel();
     const T* input = static_cast<const T*>(args.input);
     const TensorScale tensor = tensor_scale(*args.amax);
     const int64_t row_blocks = ceil_div(args.cols, kBlock);
@@ -62,6 +65,7 @@ __global__ void __launch_bounds__(kThreads, kRowwiseBlocksPerSm)
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kColumnwiseBlocksPerSm)
     columnwise_kernel(const __grid_constant__ QuantizeRowsArgs args) {
+    wait_for_previous_kernel();
     const T* input = static_cast<const T*>(args.input);
     const TensorScale tensor = tensor_scale(*args.amax);
     const int64_t row_blocks = ceil_div(args.rows, kBlock);
@@ -97,12 +101,14 @@ template <typename T>
 void quantize_rows_as(const QuantizeRowsArgs& args, cudaStream_t stream) {
     if (args.rowwise_data) {
         const int64_t blocks = args.rows * ceil_div(args.cols, kBlock);
-        launch("quantize_rows", rowwise_kernel<T>, ceil_div(blocks, kThreads), kRowwiseBlocksPerSm, stream,
+        launch("quantize_rows", rowwise_kernel<T>,
+               resident_blocks("quantize_rows", ceil_div(blocks, kThreads), kRowwiseBlocksPerSm), stream,
                args);
     }
     if (args.columnwise_data) {
         const int64_t units = ceil_div(args.rows, kColumnwiseRows) * ceil_div(args.cols, kColumnwiseCols);
-        launch("quantize_rows", columnwise_kernel<T>, ceil_div(units, kWarps), kColumnwiseBlocksPerSm, stream,
+        launch("quantize_rows", columnwise_kernel<T>,
+               resident_blocks("quantize_rows", ceil_div(units, kWarps), kColumnwiseBlocksPerSm), stream,
                args);
     }
 }

@@ -82,6 +82,7 @@ __device__ __forceinline__ void store_padded(uint8_t* output, const LayoutUnit& 
 template <ScaleLayout kLayout>
 __global__ void __launch_bounds__(kThreads, kLayoutBlocksPerSm)
     pad_scale_kernel(const __grid_constant__ ScaleLayoutArgs args, int64_t units) {
+    wait_for_previous_kernel();
     for (int64_t unit = grid_warp(); unit < units; unit += grid_warps()) {
         const LayoutUnit at = layout_unit(args, unit);
         LaneScales scales;
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(kThreads, kLayoutBlocksPerSm)
 template <ScaleLayout kLayout>
 __global__ void __launch_bounds__(kThreads, kLayoutBlocksPerSm)
     unpad_scale_kernel(const __grid_constant__ ScaleLayoutArgs args, int64_t units) {
+    wait_for_previous_kernel();
     for (int64_t unit = grid_warp(); unit < units; unit += grid_warps()) {
         const LayoutUnit at = layout_unit(args, unit);
         LaneScales scales;
@@ -116,7 +118,8 @@ void launch_layout(const char* operation, LayoutKernel kernel, const ScaleLayout
                    cudaStream_t stream) {
     const int64_t units =
         ceil_div(args.rows, kAtomRows) * ceil_div(ceil_div(args.cols, kBlock), kUnitColumns);
-    launch(operation, kernel, ceil_div(units, kWarps), kLayoutBlocksPerSm, stream, args, units);
+    launch(operation, kernel, resident_blocks(operation, ceil_div(units, kWarps), kLayoutBlocksPerSm), stream,
+           args, units);
 }
 
 }  // namespace

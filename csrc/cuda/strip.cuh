@@ -16,9 +16,9 @@ static_assert(kLanes * kLaneColumns == kStripColumns && kBlock % kStepRows == 0)
 
 using StepValues = float[kStepRows][kLaneColumns];
 
-// How the elements of a strip can be read: all of them by vectors, all of them one by one (an odd alignment),
-// or only those that the shard owns.
-enum class Access { kVector, kElement, kMasked };
+// How the elements of a strip can be read: a vector per lane and row; two vectors, out of which the lane's
+// elements are shifted, where they lie at another alignment; or one by one, only those that the shard owns.
+enum class Access { kVector, kShifted, kMasked };
 
 struct Strip {
     int64_t row;    // first row
@@ -32,22 +32,25 @@ struct Strip {
 // Of the strip whose first element is (row, col).
 __device__ __forceinline__ Access access_of(const WeightDescriptor& weight, int64_t row, int64_t col) {
     const int64_t first = row * weight.cols + col - weight.start;
-    const int64_t last = first + (kBlock - 1) * weight.cols + kStripColumns - 1;
+    const int64_t end = first + (kBlock - 1) * weight.cols + kStripColumns;
     const bool inside = row + kBlock <= weight.rows && col + kStripColumns <= weight.cols;
-    if (!inside || first < 0 || last >= weight.numel) return Access::kMasked;
-    const int64_t size = size_of(weight.master_dtype);
-    const uintptr_t address =
-        reinterpret_cast<uintptr_t>(weight.master) + static_cast<uintptr_t>(first * size);
-    const bool aligned =
-        weight.cols % kLaneColumns == 0 && address % static_cast<uintptr_t>(kLaneColumns * size) == 0;
-    return aligned ? Access::kVector : Access::kElement;
+    if (!inside || first < 0 || end > weight.numel) return Access::kMasked;
+    const int vector = kLaneColumns * static_cast<int>(size_of(weight.master_dtype));
+    const uintptr_t address = reinterpret_cast<uintptr_t>(weight.master) +
+                              static_cast<uintptr_t>(first * size_of(weight.master_dtype));
+    if (weight.cols % kLaneColumns == 0 && address % static_cast<uintptr_t>(vector) == 0)
+        return Access::kVector;
+    // The vectors reach up to one vector beyond the strip, on either side.
+    return first < kLaneColumns || end + kLaneColumns > weight.numel ? Access::kMasked : Access::kShifted;
 }
 
+// 32-bit arithmetic: a weight has fewer than 2^32 strips, and a 64-bit division takes as long as ten loads.
 __device__ __forceinline__ Strip strip_of(const WeightDescriptor& weight, int64_t unit) {
-    const int64_t local = unit - weight.strip_begin;
-    const int64_t down = local / weight.chunks;
+    const uint32_t local = static_cast<uint32_t>(unit - weight.strip_begin);
+    const uint32_t chunks = static_cast<uint32_t>(weight.chunks);
+    const uint32_t down = local / chunks;
     const int64_t row = (weight.first_strip + down) * kBlock;
-    const int64_t col = (weight.first_chunk + local - down * weight.chunks) * kStripColumns;
+    const int64_t col = (weight.first_chunk + (local - down * chunks)) * kStripColumns;
     return {row, col + lane_index() * kLaneColumns, access_of(weight, row, col)};
 }
 
@@ -60,7 +63,7 @@ struct LaneRange {
 
 // `index` is the lane's first column of the row, counted from the first owned element; a row before or past
 // what is owned has none. The same columns as owned_columns gives, cut to the lane's.
-__device__ __forceinline__ LaneRange lane_range(const WeightDescriptor& weight, int64_t index, int64_t col) {
+__device__ __forceinline__ LaneRange lane_range(const ShardGeometry& weight, int64_t index, int64_t col) {
     const int existing = clamp_count(weight.cols - col, kLaneColumns);
     return {clamp_count(-index, kLaneColumns), clamp_count(weight.numel - index, existing)};
 }
@@ -78,12 +81,12 @@ __device__ __forceinline__ void load_step_as(const WeightDescriptor& weight, con
             load_words<kLastUse>(master + index + r * weight.cols, words);
             unpack<T>(words, values[r]);
         }
-    } else if (strip.access == Access::kElement) {
+    } else if (strip.access == Access::kShifted) {
 #pragma unroll
         for (int r = 0; r < kStepRows; ++r) {
-#pragma unroll
-            for (int k = 0; k < kLaneColumns; ++k)
-                values[r][k] = load_float(master[index + r * weight.cols + k]);
+            uint32_t words[kLaneColumns / kPerWord<T>];
+            load_shifted_words<T, kLastUse>(master + index + r * weight.cols, words);
+            unpack<T>(words, values[r]);
         }
     } else {
 #pragma unroll
@@ -111,20 +114,10 @@ __device__ __forceinline__ void load_step(const WeightDescriptor& weight, const 
     }
 }
 
-// Rounds to T and back, two elements at a time for the packed conversion (vector.cuh).
 template <typename T>
 __device__ __forceinline__ void round_step_to(StepValues& values) {
 #pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
-#pragma unroll
-        for (int k = 0; k < kLaneColumns; k += 2) {
-            const uint32_t word[1] = {pack_word<T>({values[r][k], values[r][k + 1]})};
-            float rounded[2];
-            unpack<T>(word, rounded);
-            values[r][k] = rounded[0];
-            values[r][k + 1] = rounded[1];
-        }
-    }
+    for (int r = 0; r < kStepRows; ++r) round_all<T>(values[r]);
 }
 
 __device__ __forceinline__ void round_step(DType dtype, StepValues& values) {

@@ -1,5 +1,7 @@
-// The packed transpose. A warp takes half a tile, 64 rows of 128 codes, without shared memory: a lane reads
-// 32 rows of 8 codes, so that the warp reads runs of 64 bytes, and ends with 16 bytes of 8 output rows.
+// The packed transpose. A block takes a tile of 256 x 256 codes: rows of 128 bytes come in and rows of 128
+// bytes go out, through shared memory; nibbles change places in registers. Tiles follow one another down the
+// rows of the input, so that what blocks write at one time lies side by side: DRAM minds short runs of writes
+// more than short runs of reads.
 
 #include "common/table.h"
 #include "cuda/nibbles.cuh"
@@ -9,45 +11,87 @@
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kTransposeBlocksPerSm = 4;
-constexpr int kLaneCols = 8;
-constexpr int kHalfRows = kTransposeTile / 2;
-constexpr int kLanesAcross = kTransposeTile / kLaneCols;
-static_assert(kLanes / kLanesAcross * kLaneRows == kHalfRows);
+constexpr int kTransposeBlocksPerSm = 3;
+constexpr int kLaneRows = 8;  // a thread reads 8 rows of 32 codes, 16 bytes each
+constexpr int kLaneCols = 32;
+constexpr int kTileWords = kBlockTile / 8;  // of a row of the tile
+constexpr int kLanesAcross = kBlockTile / kLaneCols;
+constexpr int kVectorWords = 4;
+constexpr int kPasses = kBlockTile / (kThreads / kLanesAcross);
+static_assert(kThreads / kLanesAcross * kLaneRows == kBlockTile && kLanesAcross * kVectorWords == kTileWords);
 
-// Rows [row, row + kLaneRows) and columns [col, col + kLaneCols), all inside, both sides aligned.
-__device__ __forceinline__ void transpose_whole(const TransposeDescriptor& item, int64_t row, int64_t col) {
+// The transposed tile. The vectors of a row change places so that neither side meets a bank twice: threads
+// that write the same word of rows 32 apart, threads that read the vectors of one row.
+struct Tile {
+    uint32_t words[kBlockTile][kTileWords];
+
+    __device__ __forceinline__ uint32_t& word(int row, int i) {
+        return words[row][i ^ (row / kLaneCols * kVectorWords)];
+    }
+    __device__ __forceinline__ const uint4& vector(int row, int i) {
+        return *reinterpret_cast<const uint4*>(&word(row, i * kVectorWords));
+    }
+};
+
+// What a block does: the tile's first row and column, and how much of it exists.
+struct Place {
+    int64_t row;
+    int64_t col;
+    int rows;
+    int cols;
+};
+
+__device__ __forceinline__ Place place_of(const TransposeDescriptor& item, int64_t tile) {
+    const uint32_t local = static_cast<uint32_t>(tile - item.tile_begin);
+    const uint32_t down = static_cast<uint32_t>(ceil_div(item.rows, kBlockTile));
+    const uint32_t across = local / down;
+    const int64_t row = static_cast<int64_t>(local - across * down) * kBlockTile;
+    const int64_t col = static_cast<int64_t>(across) * kBlockTile;
+    return {row, col, clamp_count(item.rows - row, kBlockTile), clamp_count(item.cols - col, kBlockTile)};
+}
+
+template <bool kWhole>
+__device__ __forceinline__ void load_tile(const TransposeDescriptor& item, const Place& at, Tile& tile) {
+    const int first_row = static_cast<int>(threadIdx.x) / kLanesAcross * kLaneRows;
+    const int first_col = static_cast<int>(threadIdx.x) % kLanesAcross * kLaneCols;
     const int64_t pitch = item.cols / 2;
-    const uint8_t* input = in_global(item.input) + row * pitch + col / 2;
-    uint32_t words[kLaneRows];
+    const uint8_t* input = in_global(item.input) + (at.row + first_row) * pitch + (at.col + first_col) / 2;
+    uint32_t rows[kLaneRows][kVectorWords];
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) words[i] = *reinterpret_cast<const uint32_t*>(input + i * pitch);
-    transpose_nibbles(words);
-    const int64_t out_pitch = item.rows / 2;
-    uint8_t* output = in_global(item.output) + col * out_pitch + row / 2;
+    for (int i = 0; i < kLaneRows; ++i) {
+        if constexpr (kWhole) {
+            load_words<true>(input + i * pitch, rows[i]);
+        } else {
+            const int count = first_row + i < at.rows ? clamp_count(at.cols - first_col, kLaneCols) / 2 : 0;
+            load16(input + i * pitch, count, rows[i]);
+        }
+    }
 #pragma unroll
-    for (int k = 0; k < kLaneCols; ++k) {
-        *reinterpret_cast<uint4*>(output + k * out_pitch) =
-            make_uint4(words[k], words[8 + k], words[16 + k], words[24 + k]);
+    for (int block = 0; block < kVectorWords; ++block) {
+        uint32_t words[8];
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i) words[i] = rows[i][block];
+        transpose_nibbles(words);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) tile.word(first_col + 8 * block + k, first_row / kLaneRows) = words[k];
     }
 }
 
-// The same for what may be cut off or unaligned.
-__device__ __forceinline__ void transpose_part(const TransposeDescriptor& item, int64_t row, int64_t col) {
-    const int rows = clamp_count(item.rows - row, kLaneRows);
-    const int cols = clamp_count(item.cols - col, kLaneCols);
-    const int64_t pitch = item.cols / 2;
-    const uint8_t* input = in_global(item.input) + row * pitch + col / 2;
-    uint32_t words[kLaneRows];
+template <bool kWhole>
+__device__ __forceinline__ void store_tile(const TransposeDescriptor& item, const Place& at, Tile& tile) {
+    const int64_t pitch = item.rows / 2;
+    const int i = static_cast<int>(threadIdx.x) % kLanesAcross;
+    uint8_t* output = in_global(item.output) + at.col * pitch + at.row / 2 + 16 * i;
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) words[i] = i < rows ? load4(input + i * pitch, cols / 2) : 0u;
-    transpose_nibbles(words);
-    const int64_t out_pitch = item.rows / 2;
-    uint8_t* output = in_global(item.output) + col * out_pitch + row / 2;
-#pragma unroll
-    for (int k = 0; k < kLaneCols; ++k) {
-        const uint32_t column[4] = {words[k], words[8 + k], words[16 + k], words[24 + k]};
-        if (k < cols) store16(output + k * out_pitch, column, rows / 2);
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = (pass * kThreads + static_cast<int>(threadIdx.x)) / kLanesAcross;
+        const uint4& vector = tile.vector(row, i);
+        if constexpr (kWhole) {
+            __stcs(reinterpret_cast<uint4*>(output + row * pitch), vector);
+        } else if (row < at.cols) {
+            const int count = clamp_count(at.rows / 2 - 16 * i, 16);
+            store16(output + row * pitch, {vector.x, vector.y, vector.z, vector.w}, count);
+        }
     }
 }
 
@@ -55,27 +99,24 @@ template <bool kSingle>
 __global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
     transpose_kernel(const __grid_constant__ TransposeTable table,
                      const __grid_constant__ TransposeDescriptor single) {
+    __shared__ Tile tile;
+    wait_for_previous_kernel();
     ItemCursor<TransposeDescriptor, &TransposeDescriptor::tile_begin, kSingle> cursor(
-        table.items, table.count, table.tiles, single);
-    for (int64_t half = grid_warp(); half < 2 * table.tiles; half += grid_warps()) {
-        const int64_t tile = half / 2;
-        cursor.seek(tile);
-        const TransposeDescriptor& item = cursor.item();
-        const int64_t local = tile - item.tile_begin;
-        const int64_t tile_columns = ceil_div(item.cols, kTransposeTile);
-        const int64_t tile_row = local / tile_columns;
-        const int64_t first_row = tile_row * kTransposeTile + half % 2 * kHalfRows;
-        const int64_t first_col = (local - tile_row * tile_columns) * kTransposeTile;
-        const int64_t row = first_row + lane_index() / kLanesAcross * kLaneRows;
-        const int64_t col = first_col + lane_index() % kLanesAcross * kLaneCols;
-        const bool inside = first_row + kHalfRows <= item.rows && first_col + kTransposeTile <= item.cols;
-        const bool aligned = item.cols % kLaneCols == 0 && item.rows % kLaneRows == 0 &&
-                             is_aligned(item.input, 4) && is_aligned(item.output, 16);
-        if (inside && aligned) {
-            transpose_whole(item, row, col);
-        } else {
-            transpose_part(item, row, col);
-        }
+        table.items, table.count, table.tiles, table.tile_items, single);
+    cursor.seek(blockIdx.x);
+    const TransposeDescriptor& item = cursor.item();
+    const Place at = place_of(item, blockIdx.x);
+    const bool whole = at.rows == kBlockTile && at.cols == kBlockTile && item.cols % kLaneCols == 0 &&
+                       item.rows % kLaneCols == 0 && is_aligned(item.input, 16) &&
+                       is_aligned(item.output, 16);
+    if (whole) {
+        load_tile<true>(item, at, tile);
+        __syncthreads();
+        store_tile<true>(item, at, tile);
+    } else {
+        load_tile<false>(item, at, tile);
+        __syncthreads();
+        store_tile<false>(item, at, tile);
     }
 }
 
@@ -84,8 +125,7 @@ __global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
 void transpose(const TransposeTable& table, const TransposeDescriptor* host, cudaStream_t stream) {
     if (table.tiles == 0) return;
     const auto kernel = table.count == 1 ? transpose_kernel<true> : transpose_kernel<false>;
-    launch("transpose", kernel, ceil_div(2 * table.tiles, kWarps), kTransposeBlocksPerSm, stream, table,
-           host[0]);
+    launch("transpose", kernel, table.tiles, stream, table, host[0]);
 }
 
 }  // namespace zerofp4::cuda

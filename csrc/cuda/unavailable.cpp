@@ -23,5 +23,10 @@ void quantize_rows(const QuantizeRowsArgs&, cudaStream_t) { fail(); }
 void dequantize(const DequantizeArgs&, cudaStream_t) { fail(); }
 void pad_scale(const ScaleLayoutArgs&, cudaStream_t) { fail(); }
 void unpad_scale(const ScaleLayoutArgs&, cudaStream_t) { fail(); }
+void convert(const ConvertArgs&, cudaStream_t) { fail(); }
+void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t, const uintptr_t*, int64_t, cudaStream_t) {
+    fail();
+}
+void adamw_update(const AdamWTable&, cudaStream_t) { fail(); }
 
 }  // namespace zerofp4::cuda

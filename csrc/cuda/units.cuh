@@ -23,39 +23,56 @@ __device__ __forceinline__ int64_t grid_warp() {
 }
 __device__ __forceinline__ int64_t grid_warps() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
-// The contiguous share of this block, equal among blocks to within one unit; its warps take turns in it. A
-// block then meets few weights, while what its warps read at one time still lies side by side.
+// The consecutive units of this block. Its warps take turns in them, so that what they read at one time lies
+// side by side.
 struct Share {
     int64_t begin;
     int64_t end;
 };
 
+// Strips of a block. One that works on a list reads where in it it begins; more turns make up for that.
+template <bool kSingle>
+constexpr int kShareStrips = kSingle ? kWarps : kBlockStrips;
+
+template <int kPerBlock>
 __device__ __forceinline__ Share block_share(int64_t units) {
-    const int64_t block = blockIdx.x;
-    const int64_t blocks = gridDim.x;
-    return {units * block / blocks, units * (block + 1) / blocks};
+    static_assert(kPerBlock % kWarps == 0, "as many turns for every warp");
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPerBlock;
+    return {begin, min(begin + kPerBlock, units)};
 }
 
 // Follows a rising sequence of units through a table. An item has the units from its own kBegin up to the
-// next item's, the last one those up to `units`; items without units are passed over. A table of one is in
-// the kernel's arguments (kSingle). All lanes of a warp must make the same calls.
+// next item's, the last one those up to `units`; items without units are passed over. first_items[blockIdx.x]
+// is the item of the block's first unit. A table of one is in the kernel's arguments (kSingle). All lanes of
+// a warp must make the same calls.
 template <typename Item, auto kBegin, bool kSingle>
 class ItemCursor {
   public:
-    __device__ __forceinline__ ItemCursor(const Item* items, int64_t count, int64_t units, const Item& single)
-        : items_(kSingle ? &single : items), count_(kSingle ? 1 : count), units_(units) {}
+    __device__ __forceinline__ ItemCursor(const Item* items, int64_t count, int64_t units,
+                                          const int32_t* first_items, const Item& single)
+        : items_(kSingle ? &single : items),
+          count_(kSingle ? 1 : count),
+          units_(units),
+          index_(kSingle ? 0 : first_items[blockIdx.x]) {}
 
     // True when the unit belongs to another item than the unit before it, as the first one does.
     __device__ __forceinline__ bool seek(int64_t unit) {
         if (unit < end_) return false;
-        if constexpr (!kSingle) index_ = find(unit);
-        end_ = index_ + 1 < count_ ? items_[index_ + 1].*kBegin : units_;
+        end_ = end_of_item();
+        if (unit >= end_) {
+            index_ = find(unit);
+            end_ = end_of_item();
+        }
         return true;
     }
 
     __device__ __forceinline__ const Item& item() const { return items_[kSingle ? 0 : index_]; }
 
   private:
+    __device__ __forceinline__ int64_t end_of_item() const {
+        return index_ + 1 < count_ ? items_[index_ + 1].*kBegin : units_;
+    }
+
     // The last item, from the present one on, that begins at or before the unit: a search in which every lane
     // probes.
     __device__ __forceinline__ int64_t find(int64_t unit) const {
@@ -76,7 +93,7 @@ class ItemCursor {
     const Item* items_;
     int64_t count_;
     int64_t units_;
-    int64_t index_ = 0;
+    int64_t index_;
     int64_t end_ = 0;  // of the present item; no unit is before 0, so that the first call moves
 };
 

@@ -87,6 +87,29 @@ __device__ __forceinline__ void load_words(const void* p, uint32_t (&words)[kWor
     }
 }
 
+// The same for elements T at any address: two aligned vectors, shifted. Both must be readable.
+template <typename T, bool kLastUse, int kWords>
+__device__ __forceinline__ void load_shifted_words(const T* p, uint32_t (&words)[kWords]) {
+    const uint32_t shift = reinterpret_cast<uintptr_t>(p) % (4 * kWords);
+    const uint8_t* aligned = reinterpret_cast<const uint8_t*>(p) - shift;
+    uint32_t low[kWords], high[kWords], both[2 * kWords];
+    load_words<kLastUse>(aligned, low);
+    load_words<kLastUse>(aligned + 4 * kWords, high);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) both[i] = low[i], both[kWords + i] = high[i];
+#pragma unroll
+    for (int distance = kWords / 2; distance > 0; distance /= 2) {
+#pragma unroll
+        for (int i = 0; i + distance < 2 * kWords; ++i) {
+            both[i] = (shift & (4 * distance)) != 0 ? both[i + distance] : both[i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        words[i] = sizeof(T) == 4 ? both[i] : __funnelshift_r(both[i], both[i + 1], shift % 4 * 8);
+    }
+}
+
 template <typename T>
 constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 
@@ -131,6 +154,19 @@ __device__ __forceinline__ uint32_t pack_word(const float (&values)[kPerWord<T>]
     } else {
         const __half2 pair = __floats2half2_rn(values[0], values[1]);
         return *reinterpret_cast<const uint32_t*>(&pair);
+    }
+}
+
+// Rounds values to T and back, by packed conversions.
+template <typename T, int kCount>
+__device__ __forceinline__ void round_all(float (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+        const uint32_t word[1] = {pack_word<T>({values[i], values[i + 1]})};
+        float rounded[2];
+        unpack<T>(word, rounded);
+        values[i] = rounded[0];
+        values[i + 1] = rounded[1];
     }
 }
 

@@ -1,14 +1,11 @@
 #include "dispatch/plan.h"
 
+#include "dispatch/blocks.h"
+
 namespace zerofp4 {
 namespace {
 
-template <class Descriptor>
-std::string bytes_of(const std::vector<Descriptor>& descriptors) {
-    return {reinterpret_cast<const char*>(descriptors.data()), descriptors.size() * sizeof(Descriptor)};
-}
-
-int64_t scale_units(const WeightDescriptor& weight) {
+int64_t scale_squares(const WeightDescriptor& weight) {
     return ceil_div(weight.rows, kBlock * kScaleTiles) * ceil_div(weight.cols, kBlock * kScaleTiles);
 }
 
@@ -30,11 +27,11 @@ int64_t partition_strips(ShardGeometry& weight, int64_t begin) {
     return begin + (last_row / kBlock - weight.first_strip + 1) * weight.chunks;
 }
 
-void partition(std::vector<WeightDescriptor>& weights, CastTable& table) {
+void partition(bool on_cpu, std::vector<WeightDescriptor>& weights, CastTable& table) {
     table.strip_units = table.scale_units = 0;
     for (WeightDescriptor& weight : weights) {
         weight.scale_begin = table.scale_units;
-        table.scale_units += scale_units(weight);
+        table.scale_units += ceil_div(scale_squares(weight), on_cpu ? 1 : kWarpSquares);
         table.strip_units = partition_strips(weight, table.strip_units);
     }
     table.weights = weights.data();
@@ -45,7 +42,7 @@ CastPlan::CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t
                    int64_t reduced_numel, float hash, bool skip_nonfinite, uintptr_t found_inf,
                    uintptr_t status)
     : on_cpu_(on_cpu), weights_(std::move(weights)) {
-    partition(weights_, table_);
+    partition(on_cpu, weights_, table_);
     if (!on_cpu_) table_.weights = nullptr;
     table_.reduced = reinterpret_cast<float*>(reduced);
     table_.reduced_numel = reduced_numel;
@@ -55,10 +52,17 @@ CastPlan::CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t
     table_.status = reinterpret_cast<int32_t*>(status);
 }
 
-std::string CastPlan::descriptor_bytes() const { return bytes_of(weights_); }
+std::string CastPlan::descriptor_bytes() const {
+    return bytes_of(weights_) +
+           bytes_of(first_items(weights_, &WeightDescriptor::strip_begin, table_.strip_units, kBlockStrips)) +
+           bytes_of(first_items(weights_, &WeightDescriptor::scale_begin, table_.scale_units, kBlockScales));
+}
 
 void CastPlan::set_device_descriptors(uintptr_t address) {
-    if (!on_cpu_) table_.weights = reinterpret_cast<const WeightDescriptor*>(address);
+    if (on_cpu_) return;
+    table_.weights = reinterpret_cast<const WeightDescriptor*>(address);
+    table_.strip_items = reinterpret_cast<const int32_t*>(table_.weights + weights_.size());
+    table_.scale_items = table_.strip_items + ceil_div(table_.strip_units, kBlockStrips);
 }
 
 void CastPlan::begin(const Target& target, bool error) const {
@@ -86,20 +90,36 @@ void CastPlan::cast(const Target& target) const {
         [&](cudaStream_t stream) { cuda::partial_cast(table_, weights_.data(), stream); });
 }
 
+void CastPlan::begin_amax(const Target& target) const {
+    begin(target, false);
+    amax(target);
+}
+
+void CastPlan::scale_cast(const Target& target) const {
+    scale(target);
+    cast(target);
+}
+
 TransposePlan::TransposePlan(bool on_cpu, std::vector<TransposeDescriptor> items)
     : on_cpu_(on_cpu), items_(std::move(items)) {
+    const int64_t tile = on_cpu ? kTransposeTile : kBlockTile;
     for (TransposeDescriptor& item : items_) {
         item.tile_begin = table_.tiles;
-        table_.tiles += ceil_div(item.rows, kTransposeTile) * ceil_div(item.cols, kTransposeTile);
+        table_.tiles += ceil_div(item.rows, tile) * ceil_div(item.cols, tile);
     }
     table_.items = on_cpu_ ? items_.data() : nullptr;
     table_.count = static_cast<int64_t>(items_.size());
 }
 
-std::string TransposePlan::descriptor_bytes() const { return bytes_of(items_); }
+std::string TransposePlan::descriptor_bytes() const {
+    return bytes_of(items_) +
+           bytes_of(first_items(items_, &TransposeDescriptor::tile_begin, table_.tiles, 1));
+}
 
 void TransposePlan::set_device_descriptors(uintptr_t address) {
-    if (!on_cpu_) table_.items = reinterpret_cast<const TransposeDescriptor*>(address);
+    if (on_cpu_) return;
+    table_.items = reinterpret_cast<const TransposeDescriptor*>(address);
+    table_.tile_items = reinterpret_cast<const int32_t*>(table_.items + items_.size());
 }
 
 void TransposePlan::run(const Target& target) const {

@@ -16,7 +16,7 @@ int64_t partition_strips(ShardGeometry& weight, int64_t begin);
 
 // Fills in strip_begin, first_strip, first_chunk, chunks and scale_begin of every descriptor, and the units
 // in `table`.
-void partition(std::vector<WeightDescriptor>& weights, CastTable& table);
+void partition(bool on_cpu, std::vector<WeightDescriptor>& weights, CastTable& table);
 
 // The stages of a cast for a list of weights. Holds addresses only; whoever builds it keeps the memory alive.
 class CastPlan {
@@ -33,6 +33,10 @@ class CastPlan {
     void amax(const Target& target) const;
     void scale(const Target& target) const;
     void cast(const Target& target) const;
+
+    // Two stages in one call: what a step does before and after the reduction.
+    void begin_amax(const Target& target) const;
+    void scale_cast(const Target& target) const;
 
   private:
     bool on_cpu_;

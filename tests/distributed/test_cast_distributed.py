@@ -216,7 +216,7 @@ def test_invalid_argument_on_one_rank(world):
     message = raised_everywhere(
         world, TypeError, zerofp4.cast_master_weights_to_nvfp4, model.weights, model.masters, model.starts
     )
-    assert message == "rank 1: master_weights[2] must be a float32 tensor, got torch.float64"
+    assert message == "rank 1: master_weights[2] must be a float32 or bfloat16 tensor, got torch.float64"
     model.check_untouched(before)
 
 
@@ -230,7 +230,7 @@ def test_invalid_argument_on_one_rank_after_the_plan_was_built(world):
     if world.rank == 1:
         masters[2] = masters[2].double()
     expected = TypeError if world.rank == 1 else RuntimeError
-    message = "must be a float32 tensor" if world.rank == 1 else "another rank could not take part"
+    message = "must be a float32 or bfloat16" if world.rank == 1 else "another rank could not take part"
     with pytest.raises(expected, match=message):
         zerofp4.cast_master_weights_to_nvfp4(model.weights, masters, model.starts)
         model.weights[0].record.attachments["cast_plans"][0].check()

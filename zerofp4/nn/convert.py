@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.quantized import INIT_VAL
 from zerofp4.tensor import NVFP4Tensor, quantize
-from zerofp4.tensor_ops import INIT_VAL
 
 
 @dataclasses.dataclass

@@ -1,11 +1,12 @@
 """The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
 
-device.py says where a call runs, stages.py has the stages of plans, operators.py the operators on given
-tensors.
+device.py says where a call runs, stages.py and update.py have the stages of plans, the other files one
+operator on given tensors each: schema, fake and backends.
 """
 
+from zerofp4.ops import convert, dequantize, layouts, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.device import build_info, check_cuda
-from zerofp4.ops.operators import quantize_into
+from zerofp4.ops.quantize import quantize_into
 from zerofp4.ops.stages import (
     ERROR_WORD,
     HASH_WORD,
@@ -16,6 +17,7 @@ from zerofp4.ops.stages import (
     CastStages,
     TransposeStage,
 )
+from zerofp4.ops.update import AdamWItem, AdamWStage, AmaxPlace, adamw_options
 
 __all__ = [
     "ERROR_WORD",
@@ -23,9 +25,13 @@ __all__ = [
     "HEADER_WORDS",
     "PEER_ERROR",
     "PLAN_MISMATCH",
+    "AdamWItem",
+    "AdamWStage",
+    "AmaxPlace",
     "CastItem",
     "CastStages",
     "TransposeStage",
+    "adamw_options",
     "build_info",
     "check_cuda",
     "quantize_into",

@@ -69,13 +69,46 @@ def weight_descriptor(
     )
 
 
-def _upload(plan, device: torch.device, count: int) -> torch.Tensor | None:
-    """Copies a plan's descriptors to the GPU; the returned tensor must live as long as the plan."""
-    if device.type == "cpu" or count < 2:
-        return None
-    table = torch.frombuffer(bytearray(plan.descriptor_bytes()), dtype=torch.uint8).to(device)
-    plan.set_device_descriptors(table.data_ptr())
-    return table
+class _DescriptorTable:
+    """The copy of a native plan's descriptors on the GPU; none on the CPU or for fewer than two descriptors,
+    which travel in a kernel's arguments.
+
+    It stays where it is for as long as it lives, so that a captured CUDA graph finds in it what was loaded
+    last.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._memory: torch.Tensor | None = None
+        self._contents = b""
+
+    def load(self, plan, count: int) -> None:
+        """Give a native plan the table, with its descriptors in it: queued on the current stream.
+
+        Only the first call waits for the copy. A table that has these contents is not copied to again. Raises
+        RuntimeError for a copy while a CUDA graph is captured.
+        """
+        if self._device.type == "cpu" or count < 2:
+            return
+        contents = plan.descriptor_bytes()
+        if contents != self._contents:
+            self._copy(contents)
+        plan.set_device_descriptors(self._memory.data_ptr())
+
+    def _copy(self, contents: bytes) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            # A replay would read the staging memory again, long after it went back to the allocator.
+            raise RuntimeError(
+                "while a CUDA graph is captured a plan cannot take addresses, and it is new or storage has "
+                "moved: make the same call once before the capture, with the same storage"
+            )
+        first = self._memory is None
+        if first:
+            self._memory = torch.empty(len(contents), dtype=torch.uint8, device=self._device)
+        # torch does not reuse pinned memory before the copies from it are done.
+        staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
+        self._memory.copy_(staging, non_blocking=not first)
+        self._contents = contents
 
 
 class CastStages:
@@ -103,6 +136,23 @@ class CastStages:
         status: torch.Tensor | None = None,
     ):
         self.device = reduced.device
+        self._options = {
+            "on_cpu": self.device.type == "cpu",
+            "reduced": reduced.data_ptr(),
+            "reduced_numel": reduced.numel(),
+            "hash": float(hash),
+            "skip_nonfinite": skip_nonfinite,
+            "status": address(status),
+        }
+        self._table = _DescriptorTable(self.device)
+        self.bind(items, found_inf)
+
+    def bind(self, items: Sequence[CastItem], found_inf: torch.Tensor | None) -> None:
+        """Take the addresses of the same items and of found_inf anew; the stages already queued keep the old
+        ones.
+
+        Nothing has changed when it raises (RuntimeError, while a CUDA graph is captured).
+        """
         weights = []
         for item in items:
             dtypes = (torch.float32 if item.master is None else item.master.dtype, item.record.dtype)
@@ -112,33 +162,37 @@ class CastStages:
             weights.append(
                 weight_descriptor(buffers, item.master, item.shard, matrix, dtypes, codes, *offsets)
             )
-        self._plan = _C.CastPlan(
-            on_cpu=self.device.type == "cpu",
-            weights=weights,
-            reduced=reduced.data_ptr(),
-            reduced_numel=reduced.numel(),
-            hash=float(hash),
-            skip_nonfinite=skip_nonfinite,
-            found_inf=address(found_inf),
-            status=address(status),
-        )
-        self._table = _upload(self._plan, self.device, len(weights))
+        plan = _C.CastPlan(weights=weights, found_inf=address(found_inf), **self._options)
+        self._table.load(plan, len(weights))
+        self._plan = plan
+
+    def target(self) -> _C.Target:
+        """Where the stages run now: on the current stream."""
+        return target_of(self.device)
 
     def begin(self, error: bool = False) -> None:
         """Clear the vector and write its header; with `error`, a flag that keeps every rank from writing."""
-        self._plan.begin(target_of(self.device), error)
+        self._plan.begin(self.target(), error)
 
     def amax(self) -> None:
         """Tile amaxes and group amaxes of the owned elements, by maximum with what the vector holds."""
-        self._plan.amax(target_of(self.device))
+        self._plan.amax(self.target())
 
     def scale(self) -> None:
         """Every scale buffer and amax of every weight, from the reduced vector."""
-        self._plan.scale(target_of(self.device))
+        self._plan.scale(self.target())
 
     def cast(self) -> None:
         """Codes of the owned elements."""
-        self._plan.cast(target_of(self.device))
+        self._plan.cast(self.target())
+
+    def begin_amax(self, target: _C.Target) -> None:
+        """begin() and amax() in one call; a step looks up its target once."""
+        self._plan.begin_amax(target)
+
+    def scale_cast(self, target: _C.Target) -> None:
+        """scale() and cast() in one call."""
+        self._plan.scale_cast(target)
 
 
 class TransposeStage:
@@ -147,14 +201,20 @@ class TransposeStage:
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
-        pairs = [(data, out) for data, out in pairs if data.numel()]
         self.device = pairs[0][0].device if pairs else torch.device("cpu")
+        self._table = _DescriptorTable(self.device)
+        self.bind(pairs)
+
+    def bind(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take the addresses of the same pairs anew; as CastStages.bind."""
         items = [
             _C.TransposeDescriptor(address(data), address(out), data.shape[0], 2 * data.shape[1])
             for data, out in pairs
+            if data.numel()
         ]
-        self._plan = _C.TransposePlan(self.device.type == "cpu", items) if items else None
-        self._table = _upload(self._plan, self.device, len(items)) if items else None
+        plan = _C.TransposePlan(self.device.type == "cpu", items) if items else None
+        self._table.load(plan, len(items))
+        self._plan = plan
 
     def run(self) -> None:
         if self._plan is not None:

@@ -1,5 +1,6 @@
 """Optimizers for models with NVFP4 weights."""
 
+from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
-__all__ = ["ZeroFP4Optimizer"]
+__all__ = ["FusedAdamW", "ZeroFP4Optimizer"]

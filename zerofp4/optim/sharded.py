@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
 from zerofp4.optim.flat import DenseBuffer, FlatBuffer, PackedBuffer
+from zerofp4.optim.fused import FusedAdamW
 from zerofp4.tensor import NVFP4Tensor
 
 
@@ -64,6 +65,16 @@ class ShardedParameters:
         """Give all masters rank 0's values of their parameters."""
         for buffer in self.buffers:
             buffer.initialize_masters()
+
+    def take_amaxes_from(self, optimizer: FusedAdamW) -> None:
+        """Let the optimizer of the masters take the amaxes of those of NVFP4 weights in each of its steps."""
+        if self._plan is not None:
+            optimizer.offer_amaxes(self._plan)
+
+    def forget_amaxes(self) -> None:
+        """The masters are about to be written: amaxes that an optimizer has left are out of date."""
+        if self._plan is not None:
+            self._plan.begin_update()
 
     def publish(self) -> None:
         """Cast this rank's masters into the weights and gather the other ranks' slices, in place."""

@@ -30,7 +30,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     may be edited at any time, by hand or by an LR scheduler.
     optimizer_class, defaults: the optimizer that updates the masters. It sees 1D pieces of the parameters, so
     its update of an element must not depend on other elements: Adafactor, LBFGS, Muon and SparseAdam raise
-    ValueError.
+    ValueError. FusedAdamW is the fastest: it leaves the amaxes of the masters behind that their cast needs.
     process_group: the data-parallel ranks; None is the default group, or a world of one without
     torch.distributed.
     amax_groups: lists of NVFP4 weights of params that share one amax.
@@ -127,6 +127,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         self.inner = optimizer_class(groups, **defaults)
+        if hasattr(self.inner, "offer_amaxes"):
+            self._shards.take_amaxes_from(self.inner)
         self.state = self.inner.state
         self._pull_options()
 
@@ -279,6 +281,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise
         self.state = self.inner.state
         self._pull_options()
+        self._shards.forget_amaxes()
         for buffer in self._shards.buffers:
             buffer.masters.copy_(state_dict["masters"][buffer.kind])
         self._reduced = None

@@ -1,0 +1,113 @@
+#pragma once
+// AdamW: the scalars of a step, the update of one element, and what the kernels are given. The order of every
+// operation is that of reference.adamw_step; sources are compiled without contraction into fused
+// multiply-adds.
+
+#include "common/table.h"
+
+namespace zerofp4 {
+
+// One tensor of an update: its geometry says which elements of which matrix they are, for the tile amaxes;
+// one that wants none (tile_offset < 0) is a matrix of rows of 128 columns.
+struct AdamWDescriptor : ShardGeometry {
+    float* master;  // [numel], as are exp_avg and exp_avg_sq, which are null where there is no state yet
+    float* exp_avg;
+    float* exp_avg_sq;
+    float* step;  // float[1]: how many updates there were
+    DType gradient_dtype;
+};
+
+// The options of a parameter group.
+struct AdamWOptions {
+    const float* lr_address;  // float[1] that is read in place of lr, or null
+    double lr;
+    double beta1;
+    double beta2;
+    double eps;
+    double weight_decay;
+    int32_t maximize;
+};
+
+// What the elements of one tensor need in one step.
+struct AdamWStep {
+    const void* gradient;    // [numel]; null: nothing is updated, only amaxes are taken
+    uint32_t gradient_sign;  // flips it
+    int32_t lerp_from_start;
+    float lerp_factor;
+    float decay;
+    float beta2;
+    float weight2;
+    float step_size;
+    float inv_sqrt;  // 1 / sqrt(1 - beta2^step)
+    float eps;
+};
+
+// Everything the update is given, passed by value; tensors and steps are on the device that runs it.
+struct AdamWTable {
+    const AdamWDescriptor* tensors;
+    AdamWStep* steps;
+    int64_t count;
+    int64_t strip_units;
+    const int32_t* strip_items;  // CUDA: by thread block, the tensor that its first strip belongs to
+    float* reduced;              // of the cast plan that wants the amaxes, or null
+};
+
+ZEROFP4_HD float square_root(float x) {
+#if ZEROFP4_DEVICE_CODE
+    return __fsqrt_rn(x);
+#else
+    return __builtin_sqrtf(x);
+#endif
+}
+
+ZEROFP4_HD double square_root(double x) {
+#if ZEROFP4_DEVICE_CODE
+    return __dsqrt_rn(x);
+#else
+    return __builtin_sqrt(x);
+#endif
+}
+
+// base^exponent by repeated squaring: the same bits everywhere, which no pow() promises.
+ZEROFP4_HD double power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent > 0; exponent /= 2, base *= base) {
+        if (exponent % 2 == 1) result *= base;
+    }
+    return result;
+}
+
+// Counts the step of a tensor that has a gradient, and computes its scalars: in double, each rounded to float
+// once.
+ZEROFP4_HD AdamWStep adamw_scalars(const AdamWOptions& options, const AdamWDescriptor& tensor,
+                                   const void* gradient) {
+    AdamWStep step{};
+    step.gradient = gradient;
+    if (gradient == nullptr) return step;
+    *tensor.step += 1.0f;
+    const int64_t count = static_cast<int64_t>(*tensor.step);
+    const double lr = options.lr_address ? static_cast<double>(*options.lr_address) : options.lr;
+    // torch.lerp: from the end where the weight is large, so that a weight of 1 gives the end itself.
+    const float weight1 = static_cast<float>(1.0 - options.beta1);
+    step.lerp_from_start = weight1 < 0.5f;
+    step.lerp_factor = step.lerp_from_start ? weight1 : -(1.0f - weight1);
+    step.gradient_sign = options.maximize ? 0x80000000u : 0u;
+    step.decay = static_cast<float>(1.0 - lr * options.weight_decay);
+    step.beta2 = static_cast<float>(options.beta2);
+    step.weight2 = static_cast<float>(1.0 - options.beta2);
+    step.step_size = static_cast<float>(lr / (1.0 - power(options.beta1, count)));
+    step.inv_sqrt = static_cast<float>(1.0 / square_root(1.0 - power(options.beta2, count)));
+    step.eps = static_cast<float>(options.eps);
+    return step;
+}
+
+ZEROFP4_HD void adamw_element(const AdamWStep& step, float gradient, float& master, float& exp_avg,
+                              float& exp_avg_sq) {
+    const float g = from_bits(to_bits(gradient) ^ step.gradient_sign);
+    exp_avg = (step.lerp_from_start ? exp_avg : g) + step.lerp_factor * (g - exp_avg);
+    exp_avg_sq = exp_avg_sq * step.beta2 + (g * step.weight2) * g;
+    const float denominator = square_root(exp_avg_sq) * step.inv_sqrt + step.eps;
+    master = master * step.decay - step.step_size * (exp_avg / denominator);
+}
+
+}  // namespace zerofp4

@@ -1,0 +1,54 @@
+#include "dispatch/update.h"
+
+#include "dispatch/blocks.h"
+#include "dispatch/plan.h"
+
+namespace zerofp4 {
+
+AdamWPlan::AdamWPlan(bool on_cpu, std::vector<AdamWDescriptor> tensors, uintptr_t reduced)
+    : on_cpu_(on_cpu), tensors_(std::move(tensors)), steps_(on_cpu ? tensors_.size() : 0) {
+    for (AdamWDescriptor& tensor : tensors_)
+        table_.strip_units = partition_strips(tensor, table_.strip_units);
+    table_.tensors = on_cpu_ ? tensors_.data() : nullptr;
+    table_.steps = steps_.data();
+    table_.count = static_cast<int64_t>(tensors_.size());
+    table_.reduced = reinterpret_cast<float*>(reduced);
+}
+
+std::string AdamWPlan::descriptor_bytes() const {
+    return bytes_of(tensors_) +
+           bytes_of(first_items(tensors_, &AdamWDescriptor::strip_begin, table_.strip_units, kBlockStrips));
+}
+
+int64_t AdamWPlan::step_bytes() const { return table_.count * static_cast<int64_t>(sizeof(AdamWStep)); }
+
+void AdamWPlan::set_device_tables(uintptr_t descriptors, uintptr_t steps) {
+    if (on_cpu_) return;
+    table_.tensors = reinterpret_cast<const AdamWDescriptor*>(descriptors);
+    table_.strip_items = reinterpret_cast<const int32_t*>(table_.tensors + tensors_.size());
+    table_.steps = reinterpret_cast<AdamWStep*>(steps);
+}
+
+void AdamWPlan::begin(const Target& target, const AdamWOptions& options, int64_t first,
+                      const std::vector<uintptr_t>& gradients) {
+    dispatch(
+        target,
+        [&](const cpu::Kernels&, int) {
+            for (size_t i = 0; i < gradients.size(); ++i) {
+                const void* gradient = reinterpret_cast<const void*>(gradients[i]);
+                steps_[first + i] = adamw_scalars(options, tensors_[first + i], gradient);
+            }
+        },
+        [&](cudaStream_t stream) {
+            const int64_t count = static_cast<int64_t>(gradients.size());
+            cuda::adamw_begin(table_, options, first, gradients.data(), count, stream);
+        });
+}
+
+void AdamWPlan::update(const Target& target) const {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.adamw_update(table_, threads); },
+        [&](cudaStream_t stream) { cuda::adamw_update(table_, stream); });
+}
+
+}  // namespace zerofp4

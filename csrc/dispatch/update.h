@@ -1,0 +1,37 @@
+#pragma once
+// Optimizer updates of a list of tensors.
+
+#include <string>
+#include <vector>
+
+#include "common/adamw.h"
+#include "dispatch/target.h"
+
+namespace zerofp4 {
+
+// AdamW for a list of tensors. Holds addresses only; whoever builds it keeps the memory alive.
+class AdamWPlan {
+  public:
+    // `reduced` is the vector that the amaxes of tensors with a tile_offset >= 0 go to.
+    AdamWPlan(bool on_cpu, std::vector<AdamWDescriptor> tensors, uintptr_t reduced);
+
+    // For CUDA: the bytes of the descriptors, to be copied to the device; where they are there, and
+    // step_bytes() of memory for the scalars of a step.
+    std::string descriptor_bytes() const;
+    int64_t step_bytes() const;
+    void set_device_tables(uintptr_t descriptors, uintptr_t steps);
+
+    // Counts the step of tensors [first, first + gradients.size()), which share their options, where the
+    // address of the gradient is not 0. Comes before `update` for all tensors.
+    void begin(const Target& target, const AdamWOptions& options, int64_t first,
+               const std::vector<uintptr_t>& gradients);
+    void update(const Target& target) const;
+
+  private:
+    bool on_cpu_;
+    std::vector<AdamWDescriptor> tensors_;
+    std::vector<AdamWStep> steps_;  // of a CPU plan
+    AdamWTable table_{};
+};
+
+}  // namespace zerofp4

@@ -1,0 +1,149 @@
+"""Result files as tables: on the terminal, and in README.md."""
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarking.chart import chart_path
+from benchmarking.operations import SHOWN
+from benchmarking.session import RESULTS, ROOT
+from benchmarking.targets import KINDS
+
+BEGIN, END = "<!-- benchmarks: begin -->\n", "\n<!-- benchmarks: end -->"
+WIDTH_OF_LOGS = 140
+
+
+class Table(NamedTuple):
+    """Cells by row. The last column says how the figures came about, which a terminal has seen before."""
+
+    header: tuple[str, ...]
+    alignment: str  # "l" or "r" for each column
+    rows: list[tuple[str, ...]]
+
+    def without_rule(self) -> "Table":
+        return Table(self.header[:-1], self.alignment[:-1], [row[:-1] for row in self.rows])
+
+
+def load(folder: Path) -> list[tuple[Path, dict]]:
+    """The result files of a folder: a GPU's before a CPU's, in the order in which `all` makes them."""
+    results = [(path, json.loads(path.read_text())) for path in folder.glob("*.json")]
+
+    def order(item: tuple[Path, dict]):
+        path, result = item
+        name = result["benchmark"]
+        place = SHOWN.index(name) if name in SHOWN else len(SHOWN)
+        return result["threads"] is not None, place, path.name
+
+    return sorted(results, key=order)
+
+
+def device_name(result: dict) -> str:
+    threads = result["threads"]
+    return result["device"] + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
+
+
+def timed_table(result: dict) -> Table:
+    rows = [
+        (
+            row["name"],
+            f"{row['ms']:.3f}",
+            f"{row['gbps']:,.0f}" if row["gbps"] >= 100 else f"{row['gbps']:.1f}",
+            f"{row['percent_of_copy']:.1f}",
+            note(row),
+            row["rule"],
+        )
+        for row in result["rows"]
+        if "ms" in row
+    ]
+    return Table(("operation", "ms", "GB/s", "% of copy", "note", "bytes counted"), "lrrrll", rows)
+
+
+def counted_table(result: dict) -> Table:
+    rows = [
+        (row["name"], KINDS[row["kind"]].show(row[row["kind"]]), note(row), row["rule"])
+        for row in result["rows"]
+        if "ms" not in row
+    ]
+    return Table(("figure", "value", "note", "what it is"), "lrll", rows)
+
+
+def tables(result: dict) -> list[Table]:
+    """The tables of a result file that are not empty."""
+    return [table for table in (timed_table(result), counted_table(result)) if table.rows]
+
+
+def note(row: dict) -> str:
+    """The target and whether it is met, with the figure where that has no column; a peer's time in ours."""
+    if row["target"] is None:
+        return f"{row['times_ours']:.2f} times ours" if "times_ours" in row else ""
+    kind = KINDS[row["kind"]]
+    value = row.get(row["kind"])
+    if value is None:
+        return f"{kind.bound(row['target'])}: not compared"
+    own = f"{kind.show(value)}, " if row["kind"] == "speedup" else ""
+    return f"{kind.bound(row['target'])}: {own}{'met' if kind.is_met(value, row['target']) else 'missed'}"
+
+
+def print_tables(result: dict) -> None:
+    """With rich where it is installed, else in plain columns."""
+    ceilings = f"{result['copy_gbps_before']:,.1f} GB/s before, {result['copy_gbps_after']:,.1f} after"
+    print(f"\n{result['benchmark']} on {device_name(result)}; copy ceiling {ceilings}")
+    for table in tables(result):
+        try:
+            print_rich(table.without_rule())
+        except ImportError:
+            print("\n".join(plain_lines(table.without_rule())))
+
+
+def print_rich(table: Table) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    shown = RichTable()
+    for name, alignment in zip(table.header, table.alignment, strict=True):
+        shown.add_column(name, justify="right" if alignment == "r" else "left", no_wrap=True)
+    for row in table.rows:
+        style = "red" if row[-1].endswith("missed") else "green" if row[-1].endswith(" met") else None
+        shown.add_row(*row, style=style)
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_LOGS).print(shown)
+
+
+def plain_lines(table: Table) -> list[str]:
+    rows = (table.header, *table.rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(justified, row, widths, table.alignment)).rstrip() for row in rows]
+
+
+def justified(cell: str, width: int, alignment: str) -> str:
+    return cell.rjust(width) if alignment == "r" else cell.ljust(width)
+
+
+def markdown(path: Path, result: dict) -> str:
+    """The tables of one result file under a line that names it."""
+    ceiling = f"copy ceiling {result['copy_gbps']:,.0f} GB/s"
+    parts = [f"{device_name(result)}, `{path.relative_to(ROOT)}`: {ceiling}."]
+    for table in tables(result):
+        rule = "".join("---:|" if alignment == "r" else "---|" for alignment in table.alignment)
+        lines = ["| " + " | ".join(row) + " |" for row in (table.header, *table.rows)]
+        parts.append("\n".join([lines[0], "|" + rule, *lines[1:]]))
+    return "\n\n".join(parts)
+
+
+def readme_section() -> str:
+    """What stands between the benchmark markers: per device its chart, if there is one, then its tables."""
+    parts, shown = [], set()
+    for path, result in load(RESULTS):
+        chart = chart_path(RESULTS, result)
+        if chart.exists() and chart not in shown:
+            shown.add(chart)
+            parts.append(f"![Percent of the copy ceiling on {result['device']}]({chart.relative_to(ROOT)})")
+        parts.append(markdown(path, result))
+    return "\n\n".join(parts)
+
+
+def write_readme() -> Path:
+    path = ROOT / "README.md"
+    head, rest = path.read_text().split(BEGIN)
+    path.write_text(head + BEGIN + readme_section() + END + rest.split(END)[1])
+    return path

@@ -1,0 +1,53 @@
+"""What the rows should reach on one H200, and what the figures of a row mean."""
+
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """A figure that a target can be set for: a row of this kind has it under the kind's name."""
+
+    unit: str
+    digits: int
+    at_least: bool  # else at most
+
+    def show(self, value: float) -> str:
+        return f"{value:,.{self.digits}f}{self.unit}"
+
+    def is_met(self, value: float, target: float) -> bool:
+        return value >= target if self.at_least else value <= target
+
+    def bound(self, target: float) -> str:
+        return f"{'at least' if self.at_least else 'at most'} {target:g}{self.unit}"
+
+
+KINDS = {
+    "percent_of_copy": Kind("%", 1, at_least=True),
+    "speedup": Kind("x", 2, at_least=True),
+    "host_us": Kind(" us", 1, at_least=False),
+    "host_us_per_weight": Kind(" us per weight", 2, at_least=False),
+    "launches": Kind("", 0, at_least=False),
+    "percent_of_shard": Kind("% of the FP32 shard", 3, at_least=False),
+}
+
+HOST_COUNTS = (10, 224, 2000)
+
+TARGETS = {
+    "local_step/llama3-8b/rank1of4": ("percent_of_copy", 92),
+    "local_step/16384": ("percent_of_copy", 95),
+    "local_step/2000-small": ("percent_of_copy", 70),
+    "transpose/llama3-8b": ("percent_of_copy", 88),
+    "adamw/llama3-8b": ("percent_of_copy", 90),
+    "adamw_then_cast/llama3-8b": ("speedup", 1.08),
+    "device_memory/llama3-8b": ("percent_of_shard", 1.0),
+}
+for _count in HOST_COUNTS:
+    TARGETS[f"host_step/{_count}"] = ("host_us", 60)
+    TARGETS[f"host_function/{_count}"] = ("host_us_per_weight", 0.6)
+    TARGETS[f"launches/local_step/{_count}"] = ("launches", 4)
+    TARGETS[f"launches/transpose/{_count}"] = ("launches", 1)
+
+
+def target_of(name: str, kind: str) -> dict:
+    """The "kind" and "target" of a row: `kind` and None where nothing is asked of it."""
+    kind, target = TARGETS.get(name, (kind, None))
+    return {"kind": kind, "target": target}

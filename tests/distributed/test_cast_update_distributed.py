@@ -1,0 +1,137 @@
+"""Casts whose amaxes an update has left, on all ranks or some; masters in bfloat16; masters that moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zerofp4
+from distributed.cases import Model
+from distributed.run import on_ranks
+from zerofp4 import reference
+from zerofp4.format import BLOCK
+from zerofp4.layout import ceil_div
+
+
+def leave_amaxes(plan: zerofp4.CastPlan) -> None:
+    """What a fused optimizer does, by hand."""
+    plan.begin_update()
+    for piece in plan.master_pieces():
+        arguments = (piece.master, piece.shard.start, piece.matrix, piece.dtype)
+        tiles, amax = reference.partial_amax(*arguments)
+        count = ceil_div(piece.matrix[0], BLOCK) * ceil_div(piece.matrix[1], BLOCK)
+        for offset, values in ((piece.tile_offset, tiles.view(count)), (piece.amax_offset, amax)):
+            words = plan.reduced[offset : offset + values.numel()]
+            words.copy_(words.maximum(values))
+    plan.end_update()
+
+
+def finish(plan: zerofp4.CastPlan) -> None:
+    plan.step()
+    plan.all_gather()
+    plan.post()
+
+
+def change(model: Model) -> None:
+    """Other values in the same masters."""
+    model.whole = [whole.sin() * 100 for whole in model.whole]
+    for i, master in enumerate(model.masters):
+        if master is not None:
+            start, numel = model.starts[i], model.numels[i]
+            master.copy_(model.whole[i].flatten()[start : start + numel])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["odd", "flat", "last"])
+def test_amaxes_left_on_every_rank_or_one(world, how):
+    model = Model(world, how)
+    groups = [[0, 2], [1, 5]]
+    members = [[model.weights[i] for i in group] for group in groups]
+    plan = zerofp4.CastPlan(model.weights, model.masters, model.starts, amax_groups=members)
+    owned = [master for master in model.masters if master is not None]
+    assert all(a.master is b for a, b in zip(plan.master_pieces(), owned, strict=True))
+    for ranks in (range(world.world_size), [0], []):
+        if world.rank in ranks:
+            leave_amaxes(plan)
+        finish(plan)
+        model.check(groups)
+        change(model)
+
+
+@on_ranks(2)
+def test_amaxes_left_are_the_ones_used(world):
+    """Masters that shrink after end_update() keep the amax they had."""
+    weight = zerofp4.empty((32, 64), device=world.device)
+    master = torch.full((1024,), 3.0 + world.rank, device=world.device)
+    plan = zerofp4.CastPlan([weight], [master], [1024 * world.rank])
+    leave_amaxes(plan)
+    master.mul_(0.5)
+    finish(plan)
+    assert weight.amax.item() == 4.0
+    finish(plan)
+    assert weight.amax.item() == 2.0
+
+
+@on_ranks(2, time_limit=30)
+def test_amaxes_left_are_dropped_where_a_rank_cannot_take_part(world):
+    model = Model(world, "odd")
+    plan = zerofp4.CastPlan(model.weights, model.masters, model.starts)
+    finish(plan)
+    before = model.snapshot()
+    leave_amaxes(plan)
+    if world.rank == 1:
+        model.masters[2].data = model.masters[2].clone()
+    match = r"master_weights\[2\] has moved" if world.rank == 1 else "another rank could not take part"
+    with pytest.raises(RuntimeError, match=match):
+        plan.step()
+        plan.check()
+    model.check_untouched(before)
+    change(model)
+    plan.refresh()
+    finish(plan)
+    model.check()
+
+
+@on_ranks(2, 3, time_limit=30)
+def test_a_master_that_moved_is_heard_of_in_all_gather(world):
+    model = Model(world, "odd")
+    plan = zerofp4.CastPlan(model.weights, model.masters, model.starts)
+    finish(plan)
+    plan.step()
+    if world.rank == 1:
+        model.masters[2].data = model.masters[2].clone()
+    match = r"master_weights\[2\] has moved" if world.rank == 1 else "rank 1 found an error"
+    with pytest.raises(RuntimeError, match=match):
+        plan.all_gather()
+    plan.refresh()
+    change(model)
+    finish(plan)
+    model.check()
+
+
+@on_ranks(2, 3)
+def test_bfloat16_masters_on_some_ranks(world):
+    model = Model(world, "odd")
+    model.whole = [whole.bfloat16().float() for whole in model.whole]
+    model.cut()
+    if world.rank == 1:
+        model.masters = [None if master is None else master.bfloat16() for master in model.masters]
+    for _ in range(2):
+        zerofp4.cast_master_weights_to_nvfp4(model.weights, model.masters, model.starts)
+        zerofp4.all_gather_nvfp4(model.weights, model.starts, model.numels)
+        zerofp4.post_all_gather_processing(model.weights)
+        model.check()
+
+
+@on_ranks(2, 3)
+def test_only_the_rank_whose_masters_moved_checks_its_call(world):
+    model = Model(world, "odd")
+    for step in range(4):
+        if step > 1 and world.rank == 1:
+            model.cut()
+        zerofp4.cast_master_weights_to_nvfp4(model.weights, model.masters, model.starts)
+        zerofp4.all_gather_nvfp4(model.weights, model.starts, model.numels)
+        zerofp4.post_all_gather_processing(model.weights)
+        model.check()
+        change(model)
+    assert len(model.weights[0].record.attachments["cast_plans"]) == 1

@@ -1,0 +1,293 @@
+"""scripts/bench.py: what it measures, how it counts and what it writes. Never how fast anything is."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+
+import bench
+import pytest
+import torch
+from benchmarking import chart, session, tables
+from benchmarking.clock import Clock
+from benchmarking.operations import OPERATIONS, SHOWN, peers
+from benchmarking.session import ROOT, Session
+from benchmarking.targets import KINDS
+from benchmarking.workloads import Tensors, chosen, llama, square
+from helpers import assert_bytes_equal, why_no_cuda
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--size", "64", "--scale", "200", "--repeats", "1", "--threads", "2"]
+
+
+@pytest.fixture(autouse=True)
+def threads_are_restored():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quick_copies(monkeypatch):
+    """Copy ceilings of 10 GB/s before and 20 GB/s after, at no cost."""
+    ceilings = iter([10.0, 20.0] * len(OPERATIONS))
+    monkeypatch.setattr(Clock, "copy_gbps", lambda self: next(ceilings))
+
+
+# Measuring
+
+
+def check_result(result: dict, benchmark: str) -> dict[str, dict]:
+    """Check what every result file has; returns its rows by name."""
+    assert result["benchmark"] == benchmark
+    assert result["device"] and result["date"] and "commit" in result
+    assert {"zerofp4", "torch", "python", "build"} == result["versions"].keys()
+    assert result["copy_gbps"] == max(result["copy_gbps_before"], result["copy_gbps_after"]) > 0
+    for row in result["rows"]:
+        assert row["kind"] in KINDS and row["rule"] and "target" in row
+        if "ms" in row:
+            assert row["gbps"] == pytest.approx(row["bytes"] / row["ms"] / 1e6)
+            assert row["percent_of_copy"] == pytest.approx(100 * row["gbps"] / result["copy_gbps"])
+            assert row["runs"] >= 1
+        else:
+            assert isinstance(row[row["kind"]], int | float)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert len(rows) == len(result["rows"]), "a name stands for one row"
+    return rows
+
+
+def check_chart(folder, device: str = "cpu") -> None:
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (folder / f"percent_of_copy_{device}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_local_step_from_the_command_line(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "local_step", *SMALL, "--no-peers"]
+    run = subprocess.run(
+        [*command, "--profile", "--output", str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "local_step_cpu.json").read_text())
+    rows = check_result(result, "local_step")
+    workloads = ("64", "llama3-8b-scale200/rank1of4", "10-small")
+    stages = ("local_step", "begin", "amax", "scale", "cast")
+    assert list(rows) == [f"{stage}/{workload}" for workload in workloads for stage in stages]
+    assert result["threads"] == 2 and result["settings"]["scale"] == 200
+    assert all(row["target"] is None and row["host_us"] > 0 for row in rows.values())
+    assert "local_step/10-small" in run.stdout and "of copy   8.5n + 6 per tile of all weights" in run.stdout
+    check_chart(tmp_path)
+
+
+def test_all_writes_a_file_per_operation(tmp_path, monkeypatch, quick_copies):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    assert bench.main(["all", *SMALL, "--output", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.json")} == {f"{name}_cpu.json" for name in SHOWN}
+    rows = {}
+    for path, result in tables.load(tmp_path):
+        rows |= check_result(result, path.name.removesuffix("_cpu.json"))
+        assert (result["copy_gbps_before"], result["copy_gbps_after"]) == (10.0, 20.0)
+    for name in ("bf16_copy/64", "reference_eager/64", "reference_compile/64", "bf16_copy/10-small"):
+        assert rows[name]["times_ours"] > 0
+    assert rows["reference_eager/64"]["bytes"] == rows["local_step/64"]["bytes"]
+    llama_name = "llama3-8b-scale200"
+    assert rows[f"transpose/{llama_name}"]["bytes"] == llama(200).elements
+    both, theirs = rows[f"adamw_then_cast/{llama_name}"], rows[f"torch_adamw_then_cast/{llama_name}"]
+    assert both["speedup"] == theirs["times_ours"] == pytest.approx(theirs["ms"] / both["ms"])
+    assert both["bytes"] == theirs["bytes"]
+    assert rows["host_step/10"]["host_us"] > 0 and "host_us_per_weight" in rows["host_function/10"]
+    check_chart(tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["amax", "scale", "cast"])
+def test_a_stage_alone_in_more_scale_layouts(stage, tmp_path, quick_copies):
+    options = [*SMALL, "--workload", "square", "--scale-layouts", "swizzled", "--output", str(tmp_path)]
+    bench.main([stage, *options])
+    rows = check_result(json.loads((tmp_path / f"{stage}_cpu.json").read_text()), stage)
+    assert list(rows) == [f"{stage}/64+swizzled"]
+
+
+@pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
+def test_launches_and_memory_on_a_gpu(tmp_path):
+    options = [
+        "--device",
+        "cuda",
+        "--size",
+        "64",
+        "--scale",
+        "16",
+        "--repeats",
+        "5",
+        "--output",
+        str(tmp_path),
+    ]
+    bench.main(["host", *options])
+    rows = check_result(json.loads((tmp_path / "host_cuda.json").read_text()), "host")
+    for count in (1, 14, 125):
+        for name in ("local_step", "transpose"):
+            row = rows[f"launches/{name}/{count}"]
+            assert row["launches"] == sum(row["kernels"].values()) >= 1
+    assert rows["device_memory/llama3-8b-scale16"]["percent_of_shard"] >= 0
+    bench.main(["cast", *options, "--workload", "square", "--profile"])
+    rows = check_result(json.loads((tmp_path / "cast_cuda.json").read_text()), "cast")
+    assert rows["cast/64"]["launches"] == 1
+    check_chart(tmp_path, "cuda")
+
+
+@pytest.mark.parametrize(("device", "target"), [("cpu", None), ("cuda", 60)])
+def test_targets_are_those_of_a_gpu(device, target, monkeypatch, quick_copies):
+    measured = Session("host", CPU, 1, with_profile=False)
+    monkeypatch.setattr(measured.clock, "is_cuda", device == "cuda")
+    measured.count("host_step/10", "host_us", 50.0, "one step")
+    assert measured.rows[0]["target"] == target and measured.rows[0]["kind"] == "host_us"
+
+
+def test_the_reference_that_is_timed_does_what_the_plan_does():
+    tensors = Tensors(square(64), CPU)
+    tensors.plan().step()
+    codes, scale, amax = peers.cast(tensors.flat.view(64, 64))
+    weight = tensors.weights[0]
+    assert_bytes_equal(weight.rowwise_data, codes, "codes")
+    assert_bytes_equal(weight.rowwise_scale, scale, "scales")
+    assert_bytes_equal(weight.amax, amax, "amax")
+
+
+def test_what_comes_before_a_run_comes_before_every_run(quick_copies):
+    calls = []
+    clock = Clock(CPU, repeats=7)
+    _, runs = clock.seconds(lambda: calls.append("run"), 1, before=lambda: calls.append("before"))
+    assert runs == 7
+    assert calls == ["before", "run"] * (len(calls) // 2) and len(calls) >= 2 * 7
+
+
+def test_a_peer_that_cannot_be_compiled_is_left_out(monkeypatch, capsys, quick_copies):
+    def refuse(function):
+        def compiled(*args):
+            raise RuntimeError("no compiler\nand a long explanation")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    measured = Session("local_step", CPU, 1, with_profile=False)
+    found = list(peers.references(measured, Tensors(square(32), CPU)))
+    assert [row["name"] for row in found] == ["reference_eager/32"]
+    assert "reference_compile/32 is left out: no compiler\n" in capsys.readouterr().out
+
+
+def test_every_operation_has_a_summary_and_workloads_that_exist():
+    for name, (run, workloads) in OPERATIONS.items():
+        assert run.__doc__, name
+        options = argparse.Namespace(workload=workloads, size=64, scale=64, scale_layouts=["compact"])
+        assert len(list(chosen(options))) == len(workloads) > 0
+
+
+# Showing
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"target": 92, "kind": "percent_of_copy", "percent_of_copy": 92.0}, "at least 92%: met"),
+        ({"target": 92, "kind": "percent_of_copy", "percent_of_copy": 91.9}, "at least 92%: missed"),
+        ({"target": 1.08, "kind": "speedup", "speedup": 1.1}, "at least 1.08x: 1.10x, met"),
+        ({"target": 1.08, "kind": "speedup"}, "at least 1.08x: not compared"),
+        ({"target": 4, "kind": "launches", "launches": 5}, "at most 4: missed"),
+        ({"target": None, "kind": "percent_of_copy", "times_ours": 3.4}, "3.40 times ours"),
+        ({"target": None, "kind": "percent_of_copy"}, ""),
+    ],
+)
+def test_notes(row, expected):
+    assert tables.note(row) == expected
+
+
+def test_tables_without_rich_and_chart_without_matplotlib(tmp_path, monkeypatch, capsys, quick_copies):
+    for module in ("rich.console", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    bench.main(["transpose", *SMALL, "--workload", "square", "--output", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "\noperation        ms  GB/s  % of copy  note\n" in shown
+    assert "no chart: matplotlib is not installed (the extra `train` has it)" in shown
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_results_are_shown_by_device_then_in_the_order_of_all(tmp_path):
+    for name, threads in (
+        ("host", None),
+        ("adamw", None),
+        ("local_step", 2),
+        ("local_step", None),
+        ("x", None),
+    ):
+        suffix = "cuda" if threads is None else "cpu"
+        content = {"benchmark": name, "device": "D", "threads": threads, "copy_gbps": 1.0, "rows": []}
+        (tmp_path / f"{name}_{suffix}.json").write_text(json.dumps(content))
+    names = [path.stem for path, _ in tables.load(tmp_path)]
+    assert names == ["local_step_cuda", "adamw_cuda", "host_cuda", "x_cuda", "local_step_cpu"]
+
+
+def test_bars_of_one_workload_stand_together():
+    rows = [{"name": name} for name in ("amax/a", "cast/a", "amax/b/c", "cast/b/c")]
+    assert chart.places(rows) == [0, 1, 2 + chart.GAP, 3 + chart.GAP]
+    assert chart.places([{"name": "transpose/a"}, {"name": "transpose/b"}]) == [0, 1]
+
+
+def test_the_readme_section_has_tables_of_times_and_of_counts(tmp_path, monkeypatch):
+    timed = {"name": "amax/64", "ms": 0.5, "gbps": 2000.0, "percent_of_copy": 50.0, "rule": "4n"}
+    timed |= {"kind": "percent_of_copy", "target": 40}
+    counted = {"name": "host_step/10", "kind": "host_us", "host_us": 61.0, "target": 60, "rule": "one step"}
+    content = {"benchmark": "amax", "device": "D", "threads": None, "copy_gbps": 4000.0}
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "amax_cuda.json").write_text(json.dumps(content | {"rows": [timed, counted]}))
+    (folder / "percent_of_copy_cuda.png").write_bytes(b"")
+    for module in (tables, session):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        monkeypatch.setattr(module, "RESULTS", folder)
+    assert tables.readme_section().splitlines() == [
+        "![Percent of the copy ceiling on D](results/percent_of_copy_cuda.png)",
+        "",
+        "D, `results/amax_cuda.json`: copy ceiling 4,000 GB/s.",
+        "",
+        "| operation | ms | GB/s | % of copy | note | bytes counted |",
+        "|---|---:|---:|---:|---|---|",
+        "| amax/64 | 0.500 | 2,000 | 50.0 | at least 40%: met | 4n |",
+        "",
+        "| figure | value | note | what it is |",
+        "|---|---:|---|---|",
+        "| host_step/10 | 61.0 us | at most 60 us: missed | one step |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: SUBCOMMAND"),
+        (["local_stepp"], "invalid choice: 'local_stepp'"),
+        (["amax", "--size", "63"], "argument --size: must be even, got 63"),
+        (["amax", "--size", "0"], "argument --size: must be at least 2, got 0"),
+        (["amax", "--size", "big"], "argument --size: invalid int value: 'big'"),
+        (["amax", "--scale", "0"], "argument --scale: must be at least 1, got 0"),
+        (["amax", "--repeats", "0"], "argument --repeats: must be at least 1, got 0"),
+        (["amax", "--threads", "0"], "argument --threads: must be at least 1, got 0"),
+        (["amax", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["amax", "--workload", "llama"], "argument --workload: invalid choice: 'llama'"),
+        (["adamw", "--workload", "square"], "argument --workload: invalid choice: 'square'"),
+        (["amax", "--scale-layouts", "round"], "argument --scale-layouts: invalid choice: 'round'"),
+        (["all", "--siz", "64"], "unrecognized arguments: --siz 64"),
+        (["readme", "--size", "64"], "unrecognized arguments: --size 64"),
+    ],
+)
+def test_wrong_options(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.parse_options(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_cuda_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.parse_options(["amax", "--device", "cuda"])
+    assert "argument --device: cuda, but torch sees no GPU" in capsys.readouterr().err

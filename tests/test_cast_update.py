@@ -1,0 +1,165 @@
+"""Masters in bfloat16, and amaxes that an optimizer leaves for the next step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cast_cases import check, make
+from helpers import assert_bytes_equal
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.format import BLOCK
+from zerofp4.layout import ceil_div
+
+cast = zerofp4.cast_master_weights_to_nvfp4
+
+
+# Masters in bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bfloat16_masters_give_the_bytes_of_their_values(device, dtype):
+    """Whole and cut at odd offsets, which leaves masters on 2-byte addresses, beside float32 ones."""
+    pieces = [((34, 288), 0, 34 * 288), ((130, 66), 77, 5001), ((16, 400), 131, 1), ((64, 128), 4095, 1026)]
+    for kinds in ([torch.bfloat16] * 4, [torch.bfloat16, torch.float32] * 2):
+        values = [torch.randn(n + 1, device=device).bfloat16()[1:] for _, _, n in pieces]
+        starts = [start for _, start, _ in pieces]
+        results = []
+        for masters in ([v.to(kind) for v, kind in zip(values, kinds, strict=True)], values, None):
+            masters = [v.float() for v in values] if masters is None else masters
+            weights = [zerofp4.empty(shape, dtype=dtype, device=device) for shape, _, _ in pieces]
+            cast(weights, masters, starts)
+            plan = zerofp4.CastPlan(weights, masters, starts)
+            plan.step()
+            plan.post()
+            results.append(weights)
+        for weights in results[:-1]:
+            for weight, expected in zip(weights, results[-1], strict=True):
+                for name, buffer in weight.record.buffers():
+                    assert_bytes_equal(buffer, getattr(expected.record, name), name)
+
+
+def test_a_master_that_becomes_bfloat16_at_the_same_address(device):
+    weights, masters, starts = make(device)
+    cast(weights, masters, starts)
+    halves = [master.view(torch.bfloat16)[: master.numel()] for master in masters]
+    for half in halves:
+        half.copy_(torch.randn(half.shape))
+    cast(weights, halves, starts)
+    check(weights, halves)
+
+
+def test_float16_masters_are_refused(device):
+    weights, masters, starts = make(device)
+    masters[1] = masters[1].half()
+    message = r"master_weights\[1\] must be a float32 or bfloat16 tensor, got torch.float16"
+    for call in (cast, zerofp4.CastPlan):
+        with pytest.raises(TypeError, match=message):
+            call(weights, masters, starts)
+
+
+# Amaxes that an update leaves
+
+
+def leave_amaxes(plan, pieces) -> None:
+    """What a fused optimizer does, by hand."""
+    plan.begin_update()
+    for piece in pieces:
+        tiles, amax = reference.partial_amax(
+            piece.master.float(), piece.shard.start, piece.matrix, piece.dtype
+        )
+        count = ceil_div(piece.matrix[0], BLOCK) * ceil_div(piece.matrix[1], BLOCK)
+        for offset, values in ((piece.tile_offset, tiles.view(count)), (piece.amax_offset, amax)):
+            words = plan.reduced[offset : offset + values.numel()]
+            words.copy_(words.maximum(values))
+    plan.end_update()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_uses_the_amaxes_that_were_left_and_only_that_step(device, dtype):
+    weights, masters, starts = make(device, ((34, 288), (16, 16), (130, 66)), dtype)
+    groups = [[weights[0], weights[2]]]
+    plan = zerofp4.CastPlan(weights, masters, starts, amax_groups=groups)
+    pieces = plan.master_pieces()
+    assert [piece.master for piece in pieces] == masters and pieces[0].amax_offset == pieces[2].amax_offset
+    for _ in range(2):
+        leave_amaxes(plan, pieces)
+        plan.step()
+        left = [[b.clone() for _, b in weight.record.buffers()] for weight in weights]
+        plan.step()
+        for weight, buffers in zip(weights, left, strict=True):
+            for (name, buffer), before in zip(weight.record.buffers(), buffers, strict=True):
+                assert_bytes_equal(buffer, before, name)
+        masters[0].mul_(1.5)
+    # Masters that change after end_update() show that they were not looked at.
+    leave_amaxes(plan, pieces)
+    old = masters[1].to(dtype).float().abs().max()
+    masters[1].mul_(0.5)
+    plan.step()
+    assert weights[1].amax == old
+    plan.step()
+    assert weights[1].amax == old / 2
+    check(weights[1:2], masters[1:2])
+
+
+def test_the_last_update_holds(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    leave_amaxes(plan, plan.master_pieces())
+    masters[0].mul_(-3)
+    leave_amaxes(plan, plan.master_pieces())
+    plan.end_update()
+    plan.step()
+    check(weights, masters)
+
+
+def test_amaxes_are_taken_back(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    for take_back in (plan.begin_update, plan.refresh):
+        leave_amaxes(plan, plan.master_pieces())
+        masters[0].mul_(-3)
+        take_back()
+        plan.step()
+        check(weights, masters)
+    with pytest.raises(RuntimeError, match=r"end_update\(\) without begin_update\(\)"):
+        plan.end_update()
+    plan.begin_update()
+    plan.step()
+    with pytest.raises(RuntimeError, match=r"end_update\(\) without begin_update\(\)"):
+        plan.end_update()
+
+
+def test_a_step_that_cannot_take_part_takes_amaxes_back(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.step()
+    leave_amaxes(plan, plan.master_pieces())
+    masters[1].data = masters[1] * -3
+    with pytest.raises(RuntimeError, match=r"master_weights\[1\] has moved"):
+        plan.step()
+    assert plan.reduced[0].item() == torch.inf
+    plan.refresh()
+    plan.step()
+    check(weights, masters)
+
+
+def test_nonfinite_amaxes_that_were_left(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    masters[1][7] = torch.nan
+    before = weights[1].rowwise_data.clone()
+    leave_amaxes(plan, plan.master_pieces())
+    plan.step()
+    assert plan.found_inf.item() == 1
+    assert_bytes_equal(weights[1].rowwise_data, before, "codes of the weight with the NaN")
+    check(weights[:1], masters[:1])
+
+
+def test_the_plan_of_the_function_has_no_pieces():
+    weights, masters, starts = make("cpu")
+    cast(weights, masters, starts)
+    with pytest.raises(RuntimeError, match="holds no masters between calls"):
+        weights[0].record.attachments["cast_plans"][0].master_pieces()
+    assert zerofp4.CastPlan(weights, [None, None], [None, None]).master_pieces() == []

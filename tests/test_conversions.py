@@ -1,0 +1,71 @@
+"""The conversions of the kernels against the specification: of chosen floats, on a GPU of all 2^32."""
+
+import pytest
+import torch
+from helpers import assert_bytes_equal, why_no_cuda
+
+from zerofp4 import reference
+
+FORMATS = ["e2m1", "e4m3", "bfloat16", "float16"]
+CHUNK = 1 << 26
+
+
+def expected(x: torch.Tensor, format: str) -> torch.Tensor:
+    if format == "e2m1":
+        return reference.float_to_e2m1(x)
+    if format == "e4m3":
+        return reference.float_to_e4m3(x)
+    return x.to(getattr(torch, format))
+
+
+def canonical(x: torch.Tensor) -> torch.Tensor:
+    """A NaN of 16-bit floats with the bits of the first: which ones it has differs between processors."""
+    return x if x.dtype.itemsize == 1 else torch.where(x.isnan(), torch.nan, x)
+
+
+def chosen_bits() -> torch.Tensor:
+    """int32 [n]: every pattern of the upper 16 bits, with lower ones around the ties of every format."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    lower = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    return (upper[:, None] + lower).flatten().to(torch.int32)
+
+
+def check(x: torch.Tensor, format: str) -> None:
+    found = torch.ops.zerofp4.convert(x, format)
+    same = canonical(found).view(torch.int16 if found.dtype.itemsize == 2 else torch.uint8)
+    wanted = canonical(expected(x, format)).view(same.dtype)
+    if not torch.equal(same, wanted):
+        first = (same != wanted).nonzero()[0].item()
+        assert_bytes_equal(
+            same[first : first + 1], wanted[first : first + 1], f"{format} of {x[first].item()!r}"
+        )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_conversions_of_chosen_floats(device, format):
+    check(chosen_bits().view(torch.float32).to(device), format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("numel", [0, 1, 3, 7, 1026])
+def test_conversions_write_no_more_than_their_elements(device, format, numel):
+    x = torch.randn(numel + 1, device=device)[1:] if numel % 2 else torch.randn(numel, device=device)
+    check(x.contiguous(), format)
+    torch.library.opcheck(torch.ops.zerofp4.convert.default, (x.contiguous(), "e2m1"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
+@pytest.mark.parametrize("format", FORMATS)
+def test_conversions_of_all_floats(format):
+    for first in range(-(1 << 31), 1 << 31, CHUNK):
+        bits = torch.arange(first, first + CHUNK, dtype=torch.int32, device="cuda")
+        check(bits.view(torch.float32), format)
+
+
+def test_conversion_refuses_what_it_cannot_take(device):
+    x = torch.zeros(4, 4, device=device)
+    with pytest.raises(ValueError, match="format must be one of"):
+        torch.ops.zerofp4.convert(x, "e5m2")
+    with pytest.raises(ValueError, match="contiguous float32"):
+        torch.ops.zerofp4.convert(x.t()[1:], "e2m1")

@@ -1,0 +1,244 @@
+"""FusedAdamW leaves in a plan's reduced vector what the plan itself would compute from the masters."""
+
+import pytest
+import torch
+from cast_cases import check, check_transposes, make
+from fused_cases import OPTIONS, Expected, set_gradient
+from helpers import assert_bytes_equal
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zerofp4
+from zerofp4.optim import FusedAdamW
+
+
+@st.composite
+def shards(draw):
+    """(shape, dtype, start, numel, offset of the master in its buffer, dtype of the gradient or None)"""
+    rows, cols = draw(st.integers(1, 40)), 2 * draw(st.integers(1, 140))
+    start = draw(st.integers(0, rows * cols - 1))
+    numel = draw(st.one_of(st.just(rows * cols - start), st.integers(1, rows * cols - start)))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    gradient = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, None]))
+    return (rows, cols), dtype, start, numel, draw(st.integers(0, 4)), gradient
+
+
+def compare_with_the_plans_own(plan: zerofp4.CastPlan, weights, masters, starts, **options) -> None:
+    """The whole vector, header included, is that of a plan which takes the amaxes itself."""
+    own = zerofp4.CastPlan(weights, masters, starts, **options)
+    own.step()
+    assert_bytes_equal(plan.reduced, own.reduced, "reduced vector")
+
+
+@given(pieces=st.lists(shards(), min_size=1, max_size=4), grouped=st.booleans(), seed=st.integers(0, 99))
+def test_amaxes_of_shards(device, pieces, grouped, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights, masters, starts = [], [], []
+    for shape, dtype, start, numel, offset, _ in pieces:
+        weights.append(zerofp4.empty(shape, dtype=dtype, device=device, columnwise=False))
+        values = torch.randn(offset + numel, generator=generator) * 10.0 ** (
+            seed % 9 - 4
+        )  # beyond float16 too
+        masters.append(values.to(device)[offset:])
+        starts.append(start)
+    groups = {"amax_groups": [weights[:2]]} if grouped and len(weights) > 1 else {}
+    plan = zerofp4.CastPlan(weights, masters, starts, **groups)
+    extra = torch.randn(3000, generator=generator).to(device)
+    # The optimizer's tensors are other objects on the same memory.
+    parameters = [extra, *(master.view(-1) for master in masters)]
+    optimizer = FusedAdamW(parameters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    expected = Expected(optimizer)
+    for step in range(2):
+        for p, (*_, dtype) in zip(parameters, [(torch.float32,), *pieces], strict=True):
+            values = torch.randn(p.numel(), generator=generator).to(device)
+            set_gradient(p, None if dtype is None else values.to(dtype))
+        plan.reduced.fill_(123)
+        expected.step()
+        optimizer.step()
+        expected.check(f"step {step}:")
+        compare_with_the_plans_own(plan, weights, masters, starts, **groups)
+
+
+def test_large_weights_on_many_threads(device):
+    shapes = ((512, 1024), (300, 2872), (48, 128), (1024, 130))
+    weights, masters, starts = make(device, shapes)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    for i, master in enumerate(masters):
+        set_gradient(master, torch.randn_like(master).to(torch.bfloat16 if i % 2 else torch.float32))
+    optimizer.step()
+    compare_with_the_plans_own(plan, weights, masters, starts)
+    plan.step()
+    check(weights, masters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38, 65519.0, 65520.0, 1e-45, 6e-8, 0.0])
+def test_amaxes_of_values_at_the_edges(device, dtype, value):
+    weights = [zerofp4.empty((32, 160), dtype=dtype, device=device)]
+    masters = [torch.zeros(32 * 160, device=device)]
+    masters[0][17 * 160 + 155] = value
+    plan = zerofp4.CastPlan(weights, masters, [0])
+    optimizer = FusedAdamW(masters, lr=0.0, weight_decay=0.0)
+    optimizer.offer_amaxes(plan)
+    for gradient in (None, torch.zeros_like(masters[0])):
+        masters[0].grad = gradient
+        plan.reduced.fill_(123)
+        optimizer.step()
+        compare_with_the_plans_own(plan, weights, masters, [0])
+
+
+def test_training_steps(device):
+    """Update and cast, as often as one likes, also where one of the two is left out."""
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    for step in range(6):
+        for master in masters:
+            master.grad = torch.randn_like(master)
+        if step != 3:
+            optimizer.step()
+        if step == 4:
+            optimizer.step()
+        if step != 2:
+            plan.step()
+            plan.post()
+            check(weights, masters)
+            check_transposes(weights, masters)
+        if step == 5:
+            for master in masters:
+                master.mul_(3)
+            plan.step()
+            check(weights, masters)
+
+
+def test_a_master_without_gradient_is_only_read(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    before = masters[0].clone()
+    masters[1].grad = torch.randn_like(masters[1])
+    optimizer.step()
+    plan.step()
+    assert_bytes_equal(masters[0], before, "master")
+    assert list(optimizer.state) == [masters[1]]
+    check(weights, masters)
+
+
+@pytest.mark.parametrize("when", ["gradient", "update"])
+def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monkeypatch, when):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    for master in masters:
+        master.grad = torch.randn_like(master)
+    optimizer.step()
+    if when == "gradient":
+        set_gradient(masters[1], masters[1].half())
+    else:
+
+        def fail():
+            raise RuntimeError("no gradient today")
+
+        monkeypatch.setattr(optimizer._stage, "update", fail)
+        plan.step()
+    with pytest.raises((RuntimeError, TypeError), match="gradient"):
+        optimizer.step()
+    if when == "update":
+        for master in masters:
+            master.mul_(-2)
+    plan.step()
+    check(weights, masters)
+
+
+def test_an_offer_after_the_masters_moved(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    for master in masters:
+        master.grad = torch.randn_like(master)
+    optimizer.step()
+    for master in masters:
+        master.data = master.data.clone()
+    plan.refresh()
+    optimizer.offer_amaxes(plan)
+    optimizer.step()
+    compare_with_the_plans_own(plan, weights, masters, starts)
+    plan.step()
+    check(weights, masters)
+
+
+def test_a_rank_that_owns_nothing(device):
+    weights, *_ = make(device)
+    plan = zerofp4.CastPlan(weights, [None, None], [None, None])
+    optimizer = FusedAdamW([{"params": []}], **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    plan.reduced.fill_(123)
+    optimizer.step()
+    compare_with_the_plans_own(plan, weights, [None, None], [None, None])
+
+
+def test_offers_that_are_refused(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    message = (
+        r"master_pieces\(\)\[1\].master \(torch.float32, elements 0 to 256 of a weight \[16, 16\]\) is not"
+    )
+    for others in ([masters[0]], [masters[0], masters[1][:255]], [masters[0], masters[1].clone()]):
+        with pytest.raises(ValueError, match=message):
+            FusedAdamW(others).offer_amaxes(plan)
+    halves = [master.bfloat16() for master in masters]
+    plan = zerofp4.CastPlan(weights, halves, starts)
+    with pytest.raises(ValueError, match=r"master_pieces\(\)\[0\].master \(torch.bfloat16, elements"):
+        FusedAdamW(masters).offer_amaxes(plan)
+
+
+def test_a_parameter_that_left_its_master(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    parameters = [master.view(-1) for master in masters]
+    optimizer = FusedAdamW(parameters)
+    optimizer.offer_amaxes(plan)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    parameters[1].data = parameters[1].data.clone()
+    with pytest.raises(RuntimeError, match=r"\['params'\]\[1\] is not where the plan's master is"):
+        optimizer.step()
+
+
+def test_update_and_cast_in_a_cuda_graph(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs are captured on a GPU")
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS, capturable=True)
+    optimizer.offer_amaxes(plan)
+    expected = Expected(optimizer)
+    gradients = [torch.randn_like(master) for master in masters]
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    expected.step()
+    optimizer.step()
+    plan.step()
+    plan.post()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+        plan.step()
+        plan.post()
+    for replay in range(3):
+        for gradient in gradients:
+            gradient.normal_()
+        expected.step()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected.check(f"replay {replay}:")
+        check(weights, masters)
+        check_transposes(weights, masters)

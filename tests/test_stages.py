@@ -1,0 +1,160 @@
+"""The stages of a plan on every backend against the specification, byte for byte."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from hypothesis import example, given
+from hypothesis import strategies as st
+from op_cases import DTYPES, KINDS, POISON, draw_values, expected_buffers, poisoned_like
+
+from zerofp4 import ops, reference
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
+from zerofp4.layout import ceil_div
+from zerofp4.shard import Shard, byte_range
+
+
+class ShardCase:
+    """One weight and a shard of it, with the tensors that the stages work on, all poisoned."""
+
+    def __init__(self, device, shape, start, numel, dtype, kind, seed, master_dtype=torch.float32):
+        self.shape, self.dtype, self.shard = shape, dtype, Shard(start, numel)
+        self.whole = draw_values(seed, shape[0] * shape[1], kind)
+        if master_dtype == torch.bfloat16:
+            self.whole = self.whole.bfloat16().float()
+        # A view at an element offset: masters are aligned to no more than one element.
+        owned = torch.cat([torch.zeros(seed % 4), self.whole[start : start + numel]])
+        self.master = owned.to(device, master_dtype)[seed % 4 :]
+        self.record = poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS)
+        first, last = byte_range(self.shard)
+        self.codes = torch.full((last - first,), POISON, dtype=torch.uint8, device=device)
+        tiles = ceil_div(shape[0], BLOCK) * ceil_div(shape[1], BLOCK)
+        self.reduced = torch.full((ops.HEADER_WORDS + 1 + tiles,), torch.nan, device=device)
+        self.found_inf = torch.zeros(1, device=device)
+        self.status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        item = ops.CastItem(
+            self.record, self.master, self.shard, self.codes, ops.HEADER_WORDS + 1, ops.HEADER_WORDS
+        )
+        self.stages = ops.CastStages(
+            [item], self.reduced, hash=77, found_inf=self.found_inf, status=self.status
+        )
+
+    @property
+    def tile_amax(self) -> torch.Tensor:
+        return self.reduced[ops.HEADER_WORDS + 1 :].view(
+            ceil_div(self.shape[0], BLOCK), ceil_div(self.shape[1], BLOCK)
+        )
+
+    @property
+    def amax(self) -> torch.Tensor:
+        return self.reduced[ops.HEADER_WORDS : ops.HEADER_WORDS + 1]
+
+
+@st.composite
+def shard_cases(draw):
+    rows, cols = draw(st.integers(1, 100)), 2 * draw(st.integers(1, 200))
+    start = draw(st.integers(0, rows * cols))
+    numel = draw(st.integers(0, rows * cols - start))
+    return (rows, cols), start, numel, draw(st.sampled_from(DTYPES)), draw(st.sampled_from(KINDS))
+
+
+MASTER_DTYPES = [torch.float32, torch.bfloat16]
+
+
+@given(case=shard_cases(), seed=st.integers(0, 2**32 - 1), master_dtype=st.sampled_from(MASTER_DTYPES))
+@example(case=((16, 16), 17, 3, torch.bfloat16, "normal"), seed=0, master_dtype=torch.float32)
+@example(case=((16, 400), 131, 1, torch.bfloat16, "normal"), seed=1, master_dtype=torch.float32)
+@example(case=((33, 288), 4095, 1026, torch.bfloat16, "normal"), seed=2, master_dtype=torch.bfloat16)
+@example(case=((64, 128), 0, 64 * 128, torch.float16, "spread"), seed=0, master_dtype=torch.float32)
+@example(case=((80, 1030), 1031, 70001, torch.bfloat16, "normal"), seed=3, master_dtype=torch.bfloat16)
+@example(case=((80, 1028), 1027, 70003, torch.bfloat16, "normal"), seed=2, master_dtype=torch.float32)
+def test_stages_on_a_shard(device, case, seed, master_dtype):
+    shape, start, numel, dtype, kind = case
+    c = ShardCase(device, shape, start, numel, dtype, kind, seed, master_dtype)
+    c.stages.begin()
+    c.stages.amax()
+    tile_amax, amax = reference.partial_amax(c.master.float(), start, shape, dtype)
+    assert c.reduced[: ops.HEADER_WORDS].tolist() == [0, 77, -77, 0]
+    assert_bytes_equal(c.tile_amax, tile_amax, "tile amax")
+    assert_bytes_equal(c.amax, amax, "amax")
+    # What an all-reduce would do: the other ranks' parts of the weight.
+    whole = c.whole.to(device)
+    tile_amax, amax = reference.partial_amax(whole, 0, shape, dtype)
+    c.tile_amax.copy_(tile_amax)
+    c.amax.copy_(amax)
+    c.stages.scale()
+    c.stages.cast()
+    assert c.status.item() == 0
+    if amax.isinf():
+        assert c.found_inf.item() == 1
+        assert (c.codes == POISON).all(), "codes of a weight that is not finite were touched"
+        assert all((b.view(torch.uint8) == POISON).all() for _, b in c.record.buffers())
+        return
+    assert c.found_inf.item() == 0
+    expected_codes = torch.full_like(c.codes, POISON)
+    reference.partial_cast(c.master.float(), start, shape, dtype, tile_amax, amax, expected_codes)
+    assert_bytes_equal(c.codes, expected_codes, "codes")
+    expected = expected_buffers(reference.quantize(whole.view(shape).to(dtype)), shape, BLOCK)
+    for name, buffer in c.record.buffers():
+        if not name.endswith("_data"):
+            assert_bytes_equal(buffer, expected[name], name)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "status"),
+    [(0, torch.inf, ops.PEER_ERROR), (1, 78.0, ops.PLAN_MISMATCH), (2, -76.0, ops.PLAN_MISMATCH)],
+)
+def test_nobody_writes_when_the_header_says_no(device, word, value, status):
+    c = ShardCase(device, (40, 64), 5, 1000, torch.bfloat16, "normal", 0)
+    c.stages.begin()
+    c.stages.amax()
+    c.reduced[word] = value
+    c.stages.scale()
+    c.stages.cast()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert c.status.item() == status
+    assert (c.codes == POISON).all()
+    assert all((b.view(torch.uint8) == POISON).all() for _, b in c.record.buffers())
+
+
+def test_begin_with_an_error_flags_the_vector(device):
+    c = ShardCase(device, (40, 64), 5, 1000, torch.bfloat16, "normal", 0)
+    c.stages.begin(error=True)
+    assert c.reduced[0].item() == torch.inf and not c.reduced[3:].any()
+
+
+def test_many_weights_in_one_plan(device):
+    """Sizes from one tile to many, empty shards, shared amax words: each weight as if it were alone."""
+    shapes = [(2, 2), (130, 66), (16, 16), (64, 1000), (48, 48), (256, 256), (34, 30)] * 20
+    rng = np.random.default_rng(0)
+    cases, items, total = [], [], ops.HEADER_WORDS + len(shapes)
+    for i, shape in enumerate(shapes):
+        numel = shape[0] * shape[1]
+        start, end = sorted(rng.integers(0, numel + 1, 2).tolist()) if i % 4 else (0, 0)
+        c = ShardCase(device, shape, start, end - start, DTYPES[i % 3], "normal", i)
+        cases.append(c)
+        items.append(ops.CastItem(c.record, c.master, c.shard, c.codes, total, ops.HEADER_WORDS + i // 2))
+        total += c.tile_amax.numel()
+    reduced = torch.full((total,), torch.nan, device=device)
+    stages = ops.CastStages(items, reduced)
+    stages.begin()
+    stages.amax()
+    for i, (c, item) in enumerate(zip(cases, items, strict=True)):
+        tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
+        assert_bytes_equal(
+            reduced[item.tile_offset :][: tile_amax.numel()], tile_amax.flatten(), f"tile amax {i}"
+        )
+    for g in range((len(shapes) + 1) // 2):
+        members = cases[2 * g : 2 * g + 2]
+        amaxes = [reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)[1] for c in members]
+        assert reduced[ops.HEADER_WORDS + g] == torch.stack(amaxes).max()
+    stages.scale()
+    stages.cast()
+    for i, (c, item) in enumerate(zip(cases, items, strict=True)):
+        tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
+        amax = reduced[item.amax_offset].reshape(1)
+        expected = torch.full_like(c.codes, POISON)
+        reference.partial_cast(c.master, c.shard.start, c.shape, c.dtype, tile_amax, amax, expected)
+        assert_bytes_equal(c.codes, expected, f"codes {i}")
+        assert_bytes_equal(c.record.rowwise_scale, reference.block_scale(tile_amax, amax), f"scale {i}")

@@ -1,0 +1,117 @@
+"""Optimizer updates of many tensors, and the amaxes that they leave in a cast plan's reduced vector."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zerofp4 import _C
+from zerofp4.layout import ceil_div
+from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.shard import Shard
+
+ROW = 128
+"""Columns of the matrix that a tensor without tiles is taken for: those of a kernel's strip."""
+
+
+class AmaxPlace(NamedTuple):
+    """Which part of which weight a master is, and where its amaxes lie in the reduced vector."""
+
+    shard: Shard
+    matrix: tuple[int, int]
+    dtype: torch.dtype
+    """The weight's: amaxes are of masters rounded to it."""
+    tile_offset: int
+    amax_offset: int
+
+
+class AdamWItem(NamedTuple):
+    """One tensor of an update: contiguous, float32, on the device of the others.
+
+    The state is None where there is none yet: then only the amaxes are taken.
+    """
+
+    master: torch.Tensor
+    step: torch.Tensor | None
+    """float32 [] or [1]: how many updates there were."""
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    gradient_dtype: torch.dtype
+    place: AmaxPlace | None
+
+
+def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
+    numel = item.master.numel()
+    whole = AmaxPlace(Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
+    shard, (rows, cols), dtype, tile_offset, amax_offset = item.place or whole
+    return _C.AdamWDescriptor(
+        master=address(item.master),
+        exp_avg=address(item.exp_avg),
+        exp_avg_sq=address(item.exp_avg_sq),
+        step=address(item.step),
+        gradient_dtype=DTYPE_CODES[item.gradient_dtype],
+        start=shard.start,
+        numel=shard.numel,
+        rows=rows,
+        cols=cols,
+        weight_dtype=DTYPE_CODES[dtype],
+        tile_offset=tile_offset,
+        amax_offset=amax_offset,
+    )
+
+
+class AdamWStage:
+    """AdamW for a list of tensors: begin() per parameter group, then one update().
+
+    reduced: the vector that the amaxes of items with a place go to, by maximum with what it holds.
+
+    Nothing synchronizes with a GPU. Holds addresses: whoever built it keeps the items' tensors alive. A CUDA
+    graph that has captured its calls, but not its making, can be replayed while all of these live.
+    """
+
+    def __init__(self, items: Sequence[AdamWItem], reduced: torch.Tensor | None):
+        self.device = items[0].master.device
+        self._plan = _C.AdamWPlan(
+            on_cpu=self.device.type == "cpu",
+            tensors=[_descriptor(item) for item in items],
+            reduced=address(reduced),
+        )
+        if self.device.type == "cuda":
+            contents = torch.frombuffer(bytearray(self._plan.descriptor_bytes()), dtype=torch.uint8)
+            # torch does not reuse pinned memory before the copies from it are done.
+            self._table = contents.pin_memory().to(self.device, non_blocking=True)
+            self._steps = torch.empty(self._plan.step_bytes(), dtype=torch.uint8, device=self.device)
+            self._plan.set_device_tables(self._table.data_ptr(), self._steps.data_ptr())
+
+    def begin(self, options: _C.AdamWOptions, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Count the step of items [first, first + len(gradients)), which share their options.
+
+        gradients: contiguous, of the item's gradient_dtype and length; None leaves the item as it is.
+        """
+        # An empty tensor has no address, but its steps count; nothing is read there.
+        addresses = [0 if gradient is None else gradient.data_ptr() or 1 for gradient in gradients]
+        self._plan.begin(target_of(self.device), options, first, addresses)
+
+    def update(self) -> None:
+        self._plan.update(target_of(self.device))
+
+
+def adamw_options(
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+) -> _C.AdamWOptions:
+    """The options of a parameter group. lr as a float32 tensor on a GPU is read there, by the kernels."""
+    on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda
+    return _C.AdamWOptions(
+        lr_address=lr.data_ptr() if on_gpu else 0,
+        lr=0.0 if on_gpu else float(lr),
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=bool(maximize),
+    )

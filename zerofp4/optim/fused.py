@@ -1,0 +1,226 @@
+"""AdamW in one pass over memory, which can leave the tile amaxes of FP32 masters behind for their cast."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from zerofp4.cast import CastPlan, MasterPiece
+from zerofp4.ops import AdamWItem, AdamWStage, AmaxPlace, adamw_options
+from zerofp4.optim import fused_checks as checks
+
+_TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
+"""What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
+
+
+class _Member(NamedTuple):
+    """A parameter that a step updates or, without a gradient, only reads for its amaxes."""
+
+    group: int
+    position: int
+    parameter: torch.Tensor
+    gradient: torch.Tensor | None
+    state: dict[str, torch.Tensor] | None
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW for float32 parameters such as master weights, in one pass over memory for them all.
+
+    lr: a float, or a tensor of one element, which the kernels read where it is when it is on the GPU (then
+    float32). betas, eps, weight_decay, maximize, capturable: as in torch.optim.AdamW. amsgrad=True raises
+    ValueError.
+
+    Parameters are contiguous float32 on one device, CPU or CUDA; gradients contiguous float32 or bfloat16. An
+    update is reference.adamw_step, bit for bit on every device. state, param_groups and state_dict are those
+    of torch.optim.AdamW(fused=True), and each loads what the other saved (but not amsgrad).
+
+    step() neither synchronizes nor copies anything back. With capturable=True it can be captured in a CUDA
+    graph, after a step with the same parameters and gradient dtypes; gradients may lie elsewhere by then.
+
+    Raises ValueError or TypeError for options out of range and for parameters and gradients other than these,
+    RuntimeError for sparse gradients, before anything has changed.
+    """
+
+    # On the class: neither pickled nor part of a state dict.
+    _plan: CastPlan | None = None
+    _pieces: dict[torch.Tensor, MasterPiece] | None = None
+    _stage: AdamWStage | None = None
+    _layout: list | None = None
+    _stream = 0
+    _captured: tuple[AdamWStage, ...] = ()
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        capturable: bool = False,
+    ):
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        checks.check_options(options)
+        super().__init__(params, options | {"maximize": maximize, "capturable": capturable} | _TORCH_OPTIONS)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's. Raises where the constructor does."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            checks.check_options(group)
+            seen: set[torch.Tensor] = set()
+            for i, p in enumerate(group["params"]):
+                name = checks.name_of(len(self.param_groups) - 1, i, group)
+                checks.check_parameter(name, p, self._device())
+                if p in seen:
+                    raise ValueError(f"{name} is in the group twice")
+                seen.add(p)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            checks.check_amsgrad(group)
+        checks.check_loaded(state["state"].values())
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.update(_TORCH_OPTIONS)
+            for p in group["params"]:
+                entries = self.state.get(p)
+                if entries:  # a step counted on the CPU or in a Python number comes to the parameter
+                    entries["step"] = torch.as_tensor(entries["step"], dtype=torch.float32, device=p.device)
+
+    def offer_amaxes(self, plan: CastPlan) -> None:
+        """From now on every step() leaves the amaxes of the plan's masters in the plan's reduced vector, so
+        that the next plan.step() need not compute them. Replaces a plan offered before.
+
+        A master without gradient is read for it, not updated. Nobody may write to masters between step() and
+        plan.step(). Call it anew after masters have moved and the plan was refreshed.
+
+        Raises ValueError if a master of the plan is not one of the parameters.
+        """
+        parameters = {(p.data_ptr(), p.numel()): p for group in self.param_groups for p in group["params"]}
+        pieces = {}
+        for i, piece in enumerate(plan.master_pieces()):
+            p = parameters.get((piece.master.data_ptr(), piece.master.numel()))
+            if p is None or piece.master.dtype != torch.float32:
+                raise checks.missing_master(i, piece)
+            pieces[p] = piece
+        self._plan, self._pieces, self._layout = plan, pieces, None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        closure: evaluated once, with gradients enabled; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = self._members()
+        self._bind(members)
+        if self._plan is None:
+            self._run(members)
+        else:
+            self._plan.begin_update()
+            self._run(members)
+            self._plan.end_update()
+        return loss
+
+    def _device(self) -> torch.device | None:
+        """Of all parameters; None when there are none."""
+        return next((p.device for group in self.param_groups for p in group["params"]), None)
+
+    def _members(self) -> list[_Member]:
+        """The parameters of this step in their order, once nothing is found wrong with gradients and lr."""
+        members, device, pieces = [], self._device(), self._pieces or {}
+        for g, group in enumerate(self.param_groups):
+            checks.check_lr(f"param_groups[{g}]['lr']", group["lr"], device)
+            for i, p in enumerate(group["params"]):
+                gradient = p.grad
+                if gradient is None:
+                    if p not in pieces:
+                        continue
+                elif not checks.is_usable_gradient(gradient, p):
+                    raise checks.gradient_error(checks.name_of(g, i, group), gradient, p)
+                members.append(_Member(g, i, p, gradient, self.state.get(p)))
+        return members
+
+    def _bind(self, members: list[_Member]) -> None:
+        """Have a stage for the members: that of the last step, unless something but gradients has moved."""
+        device = self._device()
+        on_gpu = device is not None and device.type == "cuda"
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            checks.check_capturable(self.param_groups)
+        # A stage's memory is freed in the order of the stream that it was built on.
+        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+        if self._layout == _layout(members) and (capturing or stream == self._stream):
+            if capturing and self._stage not in self._captured:
+                self._captured = (*self._captured, self._stage)  # as long as a graph may be replayed
+            return
+        if capturing:
+            raise RuntimeError(
+                "the first step() with these parameters and gradient dtypes cannot be captured in a CUDA "
+                "graph: make one such step before the capture"
+            )
+        items = [self._item(member) for member in members]
+        reduced = None if self._plan is None else self._plan.reduced
+        self._layout = None  # until there is a stage for it
+        self._stage = AdamWStage(items, reduced) if items else None
+        members = [member._replace(state=self.state.get(member.parameter)) for member in members]
+        self._layout, self._stream = _layout(members), stream
+
+    def _item(self, member: _Member) -> AdamWItem:
+        p, gradient, state = member.parameter, member.gradient, member.state
+        name = checks.name_of(member.group, member.position, self.param_groups[member.group])
+        checks.check_parameter(name, p, self._device())
+        piece = (self._pieces or {}).get(p)
+        if piece is not None and piece.master.data_ptr() != p.data_ptr():
+            raise RuntimeError(
+                f"{name} is not where the plan's master is: refresh the plan, offer_amaxes anew"
+            )
+        if state:
+            checks.check_state(name, p, state)
+        elif gradient is not None:
+            state = self.state[p] = _initial_state(p)
+        tensors = [state[key] if state else None for key in checks.STATE]
+        dtype = torch.float32 if gradient is None else gradient.dtype
+        return AdamWItem(p, *tensors, dtype, None if piece is None else AmaxPlace(*piece[1:]))
+
+    def _run(self, members: list[_Member]) -> None:
+        if self._stage is None:
+            return
+        first = 0
+        for g, some in itertools.groupby(members, lambda member: member.group):
+            gradients = [member.gradient for member in some]
+            self._stage.begin(_options(self.param_groups[g]), first, gradients)
+            first += len(gradients)
+        self._stage.update()
+        # As after any update in place, a backward pass through the old values must fail.
+        torch.autograd.graph.increment_version([m.parameter for m in members if m.gradient is not None])
+
+
+def _layout(members: list[_Member]) -> list[tuple]:
+    """What a stage depends on: all but the addresses of gradients, which each step gives it anew."""
+    layout = []
+    for _, _, p, gradient, state in members:
+        moments = state and [state[key].data_ptr() for key in checks.STATE]
+        layout.append((p.data_ptr(), p.numel(), moments, gradient is not None and gradient.dtype))
+    return layout
+
+
+def _initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=p.device)
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def _options(group: dict[str, Any]):
+    names = ("lr", "betas", "eps", "weight_decay", "maximize")
+    return adamw_options(**{name: group[name] for name in names})

@@ -1,0 +1,130 @@
+"""What FusedAdamW takes: every rule about its options, parameters, gradients and state stands here."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zerofp4.cast import MasterPiece
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
+STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+def name_of(g: int, i: int, group: dict) -> str:
+    """How messages call a parameter: by its place and, if it came with one, its name."""
+    where = f"param_groups[{g}]['params'][{i}]"
+    return f"{where} '{group['param_names'][i]}'" if "param_names" in group else where
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError for options of a group that torch.optim.AdamW would refuse, or we do."""
+    check_amsgrad(options)
+    lr, betas = options["lr"], options["betas"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must have one element, got shape {tuple(lr.shape)}")
+    if len(betas) != 2 or any(isinstance(beta, torch.Tensor) for beta in betas):
+        raise TypeError(f"betas must be two numbers, got {betas!r}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not options[name] >= 0.0:
+            raise ValueError(f"{name} must be 0 or more, got {options[name]}")
+
+
+def check_amsgrad(options: dict[str, Any]) -> None:
+    if options.get("amsgrad"):
+        raise ValueError(
+            "amsgrad=True is not supported: its third moment would be another 8 bytes of traffic per element "
+            "in a kernel that is bound by memory; use torch.optim.AdamW"
+        )
+
+
+def check_lr(name: str, lr: float | torch.Tensor, device: torch.device | None) -> None:
+    """Raises TypeError or ValueError for a tensor that kernels cannot read; one on the CPU is read here."""
+    if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu":
+        return
+    if lr.dtype != torch.float32 or lr.numel() != 1:
+        raise TypeError(f"{name} on a GPU must be one element of float32, got {lr.dtype} {tuple(lr.shape)}")
+    if device is not None and lr.device != device:
+        raise ValueError(f"{name} is on {lr.device}, the parameters on {device}")
+
+
+def check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless p is plain, contiguous, float32 and on the device."""
+    if is_traceable_wrapper_subclass(p):
+        raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}: give its float32 master")
+    if p.layout != torch.strided or p.dtype != torch.float32:
+        raise TypeError(f"{name} must be dense float32, got {p.dtype} of layout {p.layout}")
+    if not p.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got shape {tuple(p.shape)} with strides {p.stride()}")
+    if p.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on a CPU or CUDA device, got {p.device}")
+    if p.device != device:
+        raise ValueError(f"{name} is on {p.device}, the first parameter on {device}")
+
+
+def is_usable_gradient(gradient: torch.Tensor, p: torch.Tensor) -> bool:
+    return (
+        gradient.layout is torch.strided
+        and gradient.dtype in GRADIENT_DTYPES
+        and gradient.device == p.device
+        and gradient.numel() == p.numel()
+        and gradient.is_contiguous()
+    )
+
+
+def gradient_error(name: str, gradient: torch.Tensor, p: torch.Tensor) -> Exception:
+    """What is wrong with a gradient that is not usable."""
+    name = f"the gradient of {name}"
+    if gradient.layout is not torch.strided:
+        return RuntimeError(f"{name} must be dense, got layout {gradient.layout}")
+    if gradient.dtype not in GRADIENT_DTYPES:
+        return TypeError(f"{name} must be float32 or bfloat16, got {gradient.dtype}")
+    if gradient.device != p.device:
+        return ValueError(f"{name} is on {gradient.device}, the parameter on {p.device}")
+    if gradient.numel() != p.numel():
+        return ValueError(f"{name} has {gradient.numel()} elements, the parameter {p.numel()}")
+    return ValueError(
+        f"{name} must be contiguous, got shape {tuple(gradient.shape)} with strides {gradient.stride()}"
+    )
+
+
+def check_loaded(states: Iterable[Any]) -> None:
+    """Raises ValueError unless each state that a state dict has for a parameter is one of AdamW."""
+    for state in states:
+        if state and not all(key in state for key in STATE):
+            raise ValueError(
+                f"state_dict: a parameter's state must have {', '.join(STATE)}, got {list(state)}"
+            )
+
+
+def check_state(name: str, p: torch.Tensor, state: dict[str, Any]) -> None:
+    """Raises ValueError unless the state of p is what an update writes to."""
+    for key in STATE:
+        tensor, numel = state[key], 1 if key == "step" else p.numel()
+        found = (tensor.dtype, tensor.device, tensor.numel())
+        if found != (torch.float32, p.device, numel) or not tensor.is_contiguous():
+            raise ValueError(
+                f"the state of {name}: {key} must be contiguous float32 with {numel} elements on {p.device}, "
+                f"got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
+
+
+def check_capturable(groups: list[dict[str, Any]]) -> None:
+    for g, group in enumerate(groups):
+        if not group["capturable"]:
+            raise RuntimeError(
+                f"param_groups[{g}]['capturable'] must be True for step() to be captured in a CUDA graph"
+            )
+
+
+def missing_master(i: int, piece: MasterPiece) -> ValueError:
+    first, last = piece.shard.start, piece.shard.end
+    return ValueError(
+        f"plan.master_pieces()[{i}].master ({piece.master.dtype}, elements {first} to {last} of a weight "
+        f"{list(piece.matrix)}) is not one of the optimizer's parameters: it must have the address and "
+        "length of one, and be float32"
+    )

@@ -1,0 +1,81 @@
+"""NVFP4 in plain PyTorch: the specification that every backend equals byte for byte, on any device.
+
+All arithmetic is float32 in the order written, rounding to nearest even. The order is part of the format:
+where a product has three factors the brackets say which two are multiplied first, because another order
+changes bytes.
+"""
+
+from zerofp4.reference.adamw import adamw_step, power
+from zerofp4.reference.elements import (
+    e2m1_to_float,
+    float_to_e2m1,
+    float_to_e4m3,
+    pack,
+    transpose_packed,
+    unpack,
+)
+from zerofp4.reference.four_over_six import block_error, four_over_six_scale, scale_candidates
+from zerofp4.reference.hadamard import hadamard_transform
+from zerofp4.reference.layouts import compact_scale, expand_scale, swizzle_scale, unswizzle_scale
+from zerofp4.reference.quantize import Quantized, dequantize, quantize, tensor_amax
+from zerofp4.reference.scales import (
+    block_amax,
+    block_encode,
+    block_scale,
+    blocks,
+    divide,
+    encode,
+    encode_scale,
+    magnitude,
+    scaled,
+    spread,
+)
+from zerofp4.reference.shards import partial_amax, partial_cast, place_shard
+from zerofp4.reference.stochastic import (
+    COLUMNWISE_STREAM,
+    ROWWISE_STREAM,
+    float_to_e2m1_stochastic,
+    philox,
+    random_bytes,
+)
+
+__all__ = [
+    "COLUMNWISE_STREAM",
+    "ROWWISE_STREAM",
+    "Quantized",
+    "adamw_step",
+    "block_amax",
+    "block_encode",
+    "block_error",
+    "block_scale",
+    "blocks",
+    "compact_scale",
+    "dequantize",
+    "divide",
+    "e2m1_to_float",
+    "encode",
+    "encode_scale",
+    "expand_scale",
+    "float_to_e2m1",
+    "float_to_e2m1_stochastic",
+    "float_to_e4m3",
+    "four_over_six_scale",
+    "hadamard_transform",
+    "magnitude",
+    "pack",
+    "partial_amax",
+    "partial_cast",
+    "philox",
+    "place_shard",
+    "power",
+    "quantize",
+    "random_bytes",
+    "scale_candidates",
+    "scaled",
+    "spread",
+    "swizzle_scale",
+    "tensor_amax",
+    "transpose_packed",
+    "unpack",
+    "unswizzle_scale",
+]

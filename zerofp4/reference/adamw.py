@@ -1,0 +1,57 @@
+"""AdamW."""
+
+import math
+
+import torch
+
+
+def power(base: float, exponent: int) -> float:
+    """base**exponent by repeated squaring: the same bits everywhere, which no pow() promises."""
+    result = 1.0
+    while exponent > 0:
+        if exponent % 2:
+            result *= base
+        base *= base
+        exponent //= 2
+    return result
+
+
+def adamw_step(
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(master, exp_avg, exp_avg_sq) after AdamW update number `step`, which is 1 for the first.
+
+    float32 tensors of one shape; the gradient may be bfloat16. The scalars are computed in double and rounded
+    once, then every operation rounds once, in the order written. The first moment is torch.lerp's formula.
+    """
+    beta1, beta2 = betas
+    scalars = (
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - power(beta1, step)),
+        1 / math.sqrt(1 - power(beta2, step)),
+        eps,
+    )
+    scalars = torch.tensor(scalars, dtype=torch.float64).float()
+    decay, weight1, beta2, weight2, step_size, inv_sqrt, eps = scalars.unbind()
+    g = -gradient.float() if maximize else gradient.float()
+    if weight1 < 0.5:
+        exp_avg = exp_avg + weight1 * (g - exp_avg)
+    else:
+        exp_avg = g - (1 - weight1) * (g - exp_avg)
+    exp_avg_sq = exp_avg_sq * beta2 + (g * weight2) * g
+    # In double and then rounded, a square root is the nearest one; torch's in float32 often is not, on a CPU.
+    denominator = exp_avg_sq.double().sqrt().float() * inv_sqrt + eps
+    return master * decay - step_size * (exp_avg / denominator), exp_avg, exp_avg_sq

@@ -1,0 +1,50 @@
+"""Shards of FP32 masters."""
+
+import torch
+
+from zerofp4.format import BLOCK
+from zerofp4.layout import as_matrix
+from zerofp4.reference.elements import pack, unpack
+from zerofp4.reference.scales import block_amax, block_scale, encode, magnitude
+from zerofp4.shard import Shard, byte_range
+
+
+def place_shard(master: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The shard's elements rounded to the weight's dtype, at their place in a [M, K] matrix of zeros
+    (float32).
+    """
+    rows, cols = as_matrix(shape)
+    flat = torch.zeros(rows * cols, device=master.device)
+    flat[start : start + master.numel()] = master.to(dtype).float()
+    return flat.view(rows, cols)
+
+
+def partial_amax(
+    master: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tile amaxes [ceil(M/16), ceil(K/16)] and amax [1] of a 1D shard; what it does not own counts as 0."""
+    placed = place_shard(master, start, shape, dtype)
+    return block_amax(placed, BLOCK), magnitude(placed).amax().reshape(1)
+
+
+def partial_cast(
+    master: torch.Tensor,
+    start: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    tile_amax: torch.Tensor,
+    amax: torch.Tensor,
+    shard_data: torch.Tensor,
+) -> None:
+    """Write the codes of a 1D shard into shard_data, the uint8 bytes byte_range(shard) of the packed weight.
+
+    tile_amax and amax are those of the whole weight. A nibble of the first or last byte that belongs to
+    another shard keeps its value.
+    """
+    shard = Shard(start, master.numel())
+    placed = place_shard(master, start, shape, dtype)
+    codes = encode(placed, block_scale(tile_amax, amax), amax, BLOCK).flatten()
+    first, _ = byte_range(shard)
+    nibbles = unpack(shard_data)
+    nibbles[start - 2 * first : shard.end - 2 * first] = codes[shard.start : shard.end]
+    shard_data.copy_(pack(nibbles))
