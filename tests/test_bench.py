@@ -111,18 +111,7 @@ def test_a_stage_alone_in_more_scale_layouts(stage, tmp_path, quick_copies):
 
 @pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
 def test_launches_and_memory_on_a_gpu(tmp_path):
-    options = [
-        "--device",
-        "cuda",
-        "--size",
-        "64",
-        "--scale",
-        "16",
-        "--repeats",
-        "5",
-        "--output",
-        str(tmp_path),
-    ]
+    options = ["--device", "cuda", "--scale", "16", "--repeats", "5", "--output", str(tmp_path)]
     bench.main(["host", *options])
     rows = check_result(json.loads((tmp_path / "host_cuda.json").read_text()), "host")
     for count in (1, 14, 125):
@@ -130,7 +119,7 @@ def test_launches_and_memory_on_a_gpu(tmp_path):
             row = rows[f"launches/{name}/{count}"]
             assert row["launches"] == sum(row["kernels"].values()) >= 1
     assert rows["device_memory/llama3-8b-scale16"]["percent_of_shard"] >= 0
-    bench.main(["cast", *options, "--workload", "square", "--profile"])
+    bench.main(["cast", *options, "--workload", "square", "--size", "64", "--profile"])
     rows = check_result(json.loads((tmp_path / "cast_cuda.json").read_text()), "cast")
     assert rows["cast/64"]["launches"] == 1
     check_chart(tmp_path, "cuda")

@@ -28,7 +28,6 @@ _FACTS = (
     torch.Tensor.numel,
     torch.Tensor.dim,
     torch.Tensor.is_contiguous,
-    torch.Tensor.get_device,
     attrgetter("dtype"),
 )
 
@@ -87,7 +86,7 @@ def tensors_fingerprint(tensors: Any) -> list | None:
         kinds = list(map(type, tensors))
         present = [tensor for tensor in tensors if tensor is not None]
     facts = [list(map(fact, present)) for fact in _FACTS]
-    # An index of -1 is the CPU's, or that of a device whose tensors have no address.
+    # An address says on which device it is, but that of an empty tensor.
     empty = [tensor.device for tensor in present if not tensor.data_ptr()] if 0 in facts[0] else []
     return [kinds, empty, *facts]
 
