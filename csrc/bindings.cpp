@@ -6,6 +6,8 @@
 
 #include <array>
 
+#include "common/hadamard.h"
+#include "dispatch/lists.h"
 #include "dispatch/plan.h"
 #include "dispatch/update.h"
 
@@ -51,58 +53,84 @@ TransposeDescriptor transpose_descriptor(uintptr_t input, uintptr_t output, int6
     return {pointer<const uint8_t>(input), pointer<uint8_t>(output), rows, cols, 0};
 }
 
-void quantize_rows(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
-                   uintptr_t amax, uintptr_t rowwise_data, uintptr_t rowwise_scale, uintptr_t columnwise_data,
-                   uintptr_t columnwise_scale) {
-    const QuantizeRowsArgs args{pointer<const void>(input),
-                                static_cast<DType>(dtype),
-                                rows,
-                                cols,
-                                pointer<const float>(amax),
-                                pointer<uint8_t>(rowwise_data),
-                                pointer<uint8_t>(rowwise_scale),
-                                pointer<uint8_t>(columnwise_data),
-                                pointer<uint8_t>(columnwise_scale)};
+void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
+                 bool random_signs, uintptr_t skip, uintptr_t amax, uintptr_t hadamard_amax) {
+    const AmaxArgs args{pointer<const void>(input),
+                        static_cast<DType>(dtype),
+                        rows,
+                        cols,
+                        random_signs ? kRandomSigns : 0,
+                        pointer<const float>(skip),
+                        pointer<float>(amax),
+                        pointer<float>(hadamard_amax)};
     dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.quantize_rows(args, threads); },
-        [&](cudaStream_t stream) { cuda::quantize_rows(args, stream); });
+        target, [&](const cpu::Kernels& k, int threads) { k.tensor_amax(args, threads); },
+        [&](cudaStream_t stream) { cuda::tensor_amax(args, stream); });
 }
 
-void dequantize(const Target& target, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
-                int64_t cols, int64_t block_rows, int dtype, uintptr_t output) {
-    const DequantizeArgs args{pointer<const uint8_t>(data),
-                              pointer<const uint8_t>(scale),
-                              pointer<const float>(amax),
-                              rows,
-                              cols,
-                              block_rows,
-                              static_cast<DType>(dtype),
-                              pointer<void>(output)};
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.dequantize(args, threads); },
-        [&](cudaStream_t stream) { cuda::dequantize(args, stream); });
+QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t cols, int block_rows,
+                           bool hadamard, bool random_signs, float e4m3_max, bool squared_error,
+                           uintptr_t rng_state, uintptr_t amax, uintptr_t columnwise_amax, uintptr_t skip,
+                           uintptr_t rowwise_data, uintptr_t columnwise_data, uintptr_t values,
+                           const Addresses& rowwise_scale, const Addresses& columnwise_scale,
+                           uintptr_t stored_amax, uintptr_t stored_columnwise_amax) {
+    QuantizeArgs args{};
+    args.input = pointer<const void>(input);
+    args.dtype = static_cast<DType>(dtype);
+    args.rows = rows;
+    args.cols = cols;
+    args.block_rows = block_rows;
+    args.hadamard = hadamard;
+    args.signs = random_signs ? kRandomSigns : 0;
+    args.choice = {e4m3_max, squared_error};
+    args.rng_state = pointer<const int64_t>(rng_state);
+    args.amax = pointer<const float>(amax);
+    args.columnwise_amax = pointer<const float>(columnwise_amax);
+    args.skip = pointer<const float>(skip);
+    args.rowwise_data = pointer<uint8_t>(rowwise_data);
+    args.columnwise_data = pointer<uint8_t>(columnwise_data);
+    args.values = pointer<void>(values);
+    for (int layout = 0; layout < kScaleLayouts; ++layout) {
+        args.rowwise_scale[layout] = pointer<uint8_t>(rowwise_scale[layout]);
+        args.columnwise_scale[layout] = pointer<uint8_t>(columnwise_scale[layout]);
+    }
+    args.stored_amax = pointer<float>(stored_amax);
+    args.stored_columnwise_amax = pointer<float>(stored_columnwise_amax);
+    return args;
 }
 
-ScaleLayoutArgs scale_layout_args(uintptr_t input, uintptr_t output, int64_t rows, int64_t cols,
-                                  int64_t block_rows, int layout) {
-    return {pointer<const uint8_t>(input),   pointer<uint8_t>(output), rows, cols, block_rows,
-            static_cast<ScaleLayout>(layout)};
+void quantize(const Target& target, const QuantizeArgs& args) {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.quantize(args, threads); },
+        [&](cudaStream_t stream) { cuda::quantize(args, stream); });
 }
 
-void pad_scale(const Target& target, uintptr_t input, uintptr_t output, int64_t rows, int64_t cols,
-               int64_t block_rows, int layout) {
-    const ScaleLayoutArgs args = scale_layout_args(input, output, rows, cols, block_rows, layout);
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.pad_scale(args, threads); },
-        [&](cudaStream_t stream) { cuda::pad_scale(args, stream); });
+GroupSplits group_splits(uintptr_t rows, bool wide, int32_t count, int64_t tokens) {
+    return {pointer<const void>(rows), wide, count, tokens};
 }
 
-void unpad_scale(const Target& target, uintptr_t input, uintptr_t output, int64_t rows, int64_t cols,
-                 int64_t block_rows, int layout) {
-    const ScaleLayoutArgs args = scale_layout_args(input, output, rows, cols, block_rows, layout);
+void grouped_amax(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
+                  bool random_signs, const GroupSplits& splits, uintptr_t amax, uintptr_t hadamard_amax) {
+    const AmaxArgs whole{pointer<const void>(input),
+                         static_cast<DType>(dtype),
+                         rows,
+                         cols,
+                         random_signs ? kRandomSigns : 0,
+                         nullptr,
+                         pointer<float>(amax),
+                         pointer<float>(hadamard_amax)};
+    const GroupedAmaxArgs args{whole, splits};
     dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.unpad_scale(args, threads); },
-        [&](cudaStream_t stream) { cuda::unpad_scale(args, stream); });
+        target, [&](const cpu::Kernels& k, int threads) { k.grouped_amax(args, threads); },
+        [&](cudaStream_t stream) { cuda::grouped_amax(args, stream); });
+}
+
+void quantize_grouped(const Target& target, const QuantizeArgs& whole, const GroupSplits& splits,
+                      uintptr_t offsets, uintptr_t error) {
+    const GroupedArgs args{whole, splits, pointer<int64_t>(offsets), pointer<int32_t>(error)};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.quantize_grouped(args, threads); },
+        [&](cudaStream_t stream) { cuda::quantize_grouped(args, stream); });
 }
 
 void convert(const Target& target, uintptr_t input, float factor, int64_t numel, int format,
@@ -112,6 +140,41 @@ void convert(const Target& target, uintptr_t input, float factor, int64_t numel,
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.convert(args, threads); },
         [&](cudaStream_t stream) { cuda::convert(args, stream); });
+}
+
+using Mxfp8Copy = std::array<uintptr_t, 3>;  // data, compact scale, swizzled scale
+
+void quantize_mxfp8(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
+                    uintptr_t skip, const Mxfp8Copy& rowwise, const Mxfp8Copy& columnwise) {
+    const Mxfp8Args args{pointer<const void>(input),
+                         static_cast<DType>(dtype),
+                         rows,
+                         cols,
+                         pointer<const float>(skip),
+                         pointer<uint8_t>(rowwise[0]),
+                         pointer<uint8_t>(rowwise[1]),
+                         pointer<uint8_t>(rowwise[2]),
+                         pointer<uint8_t>(columnwise[0]),
+                         pointer<uint8_t>(columnwise[1]),
+                         pointer<uint8_t>(columnwise[2])};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.quantize_mxfp8(args, threads); },
+        [&](cudaStream_t stream) { cuda::quantize_mxfp8(args, stream); });
+}
+
+void dequantize_mxfp8(const Target& target, uintptr_t data, uintptr_t scale, int64_t rows, int64_t cols,
+                      bool columnwise, int layout, int dtype, uintptr_t output) {
+    const Mxfp8DequantizeArgs args{pointer<const uint8_t>(data),
+                                   pointer<const uint8_t>(scale),
+                                   rows,
+                                   cols,
+                                   columnwise,
+                                   static_cast<ScaleLayout>(layout),
+                                   static_cast<DType>(dtype),
+                                   pointer<void>(output)};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.dequantize_mxfp8(args, threads); },
+        [&](cudaStream_t stream) { cuda::dequantize_mxfp8(args, stream); });
 }
 
 AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t step,
@@ -189,6 +252,26 @@ PYBIND11_MODULE(_C, m) {
         .def("set_device_descriptors", &TransposePlan::set_device_descriptors)
         .def("run", &TransposePlan::run, no_gil);
 
+    m.attr("ARGUMENT_ITEMS") = kArgumentItems;
+    py::class_<DequantizeDescriptor>(m, "DequantizeDescriptor")
+        .def(py::init(&dequantize_descriptor), py::kw_only(), "data"_a, "scale"_a, "amax"_a, "output"_a,
+             "rows"_a, "cols"_a, "columnwise"_a, "block_rows"_a, "layout"_a, "e4m3_max"_a);
+    py::class_<DequantizeList>(m, "DequantizeList")
+        .def(py::init<bool, std::vector<DequantizeDescriptor>, int>(), "on_cpu"_a, "items"_a, "dtype"_a)
+        .def("descriptor_bytes",
+             [](const DequantizeList& list) { return py::bytes(list.descriptor_bytes()); })
+        .def("set_device_descriptors", &DequantizeList::set_device_descriptors)
+        .def("run", &DequantizeList::run, no_gil);
+    py::class_<ScaleLayoutDescriptor>(m, "ScaleLayoutDescriptor")
+        .def(py::init(&scale_layout_descriptor), py::kw_only(), "input"_a, "output"_a, "rows"_a, "columns"_a,
+             "block_rows"_a, "layout"_a);
+    py::class_<ScaleLayoutList>(m, "ScaleLayoutList")
+        .def(py::init<bool, std::vector<ScaleLayoutDescriptor>, bool>(), "on_cpu"_a, "items"_a, "pad"_a)
+        .def("descriptor_bytes",
+             [](const ScaleLayoutList& list) { return py::bytes(list.descriptor_bytes()); })
+        .def("set_device_descriptors", &ScaleLayoutList::set_device_descriptors)
+        .def("run", &ScaleLayoutList::run, no_gil);
+
     py::class_<AdamWDescriptor>(m, "AdamWDescriptor")
         .def(py::init(&adamw_descriptor), py::kw_only(), "master"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
              "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a, "tile_offset"_a,
@@ -205,9 +288,19 @@ PYBIND11_MODULE(_C, m) {
         .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, no_gil)
         .def("update", &AdamWPlan::update, no_gil);
 
-    m.def("quantize_rows", &quantize_rows, no_gil);
-    m.def("dequantize", &dequantize, no_gil);
-    m.def("pad_scale", &pad_scale, no_gil);
-    m.def("unpad_scale", &unpad_scale, no_gil);
+    py::class_<QuantizeArgs>(m, "QuantizeArgs")
+        .def(py::init(&quantize_args), py::kw_only(), "input"_a, "dtype"_a, "rows"_a, "cols"_a,
+             "block_rows"_a, "hadamard"_a = false, "random_signs"_a = true, "e4m3_max"_a = 0.0f,
+             "squared_error"_a = false, "rng_state"_a = 0, "amax"_a, "columnwise_amax"_a = 0, "skip"_a = 0,
+             "rowwise_data"_a = 0, "columnwise_data"_a = 0, "values"_a = 0, "rowwise_scale"_a = Addresses{},
+             "columnwise_scale"_a = Addresses{}, "stored_amax"_a = 0, "stored_columnwise_amax"_a = 0);
+    m.def("tensor_amax", &tensor_amax, no_gil);
+    m.def("quantize", &quantize, no_gil);
+    py::class_<GroupSplits>(m, "GroupSplits")
+        .def(py::init(&group_splits), "rows"_a, "wide"_a, "count"_a, "tokens"_a);
+    m.def("grouped_amax", &grouped_amax, no_gil);
+    m.def("quantize_grouped", &quantize_grouped, no_gil);
     m.def("convert", &convert, no_gil);
+    m.def("quantize_mxfp8", &quantize_mxfp8, no_gil);
+    m.def("dequantize_mxfp8", &dequantize_mxfp8, no_gil);
 }

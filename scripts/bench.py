@@ -6,12 +6,14 @@
     scripts/bench.py local_step --workload square --size 4096 --device cpu --threads 2
     scripts/bench.py adamw --scale 16           the lists of weights, 16 times smaller
     scripts/bench.py transpose --profile        with kernels and host time of every row
+    scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
     scripts/bench.py readme                     charts and the tables of README.md from benchmarks/results
 
 Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
 the 224 weights of Llama-3-8B's layers; the process owns what rank 1 of 4 owns when the flat buffer of the
 whole model is cut into equal slices. `2000-small` are 2,000 weights of 768x768, 256x2880 and 256x2872,
-each owned from an odd element.
+each owned from an odd element. `te-3011` are the shapes of TransformerEngine's pull request of that number,
+`268mb-scales` a matrix whose scales of 1x16 blocks are 268 MB, `64-groups` 64 matrices of 4096x2048.
 
 Times are medians after a warm-up; percentages are of a device-to-device copy measured in the same process
 before and after (the higher of both), bytes read plus bytes written over time. Each row says how its bytes
@@ -25,6 +27,7 @@ from pathlib import Path
 
 import torch
 from benchmarking import chart, tables
+from benchmarking.clock import keep_freed_memory
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
 from benchmarking.tables import readme_section
@@ -55,9 +58,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
-    for name, (run, workloads) in OPERATIONS.items():
+    for name, (run, workloads, has_layouts) in OPERATIONS.items():
         summary = run.__doc__.splitlines()[0]
-        add_options(add_command(commands, name, summary), workloads)
+        add_options(add_command(commands, name, summary), workloads, has_layouts)
     summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
     add_options(add_command(commands, "all", summary), tuple(NAMES))
     add_command(commands, "readme", "write the charts, and the tables of README.md, from benchmarks/results")
@@ -71,7 +74,9 @@ def add_command(commands, name: str, summary: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
 
 
-def add_options(parser: argparse.ArgumentParser, workloads: tuple[str, ...]) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, workloads: tuple[str, ...], has_layouts: bool = True
+) -> None:
     add = parser.add_argument
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=["cuda", "cpu"], default=default, help=f"default here: {default}")
@@ -81,10 +86,13 @@ def add_options(parser: argparse.ArgumentParser, workloads: tuple[str, ...]) -> 
         add("--size", type=at_least(2), help="rows and columns of `square`, even (default: 16384, CPU 4096)")
     else:
         parser.set_defaults(size=None)
-    help_of_scale = "divides the dimensions of llama3-8b and the length of other lists (default: 1, CPU 16)"
+    help_of_scale = "divides the length of 2000-small and the dimensions of other lists (default: 1, CPU 16)"
     add("--scale", type=at_least(1), help=help_of_scale)
-    help_of_layouts = "scale buffers that the weights have (default: compact, which is always there)"
-    add("--scale-layouts", nargs="+", choices=SCALE_LAYOUTS, default=["compact"], help=help_of_layouts)
+    if has_layouts:
+        help_of_layouts = "scale buffers that the weights have (default: compact, which is always there)"
+        add("--scale-layouts", nargs="+", choices=SCALE_LAYOUTS, default=["compact"], help=help_of_layouts)
+    else:
+        parser.set_defaults(scale_layouts=["compact"])
     add("--repeats", type=at_least(1), default=50, help="runs per median, fewer of long ones (default: 50)")
     add("--threads", type=at_least(1), help="threads on the CPU (default: torch's)")
     add("--no-peers", dest="peers", action="store_false", help="leave out what others do")
@@ -113,6 +121,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         "workload": [workload for workload in asked if workload in operation.workloads],
         **{key: getattr(options, key) for key in ("size", "scale", "scale_layouts", "repeats")},
     }
+    if not operation.has_layouts:
+        settings["scale_layouts"] = ["compact"]
     chosen = argparse.Namespace(**{**vars(options), **settings})
     session = Session(name, torch.device(options.device), options.repeats, options.profile)
     operation.run(session, chosen)
@@ -145,4 +155,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

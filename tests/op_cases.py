@@ -1,6 +1,11 @@
 """What tests of the native operations share: shapes, values of every kind of difficulty, poisoned records."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 import torch
 from helpers import assert_bytes_equal
 
@@ -56,7 +61,7 @@ def poisoned(record: NVFP4Storage) -> NVFP4Storage:
 
 
 def poisoned_like(shape, dtype, device, block=(BLOCK, BLOCK), **kwargs) -> NVFP4Storage:
-    columnwise = kwargs.pop("columnwise", shape[0] % 2 == 0)
+    columnwise = kwargs.pop("columnwise", shape[0] % 2 == 0 or kwargs.get("hadamard", False))
     return poisoned(allocate(shape, dtype=dtype, device=device, block=block, columnwise=columnwise, **kwargs))
 
 
@@ -67,6 +72,7 @@ def expected_buffers(q: reference.Quantized, shape, block_rows: int) -> dict[str
     sides = [("rowwise", q.rowwise_scale, rows, cols)]
     if q.columnwise_data is not None:
         expected |= {"columnwise_data": q.columnwise_data, "columnwise_scale": q.columnwise_scale}
+        expected["columnwise_amax"] = q.columnwise_amax
         sides.append(("columnwise", q.columnwise_scale, cols, rows))
     for side, scale, m, k in sides:
         expanded = reference.expand_scale(scale, m, k, block_rows)
@@ -77,5 +83,22 @@ def expected_buffers(q: reference.Quantized, shape, block_rows: int) -> dict[str
 
 def assert_record_equals(record: NVFP4Storage, q: reference.Quantized, what: str) -> None:
     expected = expected_buffers(q, record.matrix, record.block[0])
+    if record.amax is record.columnwise_amax:  # of the only copy, or of both
+        expected["amax"] = q.columnwise_amax
     for name, buffer in record.buffers():
         assert_bytes_equal(buffer, expected[name].to(buffer.device), f"{what}: {name}")
+
+
+def run_with_instruction_set(isa: str, file: str, select: str) -> None:
+    """Run the tests of a file that `select` names again, with a CPU instruction set other than the best one.
+    Skips the calling test where the processor or the build has not got it.
+    """
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", file, "-k", select],
+        env=os.environ | {"ZEROFP4_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    if "this build runs" in run.stdout:
+        pytest.skip(f"this processor or build has no {isa}")
+    assert run.returncode == 0, run.stdout

@@ -4,12 +4,23 @@ import torch
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4 import reference
+from zerofp4 import FourOverSix, reference
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.storage import BUFFERS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL = {"rowwise": True, "columnwise": True, "scale_layouts": SCALE_LAYOUTS}
+FORMATS = {
+    "1d": {"block": (1, 16)},
+    "2d": {},
+    "hadamard": {"block": (1, 16), "hadamard": True},
+    "hadamard, no signs": {"block": (1, 16), "hadamard": True, "random_signs": False},
+    "hadamard, four over six": {"block": (1, 16), "hadamard": True, "four_over_six": FourOverSix()},
+    "four over six": {"four_over_six": FourOverSix(256, "mse")},
+    "four over six, 448": {"block": (1, 16), "four_over_six": FourOverSix(448, "mae")},
+}
+
+"""Options of quantize() that make tensors of another kind."""
 
 
 def values(*shape, device="cpu", dtype=torch.bfloat16, seed=0):
@@ -47,3 +58,12 @@ def assert_quantized(tensor, x, block_rows=16, amax=None):
 
 def addresses(tensor):
     return {name: buffer.data_ptr() for name, buffer in tensor.record.buffers()}
+
+
+def e4m3_max(options) -> int:
+    return options["four_over_six"].e4m3_max if "four_over_six" in options else 448
+
+
+def same_format(t, other) -> bool:
+    fields = ("block", "hadamard", "random_signs", "four_over_six", "shape", "dtype")
+    return all(getattr(t, field) == getattr(other, field) for field in fields)

@@ -6,7 +6,18 @@ import pytest
 import torch
 from benchmarking import rules
 from benchmarking.targets import KINDS, TARGETS
-from benchmarking.workloads import Piece, Tensors, Workload, llama, small, square
+from benchmarking.workloads import (
+    TE_SHAPES,
+    Piece,
+    Tensors,
+    Workload,
+    groups,
+    large,
+    llama,
+    small,
+    square,
+    te_shapes,
+)
 from helpers import assert_bytes_equal
 
 import zerofp4
@@ -36,7 +47,10 @@ def test_the_llama_list_is_rank_1_of_4():
     assert workload.tiles * 256 == workload.elements
 
 
-@pytest.mark.parametrize("workload", [llama(), llama(64), llama(200), small(), small(7), square(64)])
+SINGLE = [square(64), te_shapes(), te_shapes(200), large(), large(200), groups(), groups(200)]
+
+
+@pytest.mark.parametrize("workload", [llama(), llama(64), llama(200), small(), small(7), *SINGLE])
 def test_owned_ranges_are_inside_their_weights(workload):
     for (rows, cols), shard in workload.pieces:
         assert cols % 2 == 0 and rows % 2 == 0
@@ -50,6 +64,18 @@ def test_a_scaled_list_says_so_and_keeps_its_structure():
     assert workload.part_name == "llama3-8b-scale64/rank1of4"
     assert len(workload.pieces) == 224 and workload.pieces[0].shape == (64, 64)
     assert small(200).name == "10-small"
+
+
+def test_what_single_tensors_are_measured_on():
+    assert [piece.shape for piece in te_shapes().pieces] == list(TE_SHAPES)
+    assert te_shapes(200).name == "te-3011-scale200"
+    ((shape, shard),) = large().pieces
+    assert large().name == "131072x32768" and shard.numel // 16 == shape[0] * shape[1] // 16 == 1 << 28
+    assert groups().name == "64x4096x2048" and len(groups().pieces) == 64
+    assert groups(64).name == "64x64x32"
+    for scale in (1, 16, 200):
+        shapes = [piece.shape for piece in te_shapes(scale).pieces]
+        assert len(set(shapes)) == len(shapes), "a row is named by its shape"
 
 
 def test_the_small_list_is_cut_at_odd_elements():
@@ -131,6 +157,12 @@ def test_targets_are_those_that_were_set():
     assert TARGETS["transpose/llama3-8b"] == ("percent_of_copy", 88)
     assert TARGETS["adamw/llama3-8b"] == ("percent_of_copy", 90)
     assert TARGETS["adamw_then_cast/llama3-8b"] == ("speedup", 1.08)
+    assert TARGETS["quantize_1d/16384"] == ("percent_of_copy", 75)
+    assert TARGETS["rht_swizzled_over_compact/16384"] == ("ratio", 1.03)
+    assert TARGETS["rht_one_pass_over_two/16384"] == ("speedup", 1.2)
+    assert TARGETS[f"swizzle_over_clone/{large().name}"] == ("ratio", 1.25)
+    assert TARGETS[f"grouped_over_one/{groups().name}"] == ("ratio", 1.1)
+    assert TARGETS["dequantize_mxfp8/16384"] == ("percent_of_copy", 95)
     names = {f"local_step/{workload.part_name}" for workload in (llama(), square(16384), small())}
     assert names == {name for name in TARGETS if name.startswith("local_step/")}
     assert {kind for kind, _ in TARGETS.values()} <= KINDS.keys()

@@ -242,3 +242,38 @@ def test_a_repeated_call_keeps_no_master_alive():
     assert alive() is not None
     del masters
     assert alive() is None
+
+
+def exchanged(codes):
+    codes.data = codes.clone()
+
+
+def resized(codes):
+    codes.untyped_storage().resize_(1 << 20)
+
+
+@pytest.mark.parametrize("move", [exchanged, resized])
+@pytest.mark.parametrize("call", ["cast", "gather", "post"])
+def test_codes_moved_behind_the_record_are_noticed(device, checks, move, call):
+    weights, masters, starts = make(device)
+    numels = [master.numel() for master in masters]
+    calls = {
+        "cast": lambda: cast(weights, masters, starts),
+        "gather": lambda: zerofp4.all_gather_nvfp4(weights, starts, numels),
+        "post": lambda: zerofp4.post_all_gather_processing(weights),
+    }
+    for function in calls.values():
+        function()
+    fast = (checks.cast, checks.weights)
+    masters[1].neg_()
+    if call == "post":
+        cast(weights, masters, starts)
+    before = weights[1].rowwise_data.data_ptr()
+    move(weights[1].rowwise_data)
+    assert weights[1].rowwise_data.data_ptr() != before
+    calls[call]()
+    assert (checks.cast, checks.weights) == (fast[0] + (call == "cast"), fast[1] + (call != "cast"))
+    calls["cast"]()
+    calls["post"]()
+    check(weights, masters)
+    check_transposes(weights, masters)

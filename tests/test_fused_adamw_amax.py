@@ -115,6 +115,29 @@ def test_training_steps(device):
             check(weights, masters)
 
 
+@pytest.mark.parametrize("in_one_buffer", [True, False])
+def test_amaxes_of_masters_that_were_written_are_outdated(device, in_one_buffer):
+    weights, masters, starts = make(device)
+    if in_one_buffer:
+        buffer = torch.cat(masters)
+        masters = list(buffer.split([master.numel() for master in masters]))
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    assert not optimizer.amaxes_outdated()
+    optimizer.offer_amaxes(plan)
+    assert not optimizer.amaxes_outdated()
+    assert len(optimizer._counted) == (1 if in_one_buffer else len(masters))
+    for master in masters:
+        master.grad = torch.randn_like(master)
+        optimizer.step()
+        assert not optimizer.amaxes_outdated()
+        master.mul_(50)
+        assert optimizer.amaxes_outdated()
+        plan.begin_update()
+        plan.step()
+        check(weights, masters)
+
+
 def test_a_master_without_gradient_is_only_read(device):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)

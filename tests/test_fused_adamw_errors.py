@@ -84,6 +84,17 @@ def test_two_devices(device):
         FusedAdamW([q], lr=torch.tensor(0.1, device=device, dtype=torch.float64)).step()
 
 
+def assert_unchanged(optimizer, parameters, states, values):
+    """The parameters and the states of the optimizer's state_dict are as they were."""
+    for p, old in zip(parameters, values, strict=True):
+        assert_bytes_equal(p, old, "parameter")
+    found = optimizer.state_dict()["state"]
+    assert found.keys() == states.keys()
+    for i, state in found.items():
+        for key, value in state.items():
+            assert_bytes_equal(value, states[i][key], key)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -111,11 +122,38 @@ def test_gradients(device, make, error, message):
     name = re.escape("the gradient of param_groups[0]['params'][1]")
     with pytest.raises(error, match=f"{name} {message}"):
         optimizer.step()
-    for p, old in zip(parameters, before[1], strict=True):
-        assert_bytes_equal(p, old, "parameter")
-    for i, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
-            assert_bytes_equal(value, before[0][i][key], key)
+    assert_unchanged(optimizer, parameters, *before)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \(2,\)"),
+        ({"lr": -1.0}, ValueError, "lr must be 0 or more, got -1.0"),
+        ({"eps": float("nan")}, ValueError, "eps must be 0 or more, got nan"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, got 1.0"),
+        ({"betas": (0.9, 0.99, 0.999)}, TypeError, r"betas must be two numbers, got \(0.9, 0.99, 0.999\)"),
+        ({"amsgrad": True}, ValueError, "amsgrad=True is not supported"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_options_that_were_edited(device, options, error, message, first):
+    """Found before anything has changed, the groups before included; in the first step there is no state."""
+    parameters = [torch.randn(20, device=device) for _ in range(2)]
+    optimizer = FusedAdamW([{"params": [p]} for p in parameters])
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    if not first:
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"]), [p.clone() for p in parameters]
+    good = dict(optimizer.param_groups[1])
+    optimizer.param_groups[1].update(options)
+    with pytest.raises(error, match=re.escape("param_groups[1]: ") + message):
+        optimizer.step()
+    assert_unchanged(optimizer, parameters, *before)
+    optimizer.param_groups[1].update(good)
+    optimizer.step()
+    assert optimizer.state[parameters[1]]["step"].item() == (1 if first else 2)
 
 
 def test_state_that_does_not_fit(device):
@@ -141,6 +179,13 @@ def test_state_that_does_not_fit(device):
     optimizer.state[p] = good
     optimizer.step()
     assert optimizer.state[p]["step"].item() == 2
+    optimizer.add_param_group({"params": [torch.zeros(3, device=device)]})
+    q = optimizer.param_groups[1]["params"][0]
+    optimizer.param_groups.reverse()
+    q.grad, optimizer.state[p] = torch.ones_like(q), {**good, "step": torch.zeros(2, device=device)}
+    with pytest.raises(ValueError, match="step must be contiguous"):
+        optimizer.step()
+    assert list(optimizer.state) == [p], "a parameter before it got a state"
 
 
 @pytest.mark.parametrize(

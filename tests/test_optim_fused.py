@@ -105,6 +105,49 @@ def test_loaded_masters_are_not_cast_with_amaxes_left_before(device):
         assert_bytes_equal(mine, theirs, f"buffer {i}")
 
 
+def multiply_masters(optimizer, *_):
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            master.mul_(100)
+
+
+class Multiplied(FusedAdamW):
+    """Writes to its masters after it has left their amaxes."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            multiply_masters(self)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["hook", "subclass", "one master"])
+def test_masters_written_after_the_update_are_not_cast_with_its_amaxes(device, amax_passes, how):
+    parameters, others = make_parameters(device), make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, Multiplied if how == "subclass" else FusedAdamW, **DEFAULTS)
+    alone = ZeroFP4Optimizer(others, Alone, **DEFAULTS)
+
+    def write(inner, *_):
+        if how == "one master":
+            inner.param_groups[0]["params"][0].mul_(100)
+        else:
+            multiply_masters(inner)
+
+    handles = [alone.inner.register_step_post_hook(write)]
+    if how != "subclass":
+        handles.append(optimizer.inner.register_step_post_hook(write))
+    amax_passes.clear()
+    for step in range(3):
+        if step == 2 and how != "subclass":  # from then on the amaxes are used again
+            for handle in handles:
+                handle.remove()
+        for ps, one in ((parameters, optimizer), (others, alone)):
+            set_gradients(ps, make_gradients(ps, step))
+            one.step()
+        assert_same_model(parameters, others)
+    assert len(amax_passes) == (6 if how == "subclass" else 5)
+
+
 def test_goes_on_from_its_state(device):
     parameters, others = make_parameters(device), make_parameters(device, seed=1)
     optimizers = [ZeroFP4Optimizer(ps, FusedAdamW, **DEFAULTS) for ps in (parameters, others)]

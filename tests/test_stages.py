@@ -68,6 +68,8 @@ MASTER_DTYPES = [torch.float32, torch.bfloat16]
 @example(case=((64, 128), 0, 64 * 128, torch.float16, "spread"), seed=0, master_dtype=torch.float32)
 @example(case=((80, 1030), 1031, 70001, torch.bfloat16, "normal"), seed=3, master_dtype=torch.bfloat16)
 @example(case=((80, 1028), 1027, 70003, torch.bfloat16, "normal"), seed=2, master_dtype=torch.float32)
+@example(case=((600, 2200), 5001, 1300000, torch.bfloat16, "normal"), seed=1, master_dtype=torch.float32)
+@example(case=((2200, 600), 5002, 1300001, torch.bfloat16, "normal"), seed=0, master_dtype=torch.float32)
 def test_stages_on_a_shard(device, case, seed, master_dtype):
     shape, start, numel, dtype, kind = case
     c = ShardCase(device, shape, start, numel, dtype, kind, seed, master_dtype)

@@ -7,9 +7,12 @@ from zerofp4.cast import CastPlan
 from zerofp4.cast_function import cast_master_weights_to_nvfp4
 from zerofp4.format import FourOverSix
 from zerofp4.gather import all_gather_nvfp4, post_all_gather_processing
+from zerofp4.grouped import GroupedNVFP4Tensor, quantize_grouped
+from zerofp4.lists import dequantize_many, swizzle_scales, unswizzle_scales
+from zerofp4.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from zerofp4.nn import convert_model
 from zerofp4.ops import build_info
-from zerofp4.tensor import NVFP4Tensor, empty, quantize
+from zerofp4.tensor import NVFP4Tensor, empty, quantize, quantize_dequantize
 
 try:
     __version__ = version("zerofp4")
@@ -19,14 +22,22 @@ except PackageNotFoundError:  # a source tree that was built in place and never 
 __all__ = [
     "CastPlan",
     "FourOverSix",
+    "GroupedNVFP4Tensor",
+    "MXFP8Tensor",
     "NVFP4Tensor",
     "all_gather_nvfp4",
     "build_info",
     "cast_master_weights_to_nvfp4",
     "convert_model",
+    "dequantize_many",
     "empty",
     "launch",
     "optim",
     "post_all_gather_processing",
     "quantize",
+    "quantize_dequantize",
+    "quantize_grouped",
+    "quantize_mxfp8",
+    "swizzle_scales",
+    "unswizzle_scales",
 ]

@@ -2,7 +2,7 @@
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from zerofp4.collectives import PackedGather
 from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import HEADER_WORDS, CastItem, CastStages, TransposeStage
+from zerofp4.ops.device import target_of
 from zerofp4.request import CastRequest, Signature, attempt, check_agreement, check_refresh, check_request
 from zerofp4.shard import Shard
 from zerofp4.status import StepStatus
@@ -30,7 +31,8 @@ class MasterPiece(NamedTuple):
     matrix, dtype: the weight's [rows, cols] and dtype. The amax of its tile (0, 0) is word tile_offset, those
     of the others follow, row-major [ceil(rows/16), ceil(cols/16)]; the amax of its group is word amax_offset.
     An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN
-    or Inf, and goes in by maximum with what is there.
+    or Inf. Tile words, which were cleared, are written: on a rank every tile belongs to one piece. A group's
+    word is raised by maximum with what is there.
     """
 
     master: torch.Tensor
@@ -42,9 +44,11 @@ class MasterPiece(NamedTuple):
 
 
 class _Amaxes(enum.Enum):
-    """Whether the reduced vector holds the amaxes of the next step: begin_update() to end_update()."""
+    """Whether the reduced vector holds the amaxes of the next step: begin_update() to end_update(). CAPTURED
+    are those that replays of a CUDA graph will leave: for a step in the graph, not for one outside.
+    """
 
-    NONE, BEGUN, LEFT = range(3)
+    NONE, BEGUN, LEFT, CAPTURED = range(4)
 
 
 class CastPlan:
@@ -70,6 +74,10 @@ class CastPlan:
     reduced: float32 vector that a step reduces by maximum over the ranks: header words, one amax per amax
     group, then the tile amaxes of each weight.
 
+    A CUDA graph that step() or post() is captured in uses, in every replay, the storage of the capture:
+    codes, masters, shard buffers and found_inf. The plan keeps that alive, also after refresh(), and must
+    itself live as long as the graph. After refresh() capture again: a replay does not see the new storage.
+
     Building is collective: every rank must build the same plan. An invalid argument on any rank raises the
     same ValueError or TypeError on all of them. Ranks that build or step different lists of weights have no
     plan in which to find that out if their vectors differ in length: then the process group's timeout ends
@@ -94,6 +102,9 @@ class CastPlan:
 
     def _build(self, request: CastRequest | None, error: Exception | None, group) -> None:
         self.group = collectives.GroupReference(group)
+        if error is None:
+            # What this rank cannot run must be known to all before any waits for the others.
+            _, error = attempt(target_of, request.device)
         gathered = collectives.exchange(request and tuple(request.signature()), error, group)
         signatures = [Signature(*signature) for signature in gathered]
         check_agreement(signatures)
@@ -112,6 +123,7 @@ class CastPlan:
         self._watch_addresses()
         self._amaxes = _Amaxes.NONE
         self._gather = None
+        self._captured: dict[int, torch.Tensor] = {}
 
     def _allocate(self) -> None:
         """The reduced vector (header words, one amax per group, then tile amaxes) and the flags."""
@@ -133,7 +145,8 @@ class CastPlan:
 
     def refresh(self) -> None:
         """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
-        by an update are taken back. Not collective; only queues work on the current stream.
+        by an update are taken back. Not collective; only queues work on the current stream. CUDA graphs that
+        were captured before keep using the old addresses: capture again.
 
         Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
         another shape, dtype or device than it was built for, or a master another length.
@@ -197,12 +210,13 @@ class CastPlan:
         """The amaxes of all pieces are in `reduced`: the next step(), and no other, does not compute them. A
         step in which this rank cannot take part, begin_update() and refresh() take them back.
 
-        Masters must not be written between here and step(), whose codes would not belong to its scales.
+        Masters must not be written between here and step(), whose codes would not belong to its scales. Of an
+        update and a step only one of which is captured in a CUDA graph the step computes amaxes itself.
         Raises RuntimeError without a begin_update() since the last step.
         """
         if self._amaxes is _Amaxes.NONE:
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
-        self._amaxes = _Amaxes.LEFT
+        self._amaxes = _Amaxes.CAPTURED if self._status.is_capturing() else _Amaxes.LEFT
 
     def step(self) -> None:
         """Amax (unless an update left it), one MAX all-reduce, scales, codes. Every rank of the group must
@@ -215,7 +229,8 @@ class CastPlan:
         A weight that was rebound (rowwise_data or .data assigned, another record) is noticed here. Masters
         and shard buffers whose storage was exchanged (.data assigned) are looked at 256 in each step, in
         turn, and all in check(), all_gather() and post(); until it is noticed, a step uses the storage that
-        the plan knows and keeps alive (unless it was freed in place, by resize_ of the storage itself).
+        the plan knows and keeps alive (unless it was freed in place, by resize_ of the storage itself). A
+        step that is being captured looks at everything.
 
         Where this rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged,
         so that no rank writes; the others raise RuntimeError at their next check: on the CPU in this call, on
@@ -227,16 +242,21 @@ class CastPlan:
         if late is not None:
             raise late
 
-    def _run(self, error: Exception | None) -> None:
+    def _run(self, error: Exception | None, borrowed: Iterable[torch.Tensor | None] = ()) -> None:
+        """borrowed: what this step uses and the plan does not hold."""
+        capturing = self._status.is_capturing()
+        if capturing and error is None:
+            error = self._find_moved()
         if error is not None:
             self._abstain()
             raise error
-        capturing = self._status.is_capturing()
         raises = self._request.on_nonfinite == "raise"
         if raises and capturing:
             raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
+        if capturing:
+            self._hold(borrowed)
         target = self._stages.target()
-        if self._amaxes is not _Amaxes.LEFT:
+        if self._amaxes is not (_Amaxes.CAPTURED if capturing else _Amaxes.LEFT):
             self._stages.begin_amax(target)
         self._amaxes = _Amaxes.NONE
         self._reduce()
@@ -246,6 +266,13 @@ class CastPlan:
         if raises:
             self._status.wait()
             self._raise_nonfinite()
+
+    def _hold(self, borrowed: Iterable[torch.Tensor | None]) -> None:
+        """Keep alive what the graph that is being captured will use."""
+        self._stages.hold()
+        buffers = [buffer for record in self.records for _, buffer in record.buffers()]
+        used = [*buffers, *self._request.shard_tensors().values(), self.found_inf, *borrowed]
+        self._captured.update((tensor.data_ptr(), tensor.detach()) for tensor in used if tensor is not None)
 
     def _reduce(self) -> None:
         if self._sharded:
@@ -261,7 +288,8 @@ class CastPlan:
         """Wait for the last step and raise RuntimeError if a rank kept all from writing in it, or if any
         weight, master or shard buffer has moved since the plan took its address.
 
-        Does not wait while a CUDA graph is being captured.
+        Does not wait while a CUDA graph is being captured, nor for the replay of one, which leaves no mark to
+        wait for: synchronize with the replay first, then its errors are raised here.
         """
         self._status.wait()
         error = self._find_moved()

@@ -1,7 +1,7 @@
 """cast_master_weights_to_nvfp4: a step of the CastPlan that belongs to the arguments of a call."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from zerofp4.plan_cache import (
     find,
     integers_fingerprint,
     keep,
+    pin,
     same_weights,
     tensors_fingerprint,
     weights_fingerprint,
@@ -46,7 +47,8 @@ def cast_master_weights_to_nvfp4(
     no earlier call had these weights, shards and options; it is kept with the first weight. Masters and
     buffers may have moved since: then this rank takes their addresses, without a collective (but not while a
     CUDA graph is captured: RuntimeError). A call with the same tensors in the same places as the last one is
-    not checked again, only compared with it. The masters are not kept.
+    not checked again, only compared with it. The masters are not kept, except of a call that is captured in a
+    CUDA graph: what the graph uses in every replay lives as long as the first weight.
 
     Afterwards call all_gather_nvfp4 (or gather the shard buffers), then post_all_gather_processing. An
     argument that is invalid on one rank only raises there, and on the other ranks in the same way as CastPlan
@@ -71,7 +73,7 @@ def cast_master_weights_to_nvfp4(
     plans = attached(model_weights, "cast_plans")
     plan = find(plans, fingerprint, group)
     if plan is not None:
-        plan.step_again(model_weights)
+        plan.step_again(model_weights, itertools.chain(master_weights, fsdp_shard_model_weights or ()))
         keep(plans, plan)
         return
     request, error = attempt(check_request, *arguments)
@@ -114,7 +116,7 @@ def _groups_fingerprint(amax_groups) -> list | None:
 
 class _FunctionPlan(CastPlan):
     """The plan of calls with the same weights, shards and options. Between calls it has the addresses of the
-    last one's masters and shard buffers, and does not keep them alive.
+    last one's masters and shard buffers, and keeps them alive only for CUDA graphs.
     """
 
     fingerprint: list | None = None
@@ -124,10 +126,12 @@ class _FunctionPlan(CastPlan):
         self._build(request, error, group)
         self._taken = self._present_addresses()
 
-    def step_again(self, model_weights: Sequence[NVFP4Tensor]) -> None:
-        """A step with what the last call was given."""
+    def step_again(
+        self, model_weights: Sequence[NVFP4Tensor], shard_tensors: Iterable[torch.Tensor | None]
+    ) -> None:
+        """A step with what the last call was given: masters and shard buffers, or others in their places."""
         late = self._status.take()
-        self._run(None)
+        self._run(None, shard_tensors)
         torch.autograd.graph.increment_version(model_weights)
         if late is not None:
             raise late
@@ -154,10 +158,14 @@ class _FunctionPlan(CastPlan):
             if error is not None:
                 self._run(error)
             self.fingerprint = fingerprint
-            self.step_again(request.weights)
+            self.step_again(request.weights, request.shard_tensors().values())
         finally:
             self._forget_tensors()
         return True
+
+    def _hold(self, borrowed: Iterable[torch.Tensor | None]) -> None:
+        super()._hold(borrowed)
+        pin(self)
 
     def _fits(self, request: CastRequest) -> bool:
         mine = self._request

@@ -1,4 +1,4 @@
-"""The constants of NVFP4 and MXFP8: element and scale formats, block sizes, the names of scale layouts; its options."""
+"""The constants of NVFP4 and MXFP8: element and scale formats, block sizes, scale layouts, options."""
 
 import dataclasses
 
@@ -19,15 +19,16 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Logical dtypes a quantized tensor can have, and dtypes that can be quantized."""
 
 SCALE_LAYOUTS = ("compact", "expanded", "swizzled")
+ATOM_ROWS, ATOM_COLUMNS = 128, 4
+"""Rows and scale columns of one 512-byte atom of the swizzled layout; padded layouts are multiples of both.
+"""
+
 MXFP8_BLOCK = 32
 """Elements of an MXFP8 scaling block, along a row or a column."""
 
 MXFP8_DATA_DTYPE = torch.float8_e4m3fn
 MXFP8_SCALE_DTYPE = torch.float8_e8m0fnu
 MXFP8_SCALE_LAYOUTS = ("compact", "swizzled")
-ATOM_ROWS, ATOM_COLUMNS = 128, 4
-"""Rows and scale columns of one 512-byte atom of the swizzled layout; padded layouts are multiples of both.
-"""
 
 
 @dataclasses.dataclass(frozen=True)

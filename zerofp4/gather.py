@@ -9,7 +9,16 @@ import torch.distributed as dist
 from zerofp4 import collectives
 from zerofp4.collectives import OTHER, PRESENT, GroupReference, PackedGather
 from zerofp4.ops import TransposeStage
-from zerofp4.plan_cache import attached, find, integers_fingerprint, keep, same_weights, weights_fingerprint
+from zerofp4.ops.device import target_of
+from zerofp4.plan_cache import (
+    attached,
+    find,
+    integers_fingerprint,
+    keep,
+    pin,
+    same_weights,
+    weights_fingerprint,
+)
 from zerofp4.request import (
     attempt,
     check_lists,
@@ -118,6 +127,9 @@ def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP
 
 
 def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | None) -> _GatherPlan:
+    if error is None and parsed[0]:
+        # What this rank cannot run must be known to all before any waits for the others.
+        _, error = attempt(target_of, parsed[0][0].device)
     records, shards = parsed if error is None else ([], [])
     gathered = collectives.exchange((describe(records), shards), error, group)
     check_same_weights([weights for weights, _ in gathered])
@@ -133,8 +145,10 @@ def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
     """Columnwise data of every weight that has a columnwise buffer, from its gathered codes. One launch.
 
     The columnwise scales are there already: the cast writes both sides. The weights' autograd versions
-    advance. Raises TypeError or ValueError for anything but a list of distinct 2D-scaled weights on one
-    device.
+    advance. A CUDA graph that a call is captured in uses the weights' buffers of that call in every replay;
+    they are kept alive with the first weight.
+
+    Raises TypeError or ValueError for anything but a list of distinct 2D-scaled weights on one device.
     """
     fingerprint, _ = attempt(weights_fingerprint, model_weights)
     plans = attached(model_weights, "transpose_plans")
@@ -150,5 +164,7 @@ def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
             plan.stage.bind(pairs)
         plan.fingerprint = fingerprint
     plan.stage.run()
+    if plan.stage.captured:
+        pin(plan)
     torch.autograd.graph.increment_version(model_weights)
     keep(plans, plan)

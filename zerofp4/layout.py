@@ -40,6 +40,11 @@ def check_matrix(rows: int, cols: int, *, columnwise: bool) -> None:
         )
 
 
+def columnwise_rows(rows: int, hadamard: bool) -> int:
+    """Elements of a row of the columnwise copy: with the transform the last group of 16 is completed."""
+    return round_up(rows, BLOCK) if hadamard else rows
+
+
 def packed_shape(rows: int, cols: int) -> tuple[int, int]:
     """uint8 shape of the codes of a [rows, cols] matrix."""
     return rows, cols // 2
@@ -59,8 +64,8 @@ def scale_shape(rows: int, cols: int, block_rows: int, layout: str = "compact") 
 
 
 def mxfp8_scale_shape(rows: int, cols: int, columnwise: bool, layout: str = "compact") -> tuple[int, int]:
-    """Shape of the E8M0 scales of a [rows, cols] matrix with blocks of 32 along its rows or, columnwise, along
-    its columns. Swizzled ones are padded, the columnwise ones as of the transpose.
+    """Shape of the E8M0 scales of a [rows, cols] matrix, blocks of 32 lying along rows or, columnwise, along
+    columns. Swizzled ones are padded, the columnwise ones as of the transpose.
     """
     if layout not in MXFP8_SCALE_LAYOUTS:
         raise ValueError(f"MXFP8 scale layout must be one of {MXFP8_SCALE_LAYOUTS}, got {layout!r}")

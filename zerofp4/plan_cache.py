@@ -23,6 +23,7 @@ PLANS_PER_WEIGHT = 4
 
 _LISTS = {list, tuple}
 _PLAIN = {torch.Tensor, torch.nn.Parameter, NoneType}
+_CODES = attrgetter("rowwise_data")
 _FACTS = (
     torch.Tensor.data_ptr,
     torch.Tensor.numel,
@@ -59,6 +60,14 @@ def keep(plans: list, plan: Any) -> None:
     plans[:] = [*others[1 - PLANS_PER_WEIGHT :], plan]
 
 
+def pin(plan: Any) -> None:
+    """Keep a plan that is captured in a CUDA graph, which uses its memory in every replay, for as long as the
+    first weight lives, whatever becomes of it among the plans that calls find.
+    """
+    for record in plan.records[:1]:
+        record.attachments.setdefault("captured_plans", {})[id(plan)] = plan
+
+
 def same_weights(model_weights: Any, records: Sequence[NVFP4Storage]) -> bool:
     """Whether these are the weights of those records, in the same order."""
     return len(model_weights) == len(records) and all(
@@ -68,10 +77,13 @@ def same_weights(model_weights: Any, records: Sequence[NVFP4Storage]) -> bool:
 
 
 def weights_fingerprint(weights: Any) -> list | None:
-    """Of a list of NVFP4 weights: their records, compared by identity, and that none was rebound since."""
+    """Of a list of NVFP4 weights: their records, compared by identity, that none was rebound since, and where
+    their codes are, which may move behind a record (.data assigned, storage resized).
+    """
     if type(weights) not in _LISTS or not set(map(type, weights)) <= {NVFP4Tensor}:
         return None
-    return [storage.rebindings(), list(map(attrgetter("record"), weights))]
+    records = list(map(attrgetter("record"), weights))
+    return [storage.rebindings(), records, list(map(torch.Tensor.data_ptr, map(_CODES, records)))]
 
 
 def tensors_fingerprint(tensors: Any) -> list | None:

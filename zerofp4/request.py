@@ -101,6 +101,11 @@ def check_weights(model_weights: Sequence[NVFP4Tensor]) -> list[NVFP4Storage]:
             raise ValueError(f"{name} is the same weight as model_weights[{seen[id(record)]}]")
         if record.block != (BLOCK, BLOCK):
             raise ValueError(f"{name} must have block (16, 16) to be cast from shards, got {record.block}")
+        if record.four_over_six is not None:
+            raise ValueError(
+                f"{name} is quantized with {record.four_over_six}, which a cast from shards cannot do: "
+                "it sees a part of a tile, and the choice needs the error of all of it"
+            )
         if record.rowwise_data is None:
             raise ValueError(f"{name} has no rowwise data to cast into")
         if record.device != (records[0].device if records else record.device):

@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 from zerofp4.ops import PEER_ERROR
+from zerofp4.ops.device import is_capturing
 
 PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
 
@@ -16,6 +17,7 @@ class StepStatus:
     """
 
     def __init__(self, device: torch.device):
+        self._device = device
         on_gpu = device.type == "cuda"
         self.word = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
         # A plain read of the memory: every step looks at it.
@@ -23,15 +25,17 @@ class StepStatus:
         self._done = torch.cuda.Event() if on_gpu else None
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured in a CUDA graph."""
-        return self._done is not None and torch.cuda.is_current_stream_capturing()
+        """Whether the device's current stream is being captured in a CUDA graph."""
+        return is_capturing(self._device)
 
     def step_queued(self) -> None:
-        """A whole step is on the current stream, which is not being captured; on the CPU it has been done."""
+        """A whole step is on the device's current stream, which is not being captured; on the CPU it has been
+        done.
+        """
         if self._done is None:
             self.wait()
         else:
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(self._device))
 
     def take(self) -> RuntimeError | None:
         """What kept the ranks from writing in a step that is done, once. Waits for nothing."""

@@ -1,48 +1,25 @@
-"""NVFP4Tensor, a torch.Tensor over a storage record; quantize and empty make one."""
+"""NVFP4Tensor; quantize and empty make one. quantize_dequantize does without."""
 
-import copy
 from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofp4 import ops, tensor_ops
-from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS, WEIGHT_DTYPES
-from zerofp4.storage import NVFP4Storage, allocate, check_buffer, check_layouts, note_rebinding
-from zerofp4.tensor_ops import INIT_VAL, SIDES, scale_name
-
-_WRITES = (
-    " writes to an NVFP4Tensor, which only copy_, zero_ and fill_ may do: "
-    "compute the new values in a plain tensor and copy_ that, which requantizes"
-)
+from zerofp4.format import BLOCK, FourOverSix
+from zerofp4.layout import as_matrix
+from zerofp4.quantized import INIT_VAL, QuantizedTensor, check_out, check_values, detached, wrap
+from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block, check_layouts
 
 
-class NVFP4Tensor(torch.Tensor):
-    """A torch.Tensor of a logical shape and dtype whose bytes, quantized, are in a storage record.
-
-    - Operations that are not named here dequantize and give plain tensors; gradients flow through them. So
-      do `.to(dtype)`, with the values of `dequantize(dtype)`, and views: a view is one of a dequantized copy,
-      and writing to it does not change the codes.
-    - F.linear, matmul, mm and @ save the quantized tensor for backward and dequantize it again there.
-    - clone, deepcopy, pickling and `.to(device)` copy every buffer. detach (so nn.Parameter(t), p.data,
-      p.detach(), state_dict()) shares the record: what is written or rebound through one is seen through all.
-    - copy_ from an NVFP4Tensor of the same shape and block copies bytes; any other copy_, fill_ and zero_
-      quantize into the existing buffers, whose addresses stay. Any other operation that writes raises.
-
-    torch does not let a subclass refuse `plain.data = t`, which breaks the plain tensor: give the module a
-    new nn.Parameter(t) instead.
-    """
+class NVFP4Tensor(QuantizedTensor):
+    """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor)."""
 
     record: NVFP4Storage
-
-    @staticmethod
-    def __new__(cls, record: NVFP4Storage):
-        properties = {"dtype": record.dtype, "device": record.device}
-        return torch.Tensor._make_wrapper_subclass(cls, record.shape, **properties)
-
-    def __init__(self, record: NVFP4Storage):
-        self.record = record
+    _record_type = NVFP4Storage
+    _values_of = staticmethod(tensor_ops.dequantize)
+    _requantize = staticmethod(tensor_ops.requantize)
+    _copy_bytes = staticmethod(tensor_ops.copy_bytes)
 
     @property
     def rowwise_data(self) -> torch.Tensor | None:
@@ -64,26 +41,20 @@ class NVFP4Tensor(torch.Tensor):
     amax = property(attrgetter("record.amax"))
     columnwise_amax = property(attrgetter("record.columnwise_amax"))
     block = property(attrgetter("record.block"))
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
-
-        Differentiable.
-        """
-        if dtype is not None and dtype != self.dtype:
-            return self.to(dtype)
-        return torch.dequantize(self)
+    hadamard = property(attrgetter("record.hadamard"))
+    random_signs = property(attrgetter("record.random_signs"))
+    four_over_six = property(attrgetter("record.four_over_six"))
 
     def expanded_scale(self, columnwise: bool = False) -> torch.Tensor:
         """E4M3 [round_up(M, 128), round_up(ceil(K/16), 4)], a byte per row; columnwise: of [K, M].
 
         The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
         """
-        return tensor_ops.padded_scale(self.record, SIDES[columnwise], "expanded")
+        return tensor_ops.padded_scale(self.record, SIDES[int(columnwise)], "expanded")
 
     def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
         """As expanded_scale, in the order in which cuBLASLt and torch.nn.functional.scaled_mm read scales."""
-        return tensor_ops.padded_scale(self.record, SIDES[columnwise], "swizzled")
+        return tensor_ops.padded_scale(self.record, SIDES[int(columnwise)], "swizzled")
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """What convert_model quantized, on the CPU; None when there is no such value or it was cleared.
@@ -95,114 +66,18 @@ class NVFP4Tensor(torch.Tensor):
     def clear_high_precision_init_val(self) -> None:
         self.record.attachments.pop(INIT_VAL, None)
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def _describe(self) -> list[str]:
         record = self.record
-        fields = [f"{name}={getattr(self, name)}" for name in ("dtype", "block", "device")]
-        for side in SIDES:
-            names = [name for name in SCALE_LAYOUTS if getattr(record, scale_name(side, name)) is not None]
-            fields += [f"{side}={'+'.join(names)}"] if names else []
-        if type(record.amax) is torch.Tensor and not record.amax.is_meta:  # others have no value to show
-            fields.append(f"amax={record.amax.item():.6g}")
-        fields += ["requires_grad=True"] if self.requires_grad else []
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, {', '.join(fields)})"
-
-    def __setitem__(self, index, value) -> None:
-        raise RuntimeError("indexed assignment" + _WRITES)
-
-    def share_memory_(self) -> "NVFP4Tensor":
-        for _, buffer in self.record.buffers():
-            buffer.share_memory_()
-        return self
-
-    def __copy__(self) -> "NVFP4Tensor":
-        return self.detach().requires_grad_(self.requires_grad)
-
-    def __deepcopy__(self, memo: dict) -> "NVFP4Tensor":
-        """Shares no buffer with self. Tensors that share a record, deepcopied together, share the new one."""
-        if id(self) in memo:
-            return memo[id(self)]
-        if not self.is_leaf:
-            raise RuntimeError("only an NVFP4Tensor that is a leaf of the autograd graph can be deepcopied")
-        if id(self.record) not in memo:
-            memo[id(self.record)] = tensor_ops.copy_record(self.record, torch.clone)
-        new = memo[id(self)] = NVFP4Tensor(memo[id(self.record)]).requires_grad_(self.requires_grad)
-        new.grad = copy.deepcopy(self.grad, memo)
-        vars(new).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "record"})
-        return new
-
-    def __reduce_ex__(self, protocol):
-        names, context = self.__tensor_flatten__()
-        buffers = {name: getattr(self, name) for name in names}
-        for name, buffer in buffers.items():
-            if buffer.untyped_storage().nbytes() > buffer.nbytes:  # do not write all of a flat buffer
-                buffer = buffer.clone()
-            if buffer.dtype == SCALE_DTYPE:  # which plain pickle writes and cannot read
-                buffer = buffer.view(torch.uint8)
-            buffers[name] = buffer
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        state = (tuple(self.shape), context, buffers, self.record.name, self.requires_grad, is_parameter)
-        return _rebuild_tensor, state
-
-    def __tensor_flatten__(self):
-        record = self.record
-        tied = record.columnwise_amax is record.amax
-        return [name for name, _ in record.buffers()], (record.dtype, record.block, tied)
-
-    @staticmethod
-    def __tensor_unflatten__(buffers: dict, context: tuple, outer_size, outer_stride) -> "NVFP4Tensor":
-        dtype, block, tied = context
-        record = NVFP4Storage(torch.Size(outer_size), dtype, block, **buffers)
-        if tied:
-            record.columnwise_amax = record.amax
-        return NVFP4Tensor(record)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _FUNCTIONS and not kwargs.keys() & {"out", "out_dtype"}:
-                return _FUNCTIONS[func](*args, **kwargs)
-            return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in tensor_ops.HANDLERS:
-            return tensor_ops.HANDLERS[func](*args, **kwargs)
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[index] if index < len(args) else kwargs.get(argument.name)
-                if any(isinstance(leaf, NVFP4Tensor) for leaf in tree_leaves(written)):
-                    raise RuntimeError(f"{func}" + _WRITES)
-        args, kwargs = tree_map_only(NVFP4Tensor, tensor_ops.plain, (args, kwargs))
-        return func(*args, **kwargs)
+        fields = super()._describe()
+        if record.hadamard:
+            fields.append("hadamard=True" if record.random_signs else "hadamard=True, random_signs=False")
+        if record.four_over_six is not None:
+            fields.append(f"four_over_six={record.four_over_six}")
+        has_value = type(record.amax) is torch.Tensor and not record.amax.is_meta
+        return [*fields, *([f"amax={record.amax.item():.6g}"] if has_value else [])]
 
 
-def _set_data(tensor: NVFP4Tensor, value: torch.Tensor) -> None:
-    """tensor.data = value makes the tensor share the record of another NVFP4Tensor."""
-    if not isinstance(value, NVFP4Tensor):
-        raise TypeError(
-            f"data must be an NVFP4Tensor, got {type(value).__name__}: copy_ takes plain values, "
-            "and a model gets another dtype before its weights are converted"
-        )
-    torch.Tensor.data.__set__(tensor, value)
-    tensor.record = value.record
-    note_rebinding()
-
-
-_FUNCTIONS = {**tensor_ops.FUNCTIONS, torch.Tensor.data.__set__: _set_data}
-
-
-def _rebuild_tensor(shape, context, buffers, name, requires_grad, is_parameter) -> NVFP4Tensor:
-    buffers = {name: b.view(SCALE_DTYPE) if "scale" in name else b for name, b in buffers.items()}
-    tensor = NVFP4Tensor.__tensor_unflatten__(buffers, context, shape, None)
-    tensor.record.name = name
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
-
-torch.serialization.add_safe_globals([_rebuild_tensor])
+torch.serialization.add_safe_globals([NVFP4Tensor])
 
 
 def quantize(
@@ -212,50 +87,105 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     amax: torch.Tensor | None = None,
+    columnwise_amax: torch.Tensor | None = None,
+    hadamard: bool = False,
+    random_signs: bool = True,
+    stochastic_rounding: bool = False,
+    generator: torch.Generator | None = None,
+    four_over_six: FourOverSix | None = None,
     scale_layouts: Sequence[str] = ("compact",),
     out: NVFP4Tensor | None = None,
+    skip: torch.Tensor | None = None,
 ) -> NVFP4Tensor:
     """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
 
-    block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
-    rowwise, columnwise: which copies to make; columnwise needs M even.
-    amax: float32 [1] on x's device, the global amax to use instead of x's own; what is larger saturates.
-    scale_layouts: persistent scale buffers out of "compact" (always there), "expanded", "swizzled".
-    out: a tensor of x's shape, dtype, device and of this block to write to. It must have the buffers asked
-    for, and every buffer it has is written.
+    Two passes over x, one for its amax and one for all else; the first falls away where amaxes are given. An
+    x that is not contiguous is copied first.
 
-    The result has no autograd history. TypeError for a wrong dtype, ValueError for a wrong shape or option.
+    block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
+    rowwise, columnwise: which copies to make; columnwise needs M even, unless hadamard completes the last
+    group of rows.
+    amax: float32 [1] on x's device, the global amax to use instead of x's own; what is larger saturates.
+    hadamard: the columnwise copy is of the random Hadamard transform of x along M, in groups of 16 rows, and
+    has an amax of its own: columnwise_amax, if given. Block (1, 16) only. Both operands of a product over M
+    carry the transform, so it cancels; dequantize gives the rowwise copy. random_signs=False leaves out the
+    transform's signs.
+    stochastic_rounding: round up with a probability that is the distance from the next lower value, in steps
+    of the grid; for gradients. One call of torch.randint draws a seed from `generator` (torch's default one
+    for x's device if None), on the generator's device: with one on the CPU the same seed gives the same codes
+    on every device, with one on x's device the call can be captured in a CUDA graph. Under 2D scaling both
+    copies hold the codes that the rowwise one drew.
+    four_over_six: choose each block's scale by its error. Not with stochastic rounding.
+    scale_layouts: persistent scale buffers out of "compact" (always there), "expanded", "swizzled".
+    out: a tensor of x's shape, dtype and device, of this block, transform and four_over_six, to write to. It
+    must have the buffers asked for; every buffer it has is written and stays where it is.
+    skip: float32 [1] on x's device, with out only: where it is not 0, out keeps what it has. The kernels read
+    it, so that a captured CUDA graph can refresh a weight, or not (GradScaler's found_inf is such a flag).
+
+    The result has no autograd history. TypeError for a wrong dtype, ValueError for a wrong shape, option or
+    combination of options.
     """
-    if not isinstance(x, torch.Tensor) or isinstance(x, NVFP4Tensor):
-        raise TypeError(f"x must be a plain torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"x must have one of the dtypes {WEIGHT_DTYPES}, got {x.dtype}")
-    if amax is not None:
-        check_buffer("amax", amax, (1,), torch.float32, x.device)
+    check_values(x)
+    options = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": four_over_six}
     wanted = {"block": tuple(block), "rowwise": rowwise, "columnwise": columnwise}
     wanted["scale_layouts"] = check_layouts(scale_layouts)
+    if skip is not None and out is None:
+        raise ValueError("skip keeps what out has, but there is no out")
     if out is None:
-        record = allocate(x.shape, dtype=x.dtype, device=x.device, **wanted)
-        out = NVFP4Tensor(record)
+        record = allocate(x.shape, dtype=x.dtype, device=x.device, **wanted, **options)
     else:
-        _check_out(out, x, **wanted)
+        check_out(out, NVFP4Tensor, x, **wanted)
+        for name, value in options.items():
+            if getattr(out.record, name) != value:
+                raise ValueError(f"out must have {name} {value}, got {getattr(out.record, name)}")
         torch.autograd.graph.increment_version(out)
-    ops.quantize_into(x.detach().contiguous(), out.record, None if amax is None else amax.detach())
-    return out
+        record = out.record
+    ops.quantize_into(
+        x.detach().contiguous(),
+        record,
+        amax=detached("amax", amax),
+        columnwise_amax=detached("columnwise_amax", columnwise_amax),
+        rng_state=_rng_state(x, stochastic_rounding, generator),
+        skip=detached("skip", skip),
+    )
+    return wrap(NVFP4Tensor, record) if out is None else out
 
 
-def _check_out(out, x: torch.Tensor, block, rowwise: bool, columnwise: bool, scale_layouts) -> None:
-    if not isinstance(out, NVFP4Tensor):
-        raise TypeError(f"out must be an NVFP4Tensor, got {type(out).__name__}")
-    for rule in ("shape", "dtype", "device"):
-        if getattr(out, rule) != getattr(x, rule):
-            raise ValueError(f"out must have x's {rule} {getattr(x, rule)}, got {getattr(out, rule)}")
-    if out.block != block:
-        raise ValueError(f"out must have block {block}, got {out.block}")
-    for side, asked in zip(SIDES, (rowwise, columnwise), strict=True):
-        for layout in scale_layouts if asked else ():
-            if getattr(out.record, scale_name(side, layout)) is None:
-                raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")
+def quantize_dequantize(
+    x: torch.Tensor,
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    amax: torch.Tensor | None = None,
+    stochastic_rounding: bool = False,
+    generator: torch.Generator | None = None,
+    four_over_six: FourOverSix | None = None,
+) -> torch.Tensor:
+    """Fake quantization: quantize(x, ...).dequantize() byte for byte, without the codes, in one kernel.
+
+    The arguments are those of quantize. The result is a plain tensor of x's shape and dtype. Its gradient is
+    passed straight through to x, also where x is larger than a given amax: as if quantization were the
+    identity, which is what training against it needs; detach x where that is not wanted.
+
+    TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
+    """
+    check_values(x)
+    check_block(block)
+    values = torch.ops.zerofp4.quantize_dequantize(
+        x.contiguous().view(as_matrix(x.shape)),
+        block[0],
+        detached("amax", amax),
+        _rng_state(x, stochastic_rounding, generator),
+        *ops.choice_arguments(four_over_six),
+    )
+    return values.view(x.shape)
+
+
+def _rng_state(x: torch.Tensor, stochastic: bool, generator: torch.Generator | None) -> torch.Tensor | None:
+    if generator is not None and not stochastic:
+        raise ValueError("generator is for stochastic rounding, but stochastic_rounding is False")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    return ops.draw_rng_state(x.device, generator) if stochastic else None
 
 
 def empty(
@@ -273,5 +203,5 @@ def empty(
     device = torch.get_default_device() if device is None else torch.device(device)
     options = {"columnwise": columnwise, "scale_layouts": scale_layouts}
     record = allocate(shape, dtype=dtype, device=device, **options)
-    tensor_ops.zero(record)
+    record.zero()
     return NVFP4Tensor(record)

@@ -1,28 +1,10 @@
-"""What torch operations do to quantized tensors: the ones that __torch_dispatch__ handles, and products.
-
-A quantized tensor is anything with a `record`; NVFP4Tensor itself is above this file.
-"""
-
-from collections.abc import Callable
+"""What NVFP4Tensor does with its record: values, new values, bytes of another record."""
 
 import torch
-from torch.nn import functional as F
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS, WEIGHT_DTYPES
-from zerofp4.storage import NVFP4Storage
-
-SIDES = ("rowwise", "columnwise")
-INIT_VAL = "high_precision_init_val"
-"""Where a record's attachments hold the value that convert_model quantized."""
-
-
-# On records
-
-
-def scale_name(side: str, layout: str) -> str:
-    """The record's field for the scales of a side in a layout."""
-    return f"{side}_scale" if layout == "compact" else f"{side}_scale_{layout}"
+from zerofp4.storage import SIDES, NVFP4Storage, scale_name
 
 
 def side_matrix(record: NVFP4Storage, side: str) -> tuple[int, int]:
@@ -43,14 +25,28 @@ def padded_scale(record: NVFP4Storage, side: str, layout: str) -> torch.Tensor:
     return torch.ops.zerofp4.pad_scale(compact, *side_matrix(record, side), record.block[0], layout)
 
 
+def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
+    """(data, compact scale, amax, block_rows, e4m3_max, columnwise) of the copy that gives the values.
+
+    Raises ValueError where there is none: a columnwise copy with hadamard holds those of the transform.
+    """
+    options = record.block[0], record.e4m3_max
+    if record.rowwise_data is not None:
+        return record.rowwise_data, record.rowwise_scale, record.amax, *options, False
+    if record.hadamard:
+        raise ValueError(
+            "this tensor has only a columnwise copy, of its Hadamard transform, which does not give its "
+            "values: quantize with rowwise=True"
+        )
+    return record.columnwise_data, record.columnwise_scale, record.columnwise_amax, *options, True
+
+
 def dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
-    """Values in the record's shape: computed in float32, rounded once to dtype."""
-    side = "rowwise" if record.rowwise_data is not None else "columnwise"
-    data, scale = getattr(record, f"{side}_data"), getattr(record, f"{side}_scale")
-    amax = record.amax if side == "rowwise" else record.columnwise_amax
+    """Values in the record's shape: computed in float32, rounded once to dtype. Errors as values_source."""
+    data, scale, amax, block_rows, e4m3_max, columnwise = values_source(record)
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    matrix = torch.ops.zerofp4.dequantize(data, scale, amax, record.block[0], kernel_dtype)
-    matrix = matrix if side == "rowwise" else matrix.t().contiguous()
+    options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
+    matrix = torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, kernel_dtype, **options)
     return matrix.view(record.shape).to(dtype)
 
 
@@ -63,43 +59,36 @@ def requantize(record: NVFP4Storage, values: torch.Tensor) -> None:
     ops.quantize_into(values.expand(record.shape).contiguous(), record)
 
 
-def zero(record: NVFP4Storage) -> None:
-    """Quantized zeros: every code, scale and amax is 0."""
-    for _, buffer in record.buffers():
-        buffer.view(torch.uint8).zero_()
-
-
-def copy_record(record: NVFP4Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> NVFP4Storage:
-    """A record of function(buffer) that also has a copy of the high-precision initial value."""
-    new = record.map(function)
-    if INIT_VAL in record.attachments:
-        new.attachments[INIT_VAL] = record.attachments[INIT_VAL].clone()
-    return new
-
-
-def _side_of(record: NVFP4Storage, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data, compact scale) of a side, transposed from the other side where the record has only that one."""
+def _side_of(record: NVFP4Storage, side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(data, compact scale, amax) of a side, transposed from the other side where the record has only that
+    one.
+    """
     data, scale = getattr(record, f"{side}_data"), getattr(record, f"{side}_scale")
     if data is not None:
-        return data, scale
+        return data, scale, record.amax if side == "rowwise" else record.columnwise_amax
     if record.block[0] != BLOCK:
         raise ValueError(
             f"the source has no {side} copy, and block {record.block} does not let it follow from the other: "
             f"quantize the original values with {side}=True"
         )
-    data, scale = _side_of(record, SIDES[1 - SIDES.index(side)])
+    data, scale, amax = _side_of(record, SIDES[1 - SIDES.index(side)])
     transposed_scale = scale.view(torch.uint8).t().contiguous().view(SCALE_DTYPE)
-    return torch.ops.zerofp4.transpose_packed(data), transposed_scale
+    return torch.ops.zerofp4.transpose_packed(data), transposed_scale, amax
 
 
 def copy_bytes(target: NVFP4Storage, source: NVFP4Storage, non_blocking: bool = False) -> None:
-    """Fill every buffer of target from a source of the same shape and block; no value is quantized again.
+    """Fill every buffer of target from a source of the same scheme; no value is quantized again.
 
     What the source does not have is derived from what it has. Raises ValueError, before anything is written,
     where that is impossible: one side of a (1, 16) quantization does not determine the other.
     """
     wanted = [side for side in SIDES if getattr(target, f"{side}_data") is not None]
-    for side, (data, scale) in [(side, _side_of(source, side)) for side in wanted]:
+    found = {side: _side_of(source, side) for side in wanted}
+    *_, amax = found[wanted[0]]
+    target.amax.copy_(amax, non_blocking)
+    for side, (data, scale, amax) in found.items():
+        if side == "columnwise" and target.columnwise_amax is not target.amax:
+            target.columnwise_amax.copy_(amax, non_blocking)
         getattr(target, f"{side}_data").copy_(data, non_blocking)
         compact = getattr(target, f"{side}_scale")
         compact.copy_(scale, non_blocking)
@@ -108,167 +97,3 @@ def copy_bytes(target: NVFP4Storage, source: NVFP4Storage, non_blocking: bool = 
             if buffer is not None:
                 matrix = side_matrix(target, side)
                 buffer.copy_(torch.ops.zerofp4.pad_scale(compact, *matrix, target.block[0], layout))
-    target.amax.copy_(source.amax, non_blocking)
-
-
-# Handlers of __torch_dispatch__. Autograd is above them.
-
-
-def plain(tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return dequantize(tensor.record, dtype or tensor.dtype)
-
-
-def _share(tensor):
-    with torch.inference_mode(tensor.is_inference()):  # what shares a version counter must be of one kind
-        return type(tensor)(tensor.record)
-
-
-def _clone(tensor, *, memory_format=None):
-    return type(tensor)(tensor.record.map(torch.clone))
-
-
-def _to_copy(tensor, *, dtype=None, device=None, non_blocking=False, **layout):
-    """Another dtype dequantizes, another device does not."""
-    if dtype is not None and dtype != tensor.dtype:
-        return plain(tensor, dtype).to(device=device, non_blocking=non_blocking)
-    options = {"device": device or tensor.device, "non_blocking": non_blocking, "copy": True}
-    return type(tensor)(copy_record(tensor.record, lambda buffer: buffer.to(**options)))
-
-
-def _copy_(target, source, non_blocking=False):
-    from_record, into_record = getattr(source, "record", None), getattr(target, "record", None)
-    if into_record is None:
-        return target.copy_(plain(source, target.dtype), non_blocking)
-    if from_record is None:
-        requantize(into_record, source)
-    elif (from_record.shape, from_record.block) == (into_record.shape, into_record.block):
-        copy_bytes(into_record, from_record, non_blocking)
-    else:
-        requantize(into_record, plain(source, target.dtype))
-    return target
-
-
-def _fill_(tensor, value):
-    requantize(tensor.record, torch.as_tensor(value))
-    return tensor
-
-
-def _zero_(tensor):
-    zero(tensor.record)
-    return tensor
-
-
-_aten = torch.ops.aten
-HANDLERS = {
-    _aten.alias.default: _share,
-    _aten.clone.default: _clone,
-    _aten.copy_.default: _copy_,
-    _aten.dequantize.self: plain,
-    _aten.detach.default: _share,
-    _aten.fill_.Scalar: _fill_,
-    _aten.fill_.Tensor: _fill_,
-    _aten._to_copy.default: _to_copy,
-    _aten.zero_.default: _zero_,
-}
-
-
-# What __torch_function__ replaces. The products save the quantized tensor as it is, so that the dequantized
-# weight lives no longer than one GEMM. Inside them __torch_function__ is off: what touches a quantized tensor
-# there dequantizes it. (torch.compile merges the dequantizations of forward and backward, and saves one.)
-
-
-class Dequantize(torch.autograd.Function):
-    """A quantized tensor to the plain tensor of its values, in its dtype; the gradient passes through."""
-
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.dequantize(tensor)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-class Linear(torch.autograd.Function):
-    """F.linear(x [..., K], weight [N, K], bias [N] or None), where x or weight is quantized."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        x_needs, weight_needs, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return F.linear(x, weight.detach(), bias)  # detached: autocast would cache its copy of a leaf
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        x, weight = ctx.saved_tensors
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_weight = grad_bias = None
-        with torch._C.DisableTorchFunctionSubclass():
-            if weight is not None:
-                grad_x = (grad @ weight.to(grad.dtype)).to(x_dtype)
-            if x is not None:
-                grad_weight = (rows.t() @ x.to(grad.dtype).reshape(-1, x.shape[-1])).to(weight_dtype)
-            if ctx.needs_input_grad[2]:
-                grad_bias = rows.sum(0).to(bias_dtype)
-        return grad_x, grad_weight, grad_bias
-
-
-class MatMul(torch.autograd.Function):
-    """torch.matmul(a, b) with its broadcasting, where a or b is quantized."""
-
-    @staticmethod
-    def forward(ctx, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a_needs, b_needs = ctx.needs_input_grad
-        ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
-        ctx.a, ctx.b = (a.shape, a.dtype), (b.shape, b.dtype)
-        return torch.matmul(a.detach(), b.detach())
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        a, b = ctx.saved_tensors
-        (a_shape, a_dtype), (b_shape, b_dtype) = ctx.a, ctx.b
-        # A vector on the left is a matrix of one row, on the right one of one column.
-        left = (1, *a_shape) if len(a_shape) == 1 else a_shape
-        right = (*b_shape, 1) if len(b_shape) == 1 else b_shape
-        grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
-        grad = grad.unsqueeze(-1) if len(b_shape) == 1 else grad
-        grad_a = grad_b = None
-        with torch._C.DisableTorchFunctionSubclass():
-            if b is not None:
-                grad_a = grad @ b.to(grad.dtype).reshape(right).mT
-                grad_a = grad_a.sum_to_size(left).reshape(a_shape).to(a_dtype)
-            if a is not None:
-                a = a.to(grad.dtype).reshape(left)
-                if len(right) == 2:  # one matrix for all batches: one product over all their rows
-                    a, grad = a.reshape(-1, left[-1]), grad.reshape(-1, right[-1])
-                grad_b = (a.mT @ grad).sum_to_size(right).reshape(b_shape).to(b_dtype)
-        return grad_a, grad_b
-
-
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return Linear.apply(input, weight, bias)
-
-
-def _matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return MatMul.apply(input, other)
-
-
-def _mm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
-    if input.dim() != 2 or mat2.dim() != 2:
-        return torch.mm(input, mat2)  # which says what is wrong
-    return MatMul.apply(input, mat2)
-
-
-FUNCTIONS = {
-    torch.dequantize: lambda tensor: Dequantize.apply(tensor),
-    F.linear: _linear,
-    torch.matmul: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-    torch.Tensor.__rmatmul__: lambda other, input: _matmul(input, other),
-    torch.mm: _mm,
-    torch.Tensor.mm: _mm,
-}
-"""By function of torch: what else autograd cannot differentiate, or would save a dequantized weight for."""

@@ -93,4 +93,9 @@ ZEROFP4_HD Float16 to_float16(float x) {
 #endif
 }
 
+// Rounds once, to the dtype of `to`.
+ZEROFP4_HD void store_float(float x, float& to) { to = x; }
+ZEROFP4_HD void store_float(float x, BFloat16& to) { to = to_bfloat16(x); }
+ZEROFP4_HD void store_float(float x, Float16& to) { to = to_float16(x); }
+
 }  // namespace zerofp4

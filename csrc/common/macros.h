@@ -14,3 +14,12 @@
 #else
 #define ZEROFP4_DEVICE_CODE 0
 #endif
+
+// Before a loop of at most 16 turns whose variables are to be registers.
+#if defined(__CUDACC__)
+#define ZEROFP4_UNROLL _Pragma("unroll")
+#elif defined(__clang__)
+#define ZEROFP4_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define ZEROFP4_UNROLL _Pragma("GCC unroll 16")
+#endif

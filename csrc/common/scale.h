@@ -1,6 +1,7 @@
 #pragma once
 // Two-level NVFP4 scales: one float per tensor and one E4M3 byte per block. The order of every operation is
-// part of the format (see reference.py); sources are compiled without contraction into fused multiply-adds.
+// part of the format (see zerofp4/reference); sources are compiled without contraction into fused
+// multiply-adds.
 
 #include "common/e2m1.h"
 #include "common/e4m3.h"
@@ -27,20 +28,33 @@ ZEROFP4_HD TensorScale tensor_scale(float amax, float e4m3_max = kE4M3Max) {
     return {encode, 1.0f / encode, encode * (1.0f / 6.0f)};
 }
 
-// The stored scale byte of a block.
-ZEROFP4_HD uint32_t block_scale(float block_amax, const TensorScale& tensor) {
-    return magnitude_to_e4m3(min_float(block_amax * tensor.block_factor, kFloatMax));
+// The stored scale of a block, and its value.
+ZEROFP4_HD E4M3Magnitude rounded_scale(float block_amax, const TensorScale& tensor) {
+    return round_to_e4m3(block_amax * tensor.block_factor);  // saturates, so that no product is too large
 }
 
-// What the elements of a block with this scale byte are multiplied with before rounding to E2M1.
-ZEROFP4_HD float block_encode(uint32_t scale_byte, const TensorScale& tensor) {
-    const float scale = e4m3_to_float(scale_byte);
+ZEROFP4_HD uint32_t block_scale(float block_amax, const TensorScale& tensor) {
+    return rounded_scale(block_amax, tensor).byte;
+}
+
+// What the elements of a block whose scale has this value are multiplied with before rounding to E2M1.
+ZEROFP4_HD float encode_of(float scale, const TensorScale& tensor) {
     return scale > 0.0f ? min_float(1.0f / (scale * tensor.decode), kFloatMax) : kFloatMax;
 }
 
-// What the codes of a block are multiplied with to get values back.
+ZEROFP4_HD float block_encode(uint32_t scale_byte, const TensorScale& tensor) {
+    return encode_of(e4m3_to_float(scale_byte), tensor);
+}
+
+// What the codes of a block are multiplied with to get values back; the tensor's part of it first.
+ZEROFP4_HD constexpr float decode_factor(float e4m3_max) { return 1.0f / (kE2M1Max * e4m3_max); }
+
+ZEROFP4_HD float block_decode_by(uint32_t scale_byte, float amax, float factor) {
+    return (e4m3_to_float(scale_byte) * amax) * factor;
+}
+
 ZEROFP4_HD float block_decode(uint32_t scale_byte, float amax, float e4m3_max = kE4M3Max) {
-    return (e4m3_to_float(scale_byte) * amax) * (1.0f / (kE2M1Max * e4m3_max));
+    return block_decode_by(scale_byte, amax, decode_factor(e4m3_max));
 }
 
 // Four over six: of two scales for a block, one that maps its amax to 6 and one that maps it to 4, the one

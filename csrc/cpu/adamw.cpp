@@ -37,24 +37,13 @@ void read_elements(const float* __restrict master, int64_t count, uint32_t* __re
     for (int64_t i = 0; i < count; ++i) raise_bits(most[i], master[i]);
 }
 
-// The tile amaxes of a patch go to the reduced vector; returns the largest. A tile of which nothing is owned
-// has 0 and is not touched.
-float publish_patch(const AdamWTable& table, const AdamWDescriptor& tensor, const Patch& patch,
-                    const ColumnBits& most) {
-    float* tile = table.reduced + tensor.tile_offset + patch.row / kBlock * ceil_div(tensor.cols, kBlock) +
-                  patch.col / kBlock;
-    float amax = 0.0f;
-    for (int64_t t = 0; t * kBlock < patch.cols; ++t) {
-        uint32_t bits = 0;
-        for (int c = 0; c < kBlock; ++c) {
-            const uint32_t column = most[t * kBlock + c];
-            bits = column > bits ? column : bits;
-        }
-        const float found = rounded_magnitude(from_bits(bits), tensor.weight_dtype);
-        if (found > tile[t]) tile[t] = found;
-        amax = found > amax ? found : amax;
+float tile_magnitude(const ColumnBits& most, int64_t t) {
+    uint32_t bits = 0;
+    for (int c = 0; c < kBlock; ++c) {
+        const uint32_t column = most[t * kBlock + c];
+        bits = column > bits ? column : bits;
     }
-    return amax;
+    return from_bits(bits);
 }
 
 // G is the type of a gradient's elements; with kRead there is none.
@@ -80,7 +69,8 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
             }
         }
         if constexpr (kAmax) {
-            const float found = publish_patch(table, tensor, patch, most);
+            const float found = publish_tiles(table.reduced, tensor, patch,
+                                              [&](int64_t t) { return tile_magnitude(most, t); });
             amax = found > amax ? found : amax;
         }
     }

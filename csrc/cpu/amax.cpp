@@ -37,20 +37,8 @@ template <class T>
 float patch_amax(const CastTable& table, const WeightDescriptor& weight, const Patch& patch) {
     T buffer[kBlock][kStripColumns];
     const PatchView<T> view = view_master(weight, patch, buffer);
-    const int64_t tiles_per_row = ceil_div(weight.cols, kBlock);
-    float* tile = nullptr;
-    if (weight.tile_offset >= 0) {
-        tile = table.reduced + weight.tile_offset + patch.row / kBlock * tiles_per_row + patch.col / kBlock;
-    }
-    float amax = 0.0f;
-    for (int64_t t = 0; t * kBlock < patch.cols; ++t) {
-        const float found =
-            rounded_magnitude(tile_amax(view.data + t * kBlock, view.stride), weight.weight_dtype);
-        // Never true for a tile without owned elements, which must stay as it is.
-        if (tile != nullptr && found > tile[t]) tile[t] = found;
-        amax = found > amax ? found : amax;
-    }
-    return amax;
+    return publish_tiles(table.reduced, weight, patch,
+                         [&](int64_t t) { return tile_amax(view.data + t * kBlock, view.stride); });
 }
 
 template <class T>

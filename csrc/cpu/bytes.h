@@ -25,7 +25,9 @@ ZEROFP4_HD void copy_short(void* out, const void* in, int64_t bytes) {
     if constexpr (kLimit >= 16) {
         if (bytes & 16) std::memcpy(to, from, 16), to += 16, from += 16;
     }
-    if (bytes & 8) std::memcpy(to, from, 8), to += 8, from += 8;
+    if constexpr (kLimit >= 8) {
+        if (bytes & 8) std::memcpy(to, from, 8), to += 8, from += 8;
+    }
     if (bytes & 4) std::memcpy(to, from, 4), to += 4, from += 4;
     if (bytes & 2) std::memcpy(to, from, 2), to += 2, from += 2;
     if (bytes & 1) *to = *from;

@@ -66,7 +66,7 @@ void partial_cast(const CastTable& table, int threads) {
     if (header_status(table) != kOk) return;
     parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads,
                    kPatchGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
-                       if (table.skip_nonfinite && group_amax(table, weight) == kInf) return;
+                       if (is_skipped(table, group_amax(table, weight))) return;
                        switch (weight.master_dtype) {
                            case DType::kFloat32:
                                return cast_from<float>(table, weight, begin, end);

@@ -39,16 +39,20 @@ ZEROFP4_HD void pack32(const uint32_t (&code)[32], uint8_t* out) {
 #endif
 }
 
+// Packs code(i) of 128 elements into 64 bytes.
+template <class Code>
+ZEROFP4_HD void pack_row(const Code& code, uint8_t* out) {
+    for (int begin = 0; begin < kStripColumns; begin += 32) {
+        uint32_t codes[32];
+        for (int i = 0; i < 32; ++i) codes[i] = code(begin + i);
+        pack32(codes, out + begin / 2);
+    }
+}
+
 // Rounds 128 elements to kRound, scales each with its block's factor and packs their codes into 64 bytes.
 template <DType kRound, class T>
 ZEROFP4_HD void encode_row(const T* x, const float (&encode)[kStripColumns], uint8_t* out) {
-    for (int begin = 0; begin < kStripColumns; begin += 32) {
-        uint32_t code[32];
-        for (int i = 0; i < 32; ++i) {
-            code[i] = float_to_e2m1(round_to<kRound>(load_float(x[begin + i])) * encode[begin + i]);
-        }
-        pack32(code, out + begin / 2);
-    }
+    pack_row([&](int i) { return float_to_e2m1(round_to<kRound>(load_float(x[i])) * encode[i]); }, out);
 }
 
 // One factor per block to one per element.

@@ -3,6 +3,9 @@
 // set (ZEROFP4_ISA names it); select.cpp picks one table of functions at run time.
 
 #include "common/adamw.h"
+#include "common/grouped.h"
+#include "common/list.h"
+#include "common/mxfp8.h"
 #include "common/single.h"
 #include "common/table.h"
 
@@ -15,11 +18,16 @@ struct Kernels {
     void (*fused_scale)(const CastTable&, int threads);
     void (*partial_cast)(const CastTable&, int threads);
     void (*transpose)(const TransposeTable&, int threads);
-    void (*quantize_rows)(const QuantizeRowsArgs&, int threads);
-    void (*dequantize)(const DequantizeArgs&, int threads);
-    void (*pad_scale)(const ScaleLayoutArgs&, int threads);
-    void (*unpad_scale)(const ScaleLayoutArgs&, int threads);
+    void (*tensor_amax)(const AmaxArgs&, int threads);
+    void (*quantize)(const QuantizeArgs&, int threads);
+    void (*grouped_amax)(const GroupedAmaxArgs&, int threads);
+    void (*quantize_grouped)(const GroupedArgs&, int threads);
+    void (*dequantize)(const DequantizeTable&, DType, int threads);
+    void (*pad_scale)(const ScaleLayoutTable&, int threads);
+    void (*unpad_scale)(const ScaleLayoutTable&, int threads);
     void (*convert)(const ConvertArgs&, int threads);
+    void (*quantize_mxfp8)(const Mxfp8Args&, int threads);
+    void (*dequantize_mxfp8)(const Mxfp8DequantizeArgs&, int threads);
     void (*adamw_update)(const AdamWTable&, int threads);
 };
 

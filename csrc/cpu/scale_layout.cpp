@@ -1,6 +1,6 @@
-// pad_scale and unpad_scale: compact scales to the expanded or the swizzled layout and back.
-//
-// The swizzled layout is walked 16 atoms at a time, that is one cache line of every one of 128 rows.
+// pad_scale and unpad_scale: compact scales to the expanded or the swizzled layout and back, 128 rows by 128
+// columns at a time. Four rows that lie 32 apart are worked on together: in the swizzled layout their bytes
+// are neighbours.
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
@@ -8,75 +8,96 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
-constexpr int kPieceColumns = 16 * kAtomColumns;
-constexpr int64_t kPieceGrain = 8;  // pieces of 128 x 64 bytes that are worth a thread
+constexpr int kTogether = 4;
+constexpr int kRowStep = kAtomRows / kTogether;
+constexpr int64_t kUnitGrain = 4;  // units (16 KB) that are worth a thread
 
-// 128 rows by 64 columns of the padded scale.
+using Lines = uint8_t[kTogether][kLayoutColumns];
+
+// Four rows of a unit. `count` columns exist, `padded` with padding.
 struct Piece {
     int64_t row, col;
-    int64_t cols;         // scale columns, without padding, of the whole matrix
-    int64_t count;        // those that lie in this piece, at most 64
-    int64_t padded;       // the same with padding
-    int64_t padded_cols;  // of the whole matrix
+    int64_t count, padded;
+
+    ZEROFP4_HD int64_t row_of(int q) const { return row + kRowStep * q; }
+    ZEROFP4_HD int64_t compact(const ScaleLayoutDescriptor& item, int q) const {
+        return (row_of(q) >> item.shift) * item.columns + col;
+    }
+    ZEROFP4_HD int64_t expanded(const ScaleLayoutDescriptor& item, int q) const {
+        return row_of(q) * round_up(item.columns, kAtomColumns) + col;
+    }
+    ZEROFP4_HD int64_t swizzled(const ScaleLayoutDescriptor& item) const {
+        return swizzled_offset(row, col, item.columns);
+    }
 };
 
 template <class Body>
-void for_pieces(const ScaleLayoutArgs& args, int threads, const Body& body) {
-    const int64_t cols = ceil_div(args.cols, kBlock), padded_cols = round_up(cols, kAtomColumns);
-    const int64_t pieces_per_row = ceil_div(cols, kPieceColumns);
-    const int64_t pieces = ceil_div(args.rows, kAtomRows) * pieces_per_row;
-    parallel_shares(pieces, threads, kPieceGrain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t row = i / pieces_per_row * kAtomRows, col = i % pieces_per_row * kPieceColumns;
-            body(Piece{row, col, cols, least(kPieceColumns, cols - col),
-                       least(kPieceColumns, padded_cols - col), padded_cols});
-        }
-    });
+void for_pieces(const ScaleLayoutTable& table, int threads, const Body& body) {
+    parallel_items(table.items, table.count, &ScaleLayoutDescriptor::unit_begin, table.units, threads,
+                   kUnitGrain, [&](const ScaleLayoutDescriptor& item, int64_t begin, int64_t end) {
+                       const int64_t across = ceil_div(item.columns, kLayoutColumns);
+                       for (int64_t unit = begin; unit < end; ++unit) {
+                           const int64_t row = unit / across * kLayoutRows,
+                                         col = unit % across * kLayoutColumns;
+                           const int64_t count = least(kLayoutColumns, item.columns - col);
+                           const int64_t padded = round_up(count, kAtomColumns);
+                           for (int r = 0; r < kRowStep; ++r) body(item, Piece{row + r, col, count, padded});
+                       }
+                   });
 }
 
-// Calls body(row, offset, step): where the piece's part of a row begins in the padded layout, and how far
-// apart its groups of four columns are.
-template <class Body>
-ZEROFP4_HD void for_rows(const Piece& piece, ScaleLayout layout, int64_t rows, const Body& body) {
-    for (int64_t row = piece.row; row < rows; ++row) {
-        if (layout == kSwizzled) {
-            body(row, swizzled_offset(row, piece.col, piece.cols), int64_t{kAtomBytes});
-        } else {
-            body(row, row * piece.padded_cols + piece.col, int64_t{kAtomColumns});
+// Copies at most a line.
+ZEROFP4_HD void copy_line(uint8_t* out, const uint8_t* in, int64_t bytes) {
+    if (bytes == kLayoutColumns) {
+        std::memcpy(out, in, kLayoutColumns);
+    } else {
+        std::memcpy(out, in, static_cast<size_t>(bytes));
+    }
+}
+
+void pad_piece(const ScaleLayoutDescriptor& item, const Piece& piece) {
+    Lines lines = {};
+    for (int q = 0; q < kTogether; ++q) {
+        if (piece.row_of(q) < item.rows)
+            copy_line(lines[q], item.input + piece.compact(item, q), piece.count);
+    }
+    if (item.layout == kExpanded) {
+        for (int q = 0; q < kTogether; ++q) {
+            copy_line(item.output + piece.expanded(item, q), lines[q], piece.padded);
         }
+        return;
+    }
+    uint8_t* atom = item.output + piece.swizzled(item);
+    for (int64_t j = 0; j < piece.padded; j += kAtomColumns, atom += kAtomBytes) {
+        for (int q = 0; q < kTogether; ++q) std::memcpy(atom + kAtomColumns * q, &lines[q][j], kAtomColumns);
+    }
+}
+
+// Of the rows that share a compact row the first one is taken.
+void unpad_piece(const ScaleLayoutDescriptor& item, const Piece& piece) {
+    Lines lines;
+    if (item.layout == kExpanded) {
+        for (int q = 0; q < kTogether; ++q) {
+            copy_line(lines[q], item.input + piece.expanded(item, q), piece.padded);
+        }
+    } else {
+        const uint8_t* atom = item.input + piece.swizzled(item);
+        for (int64_t j = 0; j < piece.padded; j += kAtomColumns, atom += kAtomBytes) {
+            for (int q = 0; q < kTogether; ++q)
+                std::memcpy(&lines[q][j], atom + kAtomColumns * q, kAtomColumns);
+        }
+    }
+    for (int q = 0; q < kTogether; ++q) {
+        const int64_t row = piece.row_of(q);
+        if (row >= item.rows || row % (1 << item.shift) != 0) continue;
+        copy_line(item.output + piece.compact(item, q), lines[q], piece.count);
     }
 }
 
 }  // namespace
 
-void pad_scale(const ScaleLayoutArgs& args, int threads) {
-    for_pieces(args, threads, [&](const Piece& piece) {
-        for_rows(piece, args.layout, piece.row + kAtomRows, [&](int64_t row, int64_t offset, int64_t step) {
-            uint8_t line[kPieceColumns] = {};
-            if (row < args.rows) {
-                std::memcpy(line, args.input + row / args.block_rows * piece.cols + piece.col,
-                            static_cast<size_t>(piece.count));
-            }
-            for (int64_t j = 0; j < piece.padded; j += kAtomColumns, offset += step) {
-                std::memcpy(args.output + offset, line + j, kAtomColumns);
-            }
-        });
-    });
-}
+void pad_scale(const ScaleLayoutTable& table, int threads) { for_pieces(table, threads, pad_piece); }
 
-void unpad_scale(const ScaleLayoutArgs& args, int threads) {
-    for_pieces(args, threads, [&](const Piece& piece) {
-        const int64_t end = least(args.rows, piece.row + kAtomRows);
-        for_rows(piece, args.layout, end, [&](int64_t row, int64_t offset, int64_t step) {
-            if (row % args.block_rows != 0) return;
-            uint8_t line[kPieceColumns];
-            for (int64_t j = 0; j < piece.padded; j += kAtomColumns, offset += step) {
-                std::memcpy(line + j, args.input + offset, kAtomColumns);
-            }
-            std::memcpy(args.output + row / args.block_rows * piece.cols + piece.col, line,
-                        static_cast<size_t>(piece.count));
-        });
-    });
-}
+void unpad_scale(const ScaleLayoutTable& table, int threads) { for_pieces(table, threads, unpad_piece); }
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -11,11 +11,16 @@ void partial_amax(const CastTable&, int threads);
 void fused_scale(const CastTable&, int threads);
 void partial_cast(const CastTable&, int threads);
 void transpose(const TransposeTable&, int threads);
-void quantize_rows(const QuantizeRowsArgs&, int threads);
-void dequantize(const DequantizeArgs&, int threads);
-void pad_scale(const ScaleLayoutArgs&, int threads);
-void unpad_scale(const ScaleLayoutArgs&, int threads);
+void tensor_amax(const AmaxArgs&, int threads);
+void quantize(const QuantizeArgs&, int threads);
+void grouped_amax(const GroupedAmaxArgs&, int threads);
+void quantize_grouped(const GroupedArgs&, int threads);
+void dequantize(const DequantizeTable&, DType, int threads);
+void pad_scale(const ScaleLayoutTable&, int threads);
+void unpad_scale(const ScaleLayoutTable&, int threads);
 void convert(const ConvertArgs&, int threads);
+void quantize_mxfp8(const Mxfp8Args&, int threads);
+void dequantize_mxfp8(const Mxfp8DequantizeArgs&, int threads);
 void adamw_update(const AdamWTable&, int threads);
 
 extern const Kernels kTable;
@@ -24,11 +29,16 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &fused_scale,
                         &partial_cast,
                         &transpose,
-                        &quantize_rows,
+                        &tensor_amax,
+                        &quantize,
+                        &grouped_amax,
+                        &quantize_grouped,
                         &dequantize,
                         &pad_scale,
                         &unpad_scale,
                         &convert,
+                        &quantize_mxfp8,
+                        &dequantize_mxfp8,
                         &adamw_update};
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

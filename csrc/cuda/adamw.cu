@@ -1,5 +1,7 @@
 // AdamW on a list of tensors in one pass over their memory, and the tile amaxes of the masters as they are
 // then. A warp takes a strip of 16 rows by 128 columns, each lane 4 neighbouring columns, as in partial_amax.
+// Unlike there, what lies at another alignment than a vector's is accessed element by element, never as
+// shifted vectors: four arrays would each be shifted by another number of elements, and three of them stored.
 
 #include <algorithm>
 
@@ -235,12 +237,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
             group = tensor.tile_offset < 0 ? nullptr : table.reduced + tensor.amax_offset;
             group_amax = 0.0f;
         }
-        // 32-bit arithmetic: a 64-bit division takes as long as ten loads.
-        const uint32_t local = static_cast<uint32_t>(unit - tensor.strip_begin);
-        const uint32_t chunks = static_cast<uint32_t>(tensor.chunks);
-        const uint32_t down = local / chunks;
-        const int64_t row = (tensor.first_strip + down) * kBlock;
-        const int64_t col = (tensor.first_chunk + (local - down * chunks)) * kStripColumns;
+        const auto [row, col] = strip_at(tensor, unit);
         const int64_t lane_col = col + lane_index() * kLaneColumns;
         const AdamWStep step = table.steps[&tensor - table.tensors];
         uint32_t bits = 0;
@@ -254,12 +251,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
         if (group == nullptr) continue;
         const float amax = tile_amax_of(tensor.weight_dtype, bits);
         group_amax = amax > group_amax ? amax : group_amax;
-        // A tile of which nothing is owned, past the last column too, has 0 and is not touched. All that this
-        // rank owns of a tile is in one strip, so that nobody else writes there.
-        if (lane_index() % kTileLanes == 0 && amax > 0.0f) {
-            const int64_t tile = row / kBlock * ceil_div(tensor.cols, kBlock) + lane_col / kBlock;
-            table.reduced[tensor.tile_offset + tile] = amax;
-        }
+        publish_tile(table.reduced, tensor, row, lane_col, amax);
     }
     if (group != nullptr) raise_group(group, group_amax);
 }

@@ -55,12 +55,7 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
         const Strip strip = strip_of(weight, unit);
         const float amax = tile_amax(weight, strip);
         group_amax = amax > group_amax ? amax : group_amax;
-        // A tile of which nothing is owned, past the last column too, has 0 and is not touched. All that this
-        // rank owns of a tile is in one strip, so that nobody else writes there.
-        if (lane_index() % kTileLanes == 0 && amax > 0.0f && weight.tile_offset >= 0) {
-            const int64_t tile = strip.tile_row() * ceil_div(weight.cols, kBlock) + strip.tile_column();
-            table.reduced[weight.tile_offset + tile] = amax;
-        }
+        if (weight.tile_offset >= 0) publish_tile(table.reduced, weight, strip.row, strip.col, amax);
     }
     if (group != nullptr) raise_group(group, group_amax);
 }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
         StepValues values;
         load_step<true>(weight, strip, strip.row, values);
         const float amax = reduced_amax(table, weight, strip);
-        const float encode = block_encode(block_scale(amax, tensor), tensor);
+        const float encode = encode_of(rounded_scale(amax, tensor).value, tensor);
         cast_step(weight, strip, strip.row, values, encode);
 #pragma unroll 1
         for (int step = kStepRows; step < kBlock; step += kStepRows) {

@@ -1,6 +1,5 @@
 // Floats to other formats, element by element, with the conversions that the other kernels use.
 
-#include "common/e4m3.h"
 #include "cuda/convert.cuh"
 #include "cuda/units.cuh"
 #include "cuda/vector.cuh"
@@ -16,13 +15,6 @@ __device__ __forceinline__ void store_codes(const float (&x)[kLaneElements], uin
     const uint32_t spread =
         (codes & 0x000fu) | (codes & 0x00f0u) << 4 | (codes & 0x0f00u) << 8 | (codes & 0xf000u) << 12;
     store4(output, spread, count);
-}
-
-__device__ __forceinline__ void store_e4m3(const float (&x)[kLaneElements], uint8_t* output, int count) {
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) word |= float_to_e4m3(x[i]) << (8 * i);
-    store4(output, word, count);
 }
 
 template <typename T>
@@ -46,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) convert_kernel(const __grid_constant
                 store_codes(x, output + i, count);
                 break;
             case Format::kE4M3:
-                store_e4m3(x, output + i, count);
+                store4(output + i, convert_four_e4m3(x), count);
                 break;
             case Format::kBFloat16:
                 store_halves<BFloat16>(x, output + 2 * i, count);

@@ -1,7 +1,8 @@
 #pragma once
-// Floats to E2M1 codes, and magnitudes as integers.
+// Floats to E2M1 codes and E4M3 bytes, and magnitudes as integers.
 
 #include "common/e2m1.h"
+#include "common/e4m3.h"
 
 namespace zerofp4::cuda {
 
@@ -57,6 +58,25 @@ __device__ __forceinline__ uint32_t convert_four(const float (&x)[4]) {
 }
 
 #endif
+
+// Four E4M3 bytes, x[0] in the lowest. A NaN must be positive here, too.
+__device__ __forceinline__ uint32_t convert_four_e4m3(const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 890  // rounds and saturates like float_to_e4m3; its first operand lands in the high byte
+    uint32_t bytes;
+    asm("{\n"
+        "    .reg .b16 low, high;\n"
+        "    cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "    cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "    mov.b32 %0, {low, high};\n"
+        "}\n"
+        : "=r"(bytes)
+        : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    return bytes;
+#else
+    return float_to_e4m3(x[0]) | float_to_e4m3(x[1]) << 8 | float_to_e4m3(x[2]) << 16 |
+           float_to_e4m3(x[3]) << 24;
+#endif
+}
 
 // Magnitudes are compared as integers: the bits of non-negative floats sort like the floats, and those of
 // NaN, which fmaxf would drop, above those of infinity.

@@ -4,6 +4,9 @@
 // unavailable.cpp in their place.
 
 #include "common/adamw.h"
+#include "common/grouped.h"
+#include "common/list.h"
+#include "common/mxfp8.h"
 #include "common/single.h"
 #include "common/table.h"
 
@@ -32,11 +35,17 @@ void fused_scale(const CastTable& table, const WeightDescriptor* host, cudaStrea
 void partial_cast(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream);
 void transpose(const TransposeTable& table, const TransposeDescriptor* host, cudaStream_t stream);
 
-void quantize_rows(const QuantizeRowsArgs& args, cudaStream_t stream);
-void dequantize(const DequantizeArgs& args, cudaStream_t stream);
-void pad_scale(const ScaleLayoutArgs& args, cudaStream_t stream);
-void unpad_scale(const ScaleLayoutArgs& args, cudaStream_t stream);
+void tensor_amax(const AmaxArgs& args, cudaStream_t stream);
+void quantize(const QuantizeArgs& args, cudaStream_t stream);
+void grouped_amax(const GroupedAmaxArgs& args, cudaStream_t stream);
+void quantize_grouped(const GroupedArgs& args, cudaStream_t stream);
+void dequantize(const DequantizeTable& table, DType dtype, const DequantizeDescriptor* host,
+                cudaStream_t stream);
+void pad_scale(const ScaleLayoutTable& table, const ScaleLayoutDescriptor* host, cudaStream_t stream);
+void unpad_scale(const ScaleLayoutTable& table, const ScaleLayoutDescriptor* host, cudaStream_t stream);
 void convert(const ConvertArgs& args, cudaStream_t stream);
+void quantize_mxfp8(const Mxfp8Args& args, cudaStream_t stream);
+void dequantize_mxfp8(const Mxfp8DequantizeArgs& args, cudaStream_t stream);
 
 // The scalars of `count` tensors from `first` on, which share their options; addresses of gradients travel in
 // the kernel's arguments, a few hundred a launch, so that they may change at every step.

@@ -16,6 +16,17 @@ __device__ __forceinline__ float tile_amax_of(DType weight_dtype, uint32_t lane_
     return round_one(weight_dtype, amax_of_bits(lane_bits));
 }
 
+// Writes the amax of this lane's tile of a strip that starts in `row`; `lane_col` is the lane's first column.
+// A tile of which nothing is owned, past the last column too, has 0 and is not touched. All that this rank
+// owns of a tile is in one strip, so that nobody else writes there.
+__device__ __forceinline__ void publish_tile(float* reduced, const ShardGeometry& weight, int64_t row,
+                                             int64_t lane_col, float amax) {
+    if (lane_index() % kTileLanes == 0 && amax > 0.0f) {
+        const int64_t tile = row / kBlock * ceil_div(weight.cols, kBlock) + lane_col / kBlock;
+        reduced[weight.tile_offset + tile] = amax;
+    }
+}
+
 // Raises a word of the reduced vector, none of which is negative: their bits sort like integers.
 __device__ __forceinline__ void raise(float* word, float amax) {
     atomicMax(reinterpret_cast<int*>(word), static_cast<int>(to_bits(amax)));

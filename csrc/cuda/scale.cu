@@ -24,7 +24,8 @@ struct Orientation {
     int64_t rows;             // of the matrix
     int64_t tile_rows;
     int64_t tile_columns;
-    int64_t tile_row;  // of the square's first tile; past the last one where the lane has no square
+    int64_t
+        tile_row;  // of the square's first tile; this or the column past the last where there is no square
     int64_t tile_column;
 };
 
@@ -132,7 +133,7 @@ __device__ __forceinline__ void load_square(const float* tiles, const Orientatio
 }
 
 // Where square `index` of a weight is, in bands of kBandSquares rows: a band's squares are counted column by
-// column. What lies past the last square is below the last row.
+// column. What lies past the last square is below the last row or right of the last column.
 __device__ __forceinline__ void place_square(Orientation& at, uint32_t index) {
     const uint32_t down = static_cast<uint32_t>(ceil_div(at.tile_rows, kScaleTiles));
     const uint32_t across = static_cast<uint32_t>(ceil_div(at.tile_columns, kScaleTiles));

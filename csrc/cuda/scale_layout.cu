@@ -1,139 +1,171 @@
-// Compact scales to the padded layouts and back. A warp takes four swizzle atoms, 128 rows of 16 scale
-// columns: a lane has 16 bytes in each of the rows lane, lane + 32, lane + 64 and lane + 96, which are also
-// 16 bytes of each atom.
+// Compact scales to the padded layouts and back. A block takes 128 rows by 128 columns. A thread has 16 bytes
+// in each of four rows that lie 32 apart, which are also 16 bytes of each of four swizzle atoms: exchanging
+// words within the thread leads from one to the other.
 
-#include "cuda/units.cuh"
+#include "cuda/lists.cuh"
 #include "cuda/vector.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kLayoutBlocksPerSm = 4;
-constexpr int kUnitColumns = 16;
-constexpr int kUnitAtoms = kUnitColumns / kAtomColumns;
-constexpr int kUnitLaneRows = kAtomRows / kLanes;
+constexpr int kChunk = 16;  // columns of a thread
+constexpr int kChunkAtoms = kChunk / kAtomColumns;
+constexpr int kChunkRows = 4;
+constexpr int kRowStep = kAtomRows / kChunkRows;
+static_assert(kThreads * kChunk * kChunkRows == kLayoutRows * kLayoutColumns);
 
-using LaneScales = uint32_t[kUnitLaneRows][kUnitAtoms];  // 4 bytes of every row and atom
+using ChunkScales = uint32_t[kChunkRows][kChunkAtoms];  // 4 bytes of every row and atom
 
-// What a lane works on, and the geometry of both sides.
-struct LayoutUnit {
-    int64_t row;      // the lane's first row; the others follow 32 apart
-    int64_t col;      // first scale column of the unit
+// What a thread works on.
+struct Chunk {
+    int64_t row;      // the first one; the others follow kRowStep apart
+    int64_t col;      // the first one
+    int existing;     // columns, at most kChunk
+    int padded;       // the same with padding
     int64_t columns;  // of the compact scales
     int64_t pitch;    // of the expanded scales
-    int existing;     // columns of the unit that exist
-    int padded;       // the same with padding, a multiple of 4
 
-    __device__ __forceinline__ int64_t row_of(int q) const { return row + kLanes * q; }
+    __device__ __forceinline__ int64_t row_of(int q) const { return row + kRowStep * q; }
+    __device__ __forceinline__ int64_t compact(int q, int shift) const {
+        return (row_of(q) >> shift) * columns + col;
+    }
     __device__ __forceinline__ int64_t expanded(int q) const { return row_of(q) * pitch + col; }
-    __device__ __forceinline__ int64_t swizzled(int atom) const {
-        return swizzled_offset(row, col + kAtomColumns * atom, columns);
-    }
-    __device__ __forceinline__ int64_t compact(int q, int64_t block_rows) const {
-        return (block_rows == kBlock ? row_of(q) / kBlock : row_of(q)) * columns + col;
-    }
+    // Of the first atom; the others follow.
+    __device__ __forceinline__ int64_t swizzled() const { return swizzled_offset(row, col, columns); }
 };
 
-__device__ __forceinline__ LayoutUnit layout_unit(const ScaleLayoutArgs& args, int64_t unit) {
-    LayoutUnit at;
-    at.columns = ceil_div(args.cols, kBlock);
+// kAcross neighbouring lanes have neighbouring chunks of a row, the others those of the rows below: the more
+// across, the longer the runs of bytes on the compact side, and the shorter on the swizzled one.
+template <int kAcross>
+__device__ __forceinline__ Chunk chunk_of(const ScaleLayoutDescriptor& item) {
+    constexpr int kWarpsAcross = kLayoutColumns / kChunk / kAcross;
+    const uint32_t columns = static_cast<uint32_t>(item.columns);
+    const uint32_t tile = blockIdx.x - static_cast<uint32_t>(item.unit_begin);
+    const uint32_t tiles = (columns + kLayoutColumns - 1) / kLayoutColumns;
+    const uint32_t down = tile / tiles;
+    const int lane = lane_index(), warp = warp_index();
+    Chunk at;
+    at.row = down * kLayoutRows + warp / kWarpsAcross * (kLanes / kAcross) + lane / kAcross;
+    at.col =
+        (tile - down * tiles) * kLayoutColumns + (warp % kWarpsAcross * kAcross + lane % kAcross) * kChunk;
+    at.columns = columns;
     at.pitch = round_up(at.columns, kAtomColumns);
-    const int64_t across = ceil_div(at.columns, kUnitColumns);
-    const int64_t down = unit / across;
-    at.row = down * kAtomRows + lane_index();
-    at.col = (unit - down * across) * kUnitColumns;
-    at.existing = clamp_count(at.columns - at.col, kUnitColumns);
-    at.padded = clamp_count(at.pitch - at.col, kUnitColumns);
+    at.existing = clamp_count(at.columns - at.col, kChunk);
+    at.padded = clamp_count(at.pitch - at.col, kChunk);
     return at;
 }
 
-template <ScaleLayout kLayout>
-__device__ __forceinline__ void load_padded(const uint8_t* input, const LayoutUnit& at, LaneScales& scales) {
-    if constexpr (kLayout == kExpanded) {
-#pragma unroll
-        for (int q = 0; q < kUnitLaneRows; ++q) load16(input + at.expanded(q), at.padded, scales[q]);
+// The first `count` of 16 bytes. kWhole: all or none, at a multiple of 16.
+template <bool kWhole>
+__device__ __forceinline__ void load_row(const uint8_t* p, int count, uint32_t (&words)[kChunkAtoms]) {
+    if constexpr (kWhole) {
+        words[0] = words[1] = words[2] = words[3] = 0;
+        if (count > 0) load_words<true>(p, words);
     } else {
-#pragma unroll
-        for (int atom = 0; atom < kUnitAtoms; ++atom) {
-            uint32_t words[kUnitLaneRows];
-            load16(input + at.swizzled(atom), kAtomColumns * atom < at.padded ? 16 : 0, words);
-#pragma unroll
-            for (int q = 0; q < kUnitLaneRows; ++q) scales[q][atom] = words[q];
-        }
+        load16(p, count, words);
     }
 }
 
-template <ScaleLayout kLayout>
-__device__ __forceinline__ void store_padded(uint8_t* output, const LayoutUnit& at,
-                                             const LaneScales& scales) {
-    if constexpr (kLayout == kExpanded) {
-#pragma unroll
-        for (int q = 0; q < kUnitLaneRows; ++q) store16(output + at.expanded(q), scales[q], at.padded);
+template <bool kWhole>
+__device__ __forceinline__ void store_row(uint8_t* p, const uint32_t (&words)[kChunkAtoms], int count) {
+    if constexpr (kWhole) {
+        if (count > 0) *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
     } else {
-#pragma unroll
-        for (int atom = 0; atom < kUnitAtoms; ++atom) {
-            const uint32_t words[kUnitLaneRows] = {scales[0][atom], scales[1][atom], scales[2][atom],
-                                                   scales[3][atom]};
-            store16(output + at.swizzled(atom), words, kAtomColumns * atom < at.padded ? 16 : 0);
-        }
+        store16(p, words, count);
     }
 }
 
-template <ScaleLayout kLayout>
-__global__ void __launch_bounds__(kThreads, kLayoutBlocksPerSm)
-    pad_scale_kernel(const __grid_constant__ ScaleLayoutArgs args, int64_t units) {
-    wait_for_previous_kernel();
-    for (int64_t unit = grid_warp(); unit < units; unit += grid_warps()) {
-        const LayoutUnit at = layout_unit(args, unit);
-        LaneScales scales;
+template <bool kWhole>
+__device__ __forceinline__ void pad_chunk(const ScaleLayoutDescriptor& item, const Chunk& at) {
+    const uint8_t* input = in_global(item.input);
+    uint8_t* output = in_global(item.output);
+    ChunkScales scales;
 #pragma unroll
-        for (int q = 0; q < kUnitLaneRows; ++q) {
-            const int count = at.row_of(q) < args.rows ? at.existing : 0;
-            load16(args.input + at.compact(q, args.block_rows), count, scales[q]);
+    for (int q = 0; q < kChunkRows; ++q) {
+        const int count = at.row_of(q) < item.rows ? at.existing : 0;
+        load_row<kWhole>(input + at.compact(q, item.shift), count, scales[q]);
+    }
+    if (item.layout == kExpanded) {
+#pragma unroll
+        for (int q = 0; q < kChunkRows; ++q) {
+            store_row<kWhole>(output + at.expanded(q), scales[q], at.padded);
         }
-        store_padded<kLayout>(args.output, at, scales);
+    } else {
+        uint8_t* atoms = output + at.swizzled();
+#pragma unroll
+        for (int a = 0; a < kChunkAtoms; ++a) {
+            const uint32_t words[kChunkRows] = {scales[0][a], scales[1][a], scales[2][a], scales[3][a]};
+            store_row<kWhole>(atoms + kAtomBytes * a, words, kAtomColumns * a < at.padded ? 16 : 0);
+        }
     }
 }
 
 // Of the rows that share a compact row the first writes it.
-template <ScaleLayout kLayout>
-__global__ void __launch_bounds__(kThreads, kLayoutBlocksPerSm)
-    unpad_scale_kernel(const __grid_constant__ ScaleLayoutArgs args, int64_t units) {
-    wait_for_previous_kernel();
-    for (int64_t unit = grid_warp(); unit < units; unit += grid_warps()) {
-        const LayoutUnit at = layout_unit(args, unit);
-        LaneScales scales;
-        load_padded<kLayout>(args.input, at, scales);
+template <bool kWhole>
+__device__ __forceinline__ void unpad_chunk(const ScaleLayoutDescriptor& item, const Chunk& at) {
+    const uint8_t* input = in_global(item.input);
+    uint8_t* output = in_global(item.output);
+    ChunkScales scales;
+    if (item.layout == kExpanded) {
 #pragma unroll
-        for (int q = 0; q < kUnitLaneRows; ++q) {
-            const bool writes = at.row_of(q) < args.rows && at.row_of(q) % args.block_rows == 0;
-            store16(args.output + at.compact(q, args.block_rows), scales[q], writes ? at.existing : 0);
+        for (int q = 0; q < kChunkRows; ++q) {
+            load_row<kWhole>(input + at.expanded(q), at.padded, scales[q]);
         }
+    } else {
+        const uint8_t* atoms = input + at.swizzled();
+#pragma unroll
+        for (int a = 0; a < kChunkAtoms; ++a) {
+            uint32_t words[kChunkRows];
+            load_row<kWhole>(atoms + kAtomBytes * a, kAtomColumns * a < at.padded ? 16 : 0, words);
+#pragma unroll
+            for (int q = 0; q < kChunkRows; ++q) scales[q][a] = words[q];
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < kChunkRows; ++q) {
+        const bool writes = at.row_of(q) < item.rows && (at.row_of(q) & ((1 << item.shift) - 1)) == 0;
+        store_row<kWhole>(output + at.compact(q, item.shift), scales[q], writes ? at.existing : 0);
     }
 }
 
-using LayoutKernel = void (*)(ScaleLayoutArgs, int64_t);
+// What is written comes in runs of 128 bytes.
+constexpr int kPadAcross = 4;
+constexpr int kUnpadAcross = 8;
 
-void launch_layout(const char* operation, LayoutKernel kernel, const ScaleLayoutArgs& args,
-                   cudaStream_t stream) {
-    const int64_t units =
-        ceil_div(args.rows, kAtomRows) * ceil_div(ceil_div(args.cols, kBlock), kUnitColumns);
-    launch(operation, kernel, resident_blocks(operation, ceil_div(units, kWarps), kLayoutBlocksPerSm), stream,
-           args, units);
+template <bool kPad>
+__device__ __forceinline__ void change_layout(const ScaleLayoutDescriptor& item) {
+    const Chunk at = chunk_of<kPad ? kPadAcross : kUnpadAcross>(item);
+    if (at.existing == 0) return;
+    if constexpr (kPad) {
+        item.aligned ? pad_chunk<true>(item, at) : pad_chunk<false>(item, at);
+    } else {
+        item.aligned ? unpad_chunk<true>(item, at) : unpad_chunk<false>(item, at);
+    }
+}
+
+template <bool kPad>
+__global__ void __launch_bounds__(kThreads)
+    layout_kernel(const __grid_constant__ ScaleLayoutDescriptor item) {
+    wait_for_previous_kernel();
+    change_layout<kPad>(item);
+}
+
+template <bool kPad>
+__global__ void __launch_bounds__(kThreads)
+    layout_list_kernel(const __grid_constant__ ItemTable<ScaleLayoutDescriptor> table,
+                       const __grid_constant__ ItemArguments<ScaleLayoutDescriptor> arguments) {
+    wait_for_previous_kernel();
+    change_layout<kPad>(item_of_block(table, arguments));
 }
 
 }  // namespace
 
-void pad_scale(const ScaleLayoutArgs& args, cudaStream_t stream) {
-    const bool expanded = args.layout == kExpanded;
-    launch_layout("pad_scale", expanded ? pad_scale_kernel<kExpanded> : pad_scale_kernel<kSwizzled>, args,
-                  stream);
+void pad_scale(const ScaleLayoutTable& table, const ScaleLayoutDescriptor* host, cudaStream_t stream) {
+    launch_list("pad_scale", layout_kernel<true>, layout_list_kernel<true>, table, host, stream);
 }
 
-void unpad_scale(const ScaleLayoutArgs& args, cudaStream_t stream) {
-    const bool expanded = args.layout == kExpanded;
-    launch_layout("unpad_scale", expanded ? unpad_scale_kernel<kExpanded> : unpad_scale_kernel<kSwizzled>,
-                  args, stream);
+void unpad_scale(const ScaleLayoutTable& table, const ScaleLayoutDescriptor* host, cudaStream_t stream) {
+    launch_list("unpad_scale", layout_kernel<false>, layout_list_kernel<false>, table, host, stream);
 }
 
 }  // namespace zerofp4::cuda

@@ -44,13 +44,23 @@ __device__ __forceinline__ Access access_of(const WeightDescriptor& weight, int6
     return first < kLaneColumns || end + kLaneColumns > weight.numel ? Access::kMasked : Access::kShifted;
 }
 
+// The first element of a strip.
+struct StripOrigin {
+    int64_t row;
+    int64_t col;
+};
+
 // 32-bit arithmetic: a weight has fewer than 2^32 strips, and a 64-bit division takes as long as ten loads.
-__device__ __forceinline__ Strip strip_of(const WeightDescriptor& weight, int64_t unit) {
+__device__ __forceinline__ StripOrigin strip_at(const ShardGeometry& weight, int64_t unit) {
     const uint32_t local = static_cast<uint32_t>(unit - weight.strip_begin);
     const uint32_t chunks = static_cast<uint32_t>(weight.chunks);
     const uint32_t down = local / chunks;
-    const int64_t row = (weight.first_strip + down) * kBlock;
-    const int64_t col = (weight.first_chunk + (local - down * chunks)) * kStripColumns;
+    return {(weight.first_strip + down) * kBlock,
+            (weight.first_chunk + (local - down * chunks)) * kStripColumns};
+}
+
+__device__ __forceinline__ Strip strip_of(const WeightDescriptor& weight, int64_t unit) {
+    const auto [row, col] = strip_at(weight, unit);
     return {row, col + lane_index() * kLaneColumns, access_of(weight, row, col)};
 }
 

@@ -23,7 +23,7 @@ static_assert(kThreads / kLanesAcross * kLaneRows == kBlockTile && kLanesAcross 
 // The transposed tile. The vectors of a row change places so that neither side meets a bank twice: threads
 // that write the same word of rows 32 apart, threads that read the vectors of one row.
 struct Tile {
-    uint32_t words[kBlockTile][kTileWords];
+    alignas(16) uint32_t words[kBlockTile][kTileWords];
 
     __device__ __forceinline__ uint32_t& word(int row, int i) {
         return words[row][i ^ (row / kLaneCols * kVectorWords)];

@@ -19,11 +19,16 @@ void partial_amax(const CastTable&, const WeightDescriptor*, cudaStream_t) { fai
 void fused_scale(const CastTable&, const WeightDescriptor*, cudaStream_t) { fail(); }
 void partial_cast(const CastTable&, const WeightDescriptor*, cudaStream_t) { fail(); }
 void transpose(const TransposeTable&, const TransposeDescriptor*, cudaStream_t) { fail(); }
-void quantize_rows(const QuantizeRowsArgs&, cudaStream_t) { fail(); }
-void dequantize(const DequantizeArgs&, cudaStream_t) { fail(); }
-void pad_scale(const ScaleLayoutArgs&, cudaStream_t) { fail(); }
-void unpad_scale(const ScaleLayoutArgs&, cudaStream_t) { fail(); }
+void tensor_amax(const AmaxArgs&, cudaStream_t) { fail(); }
+void quantize(const QuantizeArgs&, cudaStream_t) { fail(); }
+void grouped_amax(const GroupedAmaxArgs&, cudaStream_t) { fail(); }
+void quantize_grouped(const GroupedArgs&, cudaStream_t) { fail(); }
+void dequantize(const DequantizeTable&, DType, const DequantizeDescriptor*, cudaStream_t) { fail(); }
+void pad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor*, cudaStream_t) { fail(); }
+void unpad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor*, cudaStream_t) { fail(); }
 void convert(const ConvertArgs&, cudaStream_t) { fail(); }
+void quantize_mxfp8(const Mxfp8Args&, cudaStream_t) { fail(); }
+void dequantize_mxfp8(const Mxfp8DequantizeArgs&, cudaStream_t) { fail(); }
 void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t, const uintptr_t*, int64_t, cudaStream_t) {
     fail();
 }

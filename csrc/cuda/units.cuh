@@ -41,6 +41,21 @@ __device__ __forceinline__ Share block_share(int64_t units) {
     return {begin, min(begin + kPerBlock, units)};
 }
 
+// The last of `length` items, from `first` on, that begins at or before the unit, as the first one does: a
+// search in which every lane probes.
+template <auto kBegin, typename Item>
+__device__ __forceinline__ int64_t find_item(const Item* items, int64_t first, int64_t length, int64_t unit) {
+    while (length > 1) {
+        const int64_t step = ceil_div(length, kLanes);
+        const int64_t probe = lane_index() * step;
+        const bool begun = probe < length && items[first + probe].*kBegin <= unit;
+        const int64_t passed = (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;
+        first += passed;
+        length = min(step, length - passed);
+    }
+    return first;
+}
+
 // Follows a rising sequence of units through a table. An item has the units from its own kBegin up to the
 // next item's, the last one those up to `units`; items without units are passed over. first_items[blockIdx.x]
 // is the item of the block's first unit. A table of one is in the kernel's arguments (kSingle). All lanes of
@@ -60,7 +75,7 @@ class ItemCursor {
         if (unit < end_) return false;
         end_ = end_of_item();
         if (unit >= end_) {
-            index_ = find(unit);
+            index_ = find_item<kBegin>(items_, index_, count_ - index_, unit);
             end_ = end_of_item();
         }
         return true;
@@ -71,23 +86,6 @@ class ItemCursor {
   private:
     __device__ __forceinline__ int64_t end_of_item() const {
         return index_ + 1 < count_ ? items_[index_ + 1].*kBegin : units_;
-    }
-
-    // The last item, from the present one on, that begins at or before the unit: a search in which every lane
-    // probes.
-    __device__ __forceinline__ int64_t find(int64_t unit) const {
-        int64_t first = index_;
-        int64_t length = count_ - index_;
-        while (length > 1) {
-            const int64_t step = ceil_div(length, kLanes);
-            const int64_t probe = lane_index() * step;
-            const bool begun = probe < length && items_[first + probe].*kBegin <= unit;
-            const int64_t passed =
-                (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;  // lane 0 has always begun
-            first += passed;
-            length = min(step, length - passed);
-        }
-        return first;
     }
 
     const Item* items_;

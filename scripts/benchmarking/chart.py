@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from benchmarking.selection import selected
+
 OURS, STAGE, PEER, TARGET = "#1f5fa8", "#8db8e2", "#b9bec6", "#c8352b"
 STAGES = ("begin", "amax", "scale", "cast")
-PEERS = ("bf16_copy", "reference_eager", "reference_compile", "torch_adamw", "torch_adamw_then_cast")
 INCHES_PER_BAR = 0.26
 GAP, MARGIN = 0.6, 0.6  # between workloads, and from a panel's ends to its outermost bars' middles; in bars
 
@@ -14,8 +15,9 @@ def chart_path(folder: Path, result: dict) -> Path:
 
 
 def color(row: dict) -> str:
-    operation = row["name"].split("/")[0]
-    return PEER if operation in PEERS else STAGE if operation in STAGES else OURS
+    if "times_ours" in row:
+        return PEER
+    return STAGE if row["name"].split("/")[0] in STAGES else OURS
 
 
 def places(rows: list[dict]) -> list[float]:
@@ -34,7 +36,7 @@ def places(rows: list[dict]) -> list[float]:
 def draw(folder: Path, results: list[dict]) -> list[Path] | None:
     """Draw <folder>/percent_of_copy_<device>.png for each kind of device; None without matplotlib.
 
-    A bar per timed row, in one panel per result file.
+    A bar per timed row that `selected` chooses, in one panel per result file.
     """
     try:
         import matplotlib
@@ -53,7 +55,7 @@ def draw(folder: Path, results: list[dict]) -> list[Path] | None:
 def draw_device(path: Path, results: list[dict]) -> None:
     from matplotlib import pyplot
 
-    timed = [[row for row in result["rows"] if "ms" in row] for result in results]
+    timed = [selected([row for row in result["rows"] if "ms" in row]) for result in results]
     heights = [places(rows)[-1] + 2 * MARGIN for rows in timed]
     figure, axes = pyplot.subplots(
         len(results),
@@ -116,6 +118,8 @@ def label(row: dict) -> str:
 
 
 def duration(ms: float) -> str:
+    if ms >= 1000:
+        return f"{ms:,.0f} ms"
     return f"{ms:.3g} ms" if ms >= 0.1 else f"{1e3 * ms:.3g} us"
 
 

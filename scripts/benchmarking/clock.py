@@ -1,6 +1,7 @@
 """How things are timed: medians on one device, each run with cold caches, beside the copy ceiling."""
 
 import collections
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +14,19 @@ COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 CPU_FLUSH_BYTES = 256 << 20
 WARM_UP = 3
 FEWEST_RUNS, SECONDS_PER_ROW = 5, 5.0
+SPIN_CYCLES_PER_SECOND = 3e9  # more than a GPU's clock: it spins for longer than the host takes
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 HOST_CALLS, HOST_ROUNDS = 20, 15  # 80 launches in flight: far from what makes a launch wait
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep what is freed, as torch's allocator does on a GPU. Else a call that returns large tensors
+    takes several times as long on a CPU, most of it page faults. For this process, where malloc is glibc's.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Clock:
@@ -23,8 +36,9 @@ class Clock:
     that many bytes, so that it starts with a cold cache, full of lines that it must write back. What moves
     more than that finds nothing of its own in the cache when it starts again.
 
-    On a GPU a pair of events encloses each run, and all runs are queued before any is waited for: what the
-    host needs to launch a run is hidden behind the run before it, as it is behind a training step.
+    On a GPU a pair of events encloses each run, and all runs are queued before any is waited for. Ahead of
+    each the GPU spins for longer than the host takes to launch it. That is no part of its time, however short
+    the run: in a training step it is hidden behind other work.
     """
 
     def __init__(self, device: torch.device, repeats: int):
@@ -52,11 +66,15 @@ class Clock:
             self.synchronize()
             begin = time.perf_counter()
             run()
+            launched = time.perf_counter() - begin
             self.synchronize()
             once = time.perf_counter() - begin
         runs = min(self.repeats, max(FEWEST_RUNS, int(SECONDS_PER_ROW / max(once, 1e-9))))
-        measure = self._cuda_runs if self.is_cuda else self._cpu_runs
-        return statistics.median(measure(run, before, is_cold, runs)), runs
+        if self.is_cuda:
+            times = self._cuda_runs(run, before, is_cold, runs, int(launched * SPIN_CYCLES_PER_SECOND))
+        else:
+            times = self._cpu_runs(run, before, is_cold, runs)
+        return statistics.median(times), runs
 
     def _prepare(self, before: Callable[[], object] | None, is_cold: bool) -> None:
         if before is not None:
@@ -64,11 +82,11 @@ class Clock:
         if is_cold:
             self._flushed.fill_(1)
 
-    def _cuda_runs(self, run, before, is_cold: bool, runs: int) -> list[float]:
+    def _cuda_runs(self, run, before, is_cold: bool, runs: int, spin_cycles: int) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-        self._flushed.fill_(1)  # gives the host a lead
         for begin, end in pairs:
             self._prepare(before, is_cold)
+            torch.cuda._sleep(spin_cycles)
             begin.record()
             run()
             end.record()

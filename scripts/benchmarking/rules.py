@@ -1,16 +1,29 @@
 """How the bytes of an operation are counted: what it must read and write once, with n owned elements.
 
-Every function takes a workload and returns the bytes and the rule in words, which goes beside the figure.
+Every function returns the bytes and the rule in words, which goes beside the figure: of a workload, or of the
+tensors that an operation on a single one is given and makes.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+
 from benchmarking.workloads import Workload
+from zerofp4.quantized import QuantizedTensor
 
 
 class Moved(NamedTuple):
+    """elements: of which an instruction budget is counted (budgets.py), where there may be one."""
+
     bytes: float
     rule: str
+    elements: int | None = None
+
+
+def counted_as(row: dict) -> Moved:
+    """For another way to do what that row does, however many bytes it moves."""
+    return Moved(row["bytes"], f"counted as {row['name']}")
 
 
 def begin(workload: Workload) -> Moved:
@@ -31,7 +44,8 @@ def scale(workload: Workload) -> Moved:
 
 
 def cast(workload: Workload) -> Moved:
-    return Moved(4.5 * workload.owned + 4 * workload.owned_tiles, "4.5n + 4 per owned tile")
+    moved = 4.5 * workload.owned + 4 * workload.owned_tiles
+    return Moved(moved, "4.5n + 4 per owned tile", workload.owned)
 
 
 def local_step(workload: Workload) -> Moved:
@@ -57,3 +71,35 @@ def adamw_then_cast(workload: Workload) -> Moved:
 
 def bf16_copy(workload: Workload) -> Moved:
     return Moved(6 * workload.owned, "6n")
+
+
+def once(tensors: Iterable[torch.Tensor], elements: int, words: str) -> Moved:
+    """Every byte of these tensors, read or written."""
+    size = sum(tensor.nbytes for tensor in tensors)
+    return Moved(size, f"{size / elements:.5g}n: {words}", elements)
+
+
+def quantize(x: torch.Tensor, out: QuantizedTensor) -> Moved:
+    return once([x, *buffers(out)], x.numel(), "x read, codes and scales written")
+
+
+def dequantize(data: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> Moved:
+    return once([data, scale, values], values.numel(), "codes and scales read, values written")
+
+
+def amax_pass(x: torch.Tensor) -> Moved:
+    return once([x], x.numel(), "x read")
+
+
+def elementwise(x: torch.Tensor, values: torch.Tensor) -> Moved:
+    return once([x, values], x.numel(), "x read, values written")
+
+
+def rearrange(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Moved:
+    """Of scales: the padding of the targets included."""
+    size = sum(tensor.nbytes for tensor in (*sources, *targets))
+    return Moved(size, "scales read and written")
+
+
+def buffers(tensor: QuantizedTensor) -> list[torch.Tensor]:
+    return [buffer for _, buffer in tensor.record.buffers()]

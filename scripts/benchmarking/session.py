@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import zerofp4
+from benchmarking.budgets import issue_bound
 from benchmarking.clock import Clock
 from benchmarking.rules import Moved
 from benchmarking.targets import KINDS, target_of
@@ -29,6 +30,7 @@ class Session:
     def __init__(self, benchmark: str, device: torch.device, repeats: int, with_profile: bool):
         self.benchmark, self.device, self.with_profile = benchmark, device, with_profile
         self.clock = Clock(device, repeats)
+        self.device_name = torch.cuda.get_device_name(device) if self.clock.is_cuda else processor()
         self.rows: list[dict] = []
         self.copy_before = self.clock.copy_gbps()
         print(f"\n{benchmark}: copy ceiling {self.copy_before:,.1f} GB/s", flush=True)
@@ -44,9 +46,10 @@ class Session:
         """Time `run` and add a row, which is returned. before: done before each run, not timed."""
         seconds, runs = self.clock.seconds(run, moved.bytes, before)
         row = {"name": name, "ms": seconds * 1e3, "gbps": moved.bytes / seconds / 1e9}
-        row["percent_of_copy"] = 100 * row["gbps"] / self.copy_before
         row |= self._target(name, "percent_of_copy")
         row |= {"bytes": moved.bytes, "rule": moved.rule, "runs": runs}
+        row |= issue_bound(name, moved.bytes, moved.elements, self.device_name)
+        set_percentages(row, self.copy_before)
         if self.with_profile:
             row["host_us"] = self.clock.host_us(run)
             row["kernels"] = self.clock.kernels(run)
@@ -54,12 +57,25 @@ class Session:
         self.rows.append(row)
         figures = f"{row['ms']:9.3f} ms {row['gbps']:8.1f} GB/s {row['percent_of_copy']:6.1f}% of copy"
         print(f"{name:38}{figures}   {moved.rule}", flush=True)
+        if "issue_bound_percent" in row:
+            print(f"    {row['instructions_per_element']} instructions per element: {bound(row)} of copy")
         return row
 
     def count(self, name: str, kind: str, value: float, rule: str, **extra) -> None:
         """Add a row of a figure that is no time over bytes."""
         self.rows.append({"name": name, kind: value} | self._target(name, kind) | {"rule": rule} | extra)
         print(f"{name:38}{KINDS[kind].show(value):>20}   {rule}", flush=True)
+
+    def ratio(self, name: str, kind: str, over: dict, under: dict) -> None:
+        """Add the time of one row over that of another."""
+        rule = f"time of {over['name']} over that of {under['name']}"
+        self.count(name, kind, over["ms"] / under["ms"], rule)
+
+    def launches(self, name: str, run: Callable[[], object]) -> None:
+        """Add the number of kernels of one call, on a GPU."""
+        kernels = self.clock.kernels(run)
+        rule = "kernels, copies and memory sets of one call"
+        self.count(name, "launches", sum(kernels.values()), rule, kernels=kernels)
 
     def say(self, line: str) -> None:
         print(line, flush=True)
@@ -74,11 +90,11 @@ class Session:
         ceiling = max(self.copy_before, after)
         for row in self.rows:
             if "gbps" in row:
-                row["percent_of_copy"] = 100 * row["gbps"] / ceiling
+                set_percentages(row, ceiling)
         build = zerofp4.build_info()
         return {
             "benchmark": self.benchmark,
-            "device": torch.cuda.get_device_name(self.device) if self.clock.is_cuda else processor(),
+            "device": self.device_name,
             "threads": None if self.clock.is_cuda else torch.get_num_threads(),
             "versions": {
                 "zerofp4": zerofp4.__version__,
@@ -95,6 +111,16 @@ class Session:
             "copy_gbps_after": after,
             "rows": self.rows,
         }
+
+
+def set_percentages(row: dict, ceiling: float) -> None:
+    row["percent_of_copy"] = 100 * row["gbps"] / ceiling
+    if "issue_bound_gbps" in row:
+        row["issue_bound_percent"] = 100 * row["issue_bound_gbps"] / ceiling
+
+
+def bound(row: dict) -> str:
+    return f"issue-bound at {row['issue_bound_percent']:.0f}%"
 
 
 def compare(ours: dict, peer: dict) -> float:

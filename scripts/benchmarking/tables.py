@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from benchmarking.chart import chart_path
 from benchmarking.operations import SHOWN
-from benchmarking.session import RESULTS, ROOT
+from benchmarking.selection import selected
+from benchmarking.session import RESULTS, ROOT, bound
 from benchmarking.targets import KINDS
 
 BEGIN, END = "<!-- benchmarks: begin -->\n", "\n<!-- benchmarks: end -->"
@@ -43,7 +44,7 @@ def device_name(result: dict) -> str:
     return result["device"] + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
 
 
-def timed_table(result: dict) -> Table:
+def timed_table(timed: list[dict]) -> Table:
     rows = [
         (
             row["name"],
@@ -53,27 +54,36 @@ def timed_table(result: dict) -> Table:
             note(row),
             row["rule"],
         )
-        for row in result["rows"]
-        if "ms" in row
+        for row in timed
     ]
     return Table(("operation", "ms", "GB/s", "% of copy", "note", "bytes counted"), "lrrrll", rows)
 
 
-def counted_table(result: dict) -> Table:
+def counted_table(counted: list[dict]) -> Table:
     rows = [
-        (row["name"], KINDS[row["kind"]].show(row[row["kind"]]), note(row), row["rule"])
-        for row in result["rows"]
-        if "ms" not in row
+        (row["name"], KINDS[row["kind"]].show(row[row["kind"]]), note(row), row["rule"]) for row in counted
     ]
     return Table(("figure", "value", "note", "what it is"), "lrll", rows)
 
 
-def tables(result: dict) -> list[Table]:
-    """The tables of a result file that are not empty."""
-    return [table for table in (timed_table(result), counted_table(result)) if table.rows]
+def tables(rows: list[dict]) -> list[Table]:
+    """Of rows of a result file, those tables that are not empty."""
+    timed, counted = split(rows)
+    return [table for table in (timed_table(timed), counted_table(counted)) if table.rows]
+
+
+def split(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Those with times, and the others."""
+    return [row for row in rows if "ms" in row], [row for row in rows if "ms" not in row]
 
 
 def note(row: dict) -> str:
+    """The instruction budget and the target where there are any, or a peer's time in ours."""
+    budget = [bound(row)] if "issue_bound_percent" in row else []
+    return "; ".join([*budget, *([judgement(row)] if judgement(row) else [])])
+
+
+def judgement(row: dict) -> str:
     """The target and whether it is met, with the figure where that has no column; a peer's time in ours."""
     if row["target"] is None:
         return f"{row['times_ours']:.2f} times ours" if "times_ours" in row else ""
@@ -89,7 +99,7 @@ def print_tables(result: dict) -> None:
     """With rich where it is installed, else in plain columns."""
     ceilings = f"{result['copy_gbps_before']:,.1f} GB/s before, {result['copy_gbps_after']:,.1f} after"
     print(f"\n{result['benchmark']} on {device_name(result)}; copy ceiling {ceilings}")
-    for table in tables(result):
+    for table in tables(result["rows"]):
         try:
             print_rich(table.without_rule())
         except ImportError:
@@ -120,10 +130,13 @@ def justified(cell: str, width: int, alignment: str) -> str:
 
 
 def markdown(path: Path, result: dict) -> str:
-    """The tables of one result file under a line that names it."""
+    """The tables of one result file under a line that names it, with the rows that `selected` chooses."""
+    shown = [row for rows in split(result["rows"]) for row in selected(rows)]
+    left_out = len(result["rows"]) - len(shown)
     ceiling = f"copy ceiling {result['copy_gbps']:,.0f} GB/s"
-    parts = [f"{device_name(result)}, `{path.relative_to(ROOT)}`: {ceiling}."]
-    for table in tables(result):
+    more = f"; {left_out} more rows are in the file" if left_out else ""
+    parts = [f"{device_name(result)}, `{path.relative_to(ROOT)}`: {ceiling}{more}."]
+    for table in tables(shown):
         rule = "".join("---:|" if alignment == "r" else "---|" for alignment in table.alignment)
         lines = ["| " + " | ".join(row) + " |" for row in (table.header, *table.rows)]
         parts.append("\n".join([lines[0], "|" + rule, *lines[1:]]))

@@ -23,6 +23,7 @@ class Kind(NamedTuple):
 KINDS = {
     "percent_of_copy": Kind("%", 1, at_least=True),
     "speedup": Kind("x", 2, at_least=True),
+    "ratio": Kind("x", 3, at_least=False),
     "host_us": Kind(" us", 1, at_least=False),
     "host_us_per_weight": Kind(" us per weight", 2, at_least=False),
     "launches": Kind("", 0, at_least=False),
@@ -39,6 +40,24 @@ TARGETS = {
     "adamw/llama3-8b": ("percent_of_copy", 90),
     "adamw_then_cast/llama3-8b": ("speedup", 1.08),
     "device_memory/llama3-8b": ("percent_of_shard", 1.0),
+    "quantize_1d/16384": ("percent_of_copy", 75),
+    "quantize_2d/16384": ("percent_of_copy", 80),
+    "quantize_2d_both/16384": ("percent_of_copy", 70),
+    "quantize_1d_rht/16384": ("percent_of_copy", 55),
+    "quantize_1d_rht_swizzled/16384": ("percent_of_copy", 55),
+    "rht_swizzled_over_compact/16384": ("ratio", 1.03),
+    "rht_one_pass_over_two/16384": ("speedup", 1.2),
+    "tensor_amax/16384": ("percent_of_copy", 85),
+    "amax_rht/16384": ("percent_of_copy", 85),
+    "dequantize_1d/16384": ("percent_of_copy", 85),
+    "dequantize_2d/16384": ("percent_of_copy", 85),
+    "dequantize_1d_swizzled_over_compact/16384": ("ratio", 1.05),
+    "dequantize_2d_swizzled_over_compact/16384": ("ratio", 1.05),
+    "swizzle_over_clone/131072x32768": ("ratio", 1.25),
+    "quantize_mxfp8/16384": ("percent_of_copy", 90),
+    "dequantize_mxfp8/16384": ("percent_of_copy", 95),
+    "grouped_over_one/64x4096x2048": ("ratio", 1.1),
+    "launches/quantize_grouped/64x4096x2048": ("launches", 1),
 }
 for _count in HOST_COUNTS:
     TARGETS[f"host_step/{_count}"] = ("host_us", 60)

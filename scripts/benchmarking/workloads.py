@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from zerofp4.shard import Shard, intersect
 
 RANK, RANKS = 1, 4  # whose slice of the Llama list is owned
 SMALL_SHAPES = ((768, 768), (256, 2880), (256, 2872))  # 2872 is no multiple of 16
+TE_SHAPES = ((8192, 5120), (8192, 11328), (11328, 8192), (14336, 16384))
 
 
 class Piece(NamedTuple):
@@ -90,7 +91,35 @@ class Workload:
 
 def square(size: int) -> Workload:
     """One weight of size x size, owned whole."""
-    return Workload(str(size), (Piece((size, size), Shard(0, size * size)),))
+    return whole(str(size), [(size, size)])
+
+
+def whole(name: str, shapes: Iterable[tuple[int, int]]) -> Workload:
+    """Weights of these shapes, owned whole."""
+    return Workload(name, tuple(Piece(shape, Shard(0, shape[0] * shape[1])) for shape in shapes))
+
+
+def reduced(size: int, scale: int) -> int:
+    """A dimension divided by scale, even."""
+    return max(2, size // scale // 2 * 2)
+
+
+def te_shapes(scale: int = 1) -> Workload:
+    """The shapes that TransformerEngine #3011 gives figures of."""
+    shapes = [(reduced(rows, scale), reduced(cols, scale)) for rows, cols in TE_SHAPES]
+    return whole(scaled("te-3011", scale), shapes)
+
+
+def large(scale: int = 1) -> Workload:
+    """A matrix whose scales of 1x16 blocks are 268 MB."""
+    shape = (reduced(131072, scale), 32768)
+    return whole(shape_name(shape), [shape])
+
+
+def groups(scale: int = 1) -> Workload:
+    """64 matrices of one shape."""
+    shape = (reduced(4096, scale), reduced(2048, scale))
+    return whole(f"64x{shape_name(shape)}", [shape] * 64)
 
 
 def llama_sizes(scale: int) -> Iterator[tuple[tuple[int, int], bool]]:
@@ -98,9 +127,7 @@ def llama_sizes(scale: int) -> Iterator[tuple[tuple[int, int], bool]]:
 
     scale: divides every dimension but the number of layers; dimensions stay even.
     """
-    vocabulary, width, key_value, hidden = (
-        max(2, size // scale // 2 * 2) for size in (128256, 4096, 1024, 14336)
-    )
+    vocabulary, width, key_value, hidden = (reduced(size, scale) for size in (128256, 4096, 1024, 14336))
     layer = [(width, width), (key_value, width), (key_value, width), (width, width)]
     mlp = [(hidden, width), (hidden, width), (width, hidden)]
     yield (vocabulary, width), False
@@ -147,12 +174,22 @@ def scaled(name: str, scale: int) -> str:
     return name if scale == 1 else f"{name}-scale{scale}"
 
 
+def shape_name(shape: tuple[int, int]) -> str:
+    return "x".join(map(str, shape))
+
+
 NAMES = {
     "square": lambda options: square(options.size),
     "llama3-8b": lambda options: llama(options.scale),
     "2000-small": lambda options: small(options.scale),
+    "te-3011": lambda options: te_shapes(options.scale),
+    "268mb-scales": lambda options: large(options.scale),
+    "64-groups": lambda options: groups(options.scale),
 }
 """What --workload takes."""
+
+LISTS = ("square", "llama3-8b", "2000-small")
+"""Those of which a cast owns a part."""
 
 
 def chosen(options: argparse.Namespace) -> Iterator[Workload]:

@@ -12,7 +12,7 @@ from helpers import assert_bytes_equal
 import zerofp4
 from distributed.cases import SHAPES, SPLITS, Model
 from distributed.run import on_ranks
-from zerofp4 import reference
+from zerofp4 import cast, gather, reference
 from zerofp4.storage import allocate
 
 
@@ -494,3 +494,26 @@ def test_ranks_may_keep_different_layouts(world):
     assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, "codes")
     if world.rank:
         assert_bytes_equal(weight.columnwise_data, expected.columnwise_data, "columnwise codes")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["plan", "cast", "gather"])
+def test_a_device_that_one_rank_cannot_use_is_agreed_on(world, call):
+    def refuse(device):
+        raise RuntimeError(f"zerofp4 cannot run on {device}")
+
+    model = Model(world, "odd")
+    arguments = (model.weights, model.starts, model.numels)
+    if call == "gather":
+        function = zerofp4.all_gather_nvfp4
+    else:
+        function = zerofp4.CastPlan if call == "plan" else zerofp4.cast_master_weights_to_nvfp4
+        arguments = (model.weights, model.masters, model.starts)
+    before = model.snapshot()
+    module = gather if call == "gather" else cast
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(module, "target_of", refuse)
+        message = raised_everywhere(world, RuntimeError, function, *arguments)
+    assert message.startswith("rank 1: zerofp4 cannot run on")
+    model.check_untouched(before)

@@ -4,9 +4,9 @@ device.py says where a call runs, stages.py and update.py have the stages of pla
 operator on given tensors each: schema, fake and backends.
 """
 
-from zerofp4.ops import convert, dequantize, layouts, transpose  # noqa: F401 (they register operators)
+from zerofp4.ops import convert, dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.device import build_info, check_cuda
-from zerofp4.ops.quantize import quantize_into
+from zerofp4.ops.quantize import choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.stages import (
     ERROR_WORD,
     HASH_WORD,
@@ -34,5 +34,7 @@ __all__ = [
     "adamw_options",
     "build_info",
     "check_cuda",
+    "choice_arguments",
+    "draw_rng_state",
     "quantize_into",
 ]

@@ -1,44 +1,129 @@
-"""zerofp4::dequantize: packed codes and compact scales to values."""
+"""zerofp4::dequantize and its multi-tensor form: packed codes and their scales to values."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from zerofp4 import _C
-from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.ops.device import DTYPE_CODES, target_of
+from zerofp4.ops.device import DTYPE_CODES
+from zerofp4.ops.lists import run_list
 from zerofp4.ops.operator import backend, check_block_rows, check_scale
 from zerofp4.storage import check_buffer
 
+E4M3_MAXIMA = (448, 256)
+
 torch.library.define(
     "zerofp4::dequantize",
-    "(Tensor data, Tensor scale, Tensor amax, int block_rows, ScalarType dtype) -> Tensor",
+    "(Tensor data, Tensor scale, Tensor amax, int block_rows, ScalarType dtype, str layout='compact', "
+    "int e4m3_max=448, bool columnwise=False) -> Tensor",
+)
+torch.library.define(
+    "zerofp4::dequantize_many",
+    "(Tensor[] data, Tensor[] scale, Tensor[] amax, int[] block_rows, ScalarType dtype, str layout, "
+    "int[] e4m3_max, bool[] columnwise) -> Tensor[]",
 )
 
 
-def _check_dequantize(data, scale, amax, block_rows, dtype) -> None:
-    check_block_rows(block_rows)
+class _Item(NamedTuple):
+    """A copy of a quantized matrix. data uint8 [M, K/2], columnwise [K, M/2]; scale E4M3 or its bytes, of the
+    matrix as it is stored; amax float32 [1].
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    amax: torch.Tensor
+    block_rows: int
+    e4m3_max: int
+    columnwise: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K)"""
+        stored = (self.data.shape[0], 2 * self.data.shape[1])
+        return stored[::-1] if self.columnwise else stored
+
+
+def _check(items: Sequence[_Item], dtype: torch.dtype, layout: str, names: Sequence[str]) -> None:
+    """`names` are what messages append to the names of arguments, by item."""
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
-    rows, half = data.shape
-    check_buffer("data", data, (rows, half), torch.uint8, data.device)
-    check_scale("scale", scale, scale_shape(rows, 2 * half, block_rows), data.device)
-    check_buffer("amax", amax, (1,), torch.float32, data.device)
+    if layout not in SCALE_LAYOUTS:
+        raise ValueError(f"layout must be one of {SCALE_LAYOUTS}, got {layout!r}")
+    for item, name in zip(items, names, strict=True):
+        check_block_rows(item.block_rows)
+        if item.e4m3_max not in E4M3_MAXIMA:
+            raise ValueError(f"e4m3_max must be one of {E4M3_MAXIMA}, got {item.e4m3_max}")
+        if item.data.dim() != 2:
+            raise ValueError(f"data{name} must be a matrix, got shape {tuple(item.data.shape)}")
+        rows, half = item.data.shape
+        device = items[0].data.device
+        check_buffer(f"data{name}", item.data, (rows, half), torch.uint8, device)
+        check_scale(f"scale{name}", item.scale, scale_shape(rows, 2 * half, item.block_rows, layout), device)
+        check_buffer(f"amax{name}", item.amax, (1,), torch.float32, device)
+
+
+def _run(items: Sequence[_Item], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
+    outputs = [torch.empty(item.shape, dtype=dtype, device=item.data.device) for item in items]
+    descriptors = [
+        _C.DequantizeDescriptor(
+            data=item.data.data_ptr(),
+            scale=item.scale.data_ptr(),
+            amax=item.amax.data_ptr(),
+            output=out.data_ptr(),
+            rows=item.shape[0],
+            cols=item.shape[1],
+            columnwise=item.columnwise,
+            block_rows=item.block_rows,
+            layout=SCALE_LAYOUTS.index(layout),
+            e4m3_max=item.e4m3_max,
+        )
+        for item, out in zip(items, outputs, strict=True)
+        if out.numel()
+    ]
+    if descriptors:
+        device = items[0].data.device
+        native = _C.DequantizeList(device.type == "cpu", descriptors, DTYPE_CODES[dtype])
+        run_list(native, len(descriptors), device)
+    return outputs
+
+
+def _one(data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False) -> _Item:
+    item = _Item(data, scale, amax, block_rows, e4m3_max, columnwise)
+    _check([item], dtype, layout, [""])
+    return item
+
+
+def _many(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise) -> list[_Item]:
+    lists = {"scale": scale, "amax": amax, "block_rows": block_rows}
+    lists |= {"e4m3_max": e4m3_max, "columnwise": columnwise}
+    for name, values in lists.items():
+        if len(values) != len(data):
+            raise ValueError(f"{name} must have as many items as data, {len(data)}, got {len(values)}")
+    items = [_Item(*fields) for fields in zip(data, *lists.values(), strict=True)]
+    _check(items, dtype, layout, [f"[{i}]" for i in range(len(items))])
+    return items
 
 
 @backend("dequantize")
-def _dequantize(data, scale, amax, block_rows, dtype) -> torch.Tensor:
-    _check_dequantize(data, scale, amax, block_rows, dtype)
-    rows, cols = data.shape[0], 2 * data.shape[1]
-    out = torch.empty(rows, cols, dtype=dtype, device=data.device)
-    if out.numel():
-        inputs = (data.data_ptr(), scale.data_ptr(), amax.data_ptr())
-        _C.dequantize(
-            target_of(data.device), *inputs, rows, cols, block_rows, DTYPE_CODES[dtype], out.data_ptr()
-        )
-    return out
+def _dequantize(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
+    return _run([_one(data, scale, amax, block_rows, dtype, layout, *options)], dtype, layout)[0]
 
 
 @torch.library.register_fake("zerofp4::dequantize")
-def _(data, scale, amax, block_rows, dtype) -> torch.Tensor:
-    _check_dequantize(data, scale, amax, block_rows, dtype)
-    return data.new_empty((data.shape[0], 2 * data.shape[1]), dtype=dtype)
+def _(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
+    item = _one(data, scale, amax, block_rows, dtype, layout, *options)
+    return data.new_empty(item.shape, dtype=dtype)
+
+
+@backend("dequantize_many")
+def _dequantize_many(data, scale, amax, block_rows, dtype, layout, *options) -> list[torch.Tensor]:
+    return _run(_many(data, scale, amax, block_rows, dtype, layout, *options), dtype, layout)
+
+
+@torch.library.register_fake("zerofp4::dequantize_many")
+def _(data, scale, amax, block_rows, dtype, layout, *options) -> list[torch.Tensor]:
+    items = _many(data, scale, amax, block_rows, dtype, layout, *options)
+    return [item.data.new_empty(item.shape, dtype=dtype) for item in items]

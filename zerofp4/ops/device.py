@@ -1,6 +1,7 @@
 """Where a call into the extension runs, and what this build can run."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -44,6 +45,38 @@ def target_of(device: torch.device) -> _C.Target:
 def current_stream(index: int) -> int:
     """The handle of a GPU's current stream."""
     return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a GPU's current stream is being captured in a CUDA graph, whichever GPU is the current one."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class StreamUse:
+    """Tells torch's allocator on which streams a plan uses memory of its own: once freed, it must not be
+    given to others before what is queued there has run.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._last: int | None = None
+
+    def forget(self) -> None:
+        """There is memory that was not told of."""
+        self._last = None
+
+    def note(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What is queued next on the current stream uses `tensors`. O(1) while the stream stays the same."""
+        if self._device.type == "cpu":
+            return
+        stream = current_stream(self._device.index)
+        if stream != self._last:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+            self._last = stream
 
 
 def address(tensor: torch.Tensor | None) -> int:

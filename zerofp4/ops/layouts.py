@@ -1,51 +1,94 @@
-"""zerofp4::pad_scale and zerofp4::unpad_scale: between compact scales and the padded layouts."""
+"""zerofp4::pad_scale and zerofp4::unpad_scale: between compact scales and the padded layouts; and their
+multi-tensor forms.
+"""
+
+from collections.abc import Sequence
 
 import torch
 
 from zerofp4 import _C
-from zerofp4.format import SCALE_LAYOUTS
-from zerofp4.layout import scale_shape
-from zerofp4.ops.device import target_of
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
+from zerofp4.layout import ceil_div, scale_shape
+from zerofp4.ops.lists import run_list
 from zerofp4.ops.operator import backend, check_block_rows, check_scale
 
-_LAYOUT_SCHEMA = "(Tensor scale, int rows, int cols, int block_rows, str layout) -> Tensor"
-torch.library.define("zerofp4::pad_scale", _LAYOUT_SCHEMA)
-torch.library.define("zerofp4::unpad_scale", _LAYOUT_SCHEMA)
+_ONE = "(Tensor scale, int rows, int cols, int block_rows, str layout) -> Tensor"
+_MANY = "(Tensor[] scales, int[] rows, int[] cols, int[] block_rows, str layout) -> Tensor[]"
+torch.library.define("zerofp4::pad_scale", _ONE)
+torch.library.define("zerofp4::unpad_scale", _ONE)
+torch.library.define("zerofp4::pad_scales", _MANY)
+torch.library.define("zerofp4::unpad_scales", _MANY)
 
 
-def _new_scale(scale, rows, cols, block_rows, layout, *, source: str, result: str) -> torch.Tensor:
+def _change_layouts(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    matrices: Sequence[tuple[int, int, int]],
+    layout: str,
+    pad: bool,
+) -> None:
+    """Fill targets from sources, which are not checked: compact scales to `layout` (`pad`), or back.
+
+    matrices: (rows, cols, block_rows) of the quantized matrices.
+    """
+    descriptors = [
+        _C.ScaleLayoutDescriptor(
+            input=source.data_ptr(),
+            output=target.data_ptr(),
+            rows=rows,
+            columns=ceil_div(cols, BLOCK),
+            block_rows=block_rows,
+            layout=SCALE_LAYOUTS.index(layout),
+        )
+        for source, target, (rows, cols, block_rows) in zip(sources, targets, matrices, strict=True)
+        if target.numel()
+    ]
+    if descriptors:
+        device = sources[0].device
+        run_list(_C.ScaleLayoutList(device.type == "cpu", descriptors, pad), len(descriptors), device)
+
+
+def _new_scale(name, scale, device, rows, cols, block_rows, layout, pad: bool) -> torch.Tensor:
     check_block_rows(block_rows)
     if layout not in SCALE_LAYOUTS[1:]:
         raise ValueError(f"layout must be one of {SCALE_LAYOUTS[1:]}, got {layout!r}")
-    check_scale("scale", scale, scale_shape(rows, cols, block_rows, source), scale.device)
+    source, result = ("compact", layout) if pad else (layout, "compact")
+    check_scale(name, scale, scale_shape(rows, cols, block_rows, source), device)
     return scale.new_empty(scale_shape(rows, cols, block_rows, result))
 
 
-def _new_padded(scale, rows, cols, block_rows, layout) -> torch.Tensor:
-    return _new_scale(scale, rows, cols, block_rows, layout, source="compact", result=layout)
+def _new_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
+    for name, values in {"rows": rows, "cols": cols, "block_rows": block_rows}.items():
+        if len(values) != len(scales):
+            raise ValueError(f"{name} must have as many items as scales, {len(scales)}, got {len(values)}")
+    return [
+        _new_scale(f"scales[{i}]", scale, scales[0].device, *matrix, layout, pad)
+        for i, (scale, *matrix) in enumerate(zip(scales, rows, cols, block_rows, strict=True))
+    ]
 
 
-def _new_compact(scale, rows, cols, block_rows, layout) -> torch.Tensor:
-    return _new_scale(scale, rows, cols, block_rows, layout, source=layout, result="compact")
+def _register(name: str, pad: bool) -> None:
+    def new_one(scale, rows, cols, block_rows, layout) -> torch.Tensor:
+        return _new_scale("scale", scale, scale.device, rows, cols, block_rows, layout, pad)
+
+    def new_many(scales, rows, cols, block_rows, layout) -> list[torch.Tensor]:
+        return _new_scales(scales, rows, cols, block_rows, layout, pad)
+
+    def run_one(scale, rows, cols, block_rows, layout) -> torch.Tensor:
+        out = new_one(scale, rows, cols, block_rows, layout)
+        _change_layouts([scale], [out], [(rows, cols, block_rows)], layout, pad)
+        return out
+
+    def run_many(scales, rows, cols, block_rows, layout) -> list[torch.Tensor]:
+        out = new_many(scales, rows, cols, block_rows, layout)
+        _change_layouts(scales, out, list(zip(rows, cols, block_rows, strict=True)), layout, pad)
+        return out
+
+    backend(name)(run_one)
+    backend(f"{name}s")(run_many)
+    torch.library.register_fake(f"zerofp4::{name}", new_one)
+    torch.library.register_fake(f"zerofp4::{name}s", new_many)
 
 
-@backend("pad_scale")
-def _pad_scale(scale, rows, cols, block_rows, layout) -> torch.Tensor:
-    out = _new_padded(scale, rows, cols, block_rows, layout)
-    if out.numel():
-        arguments = (rows, cols, block_rows, SCALE_LAYOUTS.index(layout))
-        _C.pad_scale(target_of(scale.device), scale.data_ptr(), out.data_ptr(), *arguments)
-    return out
-
-
-@backend("unpad_scale")
-def _unpad_scale(scale, rows, cols, block_rows, layout) -> torch.Tensor:
-    out = _new_compact(scale, rows, cols, block_rows, layout)
-    if out.numel():
-        arguments = (rows, cols, block_rows, SCALE_LAYOUTS.index(layout))
-        _C.unpad_scale(target_of(scale.device), scale.data_ptr(), out.data_ptr(), *arguments)
-    return out
-
-
-torch.library.register_fake("zerofp4::pad_scale", _new_padded)
-torch.library.register_fake("zerofp4::unpad_scale", _new_compact)
+_register("pad_scale", pad=True)
+_register("unpad_scale", pad=False)

@@ -16,7 +16,13 @@ def check_block_rows(block_rows: int) -> None:
         raise ValueError(f"block_rows must be 1 or {BLOCK}, got {block_rows}")
 
 
-def check_scale(name: str, scale: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    """E4M3 scales may also come as their uint8 bytes: much of torch, opcheck included, lacks float8."""
-    raw = scale.view(torch.uint8) if scale.dtype == SCALE_DTYPE else scale
+def check_bytes(
+    name: str, buffer: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Floats of one byte may also come as their uint8 bytes: much of torch, opcheck included, lacks them."""
+    raw = buffer.view(torch.uint8) if buffer.dtype == dtype else buffer
     check_buffer(name, raw, shape, torch.uint8, device)
+
+
+def check_scale(name: str, scale: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    check_bytes(name, scale, shape, SCALE_DTYPE, device)

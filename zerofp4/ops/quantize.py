@@ -1,121 +1,271 @@
-"""zerofp4::quantize: a matrix into given buffers."""
+"""zerofp4::quantize, a matrix into given buffers, and zerofp4::quantize_dequantize, its values in one go."""
 
 import torch
 
 from zerofp4 import _C
-from zerofp4.format import BLOCK, SCALE_LAYOUTS, WEIGHT_DTYPES
-from zerofp4.layout import ceil_div, check_matrix, packed_shape, scale_shape
+from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
+from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
 from zerofp4.ops.operator import backend, check_block_rows, check_scale
-from zerofp4.ops.stages import HEADER_WORDS, SIDES, TransposeStage, weight_descriptor
-from zerofp4.shard import Shard
-from zerofp4.storage import BUFFERS, NVFP4Storage, check_buffer
+from zerofp4.ops.stages import SIDES
+from zerofp4.storage import BUFFERS, NVFP4Storage, check_buffer, check_transform
 
+_OPTIONS = "Tensor? rng_state, int e4m3_max, str error"
 _SCALES = "Tensor({})? {side}_scale, Tensor({})? {side}_scale_expanded, Tensor({})? {side}_scale_swizzled"
 torch.library.define(
     "zerofp4::quantize",
-    "(Tensor x, int block_rows, Tensor? given_amax, Tensor(a!) amax, Tensor(b!)? rowwise_data, "
-    + _SCALES.format("c!", "d!", "e!", side="rowwise")
-    + ", Tensor(f!)? columnwise_data, "
-    + _SCALES.format("g!", "h!", "i!", side="columnwise")
-    + ") -> ()",
+    "(Tensor x, int block_rows, Tensor? given_amax, Tensor? given_columnwise_amax, bool hadamard, "
+    + f"bool random_signs, {_OPTIONS}, Tensor? skip, Tensor(a!)? rowwise_data, "
+    + _SCALES.format("b!", "c!", "d!", side="rowwise")
+    + ", Tensor(e!)? columnwise_data, "
+    + _SCALES.format("f!", "g!", "h!", side="columnwise")
+    + ", Tensor(i!) amax, Tensor(j!)? columnwise_amax) -> ()",
+)
+torch.library.define(
+    "zerofp4::quantize_dequantize",
+    f"(Tensor x, int block_rows, Tensor? given_amax, {_OPTIONS}) -> Tensor",
 )
 
 
-def _check_quantize(x, block_rows, given_amax, amax, buffers) -> None:
+# Checks: the public functions leave them to the operators.
+
+
+def _check_input(x, block_rows, rng_state, e4m3_max, error) -> None:
     check_block_rows(block_rows)
     if x.dim() != 2 or x.dtype not in WEIGHT_DTYPES:
         raise ValueError(f"x must be a matrix of one of {WEIGHT_DTYPES}, got {x.dtype} {tuple(x.shape)}")
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()}")
+    if rng_state is not None:
+        check_buffer("rng_state", rng_state, (2,), torch.int64, x.device)
+    if not e4m3_max:
+        return
+    FourOverSix(e4m3_max, error)  # raises for what it cannot be
+    if rng_state is not None:
+        raise ValueError(
+            "stochastic rounding and four over six exclude each other: the choice of a block's scale "
+            "compares the errors of rounding to nearest"
+        )
+
+
+def _check_sides(x, block_rows, hadamard, buffers) -> None:
     rows, cols = x.shape
-    check_matrix(rows, cols, columnwise=buffers["columnwise_data"] is not None)
-    for side, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-        has_data = buffers[f"{side}_data"] is not None
-        if has_data != (buffers[f"{side}_scale"] is not None):
-            raise ValueError(f"{side}_data and {side}_scale must be given together")
-        if has_data:
-            check_buffer(f"{side}_data", buffers[f"{side}_data"], packed_shape(m, k), torch.uint8, x.device)
-        for name, layout in zip(SIDES[side], SCALE_LAYOUTS, strict=True):
-            if buffers[name] is not None:
-                check_scale(name, buffers[name], scale_shape(m, k, block_rows, layout), x.device)
-    for name, value in (("amax", amax), ("given_amax", given_amax)):
+    check_matrix(rows, cols, columnwise=buffers["columnwise_data"] is not None and not hadamard)
+    for side, m, k in (("rowwise", rows, cols), ("columnwise", cols, columnwise_rows(rows, hadamard))):
+        data = buffers[f"{side}_data"]
+        if data is not None:
+            check_buffer(f"{side}_data", data, packed_shape(m, k), torch.uint8, x.device)
+        scales = [buffers[name] for name in SIDES[side]]
+        if (data is None) != all(scale is None for scale in scales):
+            raise ValueError(f"{side}_data and at least one buffer of its scales must be given together")
+        for name, scale, layout in zip(SIDES[side], scales, SCALE_LAYOUTS, strict=True):
+            if scale is not None:
+                check_scale(name, scale, scale_shape(m, k, block_rows, layout), x.device)
+    if buffers["rowwise_data"] is None and buffers["columnwise_data"] is None:
+        raise ValueError("rowwise_data and columnwise_data are both None: there is nothing to write")
+
+
+def _check_amaxes(x, given_amax, given_columnwise_amax, hadamard, skip, buffers) -> None:
+    named = {"amax": given_amax, "columnwise_amax": given_columnwise_amax, "skip": skip}
+    for name, value in named.items():
         if value is not None:
             check_buffer(name, value, (1,), torch.float32, x.device)
+    if given_columnwise_amax is not None and not hadamard:
+        raise ValueError(
+            "columnwise_amax is that of the Hadamard transform, but hadamard is False: both copies have amax"
+        )
+    two = hadamard and buffers["rowwise_data"] is not None
+    if given_amax is not None and hadamard and not two:
+        raise ValueError("amax is that of the rowwise copy, but none is asked for: give columnwise_amax")
+    check_buffer("amax", buffers["amax"], (1,), torch.float32, x.device)
+    if two != (buffers["columnwise_amax"] is not None):
+        raise ValueError("a second amax belongs to a rowwise copy with a transformed columnwise one, only")
+    if two:
+        check_buffer("columnwise_amax", buffers["columnwise_amax"], (1,), torch.float32, x.device)
+
+
+def _check_quantize(
+    x,
+    block_rows,
+    given_amax,
+    given_columnwise_amax,
+    hadamard,
+    random_signs,
+    rng_state,
+    e4m3_max,
+    error,
+    skip,
+    *buffers,
+) -> dict[str, torch.Tensor | None]:
+    """The buffers by name."""
+    named = dict(zip(BUFFERS, buffers, strict=True))
+    _check_input(x, block_rows, rng_state, e4m3_max, error)
+    check_transform(block_rows, named["columnwise_data"] is not None, hadamard, random_signs)
+    _check_sides(x, block_rows, hadamard, named)
+    _check_amaxes(x, given_amax, given_columnwise_amax, hadamard, skip, named)
+    return named
+
+
+# Backends
+
+
+def _fill(amax, given, skip) -> None:
+    """The amax of no elements."""
+    value = torch.zeros_like(amax) if given is None else given
+    amax.copy_(value if skip is None else torch.where(skip == 0, value, amax))
+
+
+def _amax_pass(target, x, random_signs, skip, amax, hadamard_amax) -> None:
+    """Both amaxes in one pass; one of them may be None."""
+    outputs = (address(skip), address(amax), address(hadamard_amax))
+    _C.tensor_amax(target, x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape, random_signs, *outputs)
 
 
 @backend("quantize")
-def _quantize(x, block_rows, given_amax, amax, *args) -> None:
-    buffers = dict(zip(BUFFERS[:8], args, strict=True))
-    _check_quantize(x, block_rows, given_amax, amax, buffers)
+def _quantize(
+    x,
+    block_rows,
+    given_amax,
+    given_columnwise_amax,
+    hadamard,
+    random_signs,
+    rng_state,
+    e4m3_max,
+    error,
+    skip,
+    *buffers,
+) -> None:
+    options = (rng_state, e4m3_max, error, skip)
+    given = (given_amax, given_columnwise_amax)
+    buffers = _check_quantize(x, block_rows, *given, hadamard, random_signs, *options, *buffers)
+    # Where the amax of x and where that of its transform is kept; None where nothing needs it.
+    amax, columnwise_amax = buffers["amax"], buffers["columnwise_amax"]
+    if hadamard and columnwise_amax is None:
+        amax, columnwise_amax = None, amax
+    kept = ((amax, given_amax), (columnwise_amax, given_columnwise_amax))
     if x.numel() == 0:
-        amax.zero_() if given_amax is None else amax.copy_(given_amax)
-    elif block_rows == BLOCK:
-        _quantize_tiles(x, given_amax, amax, buffers)
-    else:
-        _quantize_rows(x, given_amax, amax, buffers)
-
-
-def _single(x, descriptor, reduced: torch.Tensor) -> _C.CastPlan:
-    """The stages for one whole tensor; a non-finite one is quantized with amax inf, not skipped."""
-    return _C.CastPlan(
-        on_cpu=x.device.type == "cpu",
-        weights=[descriptor],
-        reduced=reduced.data_ptr(),
-        reduced_numel=reduced.numel(),
-        hash=0.0,
-        skip_nonfinite=False,
-        found_inf=0,
-        status=0,
-    )
-
-
-def _quantize_tiles(x, given_amax, amax, buffers) -> None:
-    rows, cols = x.shape
-    tiles = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
-    reduced = torch.empty(HEADER_WORDS + 1 + tiles, device=x.device)
-    codes = buffers["rowwise_data"]
-    if codes is None:
-        codes = torch.empty(packed_shape(rows, cols), dtype=torch.uint8, device=x.device)
-    outputs = {**buffers, "amax": amax}
-    shard, dtypes = Shard(0, rows * cols), (x.dtype, x.dtype)
-    offsets = (HEADER_WORDS + 1, HEADER_WORDS)
-    descriptor = weight_descriptor(outputs, x, shard, x.shape, dtypes, codes.data_ptr(), *offsets, given_amax)
-    plan, target = _single(x, descriptor, reduced), target_of(x.device)
-    plan.begin(target, False)
-    plan.amax(target)
-    plan.scale(target)
-    plan.cast(target)
-    if buffers["columnwise_data"] is not None:
-        TransposeStage([(codes, buffers["columnwise_data"])]).run()
-
-
-def _quantize_rows(x, given_amax, amax, buffers) -> None:
-    rows, cols = x.shape
-    target = target_of(x.device)
-    if given_amax is None:
-        amax.zero_()
-        descriptor = weight_descriptor({}, x, Shard(0, rows * cols), x.shape, (x.dtype, x.dtype), 0, -1, 0)
-        _single(x, descriptor, amax).amax(target)
-    else:
-        amax.copy_(given_amax)
-    names = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
-    outputs = [address(buffers[name]) for name in names]
-    _C.quantize_rows(target, x.data_ptr(), DTYPE_CODES[x.dtype], rows, cols, amax.data_ptr(), *outputs)
-    for side, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-        compact, *padded = (buffers[name] for name in SIDES[side])
-        for layout, buffer in enumerate(padded, start=1):
+        for buffer, value in kept:
             if buffer is not None:
-                _C.pad_scale(target, compact.data_ptr(), buffer.data_ptr(), m, k, 1, layout)
+                _fill(buffer, value, skip)
+        return
+    target = target_of(x.device)
+    missing = [buffer if value is None else None for buffer, value in kept]
+    if any(buffer is not None for buffer in missing):
+        _amax_pass(target, x, random_signs, skip, *missing)
+    used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
+    stored = [0 if value is None else address(buffer) for buffer, value in kept]
+    arguments = _C.QuantizeArgs(
+        input=x.data_ptr(),
+        dtype=DTYPE_CODES[x.dtype],
+        rows=x.shape[0],
+        cols=x.shape[1],
+        block_rows=block_rows,
+        hadamard=hadamard,
+        random_signs=random_signs,
+        e4m3_max=e4m3_max,
+        squared_error=error == "mse",
+        rng_state=address(rng_state),
+        amax=address(columnwise_used if used is None else used),
+        columnwise_amax=address(columnwise_used),
+        skip=address(skip),
+        rowwise_data=address(buffers["rowwise_data"]),
+        columnwise_data=address(buffers["columnwise_data"]),
+        rowwise_scale=[address(buffers[name]) for name in SIDES["rowwise"]],
+        columnwise_scale=[address(buffers[name]) for name in SIDES["columnwise"]],
+        stored_amax=stored[0],
+        stored_columnwise_amax=stored[1],
+    )
+    _C.quantize(target, arguments)
 
 
 @torch.library.register_fake("zerofp4::quantize")
-def _(x, block_rows, given_amax, amax, *args) -> None:
-    _check_quantize(x, block_rows, given_amax, amax, dict(zip(BUFFERS[:8], args, strict=True)))
+def _(*args) -> None:
+    _check_quantize(*args)
 
 
-def quantize_into(x: torch.Tensor, record: NVFP4Storage, given_amax: torch.Tensor | None = None) -> None:
-    """Quantize x, a contiguous tensor of the record's shape, into the record's buffers."""
-    matrix = x.reshape(record.matrix)
-    buffers = [getattr(record, name) for name in BUFFERS[:8]]
-    torch.ops.zerofp4.quantize(matrix, record.block[0], given_amax, record.amax, *buffers)
+def _new_values(x, block_rows, given_amax, rng_state, e4m3_max, error) -> torch.Tensor:
+    _check_input(x, block_rows, rng_state, e4m3_max, error)
+    check_matrix(*x.shape, columnwise=False)
+    if given_amax is not None:
+        check_buffer("amax", given_amax, (1,), torch.float32, x.device)
+    return torch.empty_like(x)
+
+
+@backend("quantize_dequantize")
+def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) -> torch.Tensor:
+    values = _new_values(x, block_rows, given_amax, rng_state, e4m3_max, error)
+    if x.numel() == 0:
+        return values
+    target, amax = target_of(x.device), given_amax
+    if amax is None:
+        amax = torch.empty(1, dtype=torch.float32, device=x.device)
+        _amax_pass(target, x, True, None, amax, None)
+    arguments = _C.QuantizeArgs(
+        input=x.data_ptr(),
+        dtype=DTYPE_CODES[x.dtype],
+        rows=x.shape[0],
+        cols=x.shape[1],
+        block_rows=block_rows,
+        e4m3_max=e4m3_max,
+        squared_error=error == "mse",
+        rng_state=address(rng_state),
+        amax=amax.data_ptr(),
+        values=values.data_ptr(),
+    )
+    _C.quantize(target, arguments)
+    return values
+
+
+torch.library.register_fake("zerofp4::quantize_dequantize", _new_values)
+torch.library.register_autograd("zerofp4::quantize_dequantize", lambda ctx, grad: (grad, *[None] * 5))
+
+
+# What the layers above call
+
+
+def draw_rng_state(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    """int64 [2] on `device`: seed and offset from torch.randint, with the generator on its own device."""
+    drawn = torch.randint(
+        2**63 - 1,
+        (2,),
+        dtype=torch.int64,
+        device=device if generator is None else generator.device,
+        generator=generator,
+    )
+    return drawn.to(device)
+
+
+def choice_arguments(four_over_six: FourOverSix | None) -> tuple[int, str]:
+    """e4m3_max and error as the operators take them."""
+    if not isinstance(four_over_six, FourOverSix | None):
+        raise TypeError(f"four_over_six must be a FourOverSix or None, got {type(four_over_six).__name__}")
+    return (0, "mae") if four_over_six is None else (four_over_six.e4m3_max, four_over_six.error)
+
+
+def quantize_into(
+    x: torch.Tensor,
+    record: NVFP4Storage,
+    *,
+    amax: torch.Tensor | None = None,
+    columnwise_amax: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Quantize x, a contiguous tensor of the record's shape, into the record's buffers, as its options say.
+
+    amax, columnwise_amax: float32 [1], to use in place of x's own. rng_state: int64 [2], rounding is
+    stochastic then. skip: float32 [1], nothing is written where it is not 0.
+    """
+    buffers = dict(record.buffers())
+    torch.ops.zerofp4.quantize(
+        x.reshape(record.matrix),
+        record.block[0],
+        amax,
+        columnwise_amax,
+        record.hadamard,
+        record.random_signs,
+        rng_state,
+        *choice_arguments(record.four_over_six),
+        skip,
+        *[buffers.get(name) for name in BUFFERS],
+    )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zerofp4 import _C
-from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, target_of
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
@@ -73,14 +73,20 @@ class _DescriptorTable:
     """The copy of a native plan's descriptors on the GPU; none on the CPU or for fewer than two descriptors,
     which travel in a kernel's arguments.
 
-    It stays where it is for as long as it lives, so that a captured CUDA graph finds in it what was loaded
-    last.
+    Loads go into the same memory until a CUDA graph reads it (`hold`): then that stays as it is, and the next
+    load goes elsewhere.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._memory: torch.Tensor | None = None
+        self.memory: list[torch.Tensor] = []
+        """The table in use, last, after those that graphs read."""
+        self._held = False
         self._contents = b""
+
+    def hold(self) -> None:
+        """What is in use now is what a CUDA graph, being captured, reads in every replay."""
+        self._held = True
 
     def load(self, plan, count: int) -> None:
         """Give a native plan the table, with its descriptors in it: queued on the current stream.
@@ -93,21 +99,22 @@ class _DescriptorTable:
         contents = plan.descriptor_bytes()
         if contents != self._contents:
             self._copy(contents)
-        plan.set_device_descriptors(self._memory.data_ptr())
+        plan.set_device_descriptors(self.memory[-1].data_ptr())
 
     def _copy(self, contents: bytes) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             # A replay would read the staging memory again, long after it went back to the allocator.
             raise RuntimeError(
                 "while a CUDA graph is captured a plan cannot take addresses, and it is new or storage has "
                 "moved: make the same call once before the capture, with the same storage"
             )
-        first = self._memory is None
-        if first:
-            self._memory = torch.empty(len(contents), dtype=torch.uint8, device=self._device)
+        first = not self.memory
+        if first or self._held:
+            self.memory.append(torch.empty(len(contents), dtype=torch.uint8, device=self._device))
+            self._held = False
         # torch does not reuse pinned memory before the copies from it are done.
         staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
-        self._memory.copy_(staging, non_blocking=not first)
+        self.memory[-1].copy_(staging, non_blocking=not first)
         self._contents = contents
 
 
@@ -144,7 +151,8 @@ class CastStages:
             "skip_nonfinite": skip_nonfinite,
             "status": address(status),
         }
-        self._table = _DescriptorTable(self.device)
+        self._reduced = reduced
+        self._table, self._streams = _DescriptorTable(self.device), StreamUse(self.device)
         self.bind(items, found_inf)
 
     def bind(self, items: Sequence[CastItem], found_inf: torch.Tensor | None) -> None:
@@ -164,10 +172,16 @@ class CastStages:
             )
         plan = _C.CastPlan(weights=weights, found_inf=address(found_inf), **self._options)
         self._table.load(plan, len(weights))
+        self._streams.forget()
         self._plan = plan
+
+    def hold(self) -> None:
+        """The stages are being captured in a CUDA graph: the table that it reads is never loaded again."""
+        self._table.hold()
 
     def target(self) -> _C.Target:
         """Where the stages run now: on the current stream."""
+        self._streams.note((self._reduced, *self._table.memory[-1:]))
         return target_of(self.device)
 
     def begin(self, error: bool = False) -> None:
@@ -175,7 +189,11 @@ class CastStages:
         self._plan.begin(self.target(), error)
 
     def amax(self) -> None:
-        """Tile amaxes and group amaxes of the owned elements, by maximum with what the vector holds."""
+        """Amaxes of the owned elements, into a vector that begin() has cleared.
+
+        Tile words are written: on a rank every tile belongs to one writer. Only group words are raised by
+        maximum with what is there.
+        """
         self._plan.amax(self.target())
 
     def scale(self) -> None:
@@ -198,11 +216,15 @@ class CastStages:
 class TransposeStage:
     """Packed transposes of a list of (rowwise_data, columnwise_data) pairs in one launch, on the current
     stream.
+
+    captured: by address, the storage that CUDA graphs use which run() was captured in; kept alive with the
+    stage, as are the tables that they read.
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
         self.device = pairs[0][0].device if pairs else torch.device("cpu")
-        self._table = _DescriptorTable(self.device)
+        self.captured: dict[int, torch.Tensor] = {}
+        self._table, self._streams = _DescriptorTable(self.device), StreamUse(self.device)
         self.bind(pairs)
 
     def bind(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -214,8 +236,14 @@ class TransposeStage:
         ]
         plan = _C.TransposePlan(self.device.type == "cpu", items) if items else None
         self._table.load(plan, len(items))
-        self._plan = plan
+        self._streams.forget()
+        self._plan, self._pairs = plan, pairs
 
     def run(self) -> None:
-        if self._plan is not None:
-            self._plan.run(target_of(self.device))
+        if self._plan is None:
+            return
+        if is_capturing(self.device):
+            self._table.hold()
+            self.captured.update((t.data_ptr(), t.detach()) for pair in self._pairs for t in pair)
+        self._streams.note(self._table.memory[-1:])
+        self._plan.run(target_of(self.device))

@@ -63,7 +63,11 @@ def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
 class AdamWStage:
     """AdamW for a list of tensors: begin() per parameter group, then one update().
 
-    reduced: the vector that the amaxes of items with a place go to, by maximum with what it holds.
+    reduced: the vector that the amaxes of items with a place go to, cleared since the last update: words of
+    tiles with owned elements are written, words of amax groups raised.
+
+    Masters, moments and gradients that do not lie at a vector's alignment (4 columns) are accessed element by
+    element on a GPU.
 
     Nothing synchronizes with a GPU. Holds addresses: whoever built it keeps the items' tensors alive. A CUDA
     graph that has captured its calls, but not its making, can be replayed while all of these live.

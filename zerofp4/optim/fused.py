@@ -45,6 +45,8 @@ class FusedAdamW(torch.optim.Optimizer):
     # On the class: neither pickled nor part of a state dict.
     _plan: CastPlan | None = None
     _pieces: dict[torch.Tensor, MasterPiece] | None = None
+    _counted: tuple[torch.Tensor, ...] = ()
+    _versions: tuple[int, ...] = ()
     _stage: AdamWStage | None = None
     _layout: list | None = None
     _stream = 0
@@ -99,8 +101,9 @@ class FusedAdamW(torch.optim.Optimizer):
         """From now on every step() leaves the amaxes of the plan's masters in the plan's reduced vector, so
         that the next plan.step() need not compute them. Replaces a plan offered before.
 
-        A master without gradient is read for it, not updated. Nobody may write to masters between step() and
-        plan.step(). Call it anew after masters have moved and the plan was refreshed.
+        A master without gradient is read for it, not updated. Where masters are written between step() and
+        plan.step(), call plan.begin_update(), which takes the amaxes back: amaxes_outdated() tells, and
+        ZeroFP4Optimizer does it. Call offer_amaxes anew after masters have moved and the plan was refreshed.
 
         Raises ValueError if a master of the plan is not one of the parameters.
         """
@@ -112,6 +115,21 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise checks.missing_master(i, piece)
             pieces[p] = piece
         self._plan, self._pieces, self._layout = plan, pieces, None
+        # A tensor and its views have one version counter: masters in one buffer are asked once.
+        bases = [p if p._base is None else p._base for p in pieces]
+        self._counted = tuple({id(base): base for base in bases}.values())
+        self._versions = self._counts()
+
+    def amaxes_outdated(self) -> bool:
+        """Whether anybody has written to a master of the offered plan after the last step(): a hook, say, or
+        a subclass. Its amaxes are then not those that step() left.
+
+        Noticed as autograd notices it: not through .data.
+        """
+        return self._versions != self._counts()
+
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in self._counted)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -124,13 +142,15 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         members = self._members()
+        options = [_options(group) for group in self.param_groups]
         self._bind(members)
         if self._plan is None:
-            self._run(members)
+            self._run(members, options)
         else:
             self._plan.begin_update()
-            self._run(members)
+            self._run(members, options)
             self._plan.end_update()
+            self._versions = self._counts()
         return loss
 
     def _device(self) -> torch.device | None:
@@ -138,10 +158,10 @@ class FusedAdamW(torch.optim.Optimizer):
         return next((p.device for group in self.param_groups for p in group["params"]), None)
 
     def _members(self) -> list[_Member]:
-        """The parameters of this step in their order, once nothing is found wrong with gradients and lr."""
+        """The parameters of this step in their order, once gradients and options are found to be right."""
         members, device, pieces = [], self._device(), self._pieces or {}
         for g, group in enumerate(self.param_groups):
-            checks.check_lr(f"param_groups[{g}]['lr']", group["lr"], device)
+            checks.check_edited_options(g, group, device)
             for i, p in enumerate(group["params"]):
                 gradient = p.grad
                 if gradient is None:
@@ -170,6 +190,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 "the first step() with these parameters and gradient dtypes cannot be captured in a CUDA "
                 "graph: make one such step before the capture"
             )
+        for member in members:
+            self._check(member)
         items = [self._item(member) for member in members]
         reduced = None if self._plan is None else self._plan.reduced
         self._layout = None  # until there is a stage for it
@@ -177,8 +199,8 @@ class FusedAdamW(torch.optim.Optimizer):
         members = [member._replace(state=self.state.get(member.parameter)) for member in members]
         self._layout, self._stream = _layout(members), stream
 
-    def _item(self, member: _Member) -> AdamWItem:
-        p, gradient, state = member.parameter, member.gradient, member.state
+    def _check(self, member: _Member) -> None:
+        p = member.parameter
         name = checks.name_of(member.group, member.position, self.param_groups[member.group])
         checks.check_parameter(name, p, self._device())
         piece = (self._pieces or {}).get(p)
@@ -186,21 +208,26 @@ class FusedAdamW(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{name} is not where the plan's master is: refresh the plan, offer_amaxes anew"
             )
-        if state:
-            checks.check_state(name, p, state)
-        elif gradient is not None:
+        if member.state:
+            checks.check_state(name, p, member.state)
+
+    def _item(self, member: _Member) -> AdamWItem:
+        p, gradient, state = member.parameter, member.gradient, member.state
+        if not state and gradient is not None:
             state = self.state[p] = _initial_state(p)
+        piece = (self._pieces or {}).get(p)
         tensors = [state[key] if state else None for key in checks.STATE]
         dtype = torch.float32 if gradient is None else gradient.dtype
         return AdamWItem(p, *tensors, dtype, None if piece is None else AmaxPlace(*piece[1:]))
 
-    def _run(self, members: list[_Member]) -> None:
+    def _run(self, members: list[_Member], options: list) -> None:
+        """options: adamw_options of each group."""
         if self._stage is None:
             return
         first = 0
         for g, some in itertools.groupby(members, lambda member: member.group):
             gradients = [member.gradient for member in some]
-            self._stage.begin(_options(self.param_groups[g]), first, gradients)
+            self._stage.begin(options[g], first, gradients)
             first += len(gradients)
         self._stage.update()
         # As after any update in place, a backward pass through the old values must fail.

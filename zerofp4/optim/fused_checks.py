@@ -18,27 +18,38 @@ def name_of(g: int, i: int, group: dict) -> str:
     return f"{where} '{group['param_names'][i]}'" if "param_names" in group else where
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError for options of a group that torch.optim.AdamW would refuse, or we do."""
-    check_amsgrad(options)
+def check_options(options: dict[str, Any], where: str = "") -> None:
+    """Raises TypeError or ValueError for options of a group that torch.optim.AdamW would refuse, or we do.
+
+    where: what messages begin with.
+    """
+    check_amsgrad(options, where)
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element, got shape {tuple(lr.shape)}")
+        raise ValueError(f"{where}lr must have one element, got shape {tuple(lr.shape)}")
     if len(betas) != 2 or any(isinstance(beta, torch.Tensor) for beta in betas):
-        raise TypeError(f"betas must be two numbers, got {betas!r}")
+        raise TypeError(f"{where}betas must be two numbers, got {betas!r}")
     for i, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
-            raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
+            raise ValueError(f"{where}betas[{i}] must be at least 0 and below 1, got {beta}")
     for name in ("lr", "eps", "weight_decay"):
         if not options[name] >= 0.0:
-            raise ValueError(f"{name} must be 0 or more, got {options[name]}")
+            raise ValueError(f"{where}{name} must be 0 or more, got {options[name]}")
 
 
-def check_amsgrad(options: dict[str, Any]) -> None:
+def check_edited_options(g: int, group: dict[str, Any], device: torch.device | None) -> None:
+    """check_options before a step, without waiting for a GPU: the value of an lr there is not looked at."""
+    lr = group["lr"]
+    check_lr(f"param_groups[{g}]['lr']", lr, device)
+    elsewhere = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
+    check_options(group | {"lr": 0.0} if elsewhere else group, f"param_groups[{g}]: ")
+
+
+def check_amsgrad(options: dict[str, Any], where: str = "") -> None:
     if options.get("amsgrad"):
         raise ValueError(
-            "amsgrad=True is not supported: its third moment would be another 8 bytes of traffic per element "
-            "in a kernel that is bound by memory; use torch.optim.AdamW"
+            f"{where}amsgrad=True is not supported: its third moment would be another 8 bytes of traffic per "
+            "element in a kernel that is bound by memory; use torch.optim.AdamW"
         )
 
 

@@ -44,6 +44,7 @@ class ShardedParameters:
         self._dense = [b for b in self.buffers if isinstance(b, DenseBuffer)]
         self.found_inf = torch.zeros(1, device=self.parameters[0].device)
         self._plan = None if self._packed is None else self._build_plan(self._packed, group, amax_groups)
+        self._amaxes_from: FusedAdamW | None = None
 
     def _build_plan(
         self,
@@ -70,11 +71,7 @@ class ShardedParameters:
         """Let the optimizer of the masters take the amaxes of those of NVFP4 weights in each of its steps."""
         if self._plan is not None:
             optimizer.offer_amaxes(self._plan)
-
-    def forget_amaxes(self) -> None:
-        """The masters are about to be written: amaxes that an optimizer has left are out of date."""
-        if self._plan is not None:
-            self._plan.begin_update()
+            self._amaxes_from = optimizer
 
     def publish(self) -> None:
         """Cast this rank's masters into the weights and gather the other ranks' slices, in place."""
@@ -84,6 +81,8 @@ class ShardedParameters:
             gathers.append(buffer.start_gather())
         if self._plan is not None:
             self.found_inf.zero_()
+            if self._amaxes_from is not None and self._amaxes_from.amaxes_outdated():
+                self._plan.begin_update()  # takes them back
             self._plan.step()
             gathers.append(self._packed.start_gather())
         for gather in gathers:

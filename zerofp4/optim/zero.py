@@ -281,7 +281,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise
         self.state = self.inner.state
         self._pull_options()
-        self._shards.forget_amaxes()
         for buffer in self._shards.buffers:
             buffer.masters.copy_(state_dict["masters"][buffer.kind])
         self._reduced = None

@@ -1,4 +1,4 @@
-"""NVFP4 in plain PyTorch: the specification that every backend equals byte for byte, on any device.
+"""NVFP4 and MXFP8 in plain PyTorch: the specification that every backend equals byte for byte, on any device.
 
 All arithmetic is float32 in the order written, rounding to nearest even. The order is part of the format:
 where a product has three factors the brackets say which two are multiplied first, because another order
@@ -17,6 +17,16 @@ from zerofp4.reference.elements import (
 from zerofp4.reference.four_over_six import block_error, four_over_six_scale, scale_candidates
 from zerofp4.reference.hadamard import hadamard_transform
 from zerofp4.reference.layouts import compact_scale, expand_scale, swizzle_scale, unswizzle_scale
+from zerofp4.reference.mxfp8 import (
+    QuantizedMXFP8,
+    dequantize_mxfp8,
+    mxfp8_block_amax,
+    mxfp8_decode,
+    mxfp8_encode,
+    mxfp8_scale,
+    quantize_mxfp8,
+    swizzle_mxfp8_scale,
+)
 from zerofp4.reference.quantize import Quantized, dequantize, quantize, tensor_amax
 from zerofp4.reference.scales import (
     block_amax,
@@ -43,6 +53,7 @@ __all__ = [
     "COLUMNWISE_STREAM",
     "ROWWISE_STREAM",
     "Quantized",
+    "QuantizedMXFP8",
     "adamw_step",
     "block_amax",
     "block_encode",
@@ -51,6 +62,7 @@ __all__ = [
     "blocks",
     "compact_scale",
     "dequantize",
+    "dequantize_mxfp8",
     "divide",
     "e2m1_to_float",
     "encode",
@@ -62,6 +74,10 @@ __all__ = [
     "four_over_six_scale",
     "hadamard_transform",
     "magnitude",
+    "mxfp8_block_amax",
+    "mxfp8_decode",
+    "mxfp8_encode",
+    "mxfp8_scale",
     "pack",
     "partial_amax",
     "partial_cast",
@@ -69,10 +85,12 @@ __all__ = [
     "place_shard",
     "power",
     "quantize",
+    "quantize_mxfp8",
     "random_bytes",
     "scale_candidates",
     "scaled",
     "spread",
+    "swizzle_mxfp8_scale",
     "swizzle_scale",
     "tensor_amax",
     "transpose_packed",

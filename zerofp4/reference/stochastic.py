@@ -54,8 +54,8 @@ def float_to_e2m1_stochastic(y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     """uint8 codes 0..15 of float32 values with a random byte each: (r + 1/2) / 256 of a grid step is added
     to |y| and the sum rounded down on its own step, saturating at 6. NaN gives code 7.
 
-    A fraction f of a step is rounded up by 256 f of the 256 bytes, that number rounded half up: exactly so from
-    |y| = 1/4 on, where the sums that decide are floats; below, as if |y| were greater by 2^-26 at most.
+    A fraction f of a step is rounded up by 256 f of the 256 bytes, that number rounded half up. This is exact
+    from |y| = 1/4 on, where the sums that decide are floats; below, |y| may count as up to 2^-26 greater.
     """
     a = y.abs()
     step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))

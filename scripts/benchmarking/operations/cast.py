@@ -4,7 +4,7 @@ import argparse
 
 from benchmarking import rules
 from benchmarking.operations import peers
-from benchmarking.session import Session, compare
+from benchmarking.session import Session
 from benchmarking.workloads import Tensors, Workload, chosen
 from zerofp4 import CastPlan
 
@@ -19,9 +19,8 @@ def local_step(session: Session, options: argparse.Namespace) -> None:
         for stage in ("begin", "amax", "scale", "cast"):
             time_stage(session, plan, workload, stage)
         if options.peers:
-            compare(ours, peers.bf16_copy(session, tensors))
-            for peer in peers.references(session, tensors):
-                compare(ours, peer)
+            peers.bf16_copy(session, tensors, ours)
+            peers.references(session, tensors, ours)
 
 
 def amax(session: Session, options: argparse.Namespace) -> None:

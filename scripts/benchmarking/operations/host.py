@@ -18,7 +18,8 @@ def host(session: Session, options: argparse.Namespace) -> None:
         plan = tensors.plan()
         host_time(session, tensors, plan)
         if session.clock.is_cuda:
-            launches(session, plan, count)
+            session.launches(f"launches/local_step/{count}", plan.step)
+            session.launches(f"launches/transpose/{count}", plan.post)
     if not session.clock.is_cuda:
         session.say("launches and device memory are a GPU's: left out on a CPU")
         return
@@ -36,14 +37,6 @@ def host_time(session: Session, tensors: Tensors, plan: CastPlan) -> None:
     function = session.clock.host_us(lambda: zerofp4.cast_master_weights_to_nvfp4(*arguments))
     rule = "cast_master_weights_to_nvfp4() less CastPlan.step(), over the number of weights"
     session.count(f"host_function/{count}", "host_us_per_weight", (function - step) / count, rule)
-
-
-def launches(session: Session, plan: CastPlan, count: int) -> None:
-    rule = "kernels, copies and memory sets of one call"
-    for name, run in (("local_step", plan.step), ("transpose", plan.post)):
-        kernels = session.clock.kernels(run)
-        total = sum(kernels.values())
-        session.count(f"launches/{name}/{count}", "launches", total, rule, kernels=kernels)
 
 
 def device_memory(session: Session, tensors: Tensors) -> None:

@@ -1,0 +1,37 @@
+#pragma once
+// The random Hadamard transform of 16 values, before they are rounded to bfloat16.
+
+#include "common/bits.h"
+
+namespace zerofp4 {
+
+constexpr uint32_t kRandomSigns = 0xd7e8u;  // bit i set: element i changes its sign
+
+// Signs and a radix-2 butterfly with strides 1, 2, 4, 8: 4 times the transform. The inputs are values of
+// bfloat16; on the CPU, vectors of them.
+template <class Float>
+ZEROFP4_HD void butterfly(Float (&x)[16], uint32_t signs) {
+    ZEROFP4_UNROLL
+    for (int i = 0; i < 16; ++i) x[i] = signs >> i & 1u ? -x[i] : x[i];
+    ZEROFP4_UNROLL
+    for (int step = 0; step < 4; ++step) {
+        const int stride = 1 << step;
+        ZEROFP4_UNROLL
+        for (int i = 0; i < 16; ++i) {
+            if (i & stride) continue;
+            const Float a = x[i], b = x[i + stride];
+            x[i] = a + b;
+            x[i + stride] = a - b;
+        }
+    }
+}
+
+// Adding 0 turns -0 into +0.
+template <class Float>
+ZEROFP4_HD void hadamard(Float (&x)[16], uint32_t signs) {
+    butterfly(x, signs);
+    ZEROFP4_UNROLL
+    for (int i = 0; i < 16; ++i) x[i] = x[i] * 0.25f + 0.0f;
+}
+
+}  // namespace zerofp4

@@ -1,0 +1,59 @@
+#pragma once
+// Stochastic rounding to E2M1 with counter-based random bytes: the same for an element wherever and whenever
+// it is computed.
+
+#include "common/e2m1.h"
+
+namespace zerofp4 {
+
+struct RandomBytes {
+    uint32_t words[4];  // little endian: byte i is byte i % 4 of word i / 4
+};
+
+// Philox4x32-10.
+ZEROFP4_HD RandomBytes philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+#if ZEROFP4_DEVICE_CODE
+#pragma unroll
+#endif
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t p0 = static_cast<uint64_t>(0xd2511f53u) * c0;
+        const uint64_t p1 = static_cast<uint64_t>(0xcd9e8d57u) * c2;
+        c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+        c1 = static_cast<uint32_t>(p1);
+        c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+        c3 = static_cast<uint32_t>(p0);
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+enum RandomStream : uint32_t { kRowwiseStream = 0, kColumnwiseStream = 1 };
+
+// The bytes of elements [16 * group, 16 * group + 16), counted row-major in the stored orientation.
+ZEROFP4_HD RandomBytes random_bytes(const int64_t* rng_state, uint64_t group, uint32_t stream) {
+    return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32),
+                  static_cast<uint32_t>(rng_state[1]), stream, static_cast<uint64_t>(rng_state[0]));
+}
+
+// The grid step at a magnitude below 6 (above, some step): half of its power of two, at least 1/2.
+ZEROFP4_HD float e2m1_step(float a) {
+    const uint32_t exponent_bits = to_bits(a) & 0x7f800000u;
+    return from_bits((exponent_bits > 0x3f800000u ? exponent_bits : 0x3f800000u) - 0x00800000u);
+}
+
+// A random byte r adds (r + 1/2) / 256 of a step, then the sum is rounded down. NaN gives code 7.
+ZEROFP4_HD uint32_t float_to_e2m1_stochastic(float y, uint32_t r) {
+    const uint32_t bits = to_bits(y);
+    const float a = from_bits(bits & 0x7fffffffu);
+    const float part = (static_cast<float>(static_cast<int32_t>(r)) + 0.5f) * (1.0f / 256.0f);
+    const float sum = a + part * e2m1_step(a);
+    const uint32_t t = to_bits(sum < kE2M1Max ? sum : kE2M1Max);  // 6 for NaN
+    // From 1 on, the exponent and one bit of the mantissa count the codes.
+    const uint32_t below_one = t >= to_bits(0.5f) ? 1u : 0u;
+    const uint32_t code = t >= to_bits(1.0f) ? (t >> 22) - 252u : below_one;
+    return code | (y == y ? (bits >> 28) & 8u : 0u);
+}
+
+}  // namespace zerofp4

@@ -1,0 +1,150 @@
+// MXFP8 dequantize: either copy, compact or swizzled scales.
+
+#include "cuda/mxfp8.cuh"
+
+namespace zerofp4::cuda {
+namespace {
+
+constexpr int kDequantizeBlocksPerSm = 4;
+
+template <typename T>
+constexpr int kUnitCols = kLanes * kLaneCols<T>;
+
+// Four bytes to floats.
+__device__ __forceinline__ void e4m3_to_four(uint32_t codes, float (&x)[4]) {
+#if __CUDA_ARCH__ >= 890
+    uint32_t halves[2];
+    asm("{\n"
+        "    .reg .b16 low, high;\n"
+        "    mov.b32 {low, high}, %2;\n"
+        "    cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "    cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}\n"
+        : "=r"(halves[0]), "=r"(halves[1])
+        : "r"(codes));
+    unpack<Float16>(halves, x);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = signed_e4m3_to_float(codes >> (8 * i) & 0xffu);
+#endif
+}
+
+// A lane's vector of bytes, element i times factor(i), as elements of T.
+template <typename T, typename Factor>
+__device__ __forceinline__ void decode_vector(const uint32_t (&codes)[kLaneCols<T> / 4], const Factor& factor,
+                                              uint32_t (&words)[kLaneWords]) {
+    float x[kLaneCols<T>];
+#pragma unroll
+    for (int i = 0; i < kLaneCols<T>; i += 4) {
+        float four[4];
+        e4m3_to_four(codes[i / 4], four);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[i + k] = four[k] * factor(i + k);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneWords; ++i) {
+        float values[kPerWord<T>];
+#pragma unroll
+        for (int k = 0; k < kPerWord<T>; ++k) values[k] = x[kPerWord<T> * i + k];
+        words[i] = pack_word<T>(values);
+    }
+}
+
+// The factors of a lane's rows. They are in one group of 32, and so 16 bytes apart in swizzled scales.
+template <typename Lane>
+__device__ __forceinline__ void rowwise_factors(const Mxfp8DequantizeArgs& args, const Unit& unit,
+                                                int64_t col, const Lane& extent, float (&decode)[kSteps]) {
+    const int64_t columns = ceil_div(args.cols, kMxfp8Block), block = col / kMxfp8Block;
+    const bool swizzled = args.layout == kSwizzled;
+    const int64_t pitch = swizzled ? 16 : columns;
+    const uint8_t* p =
+        args.scale + (swizzled ? swizzled_offset(unit.row, block, columns) : unit.row * columns + block);
+    uint32_t byte[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s, p += pitch) byte[s] = extent.count(s) > 0 ? *p : 0u;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) decode[s] = mxfp8_decode(byte[s]);
+}
+
+// The factors of a lane's columns, which are in one group of 32, too.
+template <bool kWhole, typename T>
+__device__ __forceinline__ void columnwise_factors(const Mxfp8DequantizeArgs& args, const Unit& unit,
+                                                   int64_t col, int count, float (&decode)[kLaneCols<T>]) {
+    const int64_t block = unit.row / kMxfp8Block;
+    uint32_t words[kLaneCols<T> / 4] = {};
+    if (args.layout == kSwizzled) {
+        const uint8_t* p = args.scale + swizzled_offset(col, block, ceil_div(args.rows, kMxfp8Block));
+#pragma unroll
+        for (int i = 0; i < kLaneCols<T>; ++i) {
+            if (i < count) words[i / 4] |= static_cast<uint32_t>(p[16 * i]) << (8 * (i % 4));
+        }
+    } else {
+        load_vector<kWhole>(args.scale + block * args.cols + col, count, words);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneCols<T>; ++i) decode[i] = mxfp8_decode(words[i / 4] >> (8 * (i % 4)) & 0xffu);
+}
+
+template <typename T, bool kColumnwise, bool kWhole>
+__device__ __forceinline__ void dequantize_unit(const Mxfp8DequantizeArgs& args, const Unit& unit) {
+    const int64_t col = unit.col + lane_index() * kLaneCols<T>;
+    const Extent<kLaneCols<T>, kWhole> extent(args.rows - unit.row, args.cols - col);
+    const int64_t first = unit.row * args.cols + col;
+    const uint8_t* data = args.data + first;
+    uint32_t codes[kSteps][kLaneCols<T> / 4];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s, data += args.cols) load_vector<kWhole>(data, extent.count(s), codes[s]);
+
+    float decode[kColumnwise ? kLaneCols<T> : kSteps];
+    if constexpr (kColumnwise) {
+        columnwise_factors<kWhole, T>(args, unit, col, extent.count(0), decode);
+    } else {
+        rowwise_factors(args, unit, col, extent, decode);
+    }
+    T* output = static_cast<T*>(args.output) + first;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s, output += args.cols) {
+        uint32_t words[kLaneWords];
+        decode_vector<T>(codes[s], [&](int i) { return decode[kColumnwise ? i : s]; }, words);
+        store_vector<kWhole>(output, extent.count(s), words);
+    }
+}
+
+template <typename T, bool kColumnwise>
+__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+    dequantize_mxfp8_kernel(const __grid_constant__ Mxfp8DequantizeArgs args, uint32_t across) {
+    wait_for_previous_kernel();
+    const Unit unit = unit_of_warp<kSteps, kUnitCols<T>>(across);
+    const bool aligned = args.cols % kLaneCols<T> == 0 && is_aligned(args.data, kLaneCols<T>) &&
+                         (!kColumnwise || is_aligned(args.scale, kLaneCols<T>)) &&
+                         is_aligned(args.output, 4 * kLaneWords);
+    if (aligned && unit.row + kSteps <= args.rows && unit.col + kUnitCols<T> <= args.cols) {
+        dequantize_unit<T, kColumnwise, true>(args, unit);
+    } else if (unit.row < args.rows) {
+        dequantize_unit<T, kColumnwise, false>(args, unit);
+    }
+}
+
+template <typename T>
+void dequantize_as(const Mxfp8DequantizeArgs& args, cudaStream_t stream) {
+    const int64_t across = ceil_div(args.cols, kUnitCols<T>);
+    const int64_t blocks = ceil_div(ceil_div(args.rows, kSteps) * across, kWarps);
+    const auto kernel =
+        args.columnwise ? dequantize_mxfp8_kernel<T, true> : dequantize_mxfp8_kernel<T, false>;
+    launch("dequantize_mxfp8", kernel, blocks, stream, args, across);
+}
+
+}  // namespace
+
+void dequantize_mxfp8(const Mxfp8DequantizeArgs& args, cudaStream_t stream) {
+    switch (args.dtype) {
+        case DType::kFloat32:
+            return dequantize_as<float>(args, stream);
+        case DType::kBFloat16:
+            return dequantize_as<BFloat16>(args, stream);
+        case DType::kFloat16:
+            return dequantize_as<Float16>(args, stream);
+    }
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,165 @@
+// quantize and tensor_amax for groups of consecutive rows, in one launch each. Neither the host nor the grid
+// knows the splits: there are as many blocks as the worst of them need, and those that are left over in
+// quantize_grouped clear what belongs to no group.
+
+#include "cuda/groups.cuh"
+#include "cuda/quantize_body.cuh"
+#include "cuda/tensor_amax.cuh"
+
+namespace zerofp4::cuda {
+namespace {
+
+// Amaxes
+
+__global__ void clear_amaxes_kernel(const __grid_constant__ GroupedAmaxArgs args) {
+    wait_for_previous_kernel();
+    for (int64_t group = threadIdx.x; group < args.splits.count; group += kThreads) {
+        if (args.whole.amax) args.whole.amax[group] = 0.0f;
+        if (args.whole.hadamard_amax) args.whole.hadamard_amax[group] = 0.0f;
+    }
+}
+
+template <typename T, bool kTransform>
+__global__ void __launch_bounds__(kThreads)
+    grouped_amax_kernel(const __grid_constant__ GroupedAmaxArgs args) {
+    wait_for_previous_kernel();
+    const auto parts_of = [&](int64_t rows) { return amax_parts(rows, args.whole.cols); };
+    const GroupScan scan = scan_groups(args.splits, parts_of);
+    if (blockIdx.x >= scan.all.units) return;
+    const BlockGroup& group = group_of_block(args.splits, scan, parts_of);
+    raise_amaxes<T, kTransform>(arguments_of(args.whole, group.place), group.unit);
+}
+
+template <typename T>
+void grouped_amax_as(const GroupedAmaxArgs& args, cudaStream_t stream) {
+    const auto kernel =
+        args.whole.hadamard_amax ? grouped_amax_kernel<T, true> : grouped_amax_kernel<T, false>;
+    // A group ends within a part, which another one would go on with.
+    const int64_t parts = amax_parts(most_data_rows(args.splits), args.whole.cols) + args.splits.count;
+    launch("grouped_amax", kernel, parts, stream, args);
+}
+
+// Quantization
+
+// Of a matrix, or of a group.
+__host__ __device__ __forceinline__ int64_t tiles_of(int64_t rows, int64_t cols) {
+    return ceil_div(rows, kTileRows) * ceil_div(cols, kTileCols);
+}
+
+template <typename TilesOf>
+__device__ __forceinline__ void store_places(const GroupedArgs& args, const GroupScan& scan,
+                                             const TilesOf& tiles_of_rows) {
+    const int64_t stride = args.splits.count + 1;
+    const auto store = [&](const GroupPlace& place) {
+        args.offsets[place.group] = place.row;
+        args.offsets[stride + place.group] = place.data_row;
+        args.offsets[2 * stride + place.group] = place.scale_row;
+    };
+    scan.visit_groups(args.splits, tiles_of_rows,
+                      [&](const GroupPlace& place, uint32_t, uint32_t) { store(place); });
+    if (threadIdx.x != 0) return;
+    store(scan.all.place(args.splits.count, 0));
+    *args.error = scan.valid ? 0 : 1;
+}
+
+__device__ __forceinline__ void store_given_amaxes(const QuantizeArgs& whole, int64_t count) {
+    for (int64_t group = threadIdx.x; group < count; group += kThreads) {
+        if (whole.stored_amax) whole.stored_amax[group] = whole.amax[group];
+        if (whole.stored_columnwise_amax) whole.stored_columnwise_amax[group] = whole.columnwise_amax[group];
+    }
+}
+
+// Zeros to bytes [begin, end) of a buffer that is not null, by `workers` threads.
+__device__ __forceinline__ void clear(uint8_t* buffer, int64_t begin, int64_t end, int64_t worker,
+                                      int64_t workers) {
+    for (int64_t i = begin + 16 * worker; i < end; i += 16 * workers)
+        store16(buffer + i, {0u, 0u, 0u, 0u}, clamp_count(end - i, 16));
+}
+
+// What follows the last group, by the blocks without a tile.
+__device__ __forceinline__ void clear_rest(const GroupedArgs& args, const GroupScan& scan) {
+    const int64_t worker = static_cast<int64_t>(blockIdx.x - scan.all.units) * kThreads + threadIdx.x;
+    const int64_t workers = static_cast<int64_t>(gridDim.x - scan.all.units) * kThreads;
+    const GroupPlace end = scan.all.place(args.splits.count, 0);
+    const int64_t data_rows = most_data_rows(args.splits), scale_rows = most_scale_rows(args.splits);
+    visit_buffers(args.whole, [&](uint8_t* buffer, int64_t bytes, bool padded) {
+        const int64_t used = padded ? end.scale_row : end.data_row, most = padded ? scale_rows : data_rows;
+        if (buffer) clear(buffer, used / kBlock * bytes, most / kBlock * bytes, worker, workers);
+    });
+}
+
+// What lies between the padded columnwise scales of this group and those of the next, by the blocks of its
+// first tiles.
+__device__ __forceinline__ void clear_gap(const QuantizeArgs& group, const GroupPlace& place, uint32_t tile) {
+    const uint32_t down = static_cast<uint32_t>(ceil_div(place.rows, kTileRows));
+    const uint32_t across = static_cast<uint32_t>(ceil_div(group.cols, kTileCols));
+    if (tile % down != 0) return;
+    const ScaleGap gap = columnwise_gap(place, group.cols);
+    const int64_t worker = static_cast<int64_t>(tile / down) * kThreads + threadIdx.x;
+    const int64_t workers = static_cast<int64_t>(across) * kThreads;
+#pragma unroll
+    for (int layout = kExpanded; layout <= kSwizzled; ++layout) {
+        uint8_t* buffer = group.columnwise_scale[layout];
+        if (buffer) clear(buffer, gap.begin, gap.end, worker, workers);
+    }
+}
+
+template <typename T, Columns kColumns>
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T, kColumns>)
+    quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
+    wait_for_previous_kernel();
+    const auto tiles_of_rows = [&](int64_t rows) { return tiles_of(rows, args.whole.cols); };
+    const GroupScan scan = scan_groups(args.splits, tiles_of_rows);
+    if (blockIdx.x == 0) {
+        store_places(args, scan, tiles_of_rows);
+        store_given_amaxes(args.whole, args.splits.count);
+    }
+    if (blockIdx.x >= scan.all.units) return clear_rest(args, scan);
+    const BlockGroup& group = group_of_block(args.splits, scan, tiles_of_rows);
+    const QuantizeArgs own = arguments_of(args.whole, group.place);
+    if constexpr (kColumns != Columns::kNone) clear_gap(own, group.place, group.unit);
+    quantize_tile<T, false, kColumns>(own, group.unit, group.place.rows);
+}
+
+template <typename T>
+void quantize_grouped_as(const GroupedArgs& args, cudaStream_t stream) {
+    const QuantizeArgs& whole = args.whole;
+    auto kernel = quantize_grouped_kernel<T, Columns::kNone>;
+    if (whole.columnwise_data) {
+        kernel = !whole.hadamard ? quantize_grouped_kernel<T, Columns::kPlain>
+                 : !whole.signs  ? quantize_grouped_kernel<T, Columns::kHadamard>
+                                 : quantize_grouped_kernel<T, Columns::kRandomHadamard>;
+    }
+    // Every group may begin a tile more; one row of tiles more, so that some block has none.
+    const int64_t down = whole.rows / kTileRows + args.splits.count + 1;
+    const int64_t blocks = down * std::max<int64_t>(1, ceil_div(whole.cols, kTileCols));
+    launch("quantize_grouped", kernel, blocks, stream, args);
+}
+
+}  // namespace
+
+void grouped_amax(const GroupedAmaxArgs& args, cudaStream_t stream) {
+    launch("grouped_amax", clear_amaxes_kernel, 1, stream, args);
+    if (args.whole.rows == 0 || args.whole.cols == 0) return;
+    switch (args.whole.dtype) {
+        case DType::kFloat32:
+            return grouped_amax_as<float>(args, stream);
+        case DType::kBFloat16:
+            return grouped_amax_as<BFloat16>(args, stream);
+        case DType::kFloat16:
+            return grouped_amax_as<Float16>(args, stream);
+    }
+}
+
+void quantize_grouped(const GroupedArgs& args, cudaStream_t stream) {
+    switch (args.whole.dtype) {
+        case DType::kFloat32:
+            return quantize_grouped_as<float>(args, stream);
+        case DType::kBFloat16:
+            return quantize_grouped_as<BFloat16>(args, stream);
+        case DType::kFloat16:
+            return quantize_grouped_as<Float16>(args, stream);
+    }
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,67 @@
+#pragma once
+// Operations on a list of tensors in one launch, without a plan.
+
+#include <string>
+#include <vector>
+
+#include "common/list.h"
+#include "dispatch/blocks.h"
+#include "dispatch/target.h"
+
+namespace zerofp4 {
+
+// The items of a list that is not empty, cut into units. Holds addresses only; whoever builds it keeps the
+// memory alive.
+template <class Item>
+class ItemList {
+  public:
+    // A list for CUDA of more than kArgumentItems items needs its descriptors in device memory: these bytes,
+    // copied there before the launch.
+    std::string descriptor_bytes() const { return bytes_of(items_); }
+    void set_device_descriptors(uintptr_t address) { table_.items = reinterpret_cast<const Item*>(address); }
+
+  protected:
+    template <class Units>
+    ItemList(bool on_cpu, std::vector<Item> items, const Units& units_of) : items_(std::move(items)) {
+        for (Item& item : items_) {
+            item.unit_begin = table_.units;
+            table_.units += units_of(item);
+        }
+        table_.items = on_cpu ? items_.data() : nullptr;
+        table_.count = static_cast<int64_t>(items_.size());
+    }
+
+    std::vector<Item> items_;
+    ItemTable<Item> table_{};
+};
+
+// `rows` and `cols` are those of the values, also of a columnwise copy.
+DequantizeDescriptor dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t amax, uintptr_t output,
+                                           int64_t rows, int64_t cols, bool columnwise, int64_t block_rows,
+                                           int layout, int e4m3_max);
+
+// The values of a list of quantized matrices, all of one dtype.
+class DequantizeList : public ItemList<DequantizeDescriptor> {
+  public:
+    DequantizeList(bool on_cpu, std::vector<DequantizeDescriptor> items, int dtype);
+    void run(const Target& target) const;
+
+  private:
+    DType dtype_;
+};
+
+// `columns` are those of the scales, without padding.
+ScaleLayoutDescriptor scale_layout_descriptor(uintptr_t input, uintptr_t output, int64_t rows,
+                                              int64_t columns, int64_t block_rows, int layout);
+
+// Compact scales of a list of matrices to padded layouts (`pad`), or back.
+class ScaleLayoutList : public ItemList<ScaleLayoutDescriptor> {
+  public:
+    ScaleLayoutList(bool on_cpu, std::vector<ScaleLayoutDescriptor> items, bool pad);
+    void run(const Target& target) const;
+
+  private:
+    bool pad_;
+};
+
+}  // namespace zerofp4

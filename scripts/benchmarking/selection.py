@@ -1,0 +1,14 @@
+"""Which rows of a result file README.md and the charts show."""
+
+MOST_ROWS = 16
+
+
+def selected(rows: list[dict]) -> list[dict]:
+    """Rows with a target, peers, and of the others the first until there are MOST_ROWS; in their order."""
+    others = [row for row in rows if not is_first(row)]
+    left_out = {row["name"] for row in others[max(0, MOST_ROWS - (len(rows) - len(others))) :]}
+    return [row for row in rows if row["name"] not in left_out]
+
+
+def is_first(row: dict) -> bool:
+    return row["target"] is not None or "times_ours" in row

@@ -1,0 +1,280 @@
+"""dequantize and dequantize_many on every backend against the specification, byte for byte."""
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from op_cases import DTYPES, SHAPES, run_with_instruction_set
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
+from zerofp4.layout import ceil_div, scale_shape
+
+ZEROFP4 = torch.ops.zerofp4
+
+# Also whole vectors of the kernels where the last of them has half a scaling block, and several warps.
+MORE_SHAPES = [(16, 8), (48, 264), (64, 520), (144, 72), (80, 1032)]
+AMAXES = (0.0, 1e-40, 3.7, 6e4, 3e38, torch.inf)
+
+
+def random_bytes(shape, seed: int, largest: int = 0xFF) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(largest + 1, shape, dtype=torch.uint8, generator=generator)
+
+
+def in_layout(compact: torch.Tensor, rows: int, cols: int, block_rows: int, layout: str) -> torch.Tensor:
+    """Compact scale bytes in a layout, with 0xFF as padding."""
+    if layout == "compact":
+        return compact
+    expanded = torch.full(scale_shape(rows, cols, block_rows, layout), 0xFF, dtype=torch.uint8)
+    real = reference.expand_scale(compact, rows, cols, block_rows)
+    columns = ceil_div(cols, BLOCK)
+    expanded[:rows, :columns] = real[:rows, :columns]
+    return expanded if layout == "expanded" else reference.swizzle_scale(expanded)
+
+
+class Case:
+    """All codes and all finite non-negative scales, not only those that quantize produces."""
+
+    def __init__(self, shape, block_rows: int = 16, columnwise: bool = False, layout: str = "compact"):
+        rows, cols = shape[::-1] if columnwise else shape  # of the stored matrix
+        self.block_rows, self.columnwise, self.layout = block_rows, columnwise, layout
+        self.data = random_bytes((rows, cols // 2), rows + cols)
+        self.compact = random_bytes(scale_shape(rows, cols, block_rows), rows * cols, 0x7E)
+        self.scale = in_layout(self.compact, rows, cols, block_rows, layout)
+
+    def run(self, device, amax: float, dtype: torch.dtype, e4m3_max: int = 448) -> torch.Tensor:
+        buffers = (self.data.to(device), self.scale.to(device), torch.tensor([amax], device=device))
+        options = (self.layout, e4m3_max, self.columnwise)
+        return ZEROFP4.dequantize(*buffers, self.block_rows, dtype, *options)
+
+    def expected(self, amax: float, dtype: torch.dtype, e4m3_max: int = 448) -> torch.Tensor:
+        scale = self.compact.view(torch.float8_e4m3fn)
+        options = (self.block_rows, dtype, e4m3_max)
+        values = reference.dequantize(self.data, scale, torch.tensor([amax]), *options)
+        return values.t().contiguous() if self.columnwise else values
+
+
+def assert_values_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bytes, except that NaNs may differ in payload and sign: IEEE 754 leaves both to the hardware."""
+    actual, nan = actual.cpu(), expected.isnan()
+    assert torch.equal(actual.isnan(), nan), f"{what}: NaN at other places"
+    assert_bytes_equal(actual.masked_fill(nan, 0), expected.masked_fill(nan, 0), what)
+
+
+@pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_rows", [1, 16])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_every_code_and_scale(device, shape, dtype, block_rows, columnwise):
+    if columnwise and shape[0] % 2:
+        pytest.skip("columnwise data needs an even number of rows")
+    for layout in SCALE_LAYOUTS:
+        case = Case(shape, block_rows, columnwise, layout)
+        for amax in AMAXES:
+            what = f"{layout}, amax {amax}"
+            assert_values_equal(case.run(device, amax, dtype), case.expected(amax, dtype), what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_smaller_maximum_of_four_over_six(device, dtype, columnwise):
+    case = Case((48, 264), 1, columnwise)
+    for amax in AMAXES:
+        actual, expected = case.run(device, amax, dtype, 256), case.expected(amax, dtype, 256)
+        assert_values_equal(actual, expected, f"amax {amax}")
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_buffers_at_any_address(device, offset, columnwise):
+    for layout in SCALE_LAYOUTS:
+        case = Case((64, 512), 1, columnwise, layout)
+        moved = [
+            torch.empty(b.numel() + offset, dtype=b.dtype, device=device) for b in (case.data, case.scale)
+        ]
+        data, scale = (
+            m[offset:].view(b.shape).copy_(b) for m, b in zip(moved, (case.data, case.scale), strict=True)
+        )
+        for dtype in DTYPES:
+            amax = torch.tensor([3.7], device=device)
+            actual = ZEROFP4.dequantize(data, scale, amax, 1, dtype, layout, 448, columnwise)
+            assert_values_equal(actual, case.expected(3.7, dtype), f"{layout} {dtype}")
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_empty(device, shape, columnwise):
+    result = Case(shape, 16, columnwise).run(device, 1.0, torch.bfloat16)
+    assert result.shape == shape and result.dtype == torch.bfloat16
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("options", [{}, {"block": (1, 16)}, {"four_over_six": zerofp4.FourOverSix()}])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+def test_tensor_with_either_copy(device, options, dtype):
+    x = torch.randn(6, 8, 80, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for rowwise in (True, False):
+        t = zerofp4.quantize(x, rowwise=rowwise, columnwise=True, **options)
+        side = "rowwise" if rowwise else "columnwise"
+        arguments = (getattr(t, f"{side}_data"), getattr(t, f"{side}_scale"), t.amax, t.block[0])
+        expected = reference.dequantize(*arguments, torch.float32, t.record.e4m3_max)
+        expected = (expected if rowwise else expected.t()).reshape(x.shape)
+        expected = expected.to(torch.bfloat16 if dtype is None else dtype)
+        assert_bytes_equal(t.dequantize(dtype), expected, side)
+
+
+def test_copy_of_the_transform_has_no_values(device):
+    options = {"block": (1, 16), "columnwise": True, "hadamard": True}
+    x = torch.randn(48, 80, device=device)
+    assert zerofp4.quantize(x, **options).dequantize().shape == x.shape
+    only = zerofp4.quantize(x, rowwise=False, **options)
+    for call in (only.dequantize, lambda: zerofp4.dequantize_many([only])):
+        with pytest.raises(ValueError, match="only a columnwise copy, of its Hadamard transform"):
+            call()
+
+
+# Lists
+
+
+def list_of_tensors(device, count: int) -> list:
+    """Of several shapes (an empty one too), dtypes, blocks and copies."""
+    shapes = [(48, 80), (2, 2, 34), (0, 16), (130, 264), (16, 512)]
+    options = [
+        {},
+        {"block": (1, 16)},
+        {"rowwise": False, "columnwise": True},
+        {"rowwise": False, "columnwise": True, "block": (1, 16)},
+        {"four_over_six": zerofp4.FourOverSix()},
+        {"scale_layouts": ("swizzled",)},
+    ]
+    tensors = []
+    for i in range(count):
+        x = torch.randn(shapes[i % 5], generator=torch.Generator().manual_seed(i))
+        tensors.append(zerofp4.quantize(x.to(device, DTYPES[i % 3]), **options[i % 6]))
+    return tensors
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 31, 32, 33, 100, 1100])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_many_equal_one_by_one(device, count, dtype):
+    tensors = list_of_tensors(device, count)
+    values = zerofp4.dequantize_many(tensors, dtype)
+    assert len(values) == count
+    for i, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+        assert_bytes_equal(value, tensor.dequantize(dtype), f"tensor {i}, {tuple(tensor.shape)}")
+
+
+def test_many_do_not_synchronize(device):
+    if device.type != "cuda":
+        pytest.skip("a CPU has nothing to synchronize with")
+    tensors = list_of_tensors(device, 100)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        zerofp4.dequantize_many(tensors, torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graph_capture(device):
+    if device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
+    tensors = list_of_tensors(device, 32)
+    filled = [zerofp4.empty((16, 16), device=device)] * 33
+    expected = [t.dequantize(torch.bfloat16) for t in tensors]
+    empty = zerofp4.empty((0, 16), device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values = zerofp4.dequantize_many(tensors, torch.bfloat16)
+        one = tensors[3].dequantize(torch.bfloat16)
+        assert empty.dequantize(torch.bfloat16).shape == (0, 16)
+        with pytest.raises(RuntimeError, match="a list of tensors may have 32 at most, got"):
+            zerofp4.dequantize_many(filled)
+    graph.replay()
+    for i, (value, wanted) in enumerate(zip([*values, one], [*expected, expected[3]], strict=True)):
+        assert_bytes_equal(value, wanted, f"tensor {i}")
+
+
+# The operators in torch.library
+
+
+def arguments_of_many(device, count: int) -> tuple:
+    cases = [Case((32, 48 + 16 * i), columnwise=i % 2 == 1) for i in range(count)]
+    buffers = [[getattr(case, name).to(device) for case in cases] for name in ("data", "scale")]
+    amax = [torch.ones(1, device=device) for _ in cases]
+    columnwise = [case.columnwise for case in cases]
+    return (*buffers, amax, [16] * count, torch.bfloat16, "compact", [448] * count, columnwise)
+
+
+def test_opcheck(device):
+    data, scale, amax, *options = arguments_of_many(device, 3)
+    torch.library.opcheck(ZEROFP4.dequantize_many.default, (data, scale, amax, *options))
+    torch.library.opcheck(ZEROFP4.dequantize.default, (data[0], scale[0], amax[0], 16, torch.bfloat16))
+    arguments = (data[1], scale[1], amax[1], 16, torch.float16, "compact", 256, True)
+    torch.library.opcheck(ZEROFP4.dequantize.default, arguments)
+
+
+def test_compiles_without_a_break(device):
+    tensors = [zerofp4.quantize(torch.randn(32, 48, device=device)) for _ in range(3)]
+
+    def use(*tensors):
+        return [2 * value for value in zerofp4.dequantize_many(tensors)], tensors[0].dequantize() + 1
+
+    compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
+    actual, expected = compiled(*tensors), use(*tensors)
+    for a, b in zip([*actual[0], actual[1]], [*expected[0], expected[1]], strict=True):
+        assert_bytes_equal(a, b, "compiled")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"data": torch.zeros(32, 24)}, TypeError, "data must be a torch.uint8 tensor"),
+        (
+            {"data": torch.zeros(24, dtype=torch.uint8)},
+            ValueError,
+            r"data must be a matrix, got shape \(24,\)",
+        ),
+        ({"data": torch.zeros(24, 32, dtype=torch.uint8).t()}, ValueError, "data must be contiguous"),
+        ({"scale": torch.zeros(2, 4, dtype=torch.uint8)}, ValueError, r"scale must have shape \(2, 3\)"),
+        ({"amax": torch.zeros(2)}, ValueError, r"amax must have shape \(1,\), got \(2,\)"),
+        ({"block_rows": 4}, ValueError, "block_rows must be 1 or 16, got 4"),
+        ({"dtype": torch.int32}, ValueError, "dtype must be one of"),
+        ({"layout": "padded"}, ValueError, "layout must be one of .* got 'padded'"),
+        ({"layout": "swizzled"}, ValueError, r"scale must have shape \(128, 4\)"),
+        ({"e4m3_max": 128}, ValueError, r"e4m3_max must be one of \(448, 256\), got 128"),
+        ({"columnwise": True, "data": torch.zeros(33, 24)}, TypeError, "data must be a torch.uint8"),
+    ],
+)
+def test_refuses(change, error, message):
+    arguments = {
+        "data": torch.zeros(32, 24, dtype=torch.uint8),
+        "scale": torch.zeros(2, 3, dtype=torch.uint8),
+        "amax": torch.ones(1),
+        "block_rows": 16,
+        "dtype": torch.bfloat16,
+        "layout": "compact",
+        "e4m3_max": 448,
+        "columnwise": False,
+    }
+    with pytest.raises(error, match=message):
+        ZEROFP4.dequantize(*(arguments | change).values())
+
+
+def test_many_refuses():
+    data, scale, amax, block_rows, dtype, *options = arguments_of_many("cpu", 3)
+    with pytest.raises(ValueError, match="block_rows must have as many items as data, 3, got 2"):
+        ZEROFP4.dequantize_many(data, scale, amax, block_rows[:2], dtype, *options)
+    with pytest.raises(ValueError, match=r"scale\[2\] must have shape \(2, 5\), got \(2, 3\)"):
+        ZEROFP4.dequantize_many(data, [*scale[:2], scale[0]], amax, block_rows, dtype, *options)
+    with pytest.raises(TypeError, match=r"tensors\[1\] must be an NVFP4Tensor, got Tensor"):
+        zerofp4.dequantize_many([zerofp4.empty((16, 16)), torch.zeros(16, 16)])
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        zerofp4.dequantize_many([zerofp4.empty((16, 16))], torch.float64)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set(isa):
+    run_with_instruction_set(isa, __file__, "cpu and every_code")

@@ -1,0 +1,336 @@
+"""MXFP8Tensor: quantize_mxfp8, buffers, copies, pickles, what may write to it, products."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from tensor_helpers import DTYPES, addresses, values
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.format import MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE
+from zerofp4.mxfp8 import MXFP8Storage
+
+NAMES = MXFP8Storage.buffer_names
+ALL = {"columnwise": True, "scale_layouts": ["swizzled"]}
+
+
+def make(device="cpu", shape=(48, 80), **options):
+    return zerofp4.quantize_mxfp8(values(*shape, device=device), **{**ALL, **options})
+
+
+def assert_same(actual, expected, names=NAMES):
+    for name in names:
+        mine, other = getattr(actual.record, name), getattr(expected.record, name)
+        assert (mine is None) == (other is None), name
+        if mine is not None:
+            assert_bytes_equal(mine, other, name)
+
+
+def assert_quantized(tensor, x):
+    """Every buffer of the tensor is what the specification says for the matrix x."""
+    expected = reference.quantize_mxfp8(x)._asdict()
+    for side, columnwise in (("rowwise", False), ("columnwise", True)):
+        swizzled = reference.swizzle_mxfp8_scale(expected[f"{side}_scale"], *x.shape, columnwise)
+        expected[f"{side}_scale_swizzled"] = swizzled
+    for name, buffer in tensor.record.buffers():
+        assert_bytes_equal(buffer, expected[name], name)
+
+
+# quantize_mxfp8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32, 64), (34, 50), (1, 1), (130, 288)])
+def test_quantize_fills_every_buffer(device, shape, dtype):
+    x = values(*shape, device=device, dtype=dtype)
+    t = zerofp4.quantize_mxfp8(x, **ALL)
+    assert (t.shape, t.dtype, t.device, t.block) == (x.shape, dtype, x.device, (1, 32))
+    assert [name for name, _ in t.record.buffers()] == list(NAMES)
+    assert t.rowwise_data.dtype == t.columnwise_data.dtype == MXFP8_DATA_DTYPE
+    assert t.rowwise_scale.dtype == t.columnwise_scale_swizzled.dtype == MXFP8_SCALE_DTYPE
+    assert_quantized(t, x)
+    expected = reference.dequantize_mxfp8(t.rowwise_data, t.rowwise_scale, False, dtype)
+    assert_bytes_equal(t.dequantize(), expected, "values")
+
+
+def test_quantize_flattens_and_copies_what_is_not_contiguous(device):
+    x = values(5, 6, 64, device=device).transpose(0, 1)
+    t = zerofp4.quantize_mxfp8(x, columnwise=True)
+    assert t.shape == (6, 5, 64) and t.dequantize().shape == (6, 5, 64)
+    assert_quantized(t, x.reshape(30, 64))
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
+def test_one_side(device, rowwise, columnwise):
+    x = values(34, 50, device=device)
+    t = zerofp4.quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise)
+    side = "columnwise" if columnwise else "rowwise"
+    assert [name for name, _ in t.record.buffers()] == [f"{side}_data", f"{side}_scale"]
+    assert_quantized(t, x)
+    data, scale = getattr(t, f"{side}_data"), getattr(t, f"{side}_scale")
+    assert_bytes_equal(t.dequantize(), reference.dequantize_mxfp8(data, scale, columnwise, x.dtype), "values")
+    with pytest.raises(ValueError, match=f"no {'columnwise' if rowwise else 'rowwise'} copy"):
+        t.swizzled_scale(columnwise=rowwise)
+
+
+def test_swizzled_scales_with_and_without_a_buffer(device):
+    stored, bare = make(device, (34, 70)), make(device, (34, 70), scale_layouts=["compact"])
+    for columnwise in (False, True):
+        side = "columnwise" if columnwise else "rowwise"
+        assert stored.swizzled_scale(columnwise) is getattr(stored, f"{side}_scale_swizzled")
+        assert_bytes_equal(bare.swizzled_scale(columnwise), stored.swizzled_scale(columnwise), side)
+        assert bare.swizzled_scale(columnwise).dtype == MXFP8_SCALE_DTYPE
+
+
+def test_out_takes_new_values_in_the_same_places(device):
+    t = make(device)
+    for _, buffer in t.record.buffers():
+        buffer.view(torch.uint8).fill_(0xA5)
+    before, version = addresses(t), t._version
+    x = values(48, 80, device=device, seed=1).requires_grad_()
+    assert zerofp4.quantize_mxfp8(x, out=t) is t
+    assert_quantized(t, x.detach())
+    assert addresses(t) == before and t._version > version and not t.requires_grad
+    for flag, kept in ((1.0, x), (torch.inf, x), (0.0, -x)):
+        zerofp4.quantize_mxfp8(-x, out=t, skip=torch.tensor([flag], device=device))
+        assert_quantized(t, kept.detach())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"x": [[1.0, 2.0]]}, TypeError, "x must be a plain torch.Tensor, got list"),
+        ({"x": torch.zeros(4, 4, dtype=torch.int32)}, TypeError, "x must have one of the dtypes .*int32"),
+        ({"x": torch.zeros(16)}, ValueError, r"at least 2 dimensions, got shape \(16,\)"),
+        ({"rowwise": False}, ValueError, "both False"),
+        ({"scale_layouts": ["expanded"]}, ValueError, "scale_layouts .*'expanded'"),
+        ({"scale_layouts": "swizzled"}, ValueError, "must be a sequence of names"),
+        ({"skip": torch.zeros(1)}, ValueError, "skip keeps what out has, but there is no out"),
+        ({"skip": 1.0, "out": make()}, TypeError, "skip must be a torch.float32 tensor, got float"),
+        ({"out": torch.zeros(48, 80)}, TypeError, "out must be an MXFP8Tensor, got Tensor"),
+        ({"out": zerofp4.empty((48, 80))}, TypeError, "out must be an MXFP8Tensor, got NVFP4Tensor"),
+        ({"out": make(shape=(80, 48))}, ValueError, r"out must have x's shape .*48, 80.* got .*80, 48"),
+        ({"out": make(columnwise=False), "columnwise": True}, ValueError, "out must have columnwise scales"),
+    ],
+)
+def test_quantize_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        zerofp4.quantize_mxfp8(**{"x": values(48, 80), **options})
+
+
+def test_quantizing_twice_is_refused():
+    for quantize in (zerofp4.quantize, zerofp4.quantize_mxfp8):
+        with pytest.raises(TypeError, match=r"x must be a plain .*, got MXFP8Tensor"):
+            quantize(make())
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 0), (2, 0, 16)])
+def test_no_elements(device, shape):
+    t = zerofp4.quantize_mxfp8(torch.empty(shape, device=device), **ALL)
+    assert t.dequantize().shape == t.clone().shape == shape and "MXFP8Tensor" in repr(t)
+    t.copy_(torch.empty(shape)).zero_()
+    assert t.swizzled_scale().numel() == t.swizzled_scale(columnwise=True).numel() == 0
+
+
+# Copies, and what is shared
+
+
+@pytest.mark.parametrize("copy_of", [torch.clone, copy.deepcopy, lambda t: t.to(t.device, copy=True)])
+def test_copies_share_nothing(device, copy_of):
+    t = make(device)
+    new = copy_of(t)
+    assert type(new) is zerofp4.MXFP8Tensor
+    assert_same(new, t)
+    assert not set(addresses(new).values()) & set(addresses(t).values())
+
+
+def test_detach_parameter_and_data_share_the_record(device):
+    t = make(device)
+    parameter = nn.Parameter(t)
+    assert isinstance(parameter, zerofp4.MXFP8Tensor) and parameter.requires_grad
+    parameter.data.copy_(values(48, 80, device=device, seed=1))
+    t.rowwise_data = t.rowwise_data.clone()
+    for other in (parameter, t.detach(), parameter.data, copy.copy(parameter)):
+        assert other.record is t.record and other.rowwise_data is t.rowwise_data
+    assert_quantized(parameter, values(48, 80, device=device, seed=1))
+    with pytest.raises(TypeError, match=r"rowwise_data must be a torch\.float8_e4m3fn tensor"):
+        t.rowwise_data = torch.zeros(48, 80)
+    with pytest.raises(ValueError, match=r"rowwise_data must have shape \(48, 80\)"):
+        t.rowwise_data = t.rowwise_data.view(80, 48)
+    with pytest.raises(TypeError, match="data must be an MXFP8Tensor, got NVFP4Tensor"):
+        parameter.data = zerofp4.empty((48, 80), device=device)
+
+
+def test_to_another_device_or_dtype(device):
+    t = make(device)
+    assert t.to(device) is t
+    there = t.to("meta")
+    assert {buffer.device.type for _, buffer in there.record.buffers()} == {"meta"}
+    module = linear(t)
+    module.to("cpu")
+    assert isinstance(module.weight, zerofp4.MXFP8Tensor)
+    assert_same(module.weight, make())
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        expected = reference.dequantize_mxfp8(t.rowwise_data, t.rowwise_scale, False, dtype)
+        for actual in (t.to(dtype), t.dequantize(dtype), torch.empty_like(expected).copy_(t)):
+            assert type(actual) is torch.Tensor
+            assert_bytes_equal(actual, expected, f"values as {dtype}")
+
+
+def linear(t):
+    module = nn.Linear(80, 48, bias=False, dtype=t.dtype, device=t.device)
+    module.weight = nn.Parameter(t)
+    return module
+
+
+def save_and_load(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), **options)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_save_and_load(device, weights_only):
+    t = make(device, columnwise=False)
+    t.record.name = "layers.0"
+    loaded = save_and_load({"t": t, "p": nn.Parameter(t.clone())}, weights_only=weights_only)
+    for new in loaded.values():
+        assert type(new) is zerofp4.MXFP8Tensor and new.dtype == t.dtype and new.record.name == "layers.0"
+        assert_same(new, t)
+    assert isinstance(loaded["p"], nn.Parameter) and loaded["p"].requires_grad
+    assert_same(pickle.loads(pickle.dumps(t)), t)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_round_trip(device, assign):
+    source, target = linear(make(device)), linear(make(device))
+    target.weight.data.zero_()
+    before = addresses(target.weight)
+    target.load_state_dict(save_and_load(source.state_dict()), assign=assign)
+    assert_same(target.weight, source.weight)
+    assert (addresses(target.weight) == before) == (not assign)
+    plain = nn.Linear(80, 48, bias=False, dtype=torch.bfloat16)
+    plain.load_state_dict(target.state_dict())
+    assert_bytes_equal(plain.weight.detach(), target.weight.dequantize().detach().cpu(), "values")
+
+
+def test_flatten_names_what_exists_and_unflatten_restores_it():
+    for options, expected in (({}, NAMES), ({"columnwise": False, "scale_layouts": []}, NAMES[:2])):
+        t = make(**options)
+        names, context = t.__tensor_flatten__()
+        assert names == list(expected)
+        inner = {name: getattr(t, name) for name in names}
+        new = zerofp4.MXFP8Tensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
+        assert_same(new, t)
+        assert (new.shape, new.dtype) == (t.shape, t.dtype)
+    scales = "rowwise=compact+swizzled, columnwise=compact+swizzled"
+    options = f"dtype=torch.bfloat16, block=(1, 32), device=cpu, {scales}"
+    assert repr(make()) == f"MXFP8Tensor(shape=(48, 80), {options})"
+
+
+# Writing
+
+
+def test_copies_of_values_and_of_bytes(device):
+    t, x = make(device), values(48, 80, dtype=torch.float32, seed=1)
+    before = addresses(t)
+    assert t.copy_(x) is t
+    assert_quantized(t, x.to(device, t.dtype))
+    t.copy_(x[0].double())  # broadcasts
+    assert_quantized(t, x[0].expand(48, 80).to(device, t.dtype))
+    bytes_of_another = make(device, scale_layouts=["compact"])
+    bytes_of_another.rowwise_data.view(torch.uint8)[0, 0] = 0x7E  # which no quantization of its values gives
+    t.copy_(bytes_of_another)
+    assert_same(t, bytes_of_another, ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"))
+    for columnwise in (False, True):
+        expected = bytes_of_another.swizzled_scale(columnwise)
+        assert_bytes_equal(t.swizzled_scale(columnwise), expected, "swizzled")
+    nvfp4 = zerofp4.quantize(x.to(device))
+    t.copy_(nvfp4)
+    assert_quantized(t, nvfp4.dequantize(t.dtype))
+    for act, value in ((lambda: t.fill_(-0.3), -0.3), (lambda: t.fill_(-0.0), -0.0), (t.zero_, 0.0)):
+        assert act() is t
+        assert_quantized(t, torch.full((48, 80), value, dtype=t.dtype, device=device))
+    assert addresses(t) == before
+
+
+def test_one_copy_does_not_give_the_other(device):
+    rows, both = make(device, columnwise=False), make(device)
+    before = both.clone()
+    with pytest.raises(ValueError, match="the source has no columnwise copy"):
+        both.copy_(rows)
+    assert_same(both, before)
+
+
+def test_other_writes_are_refused_and_say_what_to_do():
+    t = make()
+    for act in (lambda: t.add_(1), lambda: t.__setitem__(0, 1), lambda: torch.add(t, 1, out=t)):
+        with pytest.raises(RuntimeError, match=r"writes to an MXFP8Tensor.*copy_ that, which requantizes"):
+            act()
+    assert_same(t, make())
+
+
+# Products
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.linear(x, w),
+        lambda x, w: x @ w.t(),
+        lambda x, w: torch.matmul(w, x.t()),
+        lambda x, w: torch.mm(w, x.t()) * 2,
+        lambda x, w: (w * 3).square() + w.to(torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_products_and_gradients(device, function, backend):
+    x = values(4, 80, device=device, dtype=torch.float32).requires_grad_()
+    w = nn.Parameter(zerofp4.quantize_mxfp8(values(48, 80, device=device, dtype=torch.float32)))
+    plain = w.detach().dequantize().requires_grad_()
+    torch._dynamo.reset()
+    run = torch.compile(function, fullgraph=True, backend=backend) if backend else function
+    results = [f(x, weight) for f, weight in ((run, w), (function, plain))]
+    gradients = [
+        torch.autograd.grad(y.square().sum(), (x, leaf), allow_unused=True)
+        for y, leaf in zip(results, (w, plain), strict=True)
+    ]
+    # Sums in another order: float32 rounding of at most 240 terms.
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(*gradients, strict=True):
+        assert type(actual) is type(expected)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_product_of_two_formats_and_what_it_saves():
+    a, b = nn.Parameter(make()), nn.Parameter(zerofp4.quantize(values(80, 32)))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = a @ b
+    assert sorted(type(t).__name__ for t in kept) == ["MXFP8Tensor", "NVFP4Tensor"]
+    torch.testing.assert_close(out, a.dequantize() @ b.dequantize(), rtol=0, atol=0)
+    out.sum().backward()
+    assert type(a.grad) is type(b.grad) is torch.Tensor and a.grad.dtype == torch.bfloat16
+
+
+def test_compiled_copy_and_clone(device):
+    def write(t, x):
+        t.copy_(x)
+        return t.clone(), t.swizzled_scale(columnwise=True).view(torch.uint8) + 0
+
+    torch._dynamo.reset()
+    t, x = make(device), values(48, 80, device=device, seed=1)
+    before = addresses(t)
+    clone, scale = torch.compile(write, fullgraph=True, backend="aot_eager")(t, x)
+    assert addresses(t) == before
+    assert_quantized(t, x)
+    assert_same(clone, t)
+    assert clone.rowwise_data.data_ptr() != t.rowwise_data.data_ptr()
+    assert_bytes_equal(scale, t.columnwise_scale_swizzled.view(torch.uint8), "swizzled")

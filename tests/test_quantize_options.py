@@ -1,0 +1,293 @@
+"""zerofp4.quantize: what its options make of a tensor, where it writes, what it refuses."""
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from tensor_helpers import ALL, FORMATS, addresses, assert_record_equal, e4m3_max, same_format, values
+
+import zerofp4
+from zerofp4 import FourOverSix, reference
+from zerofp4.format import SCALE_LAYOUTS
+
+
+def specified(x, block=(16, 16), **options) -> reference.Quantized:
+    return reference.quantize(x.reshape(-1, x.shape[-1]), block[0], **options)
+
+
+def assert_specified(t, x, **options):
+    q = specified(x, **options)
+    columnwise_only = t.rowwise_data is None
+    for name in ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"):
+        if getattr(t, name) is not None:
+            assert_bytes_equal(getattr(t, name), getattr(q, name), name)
+    assert_bytes_equal(t.amax, q.columnwise_amax if columnwise_only else q.amax, "amax")
+    if t.columnwise_amax is not None:
+        assert_bytes_equal(t.columnwise_amax, q.columnwise_amax, "columnwise_amax")
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_formats(device, options):
+    x = values(50, 96, device=device)
+    t = zerofp4.quantize(x, **ALL, **options)
+    assert_specified(t, x, **options)
+    q = specified(x, **options)
+    block_rows = t.block[0]
+    expected = reference.dequantize(
+        q.rowwise_data, q.rowwise_scale, q.amax, block_rows, x.dtype, e4m3_max(options)
+    )
+    assert_bytes_equal(t.dequantize(), expected, "values")
+    two = options.get("hadamard", False)
+    assert (t.hadamard, t.four_over_six) == (two, options.get("four_over_six"))
+    assert (t.columnwise_amax is t.amax) == (not two)
+    for side, columnwise in (("rowwise", False), ("columnwise", True)):
+        bare = zerofp4.quantize(x, columnwise=True, **options)
+        assert_bytes_equal(bare.expanded_scale(columnwise), getattr(t, f"{side}_scale_expanded"), side)
+        assert_bytes_equal(bare.swizzled_scale(columnwise), getattr(t, f"{side}_scale_swizzled"), side)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33])
+def test_the_transform_completes_the_last_group_of_rows(device, rows):
+    x = values(rows, 48, device=device)
+    t = zerofp4.quantize(x, block=(1, 16), columnwise=True, hadamard=True)
+    assert t.columnwise_data.shape == (48, (rows + 15) // 16 * 8)
+    assert_specified(t, x, block=(1, 16), hadamard=True)
+
+
+def test_a_transformed_copy_alone_has_its_own_amax_and_no_values(device):
+    x = values(32, 48, device=device)
+    t = zerofp4.quantize(x, block=(1, 16), rowwise=False, columnwise=True, hadamard=True)
+    assert t.columnwise_amax is t.amax
+    assert_specified(t, x, block=(1, 16), hadamard=True)
+    with pytest.raises(ValueError, match="only a columnwise copy, of its Hadamard transform"):
+        t.dequantize()
+    assert "hadamard=True" in repr(t)
+
+
+# Inputs
+
+
+def strided(x):
+    wide = torch.full((x.shape[0], 2 * x.shape[1] + 3), torch.nan, dtype=x.dtype, device=x.device)
+    wide[:, 3::2] = x
+    return wide[:, 3::2]
+
+
+VIEWS = {
+    "transpose": lambda x: x.t().contiguous().t(),
+    "strided": strided,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "rows of a wider matrix": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]],
+}
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_not_contiguous(device, options, view):
+    x = view(values(34, 80, device=device))
+    assert not x.is_contiguous()
+    assert_specified(zerofp4.quantize(x, columnwise=True, **options), x, **options)
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_an_odd_storage_offset(device, options):
+    flat = torch.cat([torch.full((1,), torch.nan, device=device).bfloat16(), values(34 * 80, device=device)])
+    x = flat[1:].view(34, 80)
+    assert_specified(zerofp4.quantize(x, columnwise=True, **options), x, **options)
+
+
+@pytest.mark.parametrize("shape", [(3, 14, 48), (2, 3, 4, 16), (1, 1, 2, 32)])
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_more_dimensions(device, shape, options):
+    x = values(*shape, device=device)
+    t = zerofp4.quantize(x, columnwise=True, **options)
+    assert t.shape == t.dequantize().shape == shape
+    assert_specified(t, x, **options)
+
+
+# Stochastic rounding
+
+
+def test_a_generator_on_the_cpu_gives_the_same_codes_on_every_device(device):
+    x = values(48, 80, device=device)
+    drawn = []
+    for place in (x, x, x.cpu()):
+        generator = torch.Generator().manual_seed(7)
+        options = {"block": (1, 16), "stochastic_rounding": True, "generator": generator}
+        drawn.append(zerofp4.quantize(place, columnwise=True, **options))
+    for t in drawn[1:]:
+        assert_bytes_equal(t.rowwise_data, drawn[0].rowwise_data, "rowwise")
+        assert_bytes_equal(t.columnwise_data, drawn[0].columnwise_data, "columnwise")
+    state = torch.randint(2**63 - 1, (2,), generator=torch.Generator().manual_seed(7))
+    assert_specified(drawn[0], x, block=(1, 16), rng_state=state.to(device))
+
+
+def test_draws_differ_and_the_default_generator_can_be_seeded(device):
+    x = values(48, 80, device=device)
+    torch.manual_seed(3)
+    first, second = (zerofp4.quantize(x, stochastic_rounding=True) for _ in range(2))
+    assert not torch.equal(first.rowwise_data, second.rowwise_data)
+    torch.manual_seed(3)
+    again = zerofp4.quantize(x, stochastic_rounding=True)
+    assert_bytes_equal(again.rowwise_data, first.rowwise_data, "the same seed")
+
+
+def test_the_mean_of_many_draws_is_the_value(device):
+    """4096 draws of a value between 2 and 3: the mean's standard deviation is below 0.008."""
+    x = torch.full((256, 16), 2.25, device=device)
+    x[:, 0] = 6.0
+    t = zerofp4.quantize(
+        x, block=(1, 16), amax=torch.tensor([2688.0], device=device), stochastic_rounding=True
+    )
+    assert set(t.dequantize()[:, 1:].unique().tolist()) == {2.0, 3.0}
+    assert abs(t.dequantize()[:, 1:].mean().item() - 2.25) < 0.04
+
+
+# out and skip
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_out(device, options):
+    t = zerofp4.quantize(values(48, 80, device=device), **ALL, **options)
+    for _, buffer in t.record.buffers():
+        buffer.view(torch.uint8).fill_(0xA5)
+    before, version = addresses(t), t._version
+    x = values(48, 80, device=device, seed=1)
+    assert zerofp4.quantize(x, columnwise=True, out=t, **options) is t
+    assert_record_equal(t, zerofp4.quantize(x, **ALL, **options))
+    assert addresses(t) == before and t._version > version
+
+
+def test_out_of_its_own_amax(device):
+    """An amax that out itself holds may be given: it is read before it is written."""
+    t = zerofp4.quantize(values(48, 80, device=device))
+    amax = t.amax.clone()
+    x = values(48, 80, device=device, seed=1)
+    assert_specified(zerofp4.quantize(x, amax=t.amax, out=t), x, amax=amax)
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_skip(device, options):
+    t = zerofp4.quantize(values(48, 80, device=device), **ALL, **options)
+    before, x = t.clone(), values(48, 80, device=device, seed=1)
+    flag = torch.ones(1, device=device)
+    arguments = {"columnwise": True, "out": t, "skip": flag, **options}
+    zerofp4.quantize(x, **arguments)
+    assert_record_equal(t, before)
+    flag.zero_()
+    zerofp4.quantize(x, **arguments)
+    assert_record_equal(t, zerofp4.quantize(x, **ALL, **options))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hadamard": True, "columnwise": True}, ValueError, "needs blocks of 1x16, got 16x16: both copies"),
+        ({"hadamard": True, "block": (1, 16)}, ValueError, "transforms the columnwise copy, but none"),
+        ({"random_signs": False}, ValueError, "random_signs=False .* hadamard is False"),
+        ({"stochastic_rounding": True, "four_over_six": FourOverSix()}, ValueError, "exclude each other"),
+        ({"four_over_six": 256}, TypeError, "four_over_six must be a FourOverSix or None, got int"),
+        ({"generator": torch.Generator()}, ValueError, "generator is for stochastic rounding"),
+        ({"stochastic_rounding": True, "generator": 3}, TypeError, "generator must be a torch.Generator"),
+        ({"columnwise_amax": torch.ones(1), "columnwise": True}, ValueError, "but hadamard is False"),
+        ({"columnwise_amax": 3.0}, TypeError, "columnwise_amax must be a torch.float32 tensor, got float"),
+        ({"skip": torch.zeros(1)}, ValueError, "there is no out"),
+        (
+            {**FORMATS["hadamard"], "columnwise": True, "rowwise": False, "amax": torch.ones(1)},
+            ValueError,
+            "amax is that of the rowwise copy, but none is asked for: give columnwise_amax",
+        ),
+    ],
+)
+def test_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        zerofp4.quantize(values(4, 16), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hadamard": True, "columnwise": True}, "out must have hadamard True, got False"),
+        ({"four_over_six": FourOverSix()}, r"out must have four_over_six FourOverSix\(.*\), got None"),
+        ({"skip": torch.zeros(1, dtype=torch.float64)}, "skip must be a torch.float32 tensor"),
+        ({"skip": torch.zeros(2)}, r"skip must have shape \(1,\), got \(2,\)"),
+    ],
+)
+def test_out_that_does_not_fit(options, message):
+    out = zerofp4.quantize(values(4, 16), block=(1, 16), columnwise=True)
+    with pytest.raises((TypeError, ValueError), match=message):
+        zerofp4.quantize(values(4, 16), block=(1, 16), out=out, **options)
+
+
+def test_a_cast_refuses_a_weight_with_four_over_six():
+    weight = zerofp4.quantize(values(16, 32), columnwise=True, four_over_six=FourOverSix())
+    with pytest.raises(
+        ValueError, match=r"model_weights\[0\] is quantized with FourOverSix.* part of a tile"
+    ):
+        zerofp4.cast_master_weights_to_nvfp4([weight], [torch.zeros(512)], [0])
+
+
+# Compiled and captured
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_in_one_graph(device, options, backend):
+    def function(x, out):
+        t = zerofp4.quantize(x, columnwise=True, scale_layouts=SCALE_LAYOUTS, **options)
+        zerofp4.quantize(x, columnwise=True, out=out, **options)
+        return t, t.dequantize(), t.columnwise_scale_swizzled.view(torch.uint8) + 0
+
+    torch._dynamo.reset()
+    x, old = values(34, 80, device=device), values(34, 80, device=device, seed=1)
+    out = zerofp4.quantize(old, columnwise=True, **options)
+    before = addresses(out)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    t, dequantized, scale = compiled(x, out)
+    expected = zerofp4.quantize(x, **ALL, **options)
+    assert_record_equal(t, expected)
+    assert same_format(t, expected) and (t.columnwise_amax is t.amax) == (not t.hadamard)
+    assert_record_equal(out, zerofp4.quantize(x, columnwise=True, **options))
+    assert addresses(out) == before
+    assert_bytes_equal(dequantized, expected.dequantize(), "values")
+    assert_bytes_equal(scale, expected.columnwise_scale_swizzled.view(torch.uint8), "scale")
+
+
+def test_compiled_stochastic_rounding_draws_anew_at_every_call(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: zerofp4.quantize(x, stochastic_rounding=True), fullgraph=True, backend="aot_eager"
+    )
+    x = values(34, 80, device=device)
+    assert not torch.equal(compiled(x).rowwise_data, compiled(x).rowwise_data)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_cuda_graph_refreshes_a_weight_or_not(options, stochastic):
+    if stochastic and "four_over_six" in options:
+        pytest.skip("stochastic rounding and four over six exclude each other")
+    x, flag = values(130, 288, device="cuda"), torch.zeros(1, device="cuda")
+    out = zerofp4.quantize(x, **ALL, **options)
+    arguments = {"columnwise": True, "out": out, "skip": flag, "stochastic_rounding": stochastic, **options}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        zerofp4.quantize(x, **arguments)
+    before = addresses(out)
+    for seed, skip in ((1, 0.0), (2, 1.0), (3, 0.0)):
+        kept = out.clone()
+        x.copy_(values(130, 288, seed=seed))
+        flag.fill_(skip)
+        graph.replay()
+        fresh = zerofp4.quantize(x, **ALL, **options)
+        if skip:
+            assert_record_equal(out, kept)
+        elif not stochastic:
+            assert_record_equal(out, fresh)
+        else:
+            assert_bytes_equal(out.rowwise_scale, fresh.rowwise_scale, "scales do not depend on rounding")
+            assert not torch.equal(out.rowwise_data, fresh.rowwise_data)
+    assert addresses(out) == before

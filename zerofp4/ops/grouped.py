@@ -1,0 +1,153 @@
+"""zerofp4::quantize_grouped: a matrix in groups of consecutive rows into one storage."""
+
+import torch
+
+from zerofp4 import _C
+from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, WEIGHT_DTYPES
+from zerofp4.layout import ceil_div, check_matrix, round_up
+from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.operator import backend, check_bytes, check_scale
+from zerofp4.ops.stages import SIDES
+from zerofp4.storage import BUFFERS, check_buffer, check_transform
+
+torch.library.define(
+    "zerofp4::quantize_grouped",
+    "(Tensor x, Tensor splits, Tensor? given_amax, Tensor? given_columnwise_amax, bool hadamard, "
+    "bool random_signs, Tensor(a!)? rowwise_data, Tensor(b!)? rowwise_scale, "
+    "Tensor(c!)? rowwise_scale_expanded, Tensor(d!)? rowwise_scale_swizzled, Tensor(e!)? columnwise_data, "
+    "Tensor(f!)? columnwise_scale, Tensor(g!)? columnwise_scale_expanded, "
+    "Tensor(h!)? columnwise_scale_swizzled, Tensor(i!) amax, Tensor(j!)? columnwise_amax, "
+    "Tensor(k!) offsets, Tensor(l!) error) -> ()",
+)
+
+LARGEST_ROWS = 2**31 - 1
+
+
+def grouped_rows(tokens: int, groups: int) -> tuple[int, int]:
+    """Rows of data and of padded scales that suffice for the groups, however the tokens are split."""
+    data_rows = round_up(tokens + (BLOCK - 1) * groups, BLOCK)
+    scale_rows = round_up(tokens + (ATOM_ROWS - 1) * groups, ATOM_ROWS)
+    if scale_rows > LARGEST_ROWS:
+        raise ValueError(f"x must have at most {LARGEST_ROWS} rows with their padding, got {scale_rows}")
+    return data_rows, scale_rows
+
+
+def grouped_shapes(tokens: int, groups: int, cols: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every buffer of a storage for `groups` groups of together `tokens` rows."""
+    data_rows, scale_rows = grouped_rows(tokens, groups)
+    columns = ceil_div(cols, BLOCK)
+    across = (scale_rows, round_up(columns, ATOM_COLUMNS))
+    along = (round_up(cols, ATOM_ROWS) * (scale_rows // BLOCK),)
+    shapes = [(data_rows, cols // 2), (data_rows, columns), across, across]
+    shapes += [(cols * (data_rows // 2),), (cols * (data_rows // BLOCK),), along, along]
+    return dict(zip(BUFFERS, [*shapes, (groups,), (groups,)], strict=True))
+
+
+# Checks: the public function leaves them to the operator.
+
+
+def _check_inputs(x, splits) -> None:
+    if x.dim() != 2 or x.dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"x must be a matrix of one of {WEIGHT_DTYPES}, got {x.dtype} {tuple(x.shape)}")
+    if not x.is_contiguous():
+        raise ValueError(f"x must be contiguous, got strides {x.stride()}")
+    check_matrix(*x.shape, columnwise=False)
+    if splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"m_splits must be a vector of int32 or int64, got {splits.dtype} {tuple(splits.shape)}"
+        )
+    check_buffer("m_splits", splits, splits.shape, splits.dtype, x.device)
+
+
+def _check_buffers(x, groups: int, buffers) -> None:
+    shapes = grouped_shapes(x.shape[0], groups, x.shape[1])
+    for side, scale_names in SIDES.items():
+        data, scales = buffers[f"{side}_data"], [buffers[name] for name in scale_names]
+        if (data is None) != all(scale is None for scale in scales):
+            raise ValueError(f"{side}_data and at least one buffer of its scales must be given together")
+        if data is not None:
+            check_bytes(f"{side}_data", data, shapes[f"{side}_data"], torch.uint8, x.device)
+        for name, scale in zip(scale_names, scales, strict=True):
+            if scale is not None:
+                check_scale(name, scale, shapes[name], x.device)
+    if buffers["rowwise_data"] is None and buffers["columnwise_data"] is None:
+        raise ValueError("rowwise and columnwise are both False: there is nothing to write")
+
+
+def _check_amaxes(x, groups: int, given_amax, given_columnwise_amax, hadamard, buffers) -> None:
+    for name, given in (("amax", given_amax), ("columnwise_amax", given_columnwise_amax)):
+        if given is not None:
+            check_buffer(name, given, (groups,), torch.float32, x.device)
+    if given_columnwise_amax is not None and not hadamard:
+        raise ValueError(
+            "columnwise_amax is that of the Hadamard transform, but hadamard is False: both copies have amax"
+        )
+    two = hadamard and buffers["rowwise_data"] is not None
+    if given_amax is not None and hadamard and not two:
+        raise ValueError("amax is that of the rowwise copy, but none is asked for: give columnwise_amax")
+    check_buffer("amax", buffers["amax"], (groups,), torch.float32, x.device)
+    if two != (buffers["columnwise_amax"] is not None):
+        raise ValueError("a second amax belongs to a rowwise copy with a transformed columnwise one, only")
+    if two:
+        check_buffer("columnwise_amax", buffers["columnwise_amax"], (groups,), torch.float32, x.device)
+
+
+def _check(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, *outputs) -> dict:
+    """The buffers by name."""
+    *buffers, offsets, error = outputs
+    named = dict(zip(BUFFERS, buffers, strict=True))
+    _check_inputs(x, splits)
+    groups = splits.shape[0]
+    check_transform(1, named["columnwise_data"] is not None, hadamard, random_signs)
+    _check_buffers(x, groups, named)
+    _check_amaxes(x, groups, given_amax, given_columnwise_amax, hadamard, named)
+    check_buffer("offsets", offsets, (3, groups + 1), torch.int64, x.device)
+    check_buffer("error", error, (1,), torch.int32, x.device)
+    return named
+
+
+@backend("quantize_grouped")
+def _quantize_grouped(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, *outputs) -> None:
+    """x [tokens, K] in groups of splits[g] rows, blocks of 1x16, into a storage (grouped_shapes), of which
+    every byte is written.
+
+    amax, columnwise_amax: float32 [groups], the ones used, the given ones or each group's own. offsets: int64
+    [3, groups + 1], where groups begin in the rows of x, of the data and of the padded scales. error: int32
+    [1], 1 where a split is negative or their sum is not the number of rows; then the storage is all zeros.
+    """
+    given = (given_amax, given_columnwise_amax)
+    buffers = _check(x, splits, *given, hadamard, random_signs, *outputs)
+    *_, offsets, error = outputs
+    rows = _C.GroupSplits(address(splits), splits.dtype == torch.int64, splits.shape[0], x.shape[0])
+    target = target_of(x.device)
+    # Where the amaxes of x and where those of its transform are kept; None where nothing needs them.
+    amax, columnwise_amax = buffers["amax"], buffers["columnwise_amax"]
+    if hadamard and columnwise_amax is None:
+        amax, columnwise_amax = None, amax
+    kept = ((amax, given_amax), (columnwise_amax, given_columnwise_amax))
+    matrix = (x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape)
+    missing = [address(buffer if value is None else None) for buffer, value in kept]
+    if any(missing):
+        _C.grouped_amax(target, *matrix, random_signs, rows, *missing)
+    used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
+    stored = [0 if value is None else address(buffer) for buffer, value in kept]
+    whole = _C.QuantizeArgs(
+        **dict(zip(("input", "dtype", "rows", "cols"), matrix, strict=True)),
+        block_rows=1,
+        hadamard=hadamard,
+        random_signs=random_signs,
+        amax=address(columnwise_used if used is None else used),
+        columnwise_amax=address(columnwise_used),
+        rowwise_data=address(buffers["rowwise_data"]),
+        columnwise_data=address(buffers["columnwise_data"]),
+        rowwise_scale=[address(buffers[name]) for name in SIDES["rowwise"]],
+        columnwise_scale=[address(buffers[name]) for name in SIDES["columnwise"]],
+        stored_amax=stored[0],
+        stored_columnwise_amax=stored[1],
+    )
+    _C.quantize_grouped(target, whole, rows, offsets.data_ptr(), error.data_ptr())
+
+
+@torch.library.register_fake("zerofp4::quantize_grouped")
+def _(*args) -> None:
+    _check(*args)

@@ -1,0 +1,27 @@
+"""Native operations on a list of tensors: one launch, on the current stream, without a plan."""
+
+import torch
+
+from zerofp4 import _C
+from zerofp4.ops.device import target_of
+
+
+def run_list(native: _C.DequantizeList | _C.ScaleLayoutList, count: int, device: torch.device) -> None:
+    """Run a native list of `count` items, at least one.
+
+    A short list travels in the kernel's arguments, a longer one on a GPU through a table in its memory, which
+    is copied there first; nothing waits for the copy. Raises RuntimeError for a long list while a CUDA graph
+    is captured.
+    """
+    table = None  # kept until the launch is queued; after that torch reuses its memory in stream order
+    if device.type == "cuda" and count > _C.ARGUMENT_ITEMS:
+        if torch.cuda.is_current_stream_capturing():
+            # A replay would read staging memory that has long gone back to the allocator.
+            raise RuntimeError(
+                f"while a CUDA graph is captured a list of tensors may have {_C.ARGUMENT_ITEMS} at most, "
+                f"got {count}: call for parts of the list"
+            )
+        contents = torch.frombuffer(bytearray(native.descriptor_bytes()), dtype=torch.uint8)
+        table = contents.pin_memory().to(device, non_blocking=True)
+        native.set_device_descriptors(table.data_ptr())
+    native.run(target_of(device))

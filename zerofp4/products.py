@@ -1,0 +1,106 @@
+"""Products of quantized tensors, and dequantize, as autograd sees them: what __torch_function__ replaces.
+
+The products save the quantized tensor as it is, so that the dequantized weight lives no longer than one GEMM.
+Inside them __torch_function__ is off: what touches a quantized tensor there dequantizes it. (torch.compile
+merges the dequantizations of forward and backward, and saves one.)
+"""
+
+import torch
+from torch.nn import functional as F
+
+
+class Dequantize(torch.autograd.Function):
+    """A quantized tensor to the plain tensor of its values, in its dtype; the gradient passes through."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.dequantize(tensor)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Linear(torch.autograd.Function):
+    """F.linear(x [..., K], weight [N, K], bias [N] or None), where x or weight is quantized."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        x_needs, weight_needs, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return F.linear(x, weight.detach(), bias)  # detached: autocast would cache its copy of a leaf
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        with torch._C.DisableTorchFunctionSubclass():
+            if weight is not None:
+                grad_x = (grad @ weight.to(grad.dtype)).to(x_dtype)
+            if x is not None:
+                grad_weight = (rows.t() @ x.to(grad.dtype).reshape(-1, x.shape[-1])).to(weight_dtype)
+            if ctx.needs_input_grad[2]:
+                grad_bias = rows.sum(0).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+class MatMul(torch.autograd.Function):
+    """torch.matmul(a, b) with its broadcasting, where a or b is quantized."""
+
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a_needs, b_needs = ctx.needs_input_grad
+        ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
+        ctx.a, ctx.b = (a.shape, a.dtype), (b.shape, b.dtype)
+        return torch.matmul(a.detach(), b.detach())
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        a, b = ctx.saved_tensors
+        (a_shape, a_dtype), (b_shape, b_dtype) = ctx.a, ctx.b
+        # A vector on the left is a matrix of one row, on the right one of one column.
+        left = (1, *a_shape) if len(a_shape) == 1 else a_shape
+        right = (*b_shape, 1) if len(b_shape) == 1 else b_shape
+        grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
+        grad = grad.unsqueeze(-1) if len(b_shape) == 1 else grad
+        grad_a = grad_b = None
+        with torch._C.DisableTorchFunctionSubclass():
+            if b is not None:
+                grad_a = grad @ b.to(grad.dtype).reshape(right).mT
+                grad_a = grad_a.sum_to_size(left).reshape(a_shape).to(a_dtype)
+            if a is not None:
+                a = a.to(grad.dtype).reshape(left)
+                if len(right) == 2:  # one matrix for all batches: one product over all their rows
+                    a, grad = a.reshape(-1, left[-1]), grad.reshape(-1, right[-1])
+                grad_b = (a.mT @ grad).sum_to_size(right).reshape(b_shape).to(b_dtype)
+        return grad_a, grad_b
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return Linear.apply(input, weight, bias)
+
+
+def _matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return MatMul.apply(input, other)
+
+
+def _mm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+    if input.dim() != 2 or mat2.dim() != 2:
+        return torch.mm(input, mat2)  # which says what is wrong
+    return MatMul.apply(input, mat2)
+
+
+FUNCTIONS = {
+    torch.dequantize: lambda tensor: Dequantize.apply(tensor),
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.__rmatmul__: lambda other, input: _matmul(input, other),
+    torch.mm: _mm,
+    torch.Tensor.mm: _mm,
+}
+"""By function of torch: what else autograd cannot differentiate, or would save a dequantized weight for."""
