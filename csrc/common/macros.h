@@ -16,7 +16,7 @@
 #endif
 
 // Before a loop of at most 16 turns whose variables are to be registers.
-#if defined(__CUDACC__)
+#if ZEROFP4_DEVICE_CODE
 #define ZEROFP4_UNROLL _Pragma("unroll")
 #elif defined(__clang__)
 #define ZEROFP4_UNROLL _Pragma("clang loop unroll(full)")

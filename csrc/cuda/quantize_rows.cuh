@@ -203,7 +203,9 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
         return encode_row<T>(words[r], kTiles ? factors[0] : factor_of(factors, r));
     };
     constexpr bool kKeeps = kTiles && kColumns == Columns::kPlain;
-    if (!kKeeps && !args.values && whole && is_aligned(args.rowwise_data, 2)) {
+    // Values are never wanted beside a columnwise copy: that much less code and registers.
+    const bool values = kColumns == Columns::kNone && args.values;
+    if (!kKeeps && !values && whole && is_aligned(args.rowwise_data, 2)) {
         const int64_t pitch = args.cols / 2;
         uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
 #pragma unroll
@@ -215,7 +217,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r);
     if (args.rowwise_data) write_rows(args, at, whole, fours);
-    if (args.values) {
+    if (values) {
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < kBlock; ++r) {

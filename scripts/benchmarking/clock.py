@@ -20,8 +20,8 @@ HOST_CALLS, HOST_ROUNDS = 20, 15  # 80 launches in flight: far from what makes a
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep what is freed, as torch's allocator does on a GPU. Else a call that returns large tensors
-    takes several times as long on a CPU, most of it page faults. For this process, where malloc is glibc's.
+    """Make this process's malloc keep what is freed, as torch's allocator does on a GPU. Else a call that
+    returns large tensors takes several times as long on a CPU, for page faults. Does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
