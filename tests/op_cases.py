@@ -94,7 +94,7 @@ def run_with_instruction_set(isa: str, file: str, select: str) -> None:
     Skips the calling test where the processor or the build has not got it.
     """
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", file, "-k", select],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", file, "-k", select],
         env=os.environ | {"ZEROFP4_CPU_ISA": isa},
         capture_output=True,
         text=True,
