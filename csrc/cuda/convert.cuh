@@ -6,6 +6,14 @@
 
 namespace zerofp4::cuda {
 
+// Bytes of two words; unlike __byte_perm it can fill a byte with another one's sign, by bit 3 of its nibble.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high) {
+    uint32_t result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "n"(kSelector));
+    return result;
+}
+
 // Four codes in 16 bits, x[0] in the lowest nibble. A NaN must be positive, as every NaN is that an
 // arithmetic instruction of the GPU gives.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
@@ -38,14 +46,6 @@ __device__ __forceinline__ uint32_t code_bits(float x) {
     const uint32_t middle = to_bits(a + (kInteger + 2.0f));
     const uint32_t flat = to_bits(__fmaf_rn(a, 0.5f, kInteger + 4.0f));
     return __vimin3_u32(steep, middle, flat);
-}
-
-// Bytes of two words; unlike __byte_perm it can fill a byte with another one's sign, by bit 3 of its nibble.
-template <uint32_t kSelector>
-__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high) {
-    uint32_t result;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "n"(kSelector));
-    return result;
 }
 
 __device__ __forceinline__ uint32_t convert_four(const float (&x)[4]) {
@@ -83,6 +83,23 @@ __device__ __forceinline__ uint32_t convert_four_e4m3(const float (&x)[4]) {
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return to_bits(x) & 0x7fffffffu; }
 
 constexpr uint32_t kInfBits = 0x7f800000u;
+
+// The bits of a block's scale, of a product that is neither negative nor NaN.
+__device__ __forceinline__ uint32_t convert_scale(float x) {
+#if __CUDA_ARCH__ >= 890
+    uint32_t byte;
+    asm("{\n"
+        "    .reg .b16 pair;\n"
+        "    cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, %1;\n"
+        "    cvt.u32.u16 %0, pair;\n"
+        "}\n"
+        : "=r"(byte)
+        : "f"(x));
+    return byte;
+#else
+    return magnitude_to_e4m3(x);
+#endif
+}
 
 // A maximum of magnitude bits as an amax: what is not finite counts as infinity.
 __device__ __forceinline__ float amax_of_bits(uint32_t bits) { return from_bits(min(bits, kInfBits)); }

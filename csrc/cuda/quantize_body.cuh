@@ -9,106 +9,154 @@
 
 namespace zerofp4::cuda {
 
-using WaitingPairs = uint32_t[kWarps][kBlock][kLanes];
-
-// The largest magnitude of 16 values, as the bits of a float. Values of a 16-bit dtype are compared in pairs,
-// and come back rounded to it.
-template <typename T>
-__device__ __forceinline__ uint32_t round_column(float (&x)[kBlock]) {
-    uint32_t most = 0;
-    if constexpr (kPerWord<T> == 1) {
-#pragma unroll
-        for (int r = 0; r < kBlock; ++r) most = max(most, magnitude_bits(x[r]));
-        return most;
-    } else {
-        uint32_t words[kBlock / 2];
-#pragma unroll
-        for (int i = 0; i < kBlock / 2; ++i) {
-            words[i] = pack_word<T>({x[2 * i], x[2 * i + 1]});
-            most = __vmaxu2(most, magnitudes<T>(words[i]));
-        }
-        unpack<T>(words, x);
-        return widened<T>(max(most & 0xffffu, most >> 16));
-    }
+// Writes the codes and the scale of a column of the tile.
+__device__ __forceinline__ void keep_column(TileBuffers& tile, int column, int strip, uint32_t byte,
+                                            uint32_t first, uint32_t second) {
+    tile.set_column(column, strip, first, second);
+    tile.columnwise_scale[column][strip] = static_cast<uint8_t>(byte);
 }
 
-// Encodes the 16 values of a column of the tile, of dtype T once they are rounded.
+// The codes of any eight values in pairs.
 template <typename T>
-__device__ __forceinline__ void encode_column(float (&x)[kBlock], const Scales& scales, int column, int strip,
-                                              TileBuffers& tile) {
-    const uint32_t byte = scales.byte_of(round_column<T>(x));
-    const float encode = scales.encode[byte];
+__device__ __forceinline__ uint32_t encode_any(const Pairs& magnitudes, const Signs& signs, float factor) {
+    float x[8];
+    unpack_pairs<T>(magnitudes, x);
+    const uint32_t first = convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
+    const uint32_t second = convert_four({x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor});
+    return signs.add_to(first | second << 16);
+}
+
+// The 16 values of a column of a 16-bit dtype.
+template <typename T>
+__device__ __forceinline__ void encode_column(const Pairs (&values)[2], const Scales& scales, int column,
+                                              int strip, TileBuffers& tile) {
+    const Signs signs[2] = {Signs(values[0]), Signs(values[1])};
+    Pairs magnitude[2];
+    uint32_t most = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            magnitude[h][i] = magnitudes<T>(values[h][i]);
+            asm("" : "+r"(magnitude[h][i]));  // kept: masking halves again later takes more
+            most = __vmaxu2(most, magnitude[h][i]);
+        }
+    }
+    most = widened<T>(max(most & 0xffffu, most >> 16));
+    const uint32_t byte = scales.byte_of(most);
+    const float factor = scales.encode[byte];
+    uint32_t codes[2];
+    if (is_encodable(most, factor)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) codes[h] = encode_eight<T>(magnitude[h], signs[h], factor);
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) codes[h] = encode_any<T>(magnitude[h], signs[h], factor);
+    }
+    keep_column(tile, column, strip, byte, codes[0], codes[1]);
+}
+
+// Encodes 16 values that are not rounded further.
+__device__ __forceinline__ void encode_column(const float (&x)[kBlock], const Scales& scales, int column,
+                                              int strip, TileBuffers& tile) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) most = max(most, magnitude_bits(x[r]));
+    const uint32_t byte = scales.byte_of(most);
+    const float factor = scales.encode[byte];
     uint32_t fours[kBlock / 4];
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) {
         fours[i] = convert_four(
-            {x[4 * i] * encode, x[4 * i + 1] * encode, x[4 * i + 2] * encode, x[4 * i + 3] * encode});
+            {x[4 * i] * factor, x[4 * i + 1] * factor, x[4 * i + 2] * factor, x[4 * i + 3] * factor});
     }
-    tile.set_column(column, strip, fours[0] | fours[1] << 16, fours[2] | fours[3] << 16);
-    tile.columnwise_scale[column][strip] = static_cast<uint8_t>(byte);
+    keep_column(tile, column, strip, byte, fours[0] | fours[1] << 16, fours[2] | fours[3] << 16);
 }
 
-// Pairs of neighbouring columns of a 16-bit dtype, one pair after the other: the second waits in shared
-// memory, because a loop over registers would have to be unrolled, and then keeps all of them alive and takes
-// more instructions than the cache holds.
-template <typename T, Columns kColumns>
-__device__ __forceinline__ void encode_pairs(const uint32_t (&pairs)[kBlock][2], const Scales& scales,
-                                             int strip, TileBuffers& tile, WaitingPairs& waiting) {
-    uint32_t words[kBlock];
+// A column of 16 rows, given as words of two neighbouring columns.
+template <typename T>
+__device__ __forceinline__ void column_pairs(const uint32_t (&words)[kBlock], int k, Pairs (&values)[2]) {
 #pragma unroll
-    for (int r = 0; r < kBlock; ++r) {
-        words[r] = pairs[r][0];
-        waiting[warp_index()][r][lane_index()] = pairs[r][1];
-    }
-#pragma unroll 1
-    for (int column = lane_index() * kLaneCols;; column += 2) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            float x[kBlock];
-#pragma unroll
-            for (int r = 0; r < kBlock; ++r) {
-                const uint32_t word[1] = {words[r]};
-                float both[2];
-                unpack<T>(word, both);
-                x[r] = both[k];
-            }
-            // Constant signs become negations inside of the first additions.
-            if constexpr (is_transformed(kColumns)) {
-                butterfly(x, kColumns == Columns::kRandomHadamard ? kRandomSigns : 0u);
-#pragma unroll
-                for (int r = 0; r < kBlock; ++r) x[r] = quarter(x[r]);
-            }
-            encode_column<T>(x, scales, column + k, strip, tile);
-        }
-        if (column % kLaneCols != 0) return;
-#pragma unroll
-        for (int r = 0; r < kBlock; ++r) words[r] = waiting[warp_index()][r][lane_index()];
+    for (int i = 0; i < kBlock; ++i) {
+        if (i % 4 < 2)
+            values[i / 8][i % 8 / 4 * 2 + i % 2] = __byte_perm(words[i], words[i + 2], k ? 0x7632 : 0x5410);
     }
 }
+
+// The same, transformed. `fits`: four times the transform has no value that is finite but infinite as a
+// bfloat16, or none that matters.
+template <Columns kColumns>
+__device__ __forceinline__ void transformed_pairs(const uint32_t (&words)[kBlock], int k, bool fits,
+                                                  Pairs (&values)[2]) {
+    float x[kBlock];
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+        float both[2];
+        unpack<BFloat16>({words[r]}, both);
+        x[r] = both[k];
+    }
+    // Constant signs become negations inside of the first additions.
+    butterfly(x, kColumns == Columns::kRandomHadamard ? kRandomSigns : 0u);
+    if (!fits) {
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r) x[r] = quarter(x[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+        if (i % 4 < 2)
+            values[i / 8][i % 8 / 4 * 2 + i % 2] = quarter_pair(pack_word<BFloat16>({x[i], x[i + 2]}), fits);
+    }
+}
+
+// Two neighbouring columns of a 16-bit dtype.
+template <typename T, Columns kColumns>
+__device__ __forceinline__ void encode_columns(const uint32_t (&words)[kBlock], const Scales& scales,
+                                               int column, int strip, TileBuffers& tile) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        Pairs values[2];
+        if constexpr (is_transformed(kColumns)) {
+            transformed_pairs<kColumns>(words, k, scales.fits, values);
+        } else {
+            column_pairs<T>(words, k, values);
+        }
+        encode_column<T>(values, scales, column + k, strip, tile);
+    }
+}
+
+// The dtype of which a columnwise copy's values are.
+template <typename T, Columns kColumns>
+using ColumnType = std::conditional_t<is_transformed(kColumns), BFloat16, T>;
 
 // Blocks along the columns.
 template <typename T, Columns kColumns>
 __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, const Scales& scales, int strip,
-                                                 TileBuffers& tile, WaitingPairs& waiting) {
-    if constexpr (is_transformed(kColumns) && !std::is_same_v<T, BFloat16>) {
+                                                 TileBuffers& tile) {
+    const int column = lane_index() * kLaneCols;
+    if constexpr (kPerWord<T> == 2 || is_transformed(kColumns)) {
         // The transform begins with rounding to bfloat16.
-        uint32_t pairs[kBlock][2];
+        using Rounded = ColumnType<T, kColumns>;
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r) {
-            float x[kLaneCols];
-            unpack<T>(words[r], x);
-            pairs[r][0] = pack_word<BFloat16>({x[0], x[1]});
-            pairs[r][1] = pack_word<BFloat16>({x[2], x[3]});
+        for (int pair = 0; pair < 2; ++pair) {
+            uint32_t both[kBlock];
+#pragma unroll
+            for (int r = 0; r < kBlock; ++r) {
+                if constexpr (std::is_same_v<T, Rounded>) {
+                    both[r] = words[r][pair];
+                } else {
+                    float x[kLaneCols];
+                    unpack<T>(words[r], x);
+                    both[r] = pack_word<BFloat16>({x[2 * pair], x[2 * pair + 1]});
+                }
+            }
+            encode_columns<Rounded, kColumns>(both, scales, column + 2 * pair, strip, tile);
         }
-        encode_pairs<BFloat16, kColumns>(pairs, scales, strip, tile, waiting);
-    } else if constexpr (kPerWord<T> == 2) {
-        encode_pairs<T, kColumns>(words, scales, strip, tile, waiting);
     } else {
 #pragma unroll
         for (int k = 0; k < kLaneCols; ++k) {
             float x[kBlock];
             column_values<T>(words, k, x);
-            encode_column<T>(x, scales, lane_index() * kLaneCols + k, strip, tile);
+            encode_column(x, scales, column + k, strip, tile);
         }
     }
 }
@@ -117,25 +165,31 @@ __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, con
 template <typename T, Columns kColumns>
 constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
 
-// Tile `index` of a matrix, counted down its columns. Rows of it from `input_rows` on are zeros that are not
-// in the input.
+// Tile `index` of a matrix, counted down its columns, or along its rows if there is no columnwise copy. Rows
+// of it from `input_rows` on are zeros that are not in the input.
 template <typename T, bool kTiles, Columns kColumns>
 __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, uint32_t index, int64_t input_rows) {
     __shared__ TileBuffers tile;
     __shared__ float encode[2][kScaleBytes];
-    __shared__ WaitingPairs waiting;
+    __shared__ float block_factors[2];
     const float amax = *args.amax;
     const float columnwise_amax = args.columnwise_amax ? *args.columnwise_amax : amax;
-    const Scales rowwise = {tensor_scale(amax).block_factor, encode[0]};
-    const Scales columnwise = {tensor_scale(columnwise_amax).block_factor, encode[1]};
-    const int side = static_cast<int>(threadIdx.x) / kScaleBytes,
-              byte = static_cast<int>(threadIdx.x) % kScaleBytes;
-    encode[side][byte] = block_encode(byte, tensor_scale(side == 0 ? amax : columnwise_amax));
+    const int side = static_cast<int>(threadIdx.x) / kScaleBytes;
+    if (side == 0 || (kColumns != Columns::kNone && !kTiles)) {
+        const uint32_t byte = threadIdx.x % kScaleBytes;
+        const TensorScale tensor = tensor_scale(side == 0 ? amax : columnwise_amax);
+        encode[side][byte] = block_encode(byte, tensor);
+        if (byte == 0) block_factors[side] = tensor.block_factor;
+    }
     __syncthreads();
+    const Scales rowwise = {block_factors[0], encode[0], true};
+    const Scales columnwise = {block_factors[1], encode[1], columnwise_amax <= 0x1p126f};
     const uint32_t down = static_cast<uint32_t>(ceil_div(args.rows, kTileRows));
-    const uint32_t across = index / down;
-    const int64_t row = static_cast<int64_t>(index - across * down) * kTileRows;
-    const int64_t col = static_cast<int64_t>(across) * kTileCols;
+    const uint32_t wide = static_cast<uint32_t>(ceil_div(args.cols, kTileCols));
+    constexpr bool kDown = kColumns != Columns::kNone;
+    const uint32_t length = kDown ? down : wide, line = index / length, step = index - line * length;
+    const int64_t row = static_cast<int64_t>(kDown ? step : line) * kTileRows;
+    const int64_t col = static_cast<int64_t>(kDown ? line : step) * kTileCols;
     const bool rows_wanted = args.rowwise_data || args.values;
 #pragma unroll 1
     for (int strip = warp_index(); strip < kTileStrips; strip += kWarps) {
@@ -146,7 +200,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, uint32_t
         if (kTiles || rows_wanted)
             quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, amax, strip, tile);
         if constexpr (!kTiles && kColumns != Columns::kNone)
-            quantize_columns<T, kColumns>(words, columnwise, strip, tile, waiting);
+            quantize_columns<T, kColumns>(words, columnwise, strip, tile);
     }
     __syncthreads();
     constexpr int kShift = kTiles ? 4 : 0;

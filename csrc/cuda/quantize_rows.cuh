@@ -2,7 +2,7 @@
 // Quantizing a strip of 16 rows by 128 columns along its rows, rounding to nearest: blocks of 1x16, 4 lanes
 // each, or tiles of 16x16.
 
-#include "common/scale.h"
+#include "cuda/encode.cuh"
 #include "cuda/quantize_strip.cuh"
 #include "cuda/quantize_tile.cuh"
 
@@ -22,9 +22,10 @@ __host__ __device__ constexpr bool is_transformed(Columns columns) {
 struct Scales {
     float block_factor;
     const float* encode;  // [kScaleBytes] in shared memory
+    bool fits;            // transformed_pairs
 
     __device__ __forceinline__ uint32_t byte_of(uint32_t amax_bits) const {
-        return magnitude_to_e4m3(amax_of_bits(amax_bits) * block_factor);
+        return convert_scale(amax_of_bits(amax_bits) * block_factor);
     }
 };
 
@@ -62,27 +63,27 @@ struct RowPairs<float> {
 
 template <typename T>
 struct RowPairs {
-    uint32_t pairs[kBlock / 2];
+    uint32_t pairs[kBlock / 2];  // their signs mean nothing
 
     __device__ __forceinline__ void set(int p, const uint32_t (&a)[2], const uint32_t (&b)[2]) {
-        const uint32_t upper = __vmaxu2(magnitudes<T>(a[0]), magnitudes<T>(a[1]));
-        const uint32_t lower = __vmaxu2(magnitudes<T>(b[0]), magnitudes<T>(b[1]));
-        pairs[p] = __vmaxu2(__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632));
+        const uint32_t upper = largest_magnitudes<T>(a[0], a[1]), lower = largest_magnitudes<T>(b[0], b[1]);
+        pairs[p] =
+            largest_magnitudes<T>(__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632));
     }
     __device__ __forceinline__ void exchange(int p, int from, bool second, int mask) {
         const uint32_t keep = second ? pairs[from + 1] : pairs[from];
         const uint32_t give = second ? pairs[from] : pairs[from + 1];
-        pairs[p] = __vmaxu2(keep, __shfl_xor_sync(kAllLanes, give, mask));
+        pairs[p] = largest_magnitudes<T>(keep, __shfl_xor_sync(kAllLanes, give, mask));
     }
     __device__ __forceinline__ uint32_t bits(int slot) const {
-        return widened<T>(slot % 2 ? pairs[slot / 2] >> 16 : pairs[slot / 2] & 0xffffu);
+        return widened<T>((slot % 2 ? pairs[slot / 2] >> 16 : pairs[slot / 2]) & 0x7fffu);
     }
 };
 
 // Blocks along the rows: lane q of the 4 of a block gets the amaxes of the rows 8 j + 2 q and 8 j + 2 q + 1
-// and finds their scales and factors.
+// and finds their scales and factors. Returns whether all blocks of the strip are encodable.
 template <typename T>
-__device__ __forceinline__ void scale_rows(const StripWords<T>& words, const Scales& scales,
+__device__ __forceinline__ bool scale_rows(const StripWords<T>& words, const Scales& scales,
                                            uint8_t (*bytes)[kTileScaleColumns], float (&factors)[4]) {
     const int q = lane_index() % kBlockLanes;
     RowPairs<T> pairs;
@@ -92,12 +93,15 @@ __device__ __forceinline__ void scale_rows(const StripWords<T>& words, const Sca
     for (int i = 0; i < 4; ++i) pairs.exchange(i, 2 * i, q & 1, 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) pairs.exchange(i, 2 * i, q & 2, 2);
+    bool encodable = true;
 #pragma unroll
     for (int slot = 0; slot < 4; ++slot) {
         const uint32_t byte = scales.byte_of(pairs.bits(slot));
         bytes[8 * (slot / 2) + 2 * q + slot % 2][lane_index() / kBlockLanes] = static_cast<uint8_t>(byte);
         factors[slot] = scales.encode[byte];
+        encodable = encodable && is_encodable(pairs.bits(slot), factors[slot]);
     }
+    return __all_sync(kAllLanes, encodable);
 }
 
 // The factor of a row, which one of the block's lanes has.
@@ -105,22 +109,25 @@ __device__ __forceinline__ float factor_of(const float (&factors)[4], int r) {
     return __shfl_sync(kAllLanes, factors[r / 8 * 2 + r % 2], r % 8 / 2, kBlockLanes);
 }
 
-// A tile of 16 x 16: one scale for its 4 lanes.
+// The largest magnitude of a tile of 16 x 16, for its 4 lanes.
 template <typename T>
-__device__ __forceinline__ uint32_t tile_byte(const StripWords<T>& words, const Scales& scales) {
+__device__ __forceinline__ uint32_t tile_bits(const StripWords<T>& words) {
     uint32_t most = strip_bits<T>(words);
 #pragma unroll
     for (int mask = 1; mask < kBlockLanes; mask *= 2)
         most = max(most, __shfl_xor_sync(kAllLanes, most, mask));
-    return scales.byte_of(most);
+    return most;
 }
 
 template <typename T>
-__device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kLaneCols / kPerWord<T>],
-                                               float encode) {
+__device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kLaneCols / kPerWord<T>], float factor,
+                                               bool encodable) {
+    if constexpr (kPerWord<T> == 2) {
+        if (encodable) return encode_four<T>(words, factor);
+    }
     float x[kLaneCols];
     unpack<T>(words, x);
-    return convert_four({x[0] * encode, x[1] * encode, x[2] * encode, x[3] * encode});
+    return convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
 }
 
 // The codes of the strip's rows, four a lane.
@@ -191,31 +198,38 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
                                               float amax, int strip, TileBuffers& tile) {
     const int tile_column = lane_index() / kBlockLanes;
     float factors[4];
+    bool encodable;
     if constexpr (kTiles) {
-        const uint32_t byte = tile_byte<T>(words, scales);
+        const uint32_t most = tile_bits<T>(words), byte = scales.byte_of(most);
         tile.rowwise_scale[strip][tile_column] = static_cast<uint8_t>(byte);
         tile.columnwise_scale[tile_column][strip] = static_cast<uint8_t>(byte);
         factors[0] = scales.encode[byte];
+        encodable = __all_sync(kAllLanes, is_encodable(most, factors[0]));
     } else {
-        scale_rows<T>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);
+        encodable = scale_rows<T>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);
     }
-    const auto encoded = [&](int r) {
-        return encode_row<T>(words[r], kTiles ? factors[0] : factor_of(factors, r));
+    const auto encoded = [&](int r, bool fast) {
+        return encode_row<T>(words[r], kTiles ? factors[0] : factor_of(factors, r), fast);
     };
     constexpr bool kKeeps = kTiles && kColumns == Columns::kPlain;
     // Values are never wanted beside a columnwise copy: that much less code and registers.
     const bool values = kColumns == Columns::kNone && args.values;
-    if (!kKeeps && !values && whole && is_aligned(args.rowwise_data, 2)) {
+    if (!kKeeps && !values && whole && (encodable || kPerWord<T> == 1) && is_aligned(args.rowwise_data, 2)) {
         const int64_t pitch = args.cols / 2;
         uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
 #pragma unroll
         for (int r = 0; r < kBlock; ++r, p += pitch)
-            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(encoded(r));
+            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(encoded(r, true));
         return;
     }
     uint32_t fours[kBlock];
+    if (kKeeps && encodable) {
 #pragma unroll
-    for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r);
+        for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r, true);
+    } else {
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r, false);
+    }
     if (args.rowwise_data) write_rows(args, at, whole, fours);
     if (values) {
         __syncwarp();

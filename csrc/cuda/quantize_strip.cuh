@@ -70,6 +70,23 @@ __device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
     return word & (kPerWord<T> == 1 ? 0x7fffffffu : 0x7fff7fffu);
 }
 
+// The larger magnitudes of two pairs of 16-bit values; NaN is the largest. The signs of the result mean
+// nothing.
+template <typename T>
+__device__ __forceinline__ uint32_t largest_magnitudes(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+    uint32_t most;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+        asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    } else {
+        asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    }
+    return most;
+#else
+    return __vmaxu2(magnitudes<T>(a), magnitudes<T>(b));
+#endif
+}
+
 // A 16-bit magnitude as the bits of a float.
 template <typename T>
 __device__ __forceinline__ uint32_t widened(uint32_t half) {
@@ -106,6 +123,15 @@ __device__ __forceinline__ void column_values(const StripWords<T>& words, int k,
 // The last step of the transform (hadamard.h) in one operation: adding 0 rounds nothing, so that fused it
 // gives the same.
 __device__ __forceinline__ float quarter(float x) { return __fmaf_rn(x, 0.25f, 0.0f); }
+
+// The same of two bfloat16 values, or, without a quarter, only the addition of 0.
+__device__ __forceinline__ uint32_t quarter_pair(uint32_t pair, bool quarter) {
+    uint32_t result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(result)
+        : "r"(pair), "r"(quarter ? 0x3e803e80u : 0x3f803f80u), "r"(0u));
+    return result;
+}
 
 // Four times the random Hadamard transform of values of T, not yet rounded to bfloat16.
 template <typename T>
