@@ -7,6 +7,7 @@
     scripts/bench.py adamw --scale 16           the lists of weights, 16 times smaller
     scripts/bench.py transpose --profile        with kernels and host time of every row
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
+    scripts/bench.py instructions               what rows execute, counted by ncu, for budgets in the tables
     scripts/bench.py readme                     charts and the tables of README.md from benchmarks/results
 
 Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
@@ -18,6 +19,14 @@ each owned from an odd element. `te-3011` are the shapes of TransformerEngine's 
 Times are medians after a warm-up; percentages are of a device-to-device copy measured in the same process
 before and after (the higher of both), bytes read plus bytes written over time. Each row says how its bytes
 were counted. An operation writes OUTPUT/<operation>_<device>.json, and the bar chart of all results there.
+
+Others are torch's own ways, and torchao, gemlite and fouroversix where they can be imported: installed, or
+below a folder on PYTHONPATH. One that is absent or fails is said to be, and left out.
+
+`instructions` has Nsight Compute (ncu on PATH) count what each row executes in one call at 8192 x 8192, lists
+4 times smaller, and writes OUTPUT/instructions_cuda.json. Tables then say of a row, for example, "33
+instructions (16 ALU, 12 FMA): at most 61% by issue": so many by the element, of them so many for the units
+for integers and logic and for those that multiply; at 61% of the copy the schedulers issue in every cycle.
 """
 
 import argparse
@@ -26,7 +35,7 @@ import sys
 from pathlib import Path
 
 import torch
-from benchmarking import chart, tables
+from benchmarking import chart, instructions, tables
 from benchmarking.clock import keep_freed_memory
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
@@ -63,9 +72,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         add_options(add_command(commands, name, summary), workloads, has_layouts)
     summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
     add_options(add_command(commands, "all", summary), tuple(NAMES))
+    add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
     add_command(commands, "readme", "write the charts, and the tables of README.md, from benchmarks/results")
     options = parser.parse_args(arguments)
-    if options.command != "readme":
+    if options.command not in ("readme", "instructions"):
         complete(options, parser)
     return options
 
@@ -97,7 +107,13 @@ def add_options(
     add("--threads", type=at_least(1), help="threads on the CPU (default: torch's)")
     add("--no-peers", dest="peers", action="store_false", help="leave out what others do")
     add("--profile", action="store_true", help="also count kernels and take the host time of every row")
-    add("--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results")
+    add_output(parser)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"
+    )
 
 
 def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -134,6 +150,18 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     return result
 
 
+def count_instructions(folder: Path) -> int:
+    """The exit code: 1 where they cannot be counted, which is said."""
+    try:
+        path, result = instructions.count(folder)
+    except instructions.CountError as error:
+        print(f"scripts/bench.py instructions: {error}", file=sys.stderr)
+        return 1
+    tables.print_table(tables.instructions_table(result["rows"]))
+    print(f"wrote {path}")
+    return 0
+
+
 def draw(folder: Path) -> None:
     charts = chart.draw(folder, [result for _, result in tables.load(folder)])
     if charts is None:
@@ -148,6 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
         draw(RESULTS)
         print(f"wrote {tables.write_readme()}")
         return 0
+    if options.command == "instructions":
+        return count_instructions(options.output)
     for name in SHOWN if options.command == "all" else [options.command]:
         measure(name, options)
     draw(options.output)

@@ -51,7 +51,7 @@ def check_result(result: dict, benchmark: str) -> dict[str, dict]:
         if "ms" in row:
             assert row["gbps"] == pytest.approx(row["bytes"] / row["ms"] / 1e6)
             assert row["percent_of_copy"] == pytest.approx(100 * row["gbps"] / result["copy_gbps"])
-            assert row["runs"] >= 1
+            assert row["runs"] >= 1 and row["elements"] >= 1
         else:
             assert isinstance(row[row["kind"]], int | float)
     rows = {row["name"]: row for row in result["rows"]}
@@ -161,7 +161,7 @@ def test_a_peer_that_cannot_be_compiled_is_left_out(monkeypatch, capsys, quick_c
 
     monkeypatch.setattr(torch, "compile", refuse)
     measured = Session("local_step", CPU, 1, with_profile=False)
-    ours = {"name": "local_step/32", "ms": 1.0, "bytes": 1000}
+    ours = {"name": "local_step/32", "ms": 1.0, "bytes": 1000, "elements": 1024}
     peers.references(measured, Tensors(square(32), CPU), ours)
     assert [row["name"] for row in measured.rows] == ["reference_eager_local_step/32"]
     assert "reference_compile_local_step/32 is left out: no compiler\n" in capsys.readouterr().out

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -72,20 +74,158 @@ def test_scales_in_the_swizzled_layout_alone(given):
     assert rules.quantize(given.x, alone).bytes == 2 * n + n + 128 * (8 + 4) + 8
 
 
-def test_packages_get_the_scale_that_ours_has(given, monkeypatch):
-    calls = []
-    gemlite = types.SimpleNamespace(scale_activations_nvfp4=lambda *arguments: calls.append(arguments))
-    monkeypatch.setitem(sys.modules, "gemlite", types.ModuleType("gemlite"))
-    monkeypatch.setitem(sys.modules, "gemlite.quant_utils", gemlite)
+# Packages
+
+
+@pytest.mark.parametrize(("major", "asked"), [(9, [False]), (10, [])])
+def test_packages_get_the_scale_that_ours_has(major, asked, given, monkeypatch):
+    calls, packing = [], []
+    gemlite = types.SimpleNamespace(set_ptx_fp4_pack=packing.append)
+    gemlite.quant_utils = types.SimpleNamespace(scale_activations_nvfp4=lambda *given: calls.append(given))
     package = types.SimpleNamespace(
-        QuantizationConfig=lambda **options: options, quantize=lambda *arguments: calls.append(arguments)
+        QuantizationConfig=lambda **options: options,
+        quantize_to_fp4=lambda *arguments: calls.append(arguments),
     )
+    monkeypatch.setitem(sys.modules, "gemlite", gemlite)
+    monkeypatch.setitem(sys.modules, "gemlite.quant_utils", gemlite.quant_utils)
     monkeypatch.setitem(sys.modules, "fouroversix", package)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     outside.gemlite_nvfp4(given.x, given.amax)()
-    outside.fouroversix_nvfp4(given.x, 16)()
+    outside.fouroversix_nvfp4(given.x, given.amax, 16, "mae")()
     (x, scale), (_, config) = calls
     assert x is given.x and scale.item() == pytest.approx(2688 / given.amax.item())
-    assert config == {"backend": "triton", "scale_rule": "static_6", "block_scale_2d": True}
+    assert packing == asked, (
+        "its instruction for E2M1 is refused where there is none, and left alone elsewhere"
+    )
+    assert config == {
+        "backend": "triton",
+        "scale_rule": "mae",
+        "block_scale_2d": True,
+        "kwargs": {"x_amax": given.amax},
+    }
+
+
+def package_in(folder, name: str, source: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(source)
+
+
+def test_packages_that_fail_are_named_and_the_rest_is_measured(tmp_path, monkeypatch, capsys, given):
+    package_in(tmp_path, "gemlite", "raise AssertionError('Torch not compiled with CUDA enabled')")
+    raising = "def quantize_to_fp4(x, config):\n    raise RuntimeError('no kernel\\nfor this GPU')\n"
+    package_in(tmp_path, "fouroversix", f"QuantizationConfig = dict\n{raising}")
+    package_in(tmp_path, "good", "def call():\n    return lambda: None")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    for name in ("gemlite", "fouroversix", "good"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported here is forgotten after
+        monkeypatch.delitem(sys.modules, name)
+
+    def good():
+        import good
+
+        return good.call()
+
+    measured = Session("quantize", CPU, 1, with_profile=False)
+    ours = measured.time("quantize_1d/64", lambda: None, rules.Moved(1000, "n", 500))
+    outside.measure(
+        measured,
+        ours,
+        torchao=partial(outside.torchao_nvfp4, given.x, given.amax),
+        gemlite=partial(outside.gemlite_nvfp4, given.x, given.amax),
+        fouroversix=partial(outside.fouroversix_nvfp4, given.x, given.amax, 1),
+        good=good,
+    )
+    _, theirs = measured.rows
+    assert theirs["name"] == "good_quantize_1d/64" and theirs["package"] == "good of unknown version"
+    assert (theirs["bytes"], theirs["elements"], theirs["times_ours"] > 0) == (1000, 500, True)
+    said = capsys.readouterr().out
+    assert "torchao_quantize_1d/64 is left out: " in said
+    assert "gemlite_quantize_1d/64 is left out: Torch not compiled with CUDA enabled\n" in said
+    assert "fouroversix_quantize_1d/64 is left out: no kernel\n" in said
+
+
+def test_an_error_of_a_peers_kernel_is_its_own(monkeypatch, capsys):
+    measured = Session("quantize", CPU, 1, with_profile=False)
+
+    def refuse():
+        raise RuntimeError("the kernel failed")
+
+    monkeypatch.setattr(measured.clock, "synchronize", refuse)
+    ours = {"name": "quantize_1d/64", "ms": 1.0, "bytes": 1000, "elements": 500}
+    outside.measure(measured, ours, good=lambda: lambda: None)
+    assert not measured.rows
+    assert "good_quantize_1d/64 is left out: the kernel failed\n" in capsys.readouterr().out
+
+
+def share_of_equal_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    ours, theirs = (tensor.contiguous().view(torch.uint8).flatten() for tensor in (ours, theirs))
+    assert ours.shape == theirs.shape
+    return (ours == theirs).float().mean().item()
+
+
+def needs(package: str, device: torch.device) -> None:
+    """Skip where the package is not installed; all but torchao need a GPU."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if package != "torchao" and device.type != "cuda":
+        pytest.skip(f"{package} needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("package", "operation"),
+    [
+        ("torchao", "quantize_1d"),
+        ("gemlite", "quantize_1d"),
+        ("fouroversix", "quantize_1d"),
+        ("fouroversix", "quantize_2d"),
+        ("fouroversix", "quantize_1d_four_over_six"),
+        ("fouroversix", "quantize_2d_four_over_six"),
+    ],
+)
+def test_packages_make_nearly_our_codes(package, operation, device, monkeypatch):
+    """Ties and scales that lie between two values of E4M3 are all that they may round otherwise: with another
+    convention for the scale of the tensor hardly a byte would be ours.
+    """
+    needs(package, device)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    torch.manual_seed(0)
+    x = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
+    amax = x.abs().amax().float().reshape(1)
+    rows = 16 if "2d" in operation else 1
+    choice = zerofp4.FourOverSix() if operation.endswith("four_over_six") else None
+    ours = zerofp4.quantize(x, block=(rows, 16), amax=amax, four_over_six=choice)
+    if package == "torchao":
+        ((scale, codes),) = outside.torchao_nvfp4(x, amax)()
+    elif package == "gemlite":
+        codes, scale, _ = outside.gemlite_nvfp4(x, amax)()
+    else:
+        rule = choice.error if choice else "static_6"
+        made = outside.fouroversix_nvfp4(x, amax, rows, rule)()
+        codes, scale = made.values, made.scale_factors
+        assert share_of_equal_bytes(ours.swizzled_scale(), scale) > 0.9
+    if package != "fouroversix":
+        assert share_of_equal_bytes(ours.rowwise_scale, scale) > 0.9
+    assert share_of_equal_bytes(ours.rowwise_data, codes) > 0.9
+
+
+def test_torchao_swizzles_and_makes_mxfp8_as_we_do(device, monkeypatch):
+    needs("torchao", device)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    torch.manual_seed(0)
+    x = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
+    nvfp4 = zerofp4.quantize(x, block=inputs.ACTIVATION)
+    (swizzled,) = outside.torchao_swizzle(nvfp4.rowwise_scale)()
+    assert share_of_equal_bytes(nvfp4.swizzled_scale(), swizzled) == 1
+    ours = zerofp4.quantize_mxfp8(x)
+    ((scale, elements),) = outside.torchao_quantize_mxfp8(x)()
+    assert share_of_equal_bytes(ours.rowwise_scale, scale) > 0.99
+    assert share_of_equal_bytes(ours.rowwise_data, elements) > 0.99
+    make = outside.torchao_dequantize_mxfp8(ours.rowwise_data, ours.rowwise_scale, torch.bfloat16)
+    assert share_of_equal_bytes(ours.dequantize(torch.bfloat16), make()[0]) == 1
+
+
+# Peers
 
 
 def test_parts_are_compiled_for_their_sizes_and_run_in_turn(monkeypatch):

@@ -23,10 +23,10 @@ from benchmarking.selection import MOST_ROWS, selected
         ({"target": None, "kind": "percent_of_copy", "times_ours": 3.4}, "3.40 times ours"),
         ({"target": 1.03, "kind": "ratio", "ratio": 1.031}, "at most 1.03x: missed"),
         ({"target": None, "kind": "percent_of_copy"}, ""),
-        ({"target": None, "kind": "percent_of_copy", "issue_bound_percent": 60.4}, "issue-bound at 60%"),
+        ({"target": None, "kind": "percent_of_copy", "budget": "so many"}, "so many"),
         (
-            {"target": 55, "kind": "percent_of_copy", "percent_of_copy": 56.0, "issue_bound_percent": 60.4},
-            "issue-bound at 60%; at least 55%: met",
+            {"target": 55, "kind": "percent_of_copy", "percent_of_copy": 56.0, "budget": "so many"},
+            "so many; at least 55%: met",
         ),
     ],
 )

@@ -1,19 +1,64 @@
-"""What a kernel cannot be faster than, whatever the memory does: the instructions that it executes."""
+"""What a call cannot be faster than, whatever the memory does: the instructions that it executes.
 
-INSTRUCTIONS_PER_ELEMENT = {"quantize_1d": 15.8, "quantize_1d_rht": 36.2}
-"""Executed per element, all kinds, of all threads, as ncu counted them at 8192 x 8192 for version 3 of
-quantize in benchmarks/NOTES.md; later versions were not counted."""
+The counts are those of scripts/bench.py instructions: of all threads by the element, from one call on a large
+matrix. A list of small or odd pieces executes more, so that no row can reach more than what is said of it.
+"""
 
-LANES_PER_SECOND = {"NVIDIA H200": 528 * 32 * 1.755e9}
-"""By device: each of its schedulers issues one instruction for the 32 lanes of a warp in every cycle."""
+from typing import NamedTuple
+
+LANES = {"issue": 128, "ALU": 64, "FMA": 128}
+"""Threads that a multiprocessor of compute capability 9.0 can execute an instruction for in a cycle: what its
+four schedulers issue, and what its units for integers and logic and its multipliers take. Half of the latter
+multiply integers too; what ncu counts for that half could partly have gone to the other, and is no bound."""
+
+COUNTS = {"issue": "instructions", "ALU": "alu", "FMA": "fma"}
+"""The count that each of them limits."""
+
+CYCLES_PER_SECOND = {"NVIDIA H200": 132 * 1.755e9}
+"""Of all multiprocessors, by device. The clock of 1.755 GHz is assumed; the device may exceed it."""
 
 
-def issue_bound(name: str, moved: float, elements: int | None, device: str) -> dict:
-    """The "instructions_per_element" of a row of this name and the "issue_bound_gbps" at which its bytes move
-    when every scheduler issues in every cycle; nothing where either number is not known.
+class Bound(NamedTuple):
+    """The time below which a call cannot come for what `limit` executes in a cycle."""
+
+    limit: str
+    seconds: float
+
+
+def bounds(counts: dict, elements: float, device: str) -> list[Bound]:
+    """Of a call on so many elements, the tightest first.
+
+    counts: "instructions", "alu" and "fma" by the element; one that is not there or None bounds nothing.
+    Empty for a device whose rates are not known.
     """
-    instructions = INSTRUCTIONS_PER_ELEMENT.get(name.split("/")[0])
-    if instructions is None or elements is None or device not in LANES_PER_SECOND:
-        return {}
-    seconds = elements * instructions / LANES_PER_SECOND[device]
-    return {"instructions_per_element": instructions, "issue_bound_gbps": moved / seconds / 1e9}
+    cycles = CYCLES_PER_SECOND.get(device)
+    if cycles is None:
+        return []
+    found = [
+        Bound(limit, elements * counts[count] / (cycles * LANES[limit]))
+        for limit, count in COUNTS.items()
+        if counts.get(count) is not None
+    ]
+    return sorted(found, key=lambda bound: bound.seconds, reverse=True)
+
+
+def budget(row: dict, counts: dict, device: str, copy_gbps: float) -> str | None:
+    """The budget of a timed row in words: its instructions, and at what percentage of the copy the tightest
+    bound lies. None where the row does not say its elements, or nothing is known.
+    """
+    found = bounds(counts, row.get("elements") or 0, device)
+    if not found or not found[0].seconds:
+        return None
+    limit, seconds = found[0]
+    percent = 100 * row["bytes"] / seconds / 1e9 / copy_gbps
+    return f"{in_words(counts)}: at most {percent:.0f}% by {limit}"
+
+
+def in_words(counts: dict) -> str:
+    """As "33 instructions (16 ALU, 12 FMA)", of those that were counted."""
+    total = counts.get("instructions")
+    units = ((counts.get(COUNTS[unit]), unit) for unit in ("ALU", "FMA"))
+    parts = ", ".join(f"{count:.3g} {unit}" for count, unit in units if count is not None)
+    if total is None:
+        return f"instructions: {parts}"
+    return f"{total:.3g} instructions" + (f" ({parts})" if parts else "")

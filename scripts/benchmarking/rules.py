@@ -14,24 +14,25 @@ from zerofp4.quantized import QuantizedTensor
 
 
 class Moved(NamedTuple):
-    """elements: of which an instruction budget is counted (budgets.py), where there may be one."""
+    """elements: what instructions are counted by (budgets.py); scales or tiles where there are no values."""
 
     bytes: float
     rule: str
-    elements: int | None = None
+    elements: int
 
 
 def counted_as(row: dict) -> Moved:
     """For another way to do what that row does, however many bytes it moves."""
-    return Moved(row["bytes"], f"counted as {row['name']}")
+    return Moved(row["bytes"], f"counted as {row['name']}", row["elements"])
 
 
 def begin(workload: Workload) -> Moved:
-    return Moved(4 * workload.tiles, "4 per tile")
+    return Moved(4 * workload.tiles, "4 per tile", workload.tiles)
 
 
 def amax(workload: Workload) -> Moved:
-    return Moved(4 * workload.owned + 4 * workload.owned_tiles, "4n + 4 per owned tile")
+    moved = 4 * workload.owned + 4 * workload.owned_tiles
+    return Moved(moved, "4n + 4 per owned tile", workload.owned)
 
 
 def scale(workload: Workload) -> Moved:
@@ -39,8 +40,9 @@ def scale(workload: Workload) -> Moved:
     ones a byte per tile and side.
     """
     if workload.scale_layouts == ("compact",):
-        return Moved(6 * workload.tiles, "6 per tile of all weights")
-    return Moved(4 * workload.tiles + workload.scale_bytes, "4 per tile of all weights + their scale buffers")
+        return Moved(6 * workload.tiles, "6 per tile of all weights", workload.tiles)
+    moved = 4 * workload.tiles + workload.scale_bytes
+    return Moved(moved, "4 per tile of all weights + their scale buffers", workload.tiles)
 
 
 def cast(workload: Workload) -> Moved:
@@ -51,26 +53,28 @@ def cast(workload: Workload) -> Moved:
 def local_step(workload: Workload) -> Moved:
     """The masters twice, the codes and the scales. The vector of amaxes counts once, as read by scale."""
     scales = scale(workload)
-    return Moved(8.5 * workload.owned + scales.bytes, f"8.5n + {scales.rule}")
+    return Moved(8.5 * workload.owned + scales.bytes, f"8.5n + {scales.rule}", workload.owned)
 
 
 def transpose(workload: Workload) -> Moved:
     """The codes: the scale stage has written the scales of both sides."""
-    return Moved(workload.elements, "1 per element, half read, half written; scales: in the scale stage")
+    rule = "1 per element, half read, half written; scales: in the scale stage"
+    return Moved(workload.elements, rule, workload.elements)
 
 
 def adamw(workload: Workload) -> Moved:
-    return Moved(28 * workload.owned, "28n: master and two moments read and written, gradient read")
+    rule = "28n: master and two moments read and written, gradient read"
+    return Moved(28 * workload.owned, rule, workload.owned)
 
 
 def adamw_then_cast(workload: Workload) -> Moved:
     """What both need who read the masters once for the amaxes: those come out of the update."""
     scales = scale(workload)
-    return Moved(32.5 * workload.owned + scales.bytes, f"32.5n + {scales.rule}")
+    return Moved(32.5 * workload.owned + scales.bytes, f"32.5n + {scales.rule}", workload.owned)
 
 
 def bf16_copy(workload: Workload) -> Moved:
-    return Moved(6 * workload.owned, "6n")
+    return Moved(6 * workload.owned, "6n", workload.owned)
 
 
 def once(tensors: Iterable[torch.Tensor], elements: int, words: str) -> Moved:
@@ -97,8 +101,8 @@ def elementwise(x: torch.Tensor, values: torch.Tensor) -> Moved:
 
 def rearrange(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Moved:
     """Of scales: the padding of the targets included."""
-    size = sum(tensor.nbytes for tensor in (*sources, *targets))
-    return Moved(size, "scales read and written")
+    read, written = (sum(tensor.nbytes for tensor in tensors) for tensors in (sources, targets))
+    return Moved(read + written, "scales read and written", read)
 
 
 def buffers(tensor: QuantizedTensor) -> list[torch.Tensor]:

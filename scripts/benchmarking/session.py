@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 import zerofp4
-from benchmarking.budgets import issue_bound
 from benchmarking.clock import Clock
 from benchmarking.rules import Moved
 from benchmarking.targets import KINDS, target_of
@@ -47,9 +46,8 @@ class Session:
         seconds, runs = self.clock.seconds(run, moved.bytes, before)
         row = {"name": name, "ms": seconds * 1e3, "gbps": moved.bytes / seconds / 1e9}
         row |= self._target(name, "percent_of_copy")
-        row |= {"bytes": moved.bytes, "rule": moved.rule, "runs": runs}
-        row |= issue_bound(name, moved.bytes, moved.elements, self.device_name)
-        set_percentages(row, self.copy_before)
+        row |= {"bytes": moved.bytes, "elements": moved.elements, "rule": moved.rule, "runs": runs}
+        set_percentage(row, self.copy_before)
         if self.with_profile:
             row["host_us"] = self.clock.host_us(run)
             row["kernels"] = self.clock.kernels(run)
@@ -57,8 +55,6 @@ class Session:
         self.rows.append(row)
         figures = f"{row['ms']:9.3f} ms {row['gbps']:8.1f} GB/s {row['percent_of_copy']:6.1f}% of copy"
         print(f"{name:38}{figures}   {moved.rule}", flush=True)
-        if "issue_bound_percent" in row:
-            print(f"    {row['instructions_per_element']} instructions per element: {bound(row)} of copy")
         return row
 
     def count(self, name: str, kind: str, value: float, rule: str, **extra) -> None:
@@ -70,6 +66,12 @@ class Session:
         """Add the time of one row over that of another."""
         rule = f"time of {over['name']} over that of {under['name']}"
         self.count(name, kind, over["ms"] / under["ms"], rule)
+
+    def compare(self, ours: dict, peer: dict) -> float:
+        """How many times our time the peer takes, noted in its row."""
+        peer["times_ours"] = peer["ms"] / ours["ms"]
+        self.say(f"    {peer['name']} takes {peer['times_ours']:.2f} times {ours['name']}")
+        return peer["times_ours"]
 
     def launches(self, name: str, run: Callable[[], object]) -> None:
         """Add the number of kernels of one call, on a GPU."""
@@ -90,20 +92,12 @@ class Session:
         ceiling = max(self.copy_before, after)
         for row in self.rows:
             if "gbps" in row:
-                set_percentages(row, ceiling)
-        build = zerofp4.build_info()
+                set_percentage(row, ceiling)
         return {
             "benchmark": self.benchmark,
             "device": self.device_name,
             "threads": None if self.clock.is_cuda else torch.get_num_threads(),
-            "versions": {
-                "zerofp4": zerofp4.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "build": build["cuda"]["version"] if self.clock.is_cuda else build["cpu"]["running"],
-            },
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
+            **provenance(self.clock.is_cuda),
             "settings": settings,
             "flush_bytes": self.clock.flush_bytes,
             "copy_gbps": ceiling,
@@ -113,21 +107,23 @@ class Session:
         }
 
 
-def set_percentages(row: dict, ceiling: float) -> None:
+def provenance(is_cuda: bool) -> dict:
+    """What a result file says of what was measured, and when."""
+    build = zerofp4.build_info()
+    return {
+        "versions": {
+            "zerofp4": zerofp4.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "build": build["cuda"]["version"] if is_cuda else build["cpu"]["running"],
+        },
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def set_percentage(row: dict, ceiling: float) -> None:
     row["percent_of_copy"] = 100 * row["gbps"] / ceiling
-    if "issue_bound_gbps" in row:
-        row["issue_bound_percent"] = 100 * row["issue_bound_gbps"] / ceiling
-
-
-def bound(row: dict) -> str:
-    return f"issue-bound at {row['issue_bound_percent']:.0f}%"
-
-
-def compare(ours: dict, peer: dict) -> float:
-    """How many times our time the peer takes, noted in its row."""
-    peer["times_ours"] = peer["ms"] / ours["ms"]
-    print(f"    {peer['name']} takes {peer['times_ours']:.2f} times {ours['name']}", flush=True)
-    return peer["times_ours"]
 
 
 def save(result: dict, folder: Path, device_type: str) -> Path:

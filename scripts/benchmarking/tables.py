@@ -5,14 +5,16 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarking.budgets import budget
 from benchmarking.chart import chart_path
 from benchmarking.operations import SHOWN
 from benchmarking.selection import selected
-from benchmarking.session import RESULTS, ROOT, bound
+from benchmarking.session import RESULTS, ROOT
 from benchmarking.targets import KINDS
 
 BEGIN, END = "<!-- benchmarks: begin -->\n", "\n<!-- benchmarks: end -->"
-WIDTH_OF_LOGS = 140
+WIDTH_OF_LOGS = 180
+INSTRUCTIONS = "instructions_cuda.json"  # no result file of an operation, but what budgets are made of
 
 
 class Table(NamedTuple):
@@ -28,7 +30,8 @@ class Table(NamedTuple):
 
 def load(folder: Path) -> list[tuple[Path, dict]]:
     """The result files of a folder: a GPU's before a CPU's, in the order in which `all` makes them."""
-    results = [(path, json.loads(path.read_text())) for path in folder.glob("*.json")]
+    paths = [path for path in folder.glob("*.json") if path.name != INSTRUCTIONS]
+    results = [(path, json.loads(path.read_text())) for path in paths]
 
     def order(item: tuple[Path, dict]):
         path, result = item
@@ -37,6 +40,29 @@ def load(folder: Path) -> list[tuple[Path, dict]]:
         return result["threads"] is not None, place, path.name
 
     return sorted(results, key=order)
+
+
+def with_budgets(result: dict) -> dict:
+    """The result; where the instructions of a row's operation were counted on the same device, its "budget"
+    in words is in the row, and the commit of the counts is "counted_at".
+    """
+    path = RESULTS / INSTRUCTIONS
+    counted = json.loads(path.read_text()) if path.exists() else None
+    if counted is None or counted["device"] != result["device"]:
+        return result
+    by_operation = {operation_of(row): row for row in reversed(counted["rows"])}  # the first of a name stays
+
+    def with_budget(row: dict) -> dict:
+        counts = by_operation.get(operation_of(row))
+        words = counts and budget(row, counts, result["device"], result["copy_gbps"])
+        return row | {"budget": words} if words else row
+
+    rows = [with_budget(row) if "ms" in row else row for row in result["rows"]]
+    return result | {"rows": rows, "counted_at": counted["commit"]}
+
+
+def operation_of(row: dict) -> str:
+    return row["name"].partition("/")[0]
 
 
 def device_name(result: dict) -> str:
@@ -66,6 +92,24 @@ def counted_table(counted: list[dict]) -> Table:
     return Table(("figure", "value", "note", "what it is"), "lrll", rows)
 
 
+def instructions_table(rows: list[dict]) -> Table:
+    """Of the file of instructions: counts by the element, how busy schedulers and memory were, and bounds."""
+
+    def cells(row: dict) -> tuple[str, ...]:
+        counts = (
+            "-" if row[name] is None else f"{row[name]:.3g}"
+            for name in ("instructions", "alu", "fma", "other")
+        )
+        busy = (
+            "-" if row[name] is None else f"{row[name]:.0f}" for name in ("issue_percent", "dram_percent")
+        )
+        limits = ", ".join(f"{bound['gbps']:,.0f} by {limit}" for limit, bound in row["bounds"].items())
+        return (row["name"], *counts, *busy, limits)
+
+    header = ("row", "instructions", "ALU", "FMA", "other", "issue %", "DRAM %", "at most GB/s")
+    return Table(header, "lrrrrrrl", [cells(row) for row in rows])
+
+
 def tables(rows: list[dict]) -> list[Table]:
     """Of rows of a result file, those tables that are not empty."""
     timed, counted = split(rows)
@@ -79,8 +123,7 @@ def split(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 
 def note(row: dict) -> str:
     """The instruction budget and the target where there are any, or a peer's time in ours."""
-    budget = [bound(row)] if "issue_bound_percent" in row else []
-    return "; ".join([*budget, *([judgement(row)] if judgement(row) else [])])
+    return "; ".join(filter(None, [row.get("budget"), judgement(row)]))
 
 
 def judgement(row: dict) -> str:
@@ -99,11 +142,15 @@ def print_tables(result: dict) -> None:
     """With rich where it is installed, else in plain columns."""
     ceilings = f"{result['copy_gbps_before']:,.1f} GB/s before, {result['copy_gbps_after']:,.1f} after"
     print(f"\n{result['benchmark']} on {device_name(result)}; copy ceiling {ceilings}")
-    for table in tables(result["rows"]):
-        try:
-            print_rich(table.without_rule())
-        except ImportError:
-            print("\n".join(plain_lines(table.without_rule())))
+    for table in tables(with_budgets(result)["rows"]):
+        print_table(table.without_rule())
+
+
+def print_table(table: Table) -> None:
+    try:
+        print_rich(table)
+    except ImportError:
+        print("\n".join(plain_lines(table)))
 
 
 def print_rich(table: Table) -> None:
@@ -131,11 +178,13 @@ def justified(cell: str, width: int, alignment: str) -> str:
 
 def markdown(path: Path, result: dict) -> str:
     """The tables of one result file under a line that names it, with the rows that `selected` chooses."""
+    result = with_budgets(result)
     shown = [row for rows in split(result["rows"]) for row in selected(rows)]
     left_out = len(result["rows"]) - len(shown)
-    ceiling = f"copy ceiling {result['copy_gbps']:,.0f} GB/s"
-    more = f"; {left_out} more rows are in the file" if left_out else ""
-    parts = [f"{device_name(result)}, `{path.relative_to(ROOT)}`: {ceiling}{more}."]
+    head = f"{device_name(result)}, `{path.relative_to(ROOT)}`: copy ceiling {result['copy_gbps']:,.0f} GB/s"
+    if any("budget" in row for row in shown) and result["counted_at"] != result["commit"]:
+        head += f"; instructions counted at commit {(result['counted_at'] or 'unknown')[:7]}"
+    parts = [head + (f"; {left_out} more rows are in the file." if left_out else ".")]
     for table in tables(shown):
         rule = "".join("---:|" if alignment == "r" else "---|" for alignment in table.alignment)
         lines = ["| " + " | ".join(row) + " |" for row in (table.header, *table.rows)]

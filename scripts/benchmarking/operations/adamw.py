@@ -6,7 +6,7 @@ import torch
 
 import zerofp4
 from benchmarking import rules
-from benchmarking.session import Session, compare
+from benchmarking.session import Session
 from benchmarking.workloads import Tensors, chosen
 from zerofp4 import CastPlan
 
@@ -21,7 +21,7 @@ def adamw(session: Session, options: argparse.Namespace) -> None:
         ours = fused_adamw(session, tensors, masters)
         if options.peers:
             for mine, peer in zip(ours, torch_adamw(session, tensors, masters), strict=True):
-                mine["speedup"] = compare(mine, peer)
+                mine["speedup"] = session.compare(mine, peer)
 
 
 def with_gradients(tensors: Tensors) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarking import rules
 from benchmarking.rules import Moved
-from benchmarking.session import Session, compare
+from benchmarking.session import Session
 from benchmarking.workloads import Tensors
 from zerofp4 import reference
 from zerofp4.format import BLOCK, MXFP8_BLOCK
@@ -31,18 +31,21 @@ def attempt(
     make: Callable[[], Callable[[], object]],
     errors: type[Exception] = Exception,
     moved: Moved | None = None,
-) -> None:
+) -> dict | None:
     """Time what `make` returns beside our row, and count its bytes as those of that, or as `moved`. Where
-    `make`, or a first call of what it returns, raises one of `errors`, say so instead.
+    `make`, or a first call of what it returns, raises one of `errors`, say so instead; there is no row then.
     """
     try:
         run = make()
         run()
+        session.clock.synchronize()  # an error of its kernels is its own, too
     except errors as error:
         reason = str(error).strip().partition("\n")[0]
         session.say(f"{name} is left out: {reason or type(error).__name__}")
-    else:
-        compare(ours, session.time(name, run, moved or rules.counted_as(ours)))
+        return None
+    row = session.time(name, run, moved or rules.counted_as(ours))
+    session.compare(ours, row)
+    return row
 
 
 def compiled(*parts: Part) -> Callable[[], object]:
@@ -68,7 +71,8 @@ def bf16_copy(session: Session, tensors: Tensors, ours: dict) -> None:
     workload = tensors.workload
     copy = torch.empty_like(tensors.flat, dtype=torch.bfloat16)
     name = f"bf16_copy/{workload.part_name}"
-    compare(ours, session.time(name, lambda: copy.copy_(tensors.flat), rules.bf16_copy(workload)))
+    theirs = session.time(name, lambda: copy.copy_(tensors.flat), rules.bf16_copy(workload))
+    session.compare(ours, theirs)
 
 
 def references(session: Session, tensors: Tensors, ours: dict) -> None:
@@ -79,7 +83,7 @@ def references(session: Session, tensors: Tensors, ours: dict) -> None:
         return
     master = tensors.flat.view(shape)
     eager = session.time(f"reference_eager_{ours['name']}", lambda: cast(master), rules.counted_as(ours))
-    compare(ours, eager)
+    session.compare(ours, eager)
     reference_compile(session, ours, Part(cast, [master]))
 
 

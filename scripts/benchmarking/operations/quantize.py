@@ -37,7 +37,7 @@ def quantize(session: Session, options: argparse.Namespace) -> None:
         rows = blocks(session, workload.name, given)
         rows |= hadamard(session, workload.name, given)
         amaxes(session, workload.name, given)
-        roundings(session, workload.name, given)
+        rows |= roundings(session, workload.name, given)
         if options.peers:
             others(session, given, rows)
 
@@ -103,15 +103,20 @@ def amaxes(session: Session, name: str, given: Input) -> dict:
     return session.time(f"amax_rht/{name}", partial(amax_pass, given.x, amax, columnwise_amax), moved)
 
 
-def roundings(session: Session, name: str, given: Input) -> None:
-    """The other ways to values: stochastic rounding, a choice of scales, no codes at all."""
+def roundings(session: Session, name: str, given: Input) -> dict[str, dict]:
+    """The other ways to values: stochastic rounding, a choice of scales, no codes at all. Returns the rows by
+    operation of those that others have too.
+    """
+    rows = {}
     drawn = {"block": ACTIVATION, "stochastic_rounding": True}
     time_quantize(session, f"quantize_1d_stochastic/{name}", given, **drawn)
     for suffix, block in (("1d", ACTIVATION), ("2d", WEIGHT)):
         choice = {"block": block, "four_over_six": zerofp4.FourOverSix()}
-        time_quantize(session, f"quantize_{suffix}_four_over_six/{name}", given, **choice)
+        operation = f"quantize_{suffix}_four_over_six"
+        rows[operation] = time_quantize(session, f"{operation}/{name}", given, **choice)
     run = partial(zerofp4.quantize_dequantize, given.x, block=ACTIVATION, amax=given.amax)
     session.time(f"quantize_dequantize/{name}", run, rules.elementwise(given.x, run()))
+    return rows
 
 
 def others(session: Session, given: Input, rows: dict[str, dict]) -> None:
@@ -128,6 +133,9 @@ def others(session: Session, given: Input, rows: dict[str, dict]) -> None:
         rows["quantize_1d"],
         torchao=partial(outside.torchao_nvfp4, x, amax),
         gemlite=partial(outside.gemlite_nvfp4, x, amax),
-        fouroversix=partial(outside.fouroversix_nvfp4, x, 1),
+        fouroversix=partial(outside.fouroversix_nvfp4, x, amax, 1),
     )
-    outside.measure(session, rows["quantize_2d"], fouroversix=partial(outside.fouroversix_nvfp4, x, 16))
+    outside.measure(session, rows["quantize_2d"], fouroversix=partial(outside.fouroversix_nvfp4, x, amax, 16))
+    for operation, block_rows in (("quantize_1d_four_over_six", 1), ("quantize_2d_four_over_six", 16)):
+        make = partial(outside.fouroversix_nvfp4, x, amax, block_rows, zerofp4.FourOverSix().error)
+        outside.measure(session, rows[operation], fouroversix=make)

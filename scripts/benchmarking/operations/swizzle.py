@@ -8,7 +8,7 @@ import torch
 import zerofp4
 from benchmarking import rules
 from benchmarking.operations import outside, peers
-from benchmarking.session import Session, compare
+from benchmarking.session import Session
 from benchmarking.workloads import Workload, chosen
 from zerofp4 import reference
 from zerofp4.format import SCALE_DTYPE
@@ -49,7 +49,7 @@ def rearrangements(session: Session, name: str, scales: list[ScaleOf]) -> dict:
     session.time(f"unswizzle/{name}", back, moved)
     flat = torch.cat([scale.view(torch.uint8).flatten() for scale, _ in scales])
     clone = session.time(f"clone/{name}", flat.clone, rules.rearrange([flat], [flat]))
-    compare(ours, clone)
+    session.compare(ours, clone)
     session.ratio(f"swizzle_over_clone/{name}", "ratio", ours, clone)
     return ours
 
