@@ -25,9 +25,9 @@ T* pointer(uintptr_t address) {
 
 WeightDescriptor weight_descriptor(uintptr_t master, int64_t start, int64_t numel, int64_t rows, int64_t cols,
                                    int master_dtype, int weight_dtype, uintptr_t codes, uintptr_t amax,
-                                   uintptr_t columnwise_amax, uintptr_t given_amax,
-                                   const Addresses& rowwise_scale, const Addresses& columnwise_scale,
-                                   int64_t tile_offset, int64_t amax_offset) {
+                                   uintptr_t columnwise_amax, const Addresses& rowwise_scale,
+                                   const Addresses& columnwise_scale, int64_t tile_offset,
+                                   int64_t amax_offset) {
     WeightDescriptor weight{};
     weight.master = pointer<const void>(master);
     weight.start = start;
@@ -39,7 +39,6 @@ WeightDescriptor weight_descriptor(uintptr_t master, int64_t start, int64_t nume
     weight.codes = pointer<uint8_t>(codes);
     weight.amax = pointer<float>(amax);
     weight.columnwise_amax = pointer<float>(columnwise_amax);
-    weight.given_amax = pointer<const float>(given_amax);
     for (int layout = 0; layout < kScaleLayouts; ++layout) {
         weight.rowwise_scale[layout] = pointer<uint8_t>(rowwise_scale[layout]);
         weight.columnwise_scale[layout] = pointer<uint8_t>(columnwise_scale[layout]);
@@ -164,17 +163,17 @@ void quantize_mxfp8(const Target& target, uintptr_t input, int dtype, int64_t ro
 
 void dequantize_mxfp8(const Target& target, uintptr_t data, uintptr_t scale, int64_t rows, int64_t cols,
                       bool columnwise, int layout, int dtype, uintptr_t output) {
-    const Mxfp8DequantizeArgs args{pointer<const uint8_t>(data),
-                                   pointer<const uint8_t>(scale),
-                                   rows,
-                                   cols,
-                                   columnwise,
-                                   static_cast<ScaleLayout>(layout),
-                                   static_cast<DType>(dtype),
-                                   pointer<void>(output)};
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.dequantize_mxfp8(args, threads); },
-        [&](cudaStream_t stream) { cuda::dequantize_mxfp8(args, stream); });
+    const auto item = mxfp8_dequantize_descriptor(data, scale, output, rows, cols, columnwise, layout);
+    Mxfp8DequantizeList(target.is_cpu(), {item}, dtype).run(target);
+}
+
+// What the classes of lists have in common.
+template <class List>
+py::class_<List> list_class(py::module_& m, const char* name) {
+    return py::class_<List>(m, name)
+        .def("descriptor_bytes", [](const List& list) { return py::bytes(list.descriptor_bytes()); })
+        .def("set_device_descriptors", &List::set_device_descriptors)
+        .def("run", &List::run, py::call_guard<py::gil_scoped_release>());
 }
 
 AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t step,
@@ -229,7 +228,7 @@ PYBIND11_MODULE(_C, m) {
     py::class_<WeightDescriptor>(m, "WeightDescriptor")
         .def(py::init(&weight_descriptor), py::kw_only(), "master"_a, "start"_a, "numel"_a, "rows"_a,
              "cols"_a, "master_dtype"_a, "weight_dtype"_a, "codes"_a, "amax"_a, "columnwise_amax"_a,
-             "given_amax"_a, "rowwise_scale"_a, "columnwise_scale"_a, "tile_offset"_a, "amax_offset"_a);
+             "rowwise_scale"_a, "columnwise_scale"_a, "tile_offset"_a, "amax_offset"_a);
     py::class_<TransposeDescriptor>(m, "TransposeDescriptor")
         .def(py::init(&transpose_descriptor), "input"_a, "output"_a, "rows"_a, "cols"_a);
 
@@ -256,21 +255,18 @@ PYBIND11_MODULE(_C, m) {
     py::class_<DequantizeDescriptor>(m, "DequantizeDescriptor")
         .def(py::init(&dequantize_descriptor), py::kw_only(), "data"_a, "scale"_a, "amax"_a, "output"_a,
              "rows"_a, "cols"_a, "columnwise"_a, "block_rows"_a, "layout"_a, "e4m3_max"_a);
-    py::class_<DequantizeList>(m, "DequantizeList")
-        .def(py::init<bool, std::vector<DequantizeDescriptor>, int>(), "on_cpu"_a, "items"_a, "dtype"_a)
-        .def("descriptor_bytes",
-             [](const DequantizeList& list) { return py::bytes(list.descriptor_bytes()); })
-        .def("set_device_descriptors", &DequantizeList::set_device_descriptors)
-        .def("run", &DequantizeList::run, no_gil);
+    list_class<DequantizeList>(m, "DequantizeList")
+        .def(py::init<bool, std::vector<DequantizeDescriptor>, int>(), "on_cpu"_a, "items"_a, "dtype"_a);
+    py::class_<Mxfp8DequantizeDescriptor>(m, "Mxfp8DequantizeDescriptor")
+        .def(py::init(&mxfp8_dequantize_descriptor), py::kw_only(), "data"_a, "scale"_a, "output"_a, "rows"_a,
+             "cols"_a, "columnwise"_a, "layout"_a);
+    list_class<Mxfp8DequantizeList>(m, "Mxfp8DequantizeList")
+        .def(py::init<bool, std::vector<Mxfp8DequantizeDescriptor>, int>(), "on_cpu"_a, "items"_a, "dtype"_a);
     py::class_<ScaleLayoutDescriptor>(m, "ScaleLayoutDescriptor")
         .def(py::init(&scale_layout_descriptor), py::kw_only(), "input"_a, "output"_a, "rows"_a, "columns"_a,
              "block_rows"_a, "layout"_a);
-    py::class_<ScaleLayoutList>(m, "ScaleLayoutList")
-        .def(py::init<bool, std::vector<ScaleLayoutDescriptor>, bool>(), "on_cpu"_a, "items"_a, "pad"_a)
-        .def("descriptor_bytes",
-             [](const ScaleLayoutList& list) { return py::bytes(list.descriptor_bytes()); })
-        .def("set_device_descriptors", &ScaleLayoutList::set_device_descriptors)
-        .def("run", &ScaleLayoutList::run, no_gil);
+    list_class<ScaleLayoutList>(m, "ScaleLayoutList")
+        .def(py::init<bool, std::vector<ScaleLayoutDescriptor>, bool>(), "on_cpu"_a, "items"_a, "pad"_a);
 
     py::class_<AdamWDescriptor>(m, "AdamWDescriptor")
         .def(py::init(&adamw_descriptor), py::kw_only(), "master"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,

@@ -1,9 +1,10 @@
-"""What all tests share: the devices they run on, and how hypothesis draws."""
+"""What all tests share: the devices they run on, real or not, and how hypothesis draws."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import why_no_cuda
 from hypothesis import settings
 
@@ -18,3 +19,11 @@ def device(request) -> torch.device:
     if request.param == "cuda" and (reason := why_no_cuda()) is not None:
         pytest.skip(reason)
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch) -> None:
+    """torch seems to see two GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)

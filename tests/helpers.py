@@ -1,4 +1,4 @@
-"""What all tests use: the assertion that bytes are equal, and whether CUDA can be tested here."""
+"""What all tests use: the assertions that bytes or values are equal, and whether CUDA can be tested here."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None
 def assert_bytes_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     difference = first_difference(actual, expected)
     assert difference is None, f"{what}: {difference}"
+
+
+def without_nan_payloads(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same NaN everywhere: IEEE 754 leaves its sign and payload to the hardware."""
+    return torch.where(tensor.isnan(), torch.nan, tensor)
+
+
+def assert_values_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bytes, except that a NaN equals any other."""
+    assert_bytes_equal(without_nan_payloads(actual), without_nan_payloads(expected), what)
 
 
 def _element_bytes(tensor: torch.Tensor) -> torch.Tensor:

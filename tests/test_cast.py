@@ -333,21 +333,3 @@ def test_bad_gather():
 def test_shard_on_another_device_than_its_weight():
     weight = zerofp4.empty((16, 16), device="cuda")
     refused(ValueError, "is on cpu, its weight .* on cuda:0", [weight], [torch.zeros(256)], [0])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_step_in_a_cuda_graph():
-    weights, masters, starts = make("cuda")
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.step()
-    plan.post()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.step()
-        plan.post()
-    for _ in range(2):
-        for master in masters:
-            master.mul_(-3).add_(0.1)
-        graph.replay()
-        torch.cuda.synchronize()
-        check(weights, masters)

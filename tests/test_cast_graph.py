@@ -247,22 +247,27 @@ def test_replays_of_functions_outlive_their_arguments(count):
 
 
 @needs_gpu
-def test_a_captured_step_with_the_amaxes_of_a_captured_update():
+@pytest.mark.parametrize("update", [False, True])
+def test_a_captured_step_with_and_without_the_amaxes_of_a_captured_update(update):
     weights, masters, starts = make("cuda")
     plan = zerofp4.CastPlan(weights, masters, starts)
     plan.step()
+    plan.post()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        plan.begin_update()
-        plan._stages.amax()
-        plan.end_update()
+        if update:
+            plan.begin_update()
+            plan._stages.amax()
+            plan.end_update()
         plan.step()
+        plan.post()
     for _ in range(2):
         for master in masters:
             master.mul_(-3).add_(0.1)
         graph.replay()
         torch.cuda.synchronize()
         check(weights, masters)
+        check_transposes(weights, masters)
 
 
 @needs_gpu

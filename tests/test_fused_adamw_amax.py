@@ -23,6 +23,15 @@ def shards(draw):
     return (rows, cols), dtype, start, numel, draw(st.integers(0, 4)), gradient
 
 
+def offered(device, *shapes, **options):
+    """(plan, the optimizer of its masters, which it was offered to, weights, masters, start offsets)"""
+    weights, masters, starts = make(device, *shapes)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS, **options)
+    optimizer.offer_amaxes(plan)
+    return plan, optimizer, weights, masters, starts
+
+
 def compare_with_the_plans_own(plan: zerofp4.CastPlan, weights, masters, starts, **options) -> None:
     """The whole vector, header included, is that of a plan which takes the amaxes itself."""
     own = zerofp4.CastPlan(weights, masters, starts, **options)
@@ -62,10 +71,7 @@ def test_amaxes_of_shards(device, pieces, grouped, seed):
 
 def test_large_weights_on_many_threads(device):
     shapes = ((512, 1024), (300, 2872), (48, 128), (1024, 130))
-    weights, masters, starts = make(device, shapes)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer = FusedAdamW(masters, **OPTIONS)
-    optimizer.offer_amaxes(plan)
+    plan, optimizer, weights, masters, starts = offered(device, shapes)
     for i, master in enumerate(masters):
         set_gradient(master, torch.randn_like(master).to(torch.bfloat16 if i % 2 else torch.float32))
     optimizer.step()
@@ -92,10 +98,7 @@ def test_amaxes_of_values_at_the_edges(device, dtype, value):
 
 def test_training_steps(device):
     """Update and cast, as often as one likes, also where one of the two is left out."""
-    weights, masters, starts = make(device)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer = FusedAdamW(masters, **OPTIONS)
-    optimizer.offer_amaxes(plan)
+    plan, optimizer, weights, masters, _ = offered(device)
     for step in range(6):
         for master in masters:
             master.grad = torch.randn_like(master)
@@ -139,10 +142,7 @@ def test_amaxes_of_masters_that_were_written_are_outdated(device, in_one_buffer)
 
 
 def test_a_master_without_gradient_is_only_read(device):
-    weights, masters, starts = make(device)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer = FusedAdamW(masters, **OPTIONS)
-    optimizer.offer_amaxes(plan)
+    plan, optimizer, weights, masters, _ = offered(device)
     before = masters[0].clone()
     masters[1].grad = torch.randn_like(masters[1])
     optimizer.step()
@@ -154,10 +154,7 @@ def test_a_master_without_gradient_is_only_read(device):
 
 @pytest.mark.parametrize("when", ["gradient", "update"])
 def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monkeypatch, when):
-    weights, masters, starts = make(device)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer = FusedAdamW(masters, **OPTIONS)
-    optimizer.offer_amaxes(plan)
+    plan, optimizer, weights, masters, _ = offered(device)
     for master in masters:
         master.grad = torch.randn_like(master)
     optimizer.step()
@@ -180,10 +177,7 @@ def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monke
 
 
 def test_an_offer_after_the_masters_moved(device):
-    weights, masters, starts = make(device)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer = FusedAdamW(masters, **OPTIONS)
-    optimizer.offer_amaxes(plan)
+    plan, optimizer, weights, masters, starts = offered(device)
     for master in masters:
         master.grad = torch.randn_like(master)
     optimizer.step()
@@ -239,10 +233,7 @@ def test_a_parameter_that_left_its_master(device):
 def test_update_and_cast_in_a_cuda_graph(device):
     if device.type != "cuda":
         pytest.skip("CUDA graphs are captured on a GPU")
-    weights, masters, starts = make(device)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer = FusedAdamW(masters, **OPTIONS, capturable=True)
-    optimizer.offer_amaxes(plan)
+    plan, optimizer, weights, masters, _ = offered(device, capturable=True)
     expected = Expected(optimizer)
     gradients = [torch.randn_like(master) for master in masters]
     for master, gradient in zip(masters, gradients, strict=True):

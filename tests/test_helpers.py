@@ -1,8 +1,8 @@
-"""The assertion that every other test leans on must itself fail when it should."""
+"""The assertions that every other test leans on must themselves fail when they should."""
 
 import pytest
 import torch
-from helpers import assert_bytes_equal, first_difference
+from helpers import assert_bytes_equal, assert_values_equal, first_difference
 
 
 def test_equal_bytes_pass():
@@ -51,3 +51,12 @@ def test_a_transposed_view_is_compared_by_coordinates():
     assert first_difference(base.t(), other.t()) == (
         "1 of 6 elements differ, the first at [2, 1]: 0x00, expected 0x09"
     )
+
+
+def test_only_the_bits_of_nan_do_not_count_as_values():
+    nan = float("nan")
+    assert_values_equal(torch.tensor([0.0, nan]), torch.tensor([0.0, -nan]), "NaN")
+    with pytest.raises(AssertionError, match="zero: 1 of 2 elements"):
+        assert_values_equal(torch.tensor([0.0, nan]), torch.tensor([-0.0, -nan]), "zero")
+    with pytest.raises(AssertionError, match="one NaN: 1 of 2 elements"):
+        assert_values_equal(torch.tensor([0.0, nan]), torch.tensor([0.0, 1.0]), "one NaN")

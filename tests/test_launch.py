@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 
 import pytest
@@ -27,12 +26,6 @@ def no_launcher(monkeypatch):
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def two_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
 
 
 # Alone
@@ -107,15 +100,7 @@ def test_gloo_stays_on_the_loopback_interface_when_all_ranks_are_here(monkeypatc
 # Devices
 
 
-def test_each_local_rank_has_a_gpu_of_its_own(monkeypatch):
-    two_gpus(monkeypatch)
-    assert launch._choose_device(None, launch._Place(5, 8, 1, 2)) == ("nccl", torch.device("cuda", 1))
-    assert launch._choose_device("cpu:gloo,cuda:nccl", launch._Place(0, 1, 0, 1))[1].index == 0
-    assert launch._choose_device("gloo", launch._Place(5, 8, 1, 2)) == ("gloo", torch.device("cpu"))
-
-
-def test_more_ranks_than_gpus(monkeypatch):
-    two_gpus(monkeypatch)
+def test_more_ranks_than_gpus(monkeypatch, two_gpus):
     for name, value in (("RANK", 0), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 4)):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(
@@ -133,13 +118,6 @@ def test_nccl_without_a_gpu(monkeypatch):
 # What a launcher leaves in the environment
 
 
-def test_place_under_torchrun():
-    env = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
-    assert launch._place_from_environment(env) == launch._Place(6, 8, 2, 4)
-    del env["LOCAL_WORLD_SIZE"]
-    assert launch._place_from_environment(env) == launch._Place(6, 8, 2, 3)
-
-
 def test_variables_set_by_hand_and_wrong(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -148,21 +126,6 @@ def test_variables_set_by_hand_and_wrong(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-1")
     with pytest.raises(ValueError, match="LOCAL_RANK: must be a whole number, got '-1'"):
         launch.init_process_group()
-
-
-@pytest.mark.parametrize(
-    ("environment", "size"),
-    [
-        ({}, 1),
-        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3),
-        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 2),
-        ({"PMIX_RANK": "0"}, None),
-        ({"PMI_RANK": "0"}, None),
-        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 1),
-    ],
-)
-def test_mpirun_is_recognized(environment, size):
-    assert launch._mpirun_size(environment) == size
 
 
 def test_mpirun_of_one_rank_needs_no_mpi4py(monkeypatch):
@@ -177,30 +140,3 @@ def test_mpirun_without_mpi4py(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(RuntimeError, match=r"importing mpi4py, .*pip install mpi4py"):
         launch.init_process_group()
-
-
-# The address of rank 0
-
-
-def no_route(*_):
-    raise OSError("network is unreachable")
-
-
-def test_address_for_other_hosts(monkeypatch):
-    def resolves_to(*addresses):
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
-
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    resolves_to("127.0.1.1", "192.0.2.7")
-    assert launch._reachable_address() == "192.0.2.7"
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert launch._reachable_address() == "node0"
-
-
-def test_no_address_for_other_hosts(monkeypatch):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(socket, "getaddrinfo", no_route)
-    monkeypatch.setattr(socket, "socket", no_route)
-    with pytest.raises(RuntimeError, match=r"no address for other hosts .*unreachable.*MASTER_ADDR"):
-        launch._reachable_address()

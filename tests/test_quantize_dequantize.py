@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, assert_values_equal
 from hypothesis import given
 from hypothesis import strategies as st
 from op_cases import DTYPES, KINDS, SHAPES, draw_values, run_with_instruction_set
@@ -25,13 +25,6 @@ def both(x, seed=0, **options):
             options["generator"] = torch.Generator().manual_seed(seed)
         results.append(function(x, **options))
     return results
-
-
-def assert_values_equal(actual, expected, what: str) -> None:
-    """Bytes, except that NaNs may differ in payload and sign: IEEE 754 leaves both to the hardware."""
-    nan = expected.isnan()
-    assert torch.equal(actual.isnan(), nan), f"{what}: NaN at other places"
-    assert_bytes_equal(actual.masked_fill(nan, 0), expected.masked_fill(nan, 0), what)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,54 +1,23 @@
 """Casting sharded master weights to NVFP4: CastPlan, a step of it stage by stage."""
 
-import enum
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zerofp4 import collectives
 from zerofp4.addresses import ShardAddresses, WeightAddresses
+from zerofp4.agreement import Signature, attempt, check_agreement, signature_of
 from zerofp4.collectives import PackedGather
-from zerofp4.format import BLOCK
-from zerofp4.layout import ceil_div, round_up
-from zerofp4.ops import HEADER_WORDS, CastItem, CastStages, TransposeStage
+from zerofp4.ops import CastItem, CastStages, TransposeStage
 from zerofp4.ops.device import target_of
-from zerofp4.request import CastRequest, Signature, attempt, check_agreement, check_refresh, check_request
+from zerofp4.reduced import Amaxes, MasterPiece, ReducedVector
+from zerofp4.request import CastRequest, check_refresh, check_request
 from zerofp4.shard import Shard
 from zerofp4.status import StepStatus
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensor import NVFP4Tensor
-
-_VECTOR_WORDS = 4
-"""A weight's tile amaxes begin at a multiple of it in the reduced vector, so that kernels read vectors."""
-
-
-class MasterPiece(NamedTuple):
-    """What this rank owns of a weight, and where its amaxes belong in CastPlan.reduced.
-
-    matrix, dtype: the weight's [rows, cols] and dtype. The amax of its tile (0, 0) is word tile_offset, those
-    of the others follow, row-major [ceil(rows/16), ceil(cols/16)]; the amax of its group is word amax_offset.
-    An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN
-    or Inf. Tile words, which were cleared, are written: on a rank every tile belongs to one piece. A group's
-    word is raised by maximum with what is there.
-    """
-
-    master: torch.Tensor
-    shard: Shard
-    matrix: tuple[int, int]
-    dtype: torch.dtype
-    tile_offset: int
-    amax_offset: int
-
-
-class _Amaxes(enum.Enum):
-    """Whether the reduced vector holds the amaxes of the next step: begin_update() to end_update(). CAPTURED
-    are those that replays of a CUDA graph will leave: for a step in the graph, not for one outside.
-    """
-
-    NONE, BEGUN, LEFT, CAPTURED = range(4)
 
 
 class CastPlan:
@@ -105,7 +74,7 @@ class CastPlan:
         if error is None:
             # What this rank cannot run must be known to all before any waits for the others.
             _, error = attempt(target_of, request.device)
-        gathered = collectives.exchange(request and tuple(request.signature()), error, group)
+        gathered = collectives.exchange(request and tuple(signature_of(request)), error, group)
         signatures = [Signature(*signature) for signature in gathered]
         check_agreement(signatures)
         self._request = request
@@ -121,21 +90,16 @@ class CastPlan:
         self._stages = CastStages(self._items(), self.reduced, **options)
         self._transposes = TransposeStage(self._transpose_pairs())
         self._watch_addresses()
-        self._amaxes = _Amaxes.NONE
+        self._amaxes = Amaxes.NONE
         self._gather = None
         self._captured: dict[int, torch.Tensor] = {}
 
     def _allocate(self) -> None:
-        """The reduced vector (header words, one amax per group, then tile amaxes) and the flags."""
+        """The reduced vector and the flags."""
         request, device = self._request, self._request.device
-        self._group_count = len(set(request.amax_groups))
-        self._tile_offsets, total = [], round_up(HEADER_WORDS + self._group_count, _VECTOR_WORDS)
-        for record in request.records:
-            rows, cols = record.matrix
-            self._tile_offsets.append(total)
-            total += round_up(ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK), _VECTOR_WORDS)
-        self.reduced = torch.zeros(total, device=device)
-        self._own_found_inf = torch.zeros(1, device=device)
+        self._vector = ReducedVector(request.records, request.amax_groups, device)
+        self.reduced = self._vector.words
+        self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.found_inf = self._own_found_inf if request.found_inf is None else request.found_inf
         self._status = StepStatus(device)
 
@@ -152,7 +116,7 @@ class CastPlan:
         another shape, dtype or device than it was built for, or a master another length.
         """
         check_refresh(self._request, self._names)
-        self._amaxes = _Amaxes.NONE
+        self._amaxes = Amaxes.NONE
         self._take_addresses()
 
     def _take_addresses(self) -> None:
@@ -169,12 +133,7 @@ class CastPlan:
         request = self._request
         return [
             CastItem(
-                record,
-                request.masters[i],
-                request.shards[i],
-                request.codes(i),
-                self._tile_offsets[i],
-                HEADER_WORDS + request.amax_groups[i],
+                record, request.masters[i], request.shards[i], request.codes(i), *self._vector.offsets(i)
             )
             for i, record in enumerate(request.records)
         ]
@@ -204,7 +163,7 @@ class CastPlan:
         Amaxes that were left before are taken back. Queued on the current stream.
         """
         self._stages.begin()
-        self._amaxes = _Amaxes.BEGUN
+        self._amaxes = Amaxes.BEGUN
 
     def end_update(self) -> None:
         """The amaxes of all pieces are in `reduced`: the next step(), and no other, does not compute them. A
@@ -214,9 +173,9 @@ class CastPlan:
         update and a step only one of which is captured in a CUDA graph the step computes amaxes itself.
         Raises RuntimeError without a begin_update() since the last step.
         """
-        if self._amaxes is _Amaxes.NONE:
+        if self._amaxes is Amaxes.NONE:
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
-        self._amaxes = _Amaxes.CAPTURED if self._status.is_capturing() else _Amaxes.LEFT
+        self._amaxes = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
 
     def step(self) -> None:
         """Amax (unless an update left it), one MAX all-reduce, scales, codes. Every rank of the group must
@@ -256,9 +215,9 @@ class CastPlan:
         if capturing:
             self._hold(borrowed)
         target = self._stages.target()
-        if self._amaxes is not (_Amaxes.CAPTURED if capturing else _Amaxes.LEFT):
+        if self._amaxes is not (Amaxes.CAPTURED if capturing else Amaxes.LEFT):
             self._stages.begin_amax(target)
-        self._amaxes = _Amaxes.NONE
+        self._amaxes = Amaxes.NONE
         self._reduce()
         self._stages.scale_cast(target)
         if not capturing:
@@ -280,7 +239,7 @@ class CastPlan:
 
     def _abstain(self) -> None:
         """Join the reduction, flagged, so that no rank writes."""
-        self._amaxes = _Amaxes.NONE
+        self._amaxes = Amaxes.NONE
         self._stages.begin(error=True)
         self._reduce()
 
@@ -300,12 +259,9 @@ class CastPlan:
         return self._weights.find_moved() or self._shards.find_moved()
 
     def _raise_nonfinite(self) -> None:
-        group_amaxes = self.reduced[HEADER_WORDS : HEADER_WORDS + self._group_count]
-        if not group_amaxes.isinf().any():
+        if not self._vector.has_nonfinite():
             return
-        ends = [*self._tile_offsets[1:], self.reduced.numel()]
-        spans = zip(self._names, self._tile_offsets, ends, strict=True)
-        bad = [name for name, first, last in spans if self.reduced[first:last].isinf().any()]
+        bad = [self._names[i] for i in self._vector.nonfinite_weights()]
         # The others were written, and post() may never come.
         torch.autograd.graph.increment_version(self._request.weights)
         raise FloatingPointError(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from zerofp4 import collectives
 from zerofp4.addresses import ShardAddresses
+from zerofp4.agreement import attempt
 from zerofp4.cast import CastPlan
 from zerofp4.format import FLOAT32_MAX
 from zerofp4.ops import ERROR_WORD, HASH_WORD
@@ -21,7 +22,7 @@ from zerofp4.plan_cache import (
     tensors_fingerprint,
     weights_fingerprint,
 )
-from zerofp4.request import CastRequest, attempt, check_request
+from zerofp4.request import CastRequest, check_request
 from zerofp4.status import PEER_MESSAGE
 from zerofp4.tensor import NVFP4Tensor
 

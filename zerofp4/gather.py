@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import collectives
+from zerofp4.agreement import attempt, check_same_weights, describe
 from zerofp4.collectives import OTHER, PRESENT, GroupReference, PackedGather
 from zerofp4.ops import TransposeStage
 from zerofp4.ops.device import target_of
@@ -19,15 +20,7 @@ from zerofp4.plan_cache import (
     same_weights,
     weights_fingerprint,
 )
-from zerofp4.request import (
-    attempt,
-    check_lists,
-    check_same_weights,
-    check_shard,
-    check_weights,
-    describe,
-    weight_name,
-)
+from zerofp4.request import check_lists, check_shard, check_weights, weight_name
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensor import NVFP4Tensor

@@ -7,23 +7,26 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, SCALE_DTYPE, FourOverSix
+from zerofp4.arguments import check_values, detached
+from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, FourOverSix
 from zerofp4.layout import ceil_div, columnwise_rows, round_up
 from zerofp4.ops.grouped import grouped_shapes
-from zerofp4.quantized import check_values, wrap
+from zerofp4.quantized import wrap
 from zerofp4.storage import (
     BUFFERS,
+    NVFP4Buffers,
     NVFP4Storage,
     check_block,
     check_layouts,
     check_transform,
-    scale_name,
+    copy_names,
+    empty_buffers,
 )
 from zerofp4.tensor import NVFP4Tensor
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class GroupedNVFP4Tensor:
+class GroupedNVFP4Tensor(NVFP4Buffers):
     """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own with blocks
     of 1x16. A buffer that does not exist is None.
 
@@ -61,16 +64,6 @@ class GroupedNVFP4Tensor:
     offsets: torch.Tensor
     data_offsets: torch.Tensor
     scale_offsets: torch.Tensor
-    amax: torch.Tensor
-    columnwise_amax: torch.Tensor | None = None
-    rowwise_data: torch.Tensor | None = None
-    rowwise_scale: torch.Tensor | None = None
-    rowwise_scale_expanded: torch.Tensor | None = None
-    rowwise_scale_swizzled: torch.Tensor | None = None
-    columnwise_data: torch.Tensor | None = None
-    columnwise_scale: torch.Tensor | None = None
-    columnwise_scale_expanded: torch.Tensor | None = None
-    columnwise_scale_swizzled: torch.Tensor | None = None
 
     block = (1, BLOCK)
 
@@ -217,11 +210,13 @@ def quantize_grouped(
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
     sizes = _host_sizes(m_splits, x.shape[0])
     splits = m_splits.contiguous() if sizes is None else _on_device(sizes, x.device)
-    sides = ["rowwise"] * rowwise + ["columnwise"] * columnwise
-    buffers = _allocate(x, splits.shape[0], sides, layouts, own=hadamard and rowwise and columnwise)
+    names = [*copy_names(layouts, ["rowwise"] * rowwise + ["columnwise"] * columnwise), "amax"]
+    names += ["columnwise_amax"] * (hadamard and rowwise)
+    shapes = grouped_shapes(x.shape[0], splits.shape[0], x.shape[1])
+    buffers = empty_buffers(NVFP4Storage, {name: shapes[name] for name in names}, x.device)
     offsets = torch.empty((3, splits.shape[0] + 1), dtype=torch.int64, device=x.device)
     error = torch.empty(1, dtype=torch.int32, device=x.device)
-    given = [_given(name, value) for name, value in (("amax", amax), ("columnwise_amax", columnwise_amax))]
+    given = (detached("amax", amax), detached("columnwise_amax", columnwise_amax))
     options = (hadamard, random_signs)
     outputs = [buffers.get(name) for name in BUFFERS]
     torch.ops.zerofp4.quantize_grouped(
@@ -230,12 +225,6 @@ def quantize_grouped(
     if columnwise:
         buffers.setdefault("columnwise_amax", buffers["amax"])
     return GroupedNVFP4Tensor(x.shape, x.dtype, sizes, *options, splits, error, *offsets.unbind(), **buffers)
-
-
-def _given(name: str, amax: torch.Tensor | None) -> torch.Tensor | None:
-    if amax is not None and not isinstance(amax, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.float32 tensor, got {type(amax).__name__}")
-    return None if amax is None else amax.detach()
 
 
 def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...] | None:
@@ -269,16 +258,3 @@ def _on_device(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
         )
     # torch does not reuse pinned memory before the copies from it are done.
     return torch.tensor(sizes, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-
-
-def _allocate(x: torch.Tensor, groups: int, sides, layouts, *, own: bool) -> dict[str, torch.Tensor]:
-    """Uninitialized; columnwise_amax only where it is not amax."""
-    shapes = grouped_shapes(x.shape[0], groups, x.shape[1])
-    names = [name for side in sides for name in (f"{side}_data", *(scale_name(side, e) for e in layouts))]
-    buffers = {name: torch.empty(shapes[name], dtype=torch.uint8, device=x.device) for name in names}
-    for name in names:
-        if "scale" in name:
-            buffers[name] = buffers[name].view(SCALE_DTYPE)
-    for name in ["amax"] + ["columnwise_amax"] * own:
-        buffers[name] = torch.empty(shapes[name], dtype=torch.float32, device=x.device)
-    return buffers

@@ -6,6 +6,8 @@ import torch
 
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
+from zerofp4.mxfp8 import MXFP8Tensor
+from zerofp4.mxfp8 import values_source as mxfp8_values_source
 from zerofp4.storage import SIDES, check_block, scale_name
 from zerofp4.tensor import NVFP4Tensor
 from zerofp4.tensor_ops import side_matrix, values_source
@@ -14,31 +16,56 @@ ScaleOf = tuple[torch.Tensor, tuple[int, int]]
 """E4M3 scales (or their uint8 bytes), and the shape (rows, cols) of the matrix that they belong to."""
 
 
-def dequantize_many(tensors: Sequence[NVFP4Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The values of NVFP4Tensors as plain tensors of their shapes, without autograd history.
+def dequantize_many(
+    tensors: Sequence[NVFP4Tensor | MXFP8Tensor], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The values of NVFP4Tensors and MXFP8Tensors as plain tensors of their shapes, without autograd history.
 
-    tensors: all on one device; in a captured CUDA graph 32 at most.
-    dtype: float32, bfloat16 or float16; by default each tensor's own, with one launch for each of those.
+    tensors: all on one device. Those of one format and one dtype of values take one launch; in a captured
+    CUDA graph they may be 32 at most.
+    dtype: float32, bfloat16 or float16; by default each tensor's own.
 
-    Raises TypeError for what is not an NVFP4Tensor; ValueError for another dtype, for tensors on several
-    devices and for one whose only copy is columnwise with hadamard.
+    Raises TypeError for what is neither; ValueError for another dtype, for tensors on several devices and for
+    an NVFP4Tensor whose only copy is columnwise with hadamard.
     """
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, NVFP4Tensor):
-            raise TypeError(f"tensors[{i}] must be an NVFP4Tensor, got {type(tensor).__name__}")
+    _check_tensors(tensors)
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
-    wanted = [dtype or tensor.dtype for tensor in tensors]
+    wanted = [(isinstance(tensor, MXFP8Tensor), dtype or tensor.dtype) for tensor in tensors]
     values: dict[int, torch.Tensor] = {}
-    for each in dict.fromkeys(wanted):
-        members = [i for i, own in enumerate(wanted) if own == each]
-        sources = [values_source(tensors[i].record) for i in members]
-        data, scale, amax, block_rows, e4m3_max, columnwise = map(list, zip(*sources, strict=True))
-        made = torch.ops.zerofp4.dequantize_many(
-            data, scale, amax, block_rows, each, "compact", e4m3_max, columnwise
-        )
+    for is_mxfp8, each in dict.fromkeys(wanted):
+        members = [i for i, own in enumerate(wanted) if own == (is_mxfp8, each)]
+        make = _mxfp8_values if is_mxfp8 else _nvfp4_values
+        made = make([tensors[i] for i in members], each)
         values |= {i: matrix.view(tensors[i].shape) for i, matrix in zip(members, made, strict=True)}
     return [values[i] for i in range(len(tensors))]
+
+
+def _check_tensors(tensors: Sequence) -> None:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, NVFP4Tensor | MXFP8Tensor):
+            raise TypeError(
+                f"tensors[{i}] must be an NVFP4Tensor or an MXFP8Tensor, got {type(tensor).__name__}"
+            )
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"tensors[{i}] must be on {tensors[0].device}, as the first is, got {tensor.device}"
+            )
+
+
+def _nvfp4_values(tensors: Sequence[NVFP4Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Matrices, from one launch."""
+    sources = [values_source(tensor.record) for tensor in tensors]
+    data, scale, amax, block_rows, e4m3_max, columnwise = map(list, zip(*sources, strict=True))
+    options = ("compact", e4m3_max, columnwise)
+    return torch.ops.zerofp4.dequantize_many(data, scale, amax, block_rows, dtype, *options)
+
+
+def _mxfp8_values(tensors: Sequence[MXFP8Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Matrices, from one launch."""
+    sources = [mxfp8_values_source(tensor.record) for tensor in tensors]
+    data, scale, columnwise = map(list, zip(*sources, strict=True))
+    return torch.ops.zerofp4.dequantize_mxfp8_many(data, scale, columnwise, "compact", dtype)
 
 
 def swizzle_scales(

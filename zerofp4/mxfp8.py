@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import ClassVar
 
 import torch
 
+from zerofp4.arguments import check_out, check_values, detached
 from zerofp4.format import (
     BLOCK,
     MXFP8_BLOCK,
@@ -16,8 +16,8 @@ from zerofp4.format import (
     WEIGHT_DTYPES,
 )
 from zerofp4.layout import as_matrix, mxfp8_scale_shape
-from zerofp4.quantized import QuantizedTensor, check_out, check_values, detached, wrap
-from zerofp4.storage import SIDES, Storage, check_layouts, scale_name
+from zerofp4.quantized import QuantizedTensor, wrap
+from zerofp4.storage import SIDES, Storage, check_layouts, copy_names, empty_buffers, scale_name
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,21 +28,7 @@ class MXFP8Storage(Storage):
     """
 
     block: ClassVar[tuple[int, int]] = (1, MXFP8_BLOCK)
-    buffer_names: ClassVar = (
-        "rowwise_data",
-        "rowwise_scale",
-        "rowwise_scale_swizzled",
-        "columnwise_data",
-        "columnwise_scale",
-        "columnwise_scale_swizzled",
-    )
-
-    rowwise_data: torch.Tensor | None = None
-    rowwise_scale: torch.Tensor | None = None
-    rowwise_scale_swizzled: torch.Tensor | None = None
-    columnwise_data: torch.Tensor | None = None
-    columnwise_scale: torch.Tensor | None = None
-    columnwise_scale_swizzled: torch.Tensor | None = None
+    buffer_names: ClassVar = copy_names(MXFP8_SCALE_LAYOUTS)
 
     @classmethod
     def buffer_dtype(cls, name: str) -> torch.dtype:
@@ -66,17 +52,13 @@ class MXFP8Storage(Storage):
 
 def _allocate(x: torch.Tensor, sides: Sequence[str], layouts: Sequence[str]) -> MXFP8Storage:
     """Uninitialized buffers to quantize x into."""
-    record = MXFP8Storage(x.shape, x.dtype)
     matrix = as_matrix(x.shape)
+    shapes = {f"{side}_data": matrix for side in sides}
     for side in sides:
-        shapes = {f"{side}_data": matrix}
         for layout in layouts:
             shape = mxfp8_scale_shape(*matrix, side == "columnwise", layout)
             shapes[scale_name(side, layout)] = shape
-        for name, shape in shapes.items():
-            buffer = torch.empty(shape, dtype=torch.uint8, device=x.device)
-            setattr(record, name, buffer.view(record.buffer_dtype(name)))
-    return record
+    return MXFP8Storage(x.shape, x.dtype, **empty_buffers(MXFP8Storage, shapes, x.device))
 
 
 def _quantize_into(record: MXFP8Storage, x: torch.Tensor, skip: torch.Tensor | None = None) -> None:
@@ -93,11 +75,16 @@ def _requantize(record: MXFP8Storage, values: torch.Tensor) -> None:
     _quantize_into(record, values.expand(record.shape).contiguous())
 
 
+def values_source(record: MXFP8Storage) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """(data, compact scale, columnwise) of the copy that gives the values."""
+    if record.rowwise_data is not None:
+        return record.rowwise_data, record.rowwise_scale, False
+    return record.columnwise_data, record.columnwise_scale, True
+
+
 def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
-    side = SIDES[record.rowwise_data is None]
-    data, scale = getattr(record, f"{side}_data"), getattr(record, f"{side}_scale")
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    values = torch.ops.zerofp4.dequantize_mxfp8(data, scale, side == "columnwise", "compact", kernel_dtype)
+    values = torch.ops.zerofp4.dequantize_mxfp8(*values_source(record), "compact", kernel_dtype)
     return values.view(record.shape).to(dtype)
 
 
@@ -136,7 +123,7 @@ def _copy_bytes(target: MXFP8Storage, source: MXFP8Storage, non_blocking: bool =
 
 class MXFP8Tensor(QuantizedTensor):
     """A tensor in MXFP8: E4M3 elements and E8M0 scales of 32 of them, which lie along a row or, in the
-    columnwise copy, along a column (see QuantizedTensor).
+    columnwise copy, along a column (see QuantizedTensor). Its buffers are those of MXFP8Storage.
     """
 
     record: MXFP8Storage
@@ -144,23 +131,6 @@ class MXFP8Tensor(QuantizedTensor):
     _values_of = staticmethod(_dequantize)
     _requantize = staticmethod(_requantize)
     _copy_bytes = staticmethod(_copy_bytes)
-
-    @property
-    def rowwise_data(self) -> torch.Tensor | None:
-        """E4M3 [M, K]. Assigning rebinds: another buffer of that shape and dtype becomes the elements."""
-        return self.record.rowwise_data
-
-    @rowwise_data.setter
-    def rowwise_data(self, value: torch.Tensor) -> None:
-        self.record.rebind(value)
-
-    # The other fields of MXFP8Storage; a buffer that the tensor does not have is None.
-    columnwise_data = property(attrgetter("record.columnwise_data"))
-    rowwise_scale = property(attrgetter("record.rowwise_scale"))
-    rowwise_scale_swizzled = property(attrgetter("record.rowwise_scale_swizzled"))
-    columnwise_scale = property(attrgetter("record.columnwise_scale"))
-    columnwise_scale_swizzled = property(attrgetter("record.columnwise_scale_swizzled"))
-    block = property(attrgetter("record.block"))
 
     def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
         """E8M0 scales in the order in which block-scaled GEMMs read them, padded with 0: of size

@@ -1,13 +1,14 @@
 """QuantizedTensor: a torch.Tensor over a record of quantized bytes, whatever their format."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofp4 import products
-from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
+from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.storage import SIDES, Storage, note_rebinding, scale_name
 
 INIT_VAL = "high_precision_init_val"
@@ -52,6 +53,25 @@ class QuantizedTensor(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(cls, record.shape, **properties)
         tensor.record = record
         return tensor
+
+    @property
+    def rowwise_data(self) -> torch.Tensor | None:
+        """The elements of the rowwise copy. Assigning rebinds: another buffer of that shape and dtype becomes
+        them.
+        """
+        return self.record.rowwise_data
+
+    @rowwise_data.setter
+    def rowwise_data(self, value: torch.Tensor) -> None:
+        self.record.rebind(value)
+
+    # The other fields of every record (see those of the format); a buffer that does not exist is None.
+    columnwise_data = property(attrgetter("record.columnwise_data"))
+    rowwise_scale = property(attrgetter("record.rowwise_scale"))
+    rowwise_scale_swizzled = property(attrgetter("record.rowwise_scale_swizzled"))
+    columnwise_scale = property(attrgetter("record.columnwise_scale"))
+    columnwise_scale_swizzled = property(attrgetter("record.columnwise_scale_swizzled"))
+    block = property(attrgetter("record.block"))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
@@ -187,45 +207,6 @@ def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
         return cls(record)
     buffers = dict(record.buffers())
     return cls((tuple(record.shape), record.context(), tuple(buffers)), *buffers.values())
-
-
-def detached(name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """An argument of one float32, or None, without its autograd history."""
-    if value is not None and not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.float32 tensor, got {type(value).__name__}")
-    return None if value is None else value.detach()
-
-
-def check_values(x: torch.Tensor) -> None:
-    """Raises TypeError unless x can be quantized."""
-    if not isinstance(x, torch.Tensor) or isinstance(x, QuantizedTensor):
-        raise TypeError(f"x must be a plain torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"x must have one of the dtypes {WEIGHT_DTYPES}, got {x.dtype}")
-
-
-def check_out(
-    out: QuantizedTensor,
-    wanted: type[QuantizedTensor],
-    x: torch.Tensor,
-    *,
-    block: tuple[int, int],
-    rowwise: bool,
-    columnwise: bool,
-    scale_layouts: Sequence[str],
-) -> None:
-    """Raises TypeError or ValueError unless x can be quantized into `out`, which has what is asked for."""
-    if not isinstance(out, wanted):
-        raise TypeError(f"out must be an {wanted.__name__}, got {type(out).__name__}")
-    for rule in ("shape", "dtype", "device"):
-        if getattr(out, rule) != getattr(x, rule):
-            raise ValueError(f"out must have x's {rule} {getattr(x, rule)}, got {getattr(out, rule)}")
-    if out.block != block:
-        raise ValueError(f"out must have block {block}, got {out.block}")
-    for side, asked in zip(SIDES, (rowwise, columnwise), strict=True):
-        for layout in scale_layouts if asked else ():
-            if getattr(out.record, scale_name(side, layout)) is None:
-                raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")
 
 
 # Handlers of __torch_dispatch__. Autograd is above them.

@@ -12,20 +12,22 @@ import torch
 from zerofp4.format import BLOCK, E4M3_MAX, SCALE_DTYPE, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import as_matrix, check_matrix, columnwise_rows, packed_shape, scale_shape
 
-BUFFERS = (
-    "rowwise_data",
-    "rowwise_scale",
-    "rowwise_scale_expanded",
-    "rowwise_scale_swizzled",
-    "columnwise_data",
-    "columnwise_scale",
-    "columnwise_scale_expanded",
-    "columnwise_scale_swizzled",
-    "amax",
-    "columnwise_amax",
-)
-
 SIDES = ("rowwise", "columnwise")
+
+
+def scale_name(side: str, layout: str) -> str:
+    """The field for the scales of a side in a layout."""
+    return f"{side}_scale" if layout == "compact" else f"{side}_scale_{layout}"
+
+
+def copy_names(layouts: Sequence[str], sides: Sequence[str] = SIDES) -> tuple[str, ...]:
+    """The fields for copies with scales in these layouts."""
+    fields = {side: [f"{side}_data", *(scale_name(side, layout) for layout in layouts)] for side in sides}
+    return tuple(name for side in sides for name in fields[side])
+
+
+BUFFERS = (*copy_names(SCALE_LAYOUTS), "amax", "columnwise_amax")
+"""The fields of NVFP4Buffers, in the order in which operators take them."""
 
 _rebindings = 0
 
@@ -42,16 +44,39 @@ def note_rebinding() -> None:
     _rebindings += 1
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Copies:
+    """A rowwise and a columnwise copy with what every format has; a buffer that does not exist is None."""
+
+    rowwise_data: torch.Tensor | None = None
+    rowwise_scale: torch.Tensor | None = None
+    rowwise_scale_swizzled: torch.Tensor | None = None
+    columnwise_data: torch.Tensor | None = None
+    columnwise_scale: torch.Tensor | None = None
+    columnwise_scale_swizzled: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class NVFP4Buffers(Copies):
+    """What NVFP4 has, as one tensor or in groups."""
+
+    rowwise_scale_expanded: torch.Tensor | None = None
+    columnwise_scale_expanded: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    columnwise_amax: torch.Tensor | None = None
+
+
 @dataclasses.dataclass(eq=False)
-class Storage:
+class Storage(Copies):
     """Buffers of a quantized tensor with logical `shape` and `dtype`, [M, K] after flattening to two
-    dimensions. A buffer that does not exist is None.
+    dimensions.
 
     rowwise_data may be rebound to another view of the same shape (`rebind`); every other buffer is allocated
-    once. A format is a subclass that has the buffers as fields.
+    once. A format is a subclass.
     """
 
     buffer_names: ClassVar[tuple[str, ...]]
+    """The fields that are buffers."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -124,7 +149,7 @@ class Storage:
 
 
 @dataclasses.dataclass(eq=False)
-class NVFP4Storage(Storage):
+class NVFP4Storage(Storage, NVFP4Buffers):
     """rowwise_data uint8 [M, K/2]; columnwise_data uint8 [K, M/2], the packed transpose; *_scale E4M3,
     compact; *_scale_expanded and *_scale_swizzled E4M3, padded (layout.scale_shape); amax and columnwise_amax
     float32 [1], one tensor unless both copies exist and one of them is of the transform.
@@ -133,16 +158,6 @@ class NVFP4Storage(Storage):
     buffer_names: ClassVar = BUFFERS
 
     block: tuple[int, int]
-    rowwise_data: torch.Tensor | None = None
-    rowwise_scale: torch.Tensor | None = None
-    rowwise_scale_expanded: torch.Tensor | None = None
-    rowwise_scale_swizzled: torch.Tensor | None = None
-    columnwise_data: torch.Tensor | None = None
-    columnwise_scale: torch.Tensor | None = None
-    columnwise_scale_expanded: torch.Tensor | None = None
-    columnwise_scale_swizzled: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
-    columnwise_amax: torch.Tensor | None = None
     hadamard: bool = dataclasses.field(default=False, kw_only=True)
     """The columnwise copy is of the Hadamard transform along M: uint8 [K, round_up(M, 16)/2]."""
     random_signs: bool = dataclasses.field(default=True, kw_only=True)
@@ -189,9 +204,15 @@ class NVFP4Storage(Storage):
                 yield name, buffer
 
 
-def scale_name(side: str, layout: str) -> str:
-    """A record's field for the scales of a side in a layout."""
-    return f"{side}_scale" if layout == "compact" else f"{side}_scale_{layout}"
+def empty_buffers(format: type[Storage], shapes: dict[str, Sequence[int]], device) -> dict[str, torch.Tensor]:
+    """Uninitialized buffers of a format, by field."""
+    buffers = {}
+    for name, shape in shapes.items():
+        dtype = format.buffer_dtype(name)
+        stored = torch.uint8 if dtype.itemsize == 1 else dtype  # inductor has no float8_e8m0fnu
+        buffer = torch.empty(shape, dtype=stored, device=device)
+        buffers[name] = buffer if dtype == stored else buffer.view(dtype)
+    return buffers
 
 
 def check_buffer(
@@ -270,16 +291,12 @@ def allocate(
     rows, cols = as_matrix(shape)
     check_matrix(rows, cols, columnwise=columnwise and not hadamard)
     options = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": four_over_six}
-    record = NVFP4Storage(torch.Size(shape), dtype, tuple(block), **options)
-    record.amax = torch.empty(1, dtype=torch.float32, device=device)
     stored_rows = columnwise_rows(rows, hadamard)
-    sides = [("rowwise", rows, cols)] * rowwise + [("columnwise", cols, stored_rows)] * columnwise
-    for side, m, k in sides:
-        setattr(record, f"{side}_data", torch.empty(packed_shape(m, k), dtype=torch.uint8, device=device))
-        for layout in layouts:
-            scale = torch.empty(scale_shape(m, k, block[0], layout), dtype=torch.uint8, device=device)
-            setattr(record, scale_name(side, layout), scale.view(SCALE_DTYPE))
+    shapes = {name: (1,) for name in ["amax"] + ["columnwise_amax"] * (hadamard and rowwise)}
+    for side, m, k in [("rowwise", rows, cols)] * rowwise + [("columnwise", cols, stored_rows)] * columnwise:
+        shapes[f"{side}_data"] = packed_shape(m, k)
+        shapes |= {scale_name(side, layout): scale_shape(m, k, block[0], layout) for layout in layouts}
+    buffers = empty_buffers(NVFP4Storage, shapes, device)
     if columnwise:
-        own = hadamard and rowwise
-        record.columnwise_amax = torch.empty_like(record.amax) if own else record.amax
-    return record
+        buffers.setdefault("columnwise_amax", buffers["amax"])
+    return NVFP4Storage(torch.Size(shape), dtype, tuple(block), **options, **buffers)

@@ -6,14 +6,17 @@ from operator import attrgetter
 import torch
 
 from zerofp4 import ops, tensor_ops
+from zerofp4.arguments import check_out, check_values, detached
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix
-from zerofp4.quantized import INIT_VAL, QuantizedTensor, check_out, check_values, detached, wrap
+from zerofp4.quantized import INIT_VAL, QuantizedTensor, wrap
 from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block, check_layouts
 
 
 class NVFP4Tensor(QuantizedTensor):
-    """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor)."""
+    """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor). Its
+    buffers are those of NVFP4Storage.
+    """
 
     record: NVFP4Storage
     _record_type = NVFP4Storage
@@ -21,26 +24,10 @@ class NVFP4Tensor(QuantizedTensor):
     _requantize = staticmethod(tensor_ops.requantize)
     _copy_bytes = staticmethod(tensor_ops.copy_bytes)
 
-    @property
-    def rowwise_data(self) -> torch.Tensor | None:
-        """uint8 [M, K/2]. Assigning rebinds: another uint8 buffer of that shape becomes the codes."""
-        return self.record.rowwise_data
-
-    @rowwise_data.setter
-    def rowwise_data(self, value: torch.Tensor) -> None:
-        self.record.rebind(value)
-
-    # The other fields of NVFP4Storage; a buffer that the tensor does not have is None.
-    columnwise_data = property(attrgetter("record.columnwise_data"))
-    rowwise_scale = property(attrgetter("record.rowwise_scale"))
     rowwise_scale_expanded = property(attrgetter("record.rowwise_scale_expanded"))
-    rowwise_scale_swizzled = property(attrgetter("record.rowwise_scale_swizzled"))
-    columnwise_scale = property(attrgetter("record.columnwise_scale"))
     columnwise_scale_expanded = property(attrgetter("record.columnwise_scale_expanded"))
-    columnwise_scale_swizzled = property(attrgetter("record.columnwise_scale_swizzled"))
     amax = property(attrgetter("record.amax"))
     columnwise_amax = property(attrgetter("record.columnwise_amax"))
-    block = property(attrgetter("record.block"))
     hadamard = property(attrgetter("record.hadamard"))
     random_signs = property(attrgetter("record.random_signs"))
     four_over_six = property(attrgetter("record.four_over_six"))

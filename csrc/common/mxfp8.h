@@ -6,6 +6,7 @@
 #include "common/dtype.h"
 #include "common/e4m3.h"
 #include "common/layout.h"
+#include "common/list.h"
 #include "common/single.h"
 
 namespace zerofp4 {
@@ -62,15 +63,27 @@ ZEROFP4_HD int64_t walked(const Mxfp8Args& args, int64_t size) {
 }
 static_assert(kAtomRows == kAtomColumns * kMxfp8Block, "an atom covers 128 x 128 elements");
 
-struct Mxfp8DequantizeArgs {
+// One copy of a matrix in MXFP8, and where its values go.
+struct Mxfp8DequantizeDescriptor {
     const uint8_t* data;   // [rows, cols]
     const uint8_t* scale;  // compact or swizzled, as in Mxfp8Args
+    void* output;          // [rows, cols]
     int64_t rows;
     int64_t cols;
     int32_t columnwise;
-    ScaleLayout layout;  // kCompact or kSwizzled
-    DType dtype;
-    void* output;  // [rows, cols] of `dtype`
+    int32_t swizzled;
+    int32_t aligned;  // whole vectors of a lane of the CUDA kernel lie at multiples of their size
+    uint32_t across;  // pieces side by side
+    int64_t unit_begin;
 };
+
+using Mxfp8DequantizeTable = ItemTable<Mxfp8DequantizeDescriptor>;
+
+// How a matrix is cut into pieces: on the CPU 128 elements of a row, a unit each; on CUDA what a warp has,
+// some rows of kWarpBytes of output, and kUnitWarps of them a unit. All rows of a piece are in one group
+// of 32.
+constexpr int kMxfp8PieceColumns = 128;
+constexpr int kMxfp8WarpRows = 2;
+static_assert(kMxfp8Block % kMxfp8WarpRows == 0);
 
 }  // namespace zerofp4

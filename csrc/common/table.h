@@ -49,7 +49,6 @@ struct WeightDescriptor : ShardGeometry {
     uint8_t* codes;  // the byte that holds element `start`, that is byte start / 2 of the packed weight
     float* amax;     // float[1], or null
     float* columnwise_amax;                    // float[1], or null
-    const float* given_amax;                   // float[1] to use in place of the reduced amax, or null
     uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
     uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
     int64_t scale_begin;                       // first unit of the scale stage
@@ -80,7 +79,7 @@ ZEROFP4_HD int32_t header_status(const CastTable& table) {
 }
 
 ZEROFP4_HD float group_amax(const CastTable& table, const WeightDescriptor& weight) {
-    return weight.given_amax ? *weight.given_amax : table.reduced[weight.amax_offset];
+    return table.reduced[weight.amax_offset];
 }
 
 // True for the weights of a group with a NaN or an Inf in a master, when those are to keep what they have.

@@ -1,4 +1,4 @@
-// MXFP8: quantize_mxfp8 and dequantize_mxfp8, on tiles of 32 rows by 128 columns.
+// MXFP8: quantize_mxfp8 on tiles of 32 rows by 128 columns, dequantize_mxfp8 on rows of 128.
 
 #include "common/mxfp8.h"
 
@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kTileRows = kMxfp8Block;
 constexpr int kTileCols = 128;
+static_assert(kTileCols == kMxfp8PieceColumns);
 constexpr int kRowBlocks = kTileCols / kMxfp8Block;
 constexpr int64_t kTileGrain = 8;  // tiles (32k elements) that are worth a thread
 
@@ -128,13 +129,13 @@ void quantize_tiles(const Mxfp8Args& args, int64_t across, int64_t begin, int64_
 }
 
 // One factor per element of a tile's row, from the scale bytes of its blocks along the row.
-ZEROFP4_HD void decode_rowwise(const Mxfp8DequantizeArgs& args, const Tile& tile,
+ZEROFP4_HD void decode_rowwise(const Mxfp8DequantizeDescriptor& item, const Tile& tile,
                                float (&decode)[kTileCols]) {
     uint8_t scale[kRowBlocks] = {};
-    const int64_t offset = args.layout == kSwizzled
-                               ? mxfp8_rowwise_offset(tile.row, tile.col, args.cols)
-                               : tile.row * ceil_div(args.cols, kMxfp8Block) + tile.col / kMxfp8Block;
-    copy_bytes<kRowBlocks>(scale, args.scale + offset, ceil_div(tile.cols, kMxfp8Block));
+    const int64_t offset = item.swizzled
+                               ? mxfp8_rowwise_offset(tile.row, tile.col, item.cols)
+                               : tile.row * ceil_div(item.cols, kMxfp8Block) + tile.col / kMxfp8Block;
+    copy_bytes<kRowBlocks>(scale, item.scale + offset, ceil_div(tile.cols, kMxfp8Block));
     for (int b = 0; b < kRowBlocks; ++b) {
         const float factor = mxfp8_decode(scale[b]);
         for (int i = 0; i < kMxfp8Block; ++i) decode[b * kMxfp8Block + i] = factor;
@@ -142,14 +143,14 @@ ZEROFP4_HD void decode_rowwise(const Mxfp8DequantizeArgs& args, const Tile& tile
 }
 
 // The same from the scale bytes of its columns.
-ZEROFP4_HD void decode_columnwise(const Mxfp8DequantizeArgs& args, const Tile& tile,
+ZEROFP4_HD void decode_columnwise(const Mxfp8DequantizeDescriptor& item, const Tile& tile,
                                   float (&decode)[kTileCols]) {
     uint8_t scale[kTileCols] = {};
-    if (args.layout == kSwizzled) {
-        const uint8_t* atom = args.scale + mxfp8_columnwise_offset(tile.row, tile.col, args.rows);
+    if (item.swizzled) {
+        const uint8_t* atom = item.scale + mxfp8_columnwise_offset(tile.row, tile.col, item.rows);
         for (int c = 0; c < kTileCols; ++c) scale[c] = atom[swizzled_offset(c, 0, 1)];
     } else {
-        copy_bytes<kTileCols>(scale, args.scale + tile.row / kMxfp8Block * args.cols + tile.col, tile.cols);
+        copy_bytes<kTileCols>(scale, item.scale + tile.row / kMxfp8Block * item.cols + tile.col, tile.cols);
     }
     for (int c = 0; c < kTileCols; ++c) decode[c] = mxfp8_decode(scale[c]);
 }
@@ -161,19 +162,19 @@ ZEROFP4_HD void decode_row(const uint8_t* codes, const float (&decode)[kTileCols
 
 // The tiles are one row high here: output that is written in its order costs the fewest page faults.
 template <class T>
-void dequantize_rows(const Mxfp8DequantizeArgs& args, int64_t across, int64_t begin, int64_t end) {
+void dequantize_rows(const Mxfp8DequantizeDescriptor& item, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = i / across, col = i % across * kTileCols;
-        const Tile tile{row, col, 1, least(kTileCols, args.cols - col)};
+        const int64_t row = i / item.across, col = i % item.across * kTileCols;
+        const Tile tile{row, col, 1, least(kTileCols, item.cols - col)};
         float decode[kTileCols];
-        if (args.columnwise) {
-            decode_columnwise(args, tile, decode);
+        if (item.columnwise) {
+            decode_columnwise(item, tile, decode);
         } else {
-            decode_rowwise(args, tile, decode);
+            decode_rowwise(item, tile, decode);
         }
-        const int64_t first = row * args.cols + col;
-        const uint8_t* codes = args.data + first;
-        T* out = static_cast<T*>(args.output) + first;
+        const int64_t first = row * item.cols + col;
+        const uint8_t* codes = item.data + first;
+        T* out = static_cast<T*>(item.output) + first;
         if (tile.cols == kTileCols) {
             decode_row(codes, decode, out);
             continue;
@@ -204,18 +205,19 @@ void quantize_mxfp8(const Mxfp8Args& args, int threads) {
     });
 }
 
-void dequantize_mxfp8(const Mxfp8DequantizeArgs& args, int threads) {
-    const int64_t across = ceil_div(args.cols, kTileCols);
-    parallel_shares(args.rows * across, threads, kTileGrain * kTileRows, [&](int64_t begin, int64_t end) {
-        switch (args.dtype) {
-            case DType::kFloat32:
-                return dequantize_rows<float>(args, across, begin, end);
-            case DType::kBFloat16:
-                return dequantize_rows<BFloat16>(args, across, begin, end);
-            case DType::kFloat16:
-                return dequantize_rows<Float16>(args, across, begin, end);
-        }
-    });
+void dequantize_mxfp8(const Mxfp8DequantizeTable& table, DType dtype, int threads) {
+    parallel_items(table.items, table.count, &Mxfp8DequantizeDescriptor::unit_begin, table.units, threads,
+                   kTileGrain * kTileRows,
+                   [dtype](const Mxfp8DequantizeDescriptor& item, int64_t begin, int64_t end) {
+                       switch (dtype) {
+                           case DType::kFloat32:
+                               return dequantize_rows<float>(item, begin, end);
+                           case DType::kBFloat16:
+                               return dequantize_rows<BFloat16>(item, begin, end);
+                           case DType::kFloat16:
+                               return dequantize_rows<Float16>(item, begin, end);
+                       }
+                   });
 }
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -2,74 +2,27 @@
 
 #include "common/scale.h"
 
-#include "cpu/bytes.h"
 #include "cpu/kernels.h"
+#include "cpu/scale_square.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
-constexpr int kGroupRows = kScaleTiles * kBlock;  // matrix rows of a group of 8 x 8 tiles: those of an atom
-constexpr int64_t kGroupGrain = 16;               // groups that are worth a thread
+constexpr int kTileShift = 4;        // a tile's byte stands for 16 rows
+constexpr int64_t kGroupGrain = 16;  // groups that are worth a thread
 
-// Scale bytes of a group; zero where there is no tile.
+// Scale bytes of a group of 8 x 8 tiles; zero where there is no tile.
 struct Group {
     uint8_t byte[kScaleTiles][kScaleTiles];
 };
 
-// Where a group lies in one orientation: tiles [tile_row, +8) x [tile_col, +8) of a matrix of `rows` rows.
-struct Place {
-    int64_t tile_row, tile_col;
-    int64_t tile_rows, tile_cols;  // of the whole matrix
-    int64_t rows;
-};
-
-void write_compact(const Group& group, const Place& at, uint8_t* out) {
-    const int64_t count = least(kScaleTiles, at.tile_cols - at.tile_col);
-    for (int64_t i = 0; i < kScaleTiles && at.tile_row + i < at.tile_rows; ++i) {
-        copy_bytes<kScaleTiles>(out + (at.tile_row + i) * at.tile_cols + at.tile_col, group.byte[i], count);
-    }
-}
-
-// The bytes of matrix row `row` of the group: zero past the last row, even inside a tile.
-ZEROFP4_HD void load_row(const Group& group, const Place& at, int64_t row, uint8_t (&bytes)[kScaleTiles]) {
-    std::memset(bytes, 0, sizeof bytes);
-    if (at.tile_row * kBlock + row < at.rows) std::memcpy(bytes, group.byte[row / kBlock], sizeof bytes);
-}
-
-void write_expanded(const Group& group, const Place& at, uint8_t* out) {
-    const int64_t width = round_up(at.tile_cols, kAtomColumns);
-    const int64_t count = least(kScaleTiles, width - at.tile_col);
-    for (int64_t r = 0; r < kGroupRows; ++r) {
-        uint8_t bytes[kScaleTiles];
-        load_row(group, at, r, bytes);
-        copy_bytes<kScaleTiles>(out + (at.tile_row * kBlock + r) * width + at.tile_col, bytes, count);
-    }
-}
-
-void write_swizzled(const Group& group, const Place& at, uint8_t* out) {
-    uint8_t atoms[2][kAtomBytes];
-    for (int64_t r = 0; r < kGroupRows; ++r) {
-        uint8_t bytes[kScaleTiles];
-        load_row(group, at, r, bytes);
-        std::memcpy(atoms[0] + swizzled_offset(r, 0, kAtomColumns), bytes, kAtomColumns);
-        std::memcpy(atoms[1] + swizzled_offset(r, 0, kAtomColumns), bytes + kAtomColumns, kAtomColumns);
-    }
-    const bool both = at.tile_col + kAtomColumns < at.tile_cols;
-    copy_short<2 * kAtomBytes>(out + swizzled_offset(at.tile_row * kBlock, at.tile_col, at.tile_cols), atoms,
-                               both ? 2 * kAtomBytes : kAtomBytes);
-}
-
-void write_layouts(const Group& group, const Place& at, uint8_t* const (&scale)[kScaleLayouts]) {
-    if (scale[kCompact]) write_compact(group, at, scale[kCompact]);
-    if (scale[kExpanded]) write_expanded(group, at, scale[kExpanded]);
-    if (scale[kSwizzled]) write_swizzled(group, at, scale[kSwizzled]);
-}
-
-Group group_scales(const float* tile_amax, const Place& at, const TensorScale& tensor) {
+// Of the tiles [row, +8) x [col, +8) of `tile_rows` x `tile_cols`.
+Group group_scales(const float* tile_amax, int64_t row, int64_t col, int64_t tile_rows, int64_t tile_cols,
+                   const TensorScale& tensor) {
     float amax[kScaleTiles][kScaleTiles] = {};
-    const int64_t count = least(kScaleTiles, at.tile_cols - at.tile_col);
-    for (int64_t i = 0; i < kScaleTiles && at.tile_row + i < at.tile_rows; ++i) {
-        std::memcpy(amax[i], tile_amax + (at.tile_row + i) * at.tile_cols + at.tile_col,
+    const int64_t count = least(kScaleTiles, tile_cols - col);
+    for (int64_t i = 0; i < kScaleTiles && row + i < tile_rows; ++i) {
+        std::memcpy(amax[i], tile_amax + (row + i) * tile_cols + col,
                     static_cast<size_t>(count) * sizeof(float));
     }
     Group group;
@@ -106,11 +59,13 @@ void scale_groups(const CastTable& table, const WeightDescriptor& weight, int64_
     const int64_t groups_per_row = ceil_div(tile_cols, kScaleTiles);
     for (int64_t unit = begin; unit < end; ++unit) {
         const int64_t row = unit / groups_per_row * kScaleTiles, col = unit % groups_per_row * kScaleTiles;
-        const Place rowwise{row, col, tile_rows, tile_cols, weight.rows};
-        const Place columnwise{col, row, tile_cols, tile_rows, weight.cols};
-        const Group group = group_scales(table.reduced + weight.tile_offset, rowwise, tensor);
-        write_layouts(group, rowwise, weight.rowwise_scale);
-        write_layouts(transposed(group), columnwise, weight.columnwise_scale);
+        const Group rowwise =
+            group_scales(table.reduced + weight.tile_offset, row, col, tile_rows, tile_cols, tensor);
+        const Group columnwise = transposed(rowwise);
+        write_layouts({rowwise.byte, kTileShift, row * kBlock, weight.rows, col, tile_cols},
+                      weight.rowwise_scale);
+        write_layouts({columnwise.byte, kTileShift, col * kBlock, weight.cols, row, tile_rows},
+                      weight.columnwise_scale);
     }
 }
 

@@ -25,31 +25,41 @@ inline void write_compact(const ScaleSquare& square, uint8_t* out) {
     }
 }
 
-// Zero past the last row, even inside a tile, and past the last column.
-ZEROFP4_HD void load_row(const ScaleSquare& square, int64_t r, uint8_t (&bytes)[kScaleTiles]) {
-    std::memset(bytes, 0, sizeof bytes);
+// The bytes of one row.
+using ScaleRow = uint64_t;
+static_assert(sizeof(ScaleRow) == kScaleTiles, "a row is one number, its first byte the lowest");
+
+// Ones where there is a column.
+ZEROFP4_HD ScaleRow existing_columns(const ScaleSquare& square) {
     const int64_t count = least(kScaleTiles, square.columns - square.column);
-    if (square.row + r < square.rows) copy_bytes<kScaleTiles>(bytes, square.byte[r >> square.shift], count);
+    return ~ScaleRow{0} >> (kScaleTiles - count) * 8;
+}
+
+// Zero past the last row, even inside a tile, and past the last column.
+ZEROFP4_HD ScaleRow load_row(const ScaleSquare& square, int64_t r, ScaleRow existing) {
+    ScaleRow row;
+    std::memcpy(&row, square.byte[r >> square.shift], sizeof row);
+    return square.row + r < square.rows ? row & existing : 0;
 }
 
 inline void write_expanded(const ScaleSquare& square, uint8_t* out) {
     const int64_t width = round_up(square.columns, kAtomColumns);
     const int64_t count = least(kScaleTiles, width - square.column);
+    const ScaleRow existing = existing_columns(square);
     out += square.row * width + square.column;
     for (int64_t r = 0; r < kAtomRows; ++r, out += width) {
-        uint8_t bytes[kScaleTiles];
-        load_row(square, r, bytes);
-        copy_bytes<kScaleTiles>(out, bytes, count);
+        const ScaleRow row = load_row(square, r, existing);
+        copy_bytes<kScaleTiles>(out, &row, count);
     }
 }
 
 inline void write_swizzled(const ScaleSquare& square, uint8_t* out) {
     uint8_t atoms[2][kAtomBytes];
+    const ScaleRow existing = existing_columns(square);
     for (int64_t r = 0; r < kAtomRows; ++r) {
-        uint8_t bytes[kScaleTiles];
-        load_row(square, r, bytes);
-        std::memcpy(atoms[0] + swizzled_offset(r, 0, kAtomColumns), bytes, kAtomColumns);
-        std::memcpy(atoms[1] + swizzled_offset(r, 0, kAtomColumns), bytes + kAtomColumns, kAtomColumns);
+        const ScaleRow row = load_row(square, r, existing), right = row >> 32;
+        std::memcpy(atoms[0] + swizzled_offset(r, 0, kAtomColumns), &row, kAtomColumns);
+        std::memcpy(atoms[1] + swizzled_offset(r, 0, kAtomColumns), &right, kAtomColumns);
     }
     const bool both = square.column + kAtomColumns < square.columns;
     copy_short<2 * kAtomBytes>(out + swizzled_offset(square.row, square.column, square.columns), atoms,

@@ -20,7 +20,7 @@ void pad_scale(const ScaleLayoutTable&, int threads);
 void unpad_scale(const ScaleLayoutTable&, int threads);
 void convert(const ConvertArgs&, int threads);
 void quantize_mxfp8(const Mxfp8Args&, int threads);
-void dequantize_mxfp8(const Mxfp8DequantizeArgs&, int threads);
+void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, int threads);
 void adamw_update(const AdamWTable&, int threads);
 
 extern const Kernels kTable;

@@ -45,7 +45,8 @@ void pad_scale(const ScaleLayoutTable& table, const ScaleLayoutDescriptor* host,
 void unpad_scale(const ScaleLayoutTable& table, const ScaleLayoutDescriptor* host, cudaStream_t stream);
 void convert(const ConvertArgs& args, cudaStream_t stream);
 void quantize_mxfp8(const Mxfp8Args& args, cudaStream_t stream);
-void dequantize_mxfp8(const Mxfp8DequantizeArgs& args, cudaStream_t stream);
+void dequantize_mxfp8(const Mxfp8DequantizeTable& table, DType dtype, const Mxfp8DequantizeDescriptor* host,
+                      cudaStream_t stream);
 
 // The scalars of `count` tensors from `first` on, which share their options; addresses of gradients travel in
 // the kernel's arguments, a few hundred a launch, so that they may change at every step.

@@ -6,6 +6,7 @@
 namespace zerofp4::cuda {
 namespace {
 
+constexpr int kSteps = 8;  // rows of a lane
 constexpr int kRowwiseBlocksPerSm = 4;
 constexpr int kColumnwiseBlocksPerSm = 3;
 
@@ -101,7 +102,7 @@ struct LaneUnit {
     int64_t first_row;  // of the unit
     int64_t row;        // the lane's first; the others follow kStepRows apart
     int64_t col;
-    Extent<kLaneCols<T>, kWhole> extent;
+    Extent<kSteps, kLaneCols<T>, kWhole> extent;
 
     __device__ __forceinline__ LaneUnit(const Mxfp8Args& args, const Unit& unit)
         : first_row(unit.row),
@@ -117,7 +118,7 @@ __device__ __forceinline__ void load_unit(const Mxfp8Args& args, const Lane& lan
     const int64_t pitch = Lane::kStepRows * args.cols;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s, p += pitch)
-        load_vector<Lane::kIsWhole>(p, lane.extent.count(s), words[s]);
+        load_vector<Lane::kIsWhole, true>(p, lane.extent.count(s), words[s]);
 }
 
 // Elements of a row, each times factor(column), to bytes.
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, kColumnwise ? kColumnwiseBlocksPerSm
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;
     constexpr int kRows = kUnitRows<kColumnwise>, kCols = kUnitCols<T, kColumnwise>;
-    const Unit unit = unit_of_warp<kRows, kCols>(across);
+    const Unit unit = unit_of_warp<kRows, kCols>(blockIdx.x, across);
     const bool aligned = args.cols % kLaneCols<T> == 0 && is_aligned(args.input, 4 * kLaneWords) &&
                          is_aligned(args.rowwise_data, kLaneCols<T>) &&
                          is_aligned(args.columnwise_data, kLaneCols<T>);

@@ -1,6 +1,6 @@
 #pragma once
 // How the MXFP8 kernels cut a matrix: a warp has one unit, a lane 16 bytes of 16-bit or 32-bit elements in
-// each of 8 rows, all of them loaded before the first is used.
+// each of a few rows, all of them loaded before the first is used.
 
 #include "common/mxfp8.h"
 #include "cuda/units.cuh"
@@ -8,7 +8,6 @@
 
 namespace zerofp4::cuda {
 
-constexpr int kSteps = 8;
 constexpr int kLaneWords = 4;
 
 template <typename T>
@@ -18,17 +17,18 @@ struct Unit {
     int64_t row, col;
 };
 
-// The unit of this warp, out of `across` side by side. Matrices have fewer than 2^32 units.
+// The unit of this warp, out of `across` side by side; `block` counts the matrix's thread blocks. Matrices
+// have fewer than 2^32 units.
 template <int kRows, int kCols>
-__device__ __forceinline__ Unit unit_of_warp(uint32_t across) {
-    const uint32_t unit = blockIdx.x * kWarps + static_cast<uint32_t>(warp_index());
+__device__ __forceinline__ Unit unit_of_warp(uint32_t block, uint32_t across) {
+    const uint32_t unit = block * kWarps + static_cast<uint32_t>(warp_index());
     const uint32_t down = unit / across;
     return {static_cast<int64_t>(down) * kRows, static_cast<int64_t>(unit - down * across) * kCols};
 }
 
-// What exists of a lane's vectors, of kCols elements each. In a whole unit it is all of them, and at aligned
-// addresses.
-template <int kCols, bool kWhole>
+// What exists of a lane's vectors, one of kCols elements at each step. In a whole unit it is all of them, and
+// at aligned addresses.
+template <int kSteps, int kCols, bool kWhole>
 struct Extent {
     int rows;     // steps whose vector exists
     int columns;  // elements of it
@@ -52,13 +52,14 @@ __device__ __forceinline__ void store_bits(Float16* p, uint32_t x) { p->bits = s
 __device__ __forceinline__ void store_bits(float* p, uint32_t x) { *p = from_bits(x); }
 
 // Elements side by side as words: one vector access where the unit is whole, otherwise one by one the first
-// `count` of them; the others read as zero.
-template <bool kWhole, typename E, int kWords>
+// `count` of them; the others read as zero. kLastUse as for load_words.
+template <bool kWhole, bool kLastUse, typename E, int kWords>
 __device__ __forceinline__ void load_vector(const E* p, int count, uint32_t (&words)[kWords]) {
     if constexpr (kWhole && kWords == 1) {
-        words[0] = __ldcs(reinterpret_cast<const uint32_t*>(p));
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(p);
+        words[0] = kLastUse ? __ldcs(from) : *from;
     } else if constexpr (kWhole) {
-        load_words<true>(p, words);
+        load_words<kLastUse>(p, words);
     } else {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void store_vector(E* p, int count, const uint32_t (&w
     } else if constexpr (kWhole && kWords == 2) {
         __stcs(reinterpret_cast<uint2*>(p), make_uint2(words[0], words[1]));
     } else if constexpr (kWhole) {
-        __stcs(reinterpret_cast<uint4*>(p), make_uint4(words[0], words[1], words[2], words[3]));
+        __stcg(reinterpret_cast<uint4*>(p), make_uint4(words[0], words[1], words[2], words[3]));
     } else {
 #pragma unroll
         for (int at = 0; at < kWords * kPerWord<E>; ++at) {

@@ -1,14 +1,18 @@
 // MXFP8 dequantize: either copy, compact or swizzled scales.
 
+#include "cuda/lists.cuh"
 #include "cuda/mxfp8.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kDequantizeBlocksPerSm = 4;
+constexpr int kDequantizeBlocksPerSm = 8;
+constexpr int kSteps = kMxfp8WarpRows;
+static_assert(kUnitWarps == kWarps);
 
 template <typename T>
-constexpr int kUnitCols = kLanes * kLaneCols<T>;
+constexpr int kUnitCols = kWarpBytes / static_cast<int>(sizeof(T));
+static_assert(kUnitCols<float> == kLanes * kLaneCols<float>);
 
 // Four bytes to floats.
 __device__ __forceinline__ void e4m3_to_four(uint32_t codes, float (&x)[4]) {
@@ -52,13 +56,12 @@ __device__ __forceinline__ void decode_vector(const uint32_t (&codes)[kLaneCols<
 
 // The factors of a lane's rows. They are in one group of 32, and so 16 bytes apart in swizzled scales.
 template <typename Lane>
-__device__ __forceinline__ void rowwise_factors(const Mxfp8DequantizeArgs& args, const Unit& unit,
+__device__ __forceinline__ void rowwise_factors(const Mxfp8DequantizeDescriptor& item, const Unit& unit,
                                                 int64_t col, const Lane& extent, float (&decode)[kSteps]) {
-    const int64_t columns = ceil_div(args.cols, kMxfp8Block), block = col / kMxfp8Block;
-    const bool swizzled = args.layout == kSwizzled;
-    const int64_t pitch = swizzled ? 16 : columns;
-    const uint8_t* p =
-        args.scale + (swizzled ? swizzled_offset(unit.row, block, columns) : unit.row * columns + block);
+    const int64_t columns = ceil_div(item.cols, kMxfp8Block), block = col / kMxfp8Block;
+    const int64_t pitch = item.swizzled ? 16 : columns;
+    const uint8_t* p = in_global(item.scale) + (item.swizzled ? swizzled_offset(unit.row, block, columns)
+                                                              : unit.row * columns + block);
     uint32_t byte[kSteps];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s, p += pitch) byte[s] = extent.count(s) > 0 ? *p : 0u;
@@ -68,82 +71,101 @@ __device__ __forceinline__ void rowwise_factors(const Mxfp8DequantizeArgs& args,
 
 // The factors of a lane's columns, which are in one group of 32, too.
 template <bool kWhole, typename T>
-__device__ __forceinline__ void columnwise_factors(const Mxfp8DequantizeArgs& args, const Unit& unit,
+__device__ __forceinline__ void columnwise_factors(const Mxfp8DequantizeDescriptor& item, const Unit& unit,
                                                    int64_t col, int count, float (&decode)[kLaneCols<T>]) {
     const int64_t block = unit.row / kMxfp8Block;
     uint32_t words[kLaneCols<T> / 4] = {};
-    if (args.layout == kSwizzled) {
-        const uint8_t* p = args.scale + swizzled_offset(col, block, ceil_div(args.rows, kMxfp8Block));
+    const uint8_t* scale = in_global(item.scale);
+    if (item.swizzled) {
+        const uint8_t* p = scale + swizzled_offset(col, block, ceil_div(item.rows, kMxfp8Block));
 #pragma unroll
         for (int i = 0; i < kLaneCols<T>; ++i) {
             if (i < count) words[i / 4] |= static_cast<uint32_t>(p[16 * i]) << (8 * (i % 4));
         }
     } else {
-        load_vector<kWhole>(args.scale + block * args.cols + col, count, words);
+        load_vector<kWhole, false>(scale + block * item.cols + col, count, words);
     }
 #pragma unroll
     for (int i = 0; i < kLaneCols<T>; ++i) decode[i] = mxfp8_decode(words[i / 4] >> (8 * (i % 4)) & 0xffu);
 }
 
 template <typename T, bool kColumnwise, bool kWhole>
-__device__ __forceinline__ void dequantize_unit(const Mxfp8DequantizeArgs& args, const Unit& unit) {
+__device__ __forceinline__ void dequantize_unit(const Mxfp8DequantizeDescriptor& item, const Unit& unit) {
     const int64_t col = unit.col + lane_index() * kLaneCols<T>;
-    const Extent<kLaneCols<T>, kWhole> extent(args.rows - unit.row, args.cols - col);
-    const int64_t first = unit.row * args.cols + col;
-    const uint8_t* data = args.data + first;
+    const Extent<kSteps, kLaneCols<T>, kWhole> extent(item.rows - unit.row, item.cols - col);
+    const int64_t first = unit.row * item.cols + col;
+    const uint8_t* data = in_global(item.data) + first;
     uint32_t codes[kSteps][kLaneCols<T> / 4];
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s, data += args.cols) load_vector<kWhole>(data, extent.count(s), codes[s]);
+    for (int s = 0; s < kSteps; ++s, data += item.cols)
+        load_vector<kWhole, false>(data, extent.count(s), codes[s]);
 
     float decode[kColumnwise ? kLaneCols<T> : kSteps];
     if constexpr (kColumnwise) {
-        columnwise_factors<kWhole, T>(args, unit, col, extent.count(0), decode);
+        columnwise_factors<kWhole, T>(item, unit, col, extent.count(0), decode);
     } else {
-        rowwise_factors(args, unit, col, extent, decode);
+        rowwise_factors(item, unit, col, extent, decode);
     }
-    T* output = static_cast<T*>(args.output) + first;
+    T* output = in_global(static_cast<T*>(item.output)) + first;
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s, output += args.cols) {
+    for (int s = 0; s < kSteps; ++s, output += item.cols) {
         uint32_t words[kLaneWords];
         decode_vector<T>(codes[s], [&](int i) { return decode[kColumnwise ? i : s]; }, words);
         store_vector<kWhole>(output, extent.count(s), words);
     }
 }
 
+// `block` counts the item's thread blocks.
+template <typename T, bool kColumnwise>
+__device__ __forceinline__ void dequantize_block(const Mxfp8DequantizeDescriptor& item, uint32_t block) {
+    const Unit unit = unit_of_warp<kSteps, kUnitCols<T>>(block, item.across);
+    if (item.aligned && unit.row + kSteps <= item.rows && unit.col + kUnitCols<T> <= item.cols) {
+        dequantize_unit<T, kColumnwise, true>(item, unit);
+    } else if (unit.row < item.rows) {
+        dequantize_unit<T, kColumnwise, false>(item, unit);
+    }
+}
+
 template <typename T, bool kColumnwise>
 __global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
-    dequantize_mxfp8_kernel(const __grid_constant__ Mxfp8DequantizeArgs args, uint32_t across) {
+    dequantize_mxfp8_kernel(const __grid_constant__ Mxfp8DequantizeDescriptor item) {
     wait_for_previous_kernel();
-    const Unit unit = unit_of_warp<kSteps, kUnitCols<T>>(across);
-    const bool aligned = args.cols % kLaneCols<T> == 0 && is_aligned(args.data, kLaneCols<T>) &&
-                         (!kColumnwise || is_aligned(args.scale, kLaneCols<T>)) &&
-                         is_aligned(args.output, 4 * kLaneWords);
-    if (aligned && unit.row + kSteps <= args.rows && unit.col + kUnitCols<T> <= args.cols) {
-        dequantize_unit<T, kColumnwise, true>(args, unit);
-    } else if (unit.row < args.rows) {
-        dequantize_unit<T, kColumnwise, false>(args, unit);
+    dequantize_block<T, kColumnwise>(item, blockIdx.x);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+    dequantize_mxfp8_list_kernel(const __grid_constant__ Mxfp8DequantizeTable table,
+                                 const __grid_constant__ ItemArguments<Mxfp8DequantizeDescriptor> arguments) {
+    wait_for_previous_kernel();
+    const Mxfp8DequantizeDescriptor item = item_of_block(table, arguments);
+    const uint32_t block = blockIdx.x - static_cast<uint32_t>(item.unit_begin);
+    if (item.columnwise) {
+        dequantize_block<T, true>(item, block);
+    } else {
+        dequantize_block<T, false>(item, block);
     }
 }
 
 template <typename T>
-void dequantize_as(const Mxfp8DequantizeArgs& args, cudaStream_t stream) {
-    const int64_t across = ceil_div(args.cols, kUnitCols<T>);
-    const int64_t blocks = ceil_div(ceil_div(args.rows, kSteps) * across, kWarps);
-    const auto kernel =
-        args.columnwise ? dequantize_mxfp8_kernel<T, true> : dequantize_mxfp8_kernel<T, false>;
-    launch("dequantize_mxfp8", kernel, blocks, stream, args, across);
+void dequantize_as(const Mxfp8DequantizeTable& table, const Mxfp8DequantizeDescriptor* host,
+                   cudaStream_t stream) {
+    const auto single =
+        host[0].columnwise ? dequantize_mxfp8_kernel<T, true> : dequantize_mxfp8_kernel<T, false>;
+    launch_list("dequantize_mxfp8", single, dequantize_mxfp8_list_kernel<T>, table, host, stream);
 }
 
 }  // namespace
 
-void dequantize_mxfp8(const Mxfp8DequantizeArgs& args, cudaStream_t stream) {
-    switch (args.dtype) {
+void dequantize_mxfp8(const Mxfp8DequantizeTable& table, DType dtype, const Mxfp8DequantizeDescriptor* host,
+                      cudaStream_t stream) {
+    switch (dtype) {
         case DType::kFloat32:
-            return dequantize_as<float>(args, stream);
+            return dequantize_as<float>(table, host, stream);
         case DType::kBFloat16:
-            return dequantize_as<BFloat16>(args, stream);
+            return dequantize_as<BFloat16>(table, host, stream);
         case DType::kFloat16:
-            return dequantize_as<Float16>(args, stream);
+            return dequantize_as<Float16>(table, host, stream);
     }
 }
 

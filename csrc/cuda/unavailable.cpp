@@ -28,7 +28,9 @@ void pad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor*, cudaStream
 void unpad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor*, cudaStream_t) { fail(); }
 void convert(const ConvertArgs&, cudaStream_t) { fail(); }
 void quantize_mxfp8(const Mxfp8Args&, cudaStream_t) { fail(); }
-void dequantize_mxfp8(const Mxfp8DequantizeArgs&, cudaStream_t) { fail(); }
+void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, const Mxfp8DequantizeDescriptor*, cudaStream_t) {
+    fail();
+}
 void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t, const uintptr_t*, int64_t, cudaStream_t) {
     fail();
 }

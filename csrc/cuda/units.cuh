@@ -17,11 +17,10 @@ __device__ __forceinline__ T* in_global(T* p) {
     return p;
 }
 
-// Warps of the grid, for loops in which neighbouring warps take neighbouring units.
+// This warp's number in the grid.
 __device__ __forceinline__ int64_t grid_warp() {
     return static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
 }
-__device__ __forceinline__ int64_t grid_warps() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
 // The consecutive units of this block. Its warps take turns in them, so that what they read at one time lies
 // side by side.

@@ -14,6 +14,18 @@ uintptr_t address_of(const T* p) {
 
 int shift_of(int64_t block_rows, int layout) { return layout == kCompact && block_rows == kBlock ? 4 : 0; }
 
+// Cuts the item into units; says how many they are.
+int64_t cut(Mxfp8DequantizeDescriptor& item, DType dtype, bool on_cpu) {
+    const int64_t vector = 16 / size_of(dtype);
+    item.aligned = item.cols % vector == 0 && is_multiple(address_of(item.output), 16) &&
+                   is_multiple(address_of(item.data), vector) &&
+                   (!item.columnwise || is_multiple(address_of(item.scale), vector));
+    const int64_t across = ceil_div(item.cols, on_cpu ? kMxfp8PieceColumns : kWarpBytes / size_of(dtype));
+    item.across = static_cast<uint32_t>(across);
+    if (on_cpu) return item.rows * across;
+    return ceil_div(ceil_div(item.rows, kMxfp8WarpRows) * across, kUnitWarps);
+}
+
 int64_t dequantize_units(const DequantizeDescriptor& item, DType dtype, bool on_cpu) {
     if (on_cpu) return ceil_div(item.rows, kValueRows) * ceil_div(item.cols, kValueColumns);
     const int64_t rows = item.columnwise ? kWarpSquare : kWarpRows;
@@ -59,6 +71,31 @@ void DequantizeList::run(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.dequantize(table_, dtype_, threads); },
         [&](cudaStream_t stream) { cuda::dequantize(table_, dtype_, items_.data(), stream); });
+}
+
+Mxfp8DequantizeDescriptor mxfp8_dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t output,
+                                                      int64_t rows, int64_t cols, bool columnwise,
+                                                      int layout) {
+    Mxfp8DequantizeDescriptor item{};
+    item.data = reinterpret_cast<const uint8_t*>(data);
+    item.scale = reinterpret_cast<const uint8_t*>(scale);
+    item.output = reinterpret_cast<void*>(output);
+    item.rows = rows;
+    item.cols = cols;
+    item.columnwise = columnwise;
+    item.swizzled = layout == kSwizzled;
+    return item;
+}
+
+Mxfp8DequantizeList::Mxfp8DequantizeList(bool on_cpu, std::vector<Mxfp8DequantizeDescriptor> items, int dtype)
+    : ItemList(on_cpu, std::move(items),
+               [&](Mxfp8DequantizeDescriptor& item) { return cut(item, static_cast<DType>(dtype), on_cpu); }),
+      dtype_(static_cast<DType>(dtype)) {}
+
+void Mxfp8DequantizeList::run(const Target& target) const {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.dequantize_mxfp8(table_, dtype_, threads); },
+        [&](cudaStream_t stream) { cuda::dequantize_mxfp8(table_, dtype_, items_.data(), stream); });
 }
 
 ScaleLayoutDescriptor scale_layout_descriptor(uintptr_t input, uintptr_t output, int64_t rows,

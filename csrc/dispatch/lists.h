@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/list.h"
+#include "common/mxfp8.h"
 #include "dispatch/blocks.h"
 #include "dispatch/target.h"
 
@@ -44,6 +45,20 @@ DequantizeDescriptor dequantize_descriptor(uintptr_t data, uintptr_t scale, uint
 class DequantizeList : public ItemList<DequantizeDescriptor> {
   public:
     DequantizeList(bool on_cpu, std::vector<DequantizeDescriptor> items, int dtype);
+    void run(const Target& target) const;
+
+  private:
+    DType dtype_;
+};
+
+Mxfp8DequantizeDescriptor mxfp8_dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t output,
+                                                      int64_t rows, int64_t cols, bool columnwise,
+                                                      int layout);
+
+// The values of a list of matrices in MXFP8, all of one dtype.
+class Mxfp8DequantizeList : public ItemList<Mxfp8DequantizeDescriptor> {
+  public:
+    Mxfp8DequantizeList(bool on_cpu, std::vector<Mxfp8DequantizeDescriptor> items, int dtype);
     void run(const Target& target) const;
 
   private:

@@ -1,10 +1,12 @@
-"""Weights, masters and ways to shard them that distributed tests share."""
+"""Weights, masters, ways to shard them and to cast them that distributed tests share."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
 import torch
+import torch.distributed as dist
 from helpers import assert_bytes_equal
 
 import zerofp4
@@ -75,6 +77,15 @@ class Model:
             for whole, s in pairs
         ]
 
+    def change(self) -> None:
+        """Other values in the same masters."""
+        self.whole = [whole.sin() * 100 for whole in self.whole]
+        for master, whole, start, numel in zip(
+            self.masters, self.whole, self.starts, self.numels, strict=True
+        ):
+            if master is not None:
+                master.copy_(whole.flatten()[start : start + numel])
+
     @property
     def starts(self) -> list[int | None]:
         return [s[self.rank].start if s[self.rank].numel else None for s in self.shards]
@@ -112,3 +123,27 @@ class Model:
     def check_untouched(self, snapshot: list[torch.Tensor]) -> None:
         for before, after in zip(snapshot, self.snapshot(), strict=True):
             assert_bytes_equal(after, before, "a weight that must not change")
+
+
+def finish(plan: zerofp4.CastPlan) -> None:
+    """A step, gathered and completed."""
+    plan.step()
+    plan.all_gather()
+    plan.post()
+
+
+def cast_and_gather(model: Model, **options) -> None:
+    """The same by the functions."""
+    zerofp4.cast_master_weights_to_nvfp4(model.weights, model.masters, model.starts, **options)
+    zerofp4.all_gather_nvfp4(model.weights, model.starts, model.numels)
+    zerofp4.post_all_gather_processing(model.weights)
+
+
+def raised_everywhere(world, error: type, function, *args, **kwargs) -> str:
+    """Asserts that every rank raises `error`, and with the same message; returns it."""
+    with pytest.raises(error) as caught:
+        function(*args, **kwargs)
+    messages: list = [None] * world.world_size
+    dist.all_gather_object(messages, str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return messages[0]

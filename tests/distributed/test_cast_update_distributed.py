@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerofp4
-from distributed.cases import Model
+from distributed.cases import Model, cast_and_gather, finish
 from distributed.run import on_ranks
 from zerofp4 import reference
 from zerofp4.format import BLOCK
@@ -26,21 +26,6 @@ def leave_amaxes(plan: zerofp4.CastPlan) -> None:
     plan.end_update()
 
 
-def finish(plan: zerofp4.CastPlan) -> None:
-    plan.step()
-    plan.all_gather()
-    plan.post()
-
-
-def change(model: Model) -> None:
-    """Other values in the same masters."""
-    model.whole = [whole.sin() * 100 for whole in model.whole]
-    for i, master in enumerate(model.masters):
-        if master is not None:
-            start, numel = model.starts[i], model.numels[i]
-            master.copy_(model.whole[i].flatten()[start : start + numel])
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", ["odd", "flat", "last"])
 def test_amaxes_left_on_every_rank_or_one(world, how):
@@ -55,7 +40,7 @@ def test_amaxes_left_on_every_rank_or_one(world, how):
             leave_amaxes(plan)
         finish(plan)
         model.check(groups)
-        change(model)
+        model.change()
 
 
 @on_ranks(2)
@@ -86,7 +71,7 @@ def test_amaxes_left_are_dropped_where_a_rank_cannot_take_part(world):
         plan.step()
         plan.check()
     model.check_untouched(before)
-    change(model)
+    model.change()
     plan.refresh()
     finish(plan)
     model.check()
@@ -104,7 +89,7 @@ def test_a_master_that_moved_is_heard_of_in_all_gather(world):
     with pytest.raises(RuntimeError, match=match):
         plan.all_gather()
     plan.refresh()
-    change(model)
+    model.change()
     finish(plan)
     model.check()
 
@@ -117,9 +102,7 @@ def test_bfloat16_masters_on_some_ranks(world):
     if world.rank == 1:
         model.masters = [None if master is None else master.bfloat16() for master in model.masters]
     for _ in range(2):
-        zerofp4.cast_master_weights_to_nvfp4(model.weights, model.masters, model.starts)
-        zerofp4.all_gather_nvfp4(model.weights, model.starts, model.numels)
-        zerofp4.post_all_gather_processing(model.weights)
+        cast_and_gather(model)
         model.check()
 
 
@@ -129,9 +112,7 @@ def test_only_the_rank_whose_masters_moved_checks_its_call(world):
     for step in range(4):
         if step > 1 and world.rank == 1:
             model.cut()
-        zerofp4.cast_master_weights_to_nvfp4(model.weights, model.masters, model.starts)
-        zerofp4.all_gather_nvfp4(model.weights, model.starts, model.numels)
-        zerofp4.post_all_gather_processing(model.weights)
+        cast_and_gather(model)
         model.check()
-        change(model)
+        model.change()
     assert len(model.weights[0].record.attachments["cast_plans"]) == 1

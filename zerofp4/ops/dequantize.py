@@ -9,7 +9,7 @@ from zerofp4 import _C
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
 from zerofp4.ops.device import DTYPE_CODES
-from zerofp4.ops.lists import run_list
+from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale
 from zerofp4.storage import check_buffer
 
@@ -97,12 +97,8 @@ def _one(data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, c
 
 
 def _many(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise) -> list[_Item]:
-    lists = {"scale": scale, "amax": amax, "block_rows": block_rows}
-    lists |= {"e4m3_max": e4m3_max, "columnwise": columnwise}
-    for name, values in lists.items():
-        if len(values) != len(data):
-            raise ValueError(f"{name} must have as many items as data, {len(data)}, got {len(values)}")
-    items = [_Item(*fields) for fields in zip(data, *lists.values(), strict=True)]
+    lists = {"data": data, "scale": scale, "amax": amax, "block_rows": block_rows}
+    items = [_Item(*fields) for fields in zip_lists(**lists, e4m3_max=e4m3_max, columnwise=columnwise)]
     _check(items, dtype, layout, [f"[{i}]" for i in range(len(items))])
     return items
 

@@ -9,7 +9,7 @@ import torch
 from zerofp4 import _C
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
-from zerofp4.ops.lists import run_list
+from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale
 
 _ONE = "(Tensor scale, int rows, int cols, int block_rows, str layout) -> Tensor"
@@ -58,12 +58,10 @@ def _new_scale(name, scale, device, rows, cols, block_rows, layout, pad: bool) -
 
 
 def _new_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
-    for name, values in {"rows": rows, "cols": cols, "block_rows": block_rows}.items():
-        if len(values) != len(scales):
-            raise ValueError(f"{name} must have as many items as scales, {len(scales)}, got {len(values)}")
+    items = zip_lists(scales=scales, rows=rows, cols=cols, block_rows=block_rows)
     return [
         _new_scale(f"scales[{i}]", scale, scales[0].device, *matrix, layout, pad)
-        for i, (scale, *matrix) in enumerate(zip(scales, rows, cols, block_rows, strict=True))
+        for i, (scale, *matrix) in enumerate(items)
     ]
 
 

@@ -1,12 +1,26 @@
 """Native operations on a list of tensors: one launch, on the current stream, without a plan."""
 
+from collections.abc import Sequence
+
 import torch
 
 from zerofp4 import _C
 from zerofp4.ops.device import target_of
 
+NativeList = _C.DequantizeList | _C.Mxfp8DequantizeList | _C.ScaleLayoutList
 
-def run_list(native: _C.DequantizeList | _C.ScaleLayoutList, count: int, device: torch.device) -> None:
+
+def zip_lists(**lists: Sequence) -> list[tuple]:
+    """Arguments that are lists, item by item. Raises ValueError for one that is not as long as the first."""
+    first, *others = lists
+    count = len(lists[first])
+    for name in others:
+        if len(lists[name]) != count:
+            raise ValueError(f"{name} must have as many items as {first}, {count}, got {len(lists[name])}")
+    return list(zip(*lists.values(), strict=True))
+
+
+def run_list(native: NativeList, count: int, device: torch.device) -> None:
     """Run a native list of `count` items, at least one.
 
     A short list travels in the kernel's arguments, a longer one on a GPU through a table in its memory, which

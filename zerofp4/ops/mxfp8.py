@@ -1,4 +1,6 @@
-"""zerofp4::quantize_mxfp8 and zerofp4::dequantize_mxfp8: matrices to E4M3 with E8M0 scales, and back."""
+"""zerofp4::quantize_mxfp8: a matrix to E4M3 with E8M0 scales; zerofp4::dequantize_mxfp8 and its multi-tensor
+form: back.
+"""
 
 import torch
 
@@ -12,6 +14,7 @@ from zerofp4.format import (
 )
 from zerofp4.layout import mxfp8_scale_shape
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_bytes
 from zerofp4.storage import check_buffer
 
@@ -24,6 +27,10 @@ torch.library.define(
 torch.library.define(
     "zerofp4::dequantize_mxfp8",
     "(Tensor data, Tensor scale, bool columnwise, str layout, ScalarType dtype) -> Tensor",
+)
+torch.library.define(
+    "zerofp4::dequantize_mxfp8_many",
+    "(Tensor[] data, Tensor[] scale, bool[] columnwise, str layout, ScalarType dtype) -> Tensor[]",
 )
 
 
@@ -70,21 +77,31 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
 torch.library.register_fake("zerofp4::quantize_mxfp8", _check_quantize)
 
 
-def _new_values(data, scale, columnwise, layout, dtype) -> torch.Tensor:
+def _new_value(data, scale, columnwise, layout, dtype, device, name: str = "") -> torch.Tensor:
+    """`name` is what messages append to the names of arguments."""
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
     if data.dim() != 2:
-        raise ValueError(f"data must be a matrix, got shape {tuple(data.shape)}")
-    check_bytes("data", data, data.shape, MXFP8_DATA_DTYPE, data.device)
+        raise ValueError(f"data{name} must be a matrix, got shape {tuple(data.shape)}")
+    check_bytes(f"data{name}", data, data.shape, MXFP8_DATA_DTYPE, device)
     shape = mxfp8_scale_shape(*data.shape, columnwise, layout)
-    check_bytes("scale", scale, shape, MXFP8_SCALE_DTYPE, data.device)
+    check_bytes(f"scale{name}", scale, shape, MXFP8_SCALE_DTYPE, device)
     return data.new_empty(data.shape, dtype=dtype)
+
+
+def _new_one(data, scale, columnwise, layout, dtype) -> torch.Tensor:
+    return _new_value(data, scale, columnwise, layout, dtype, data.device)
+
+
+def _new_many(data, scale, columnwise, layout, dtype) -> list[torch.Tensor]:
+    items = zip_lists(data=data, scale=scale, columnwise=columnwise)
+    return [_new_value(*item, layout, dtype, data[0].device, f"[{i}]") for i, item in enumerate(items)]
 
 
 @backend("dequantize_mxfp8")
 def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
     """[M, K] values in dtype of one copy; its scales may be compact or swizzled."""
-    out = _new_values(data, scale, columnwise, layout, dtype)
+    out = _new_one(data, scale, columnwise, layout, dtype)
     if out.numel():
         options = (columnwise, SCALE_LAYOUTS.index(layout), DTYPE_CODES[dtype])
         inputs = (data.data_ptr(), scale.data_ptr(), *data.shape)
@@ -92,4 +109,29 @@ def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
     return out
 
 
-torch.library.register_fake("zerofp4::dequantize_mxfp8", _new_values)
+@backend("dequantize_mxfp8_many")
+def _dequantize_mxfp8_many(data, scale, columnwise, layout, dtype) -> list[torch.Tensor]:
+    """The same of a list of copies, in one launch."""
+    outputs = _new_many(data, scale, columnwise, layout, dtype)
+    descriptors = [
+        _C.Mxfp8DequantizeDescriptor(
+            data=codes.data_ptr(),
+            scale=scales.data_ptr(),
+            output=out.data_ptr(),
+            rows=codes.shape[0],
+            cols=codes.shape[1],
+            columnwise=side,
+            layout=SCALE_LAYOUTS.index(layout),
+        )
+        for codes, scales, side, out in zip(data, scale, columnwise, outputs, strict=True)
+        if out.numel()
+    ]
+    if descriptors:
+        device = data[0].device
+        native = _C.Mxfp8DequantizeList(device.type == "cpu", descriptors, DTYPE_CODES[dtype])
+        run_list(native, len(descriptors), device)
+    return outputs
+
+
+torch.library.register_fake("zerofp4::dequantize_mxfp8", _new_one)
+torch.library.register_fake("zerofp4::dequantize_mxfp8_many", _new_many)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from zerofp4 import _C
+from zerofp4 import _C, storage
+from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, target_of
 from zerofp4.shard import Shard
-from zerofp4.storage import NVFP4Storage
+from zerofp4.storage import NVFP4Storage, scale_name
 
 HEADER_WORDS: int = _C.HEADER_WORDS
 ERROR_WORD: int = _C.ERROR_WORD
@@ -19,10 +20,8 @@ HASH_WORD: int = _C.HASH_WORD
 PEER_ERROR: int = _C.PEER_ERROR
 PLAN_MISMATCH: int = _C.PLAN_MISMATCH
 
-SIDES = {
-    side: (f"{side}_scale", f"{side}_scale_expanded", f"{side}_scale_swizzled")
-    for side in ("rowwise", "columnwise")
-}
+SIDES = {side: tuple(scale_name(side, layout) for layout in SCALE_LAYOUTS) for side in storage.SIDES}
+"""By side, the fields for its scales."""
 
 
 class CastItem(NamedTuple):
@@ -48,7 +47,6 @@ def weight_descriptor(
     codes: int,
     tile_offset: int,
     amax_offset: int,
-    given_amax=None,
 ) -> _C.WeightDescriptor:
     return _C.WeightDescriptor(
         master=address(master),
@@ -61,7 +59,6 @@ def weight_descriptor(
         codes=codes,
         amax=address(buffers.get("amax")),
         columnwise_amax=address(buffers.get("columnwise_amax")),
-        given_amax=address(given_amax),
         rowwise_scale=[address(buffers.get(name)) for name in SIDES["rowwise"]],
         columnwise_scale=[address(buffers.get(name)) for name in SIDES["columnwise"]],
         tile_offset=tile_offset,

@@ -51,7 +51,7 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Zeros for the gradients; subclasses add the weights and the masters."""
-        self.gradients = torch.zeros(self.slice_numel, device=self.device)
+        self.gradients = torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
 
     def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
         """This rank's part of each parameter in a tensor like `masters`; None where it owns nothing."""
@@ -67,7 +67,7 @@ class FlatBuffer:
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """Collective: the whole FP32 master of each parameter, in its shape."""
-        flat = torch.empty(self.numel, device=self.device)
+        flat = torch.empty(self.numel, dtype=torch.float32, device=self.device)
         flat[self.begin : self.begin + self.slice_numel] = self.masters
         if self.world_size > 1:
             all_gather_slices(flat, self.group())
@@ -87,7 +87,7 @@ class FlatBuffer:
             for first in range(0, parameter.numel(), INITIAL_CHUNK):
                 size = min(INITIAL_CHUNK, parameter.numel() - first)
                 if source is None:
-                    values = torch.empty(size, device=self.device)
+                    values = torch.empty(size, dtype=torch.float32, device=self.device)
                 else:
                     values = source[first : first + size].to(self.device, torch.float32)
                 if self.world_size > 1:

@@ -31,11 +31,6 @@ def check_optimizer_class(optimizer_class: type) -> None:
             )
 
 
-def options(group: dict) -> dict:
-    """What of a parameter group the inner optimizer shares: all but the parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def parameter_names(param_groups: Sequence[dict]) -> list[str]:
     """How messages call the parameters, in their order: by the names they came with, else by their places."""
     names = []

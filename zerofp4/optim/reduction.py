@@ -68,7 +68,7 @@ class GradientReducer:
             return [make_bucket(b, 0, b.slice_numel, b.gradients) for b in self.buffers]
         longest = max(buffer.slice_numel for buffer in self.buffers)
         chunk = min(longest, max(STAGING_ELEMENTS // self.world_size, 1))
-        staging = torch.empty(2, self.world_size * chunk, device=device)
+        staging = torch.empty(2, self.world_size * chunk, dtype=torch.float32, device=device)
         buckets = []
         for buffer in self.buffers:
             for start in range(0, buffer.slice_numel, chunk):

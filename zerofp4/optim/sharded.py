@@ -42,7 +42,7 @@ class ShardedParameters:
                 self.masters[index], self.gradients[index] = master, gradient
         self._packed = next((b for b in self.buffers if isinstance(b, PackedBuffer)), None)
         self._dense = [b for b in self.buffers if isinstance(b, DenseBuffer)]
-        self.found_inf = torch.zeros(1, device=self.parameters[0].device)
+        self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         self._plan = None if self._packed is None else self._build_plan(self._packed, group, amax_groups)
         self._amaxes_from: FusedAdamW | None = None
 

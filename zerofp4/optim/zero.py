@@ -9,12 +9,12 @@ import torch.distributed as dist
 from zerofp4.collectives import GroupReference, exchange, resolve_group
 from zerofp4.optim import checkpoint
 from zerofp4.optim.flat import broadcast_frozen
+from zerofp4.optim.inner import build_inner, copy_options, step_masters, try_options
 from zerofp4.optim.parameters import (
     check_optimizer_class,
     check_parameters,
     check_same_parameters,
     describe,
-    options,
     parameter_names,
 )
 from zerofp4.optim.reduction import GradientReducer, Intent, clip_arguments, global_norm
@@ -103,12 +103,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._trainable = [p for p in self._parameters if p.requires_grad]
         if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self._trainable):
             raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
-        # A trial on one element per group finds wrong options before any rank has changed anything.
-        groups = [
-            options(group) | {"params": [torch.zeros(1, device=self._parameters[0].device)]}
-            for group in self.param_groups
-        ]
-        self.defaults = optimizer_class(groups, **defaults).defaults
+        device = self._parameters[0].device
+        self.defaults = try_options(optimizer_class, self.param_groups, device, defaults)
 
     def _broadcast_frozen(self) -> None:
         group = self.process_group()
@@ -118,15 +114,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     broadcast_frozen(parameter, group)
 
     def _build_inner(self, optimizer_class: type, defaults: dict) -> None:
-        """The optimizer of the masters this rank owns pieces of, in groups like the parameters'."""
-        master_of = {
-            id(p): m for p, m in zip(self._trainable, self._shards.masters, strict=True) if m is not None
-        }
-        groups = [
-            options(group) | {"params": [master_of[id(p)] for p in group["params"] if id(p) in master_of]}
-            for group in self.param_groups
-        ]
-        self.inner = optimizer_class(groups, **defaults)
+        masters = zip(self._trainable, self._shards.masters, strict=True)
+        self.inner = build_inner(optimizer_class, self.param_groups, masters, defaults)
         if hasattr(self.inner, "offer_amaxes"):
             self._shards.take_amaxes_from(self.inner)
         self.state = self.inner.state
@@ -220,24 +209,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _update_masters(self, present: Sequence[bool]) -> None:
         """Step the inner optimizer with the reduced gradients of the parameters that have one on any rank."""
         self._push_options()
-        for master, gradient, somewhere in zip(
-            self._shards.masters, self._shards.gradients, present, strict=True
-        ):
-            if master is not None:
-                master.grad = gradient if somewhere else None
-        self.inner.step()
-        for master in self._shards.masters:
-            if master is not None:
-                master.grad = None
+        gradients = [
+            gradient if somewhere else None
+            for gradient, somewhere in zip(self._shards.gradients, present, strict=True)
+        ]
+        step_masters(self.inner, self._shards.masters, gradients)
         self._pull_options()
 
     def _push_options(self) -> None:
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(options(outer))
+        copy_options(self.param_groups, self.inner.param_groups)
 
     def _pull_options(self) -> None:
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update(options(inner))
+        copy_options(self.inner.param_groups, self.param_groups)
 
     def _publish(self) -> None:
         self._shards.publish()

@@ -19,7 +19,7 @@ def float_to_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_to_float(codes: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor(E2M1_VALUES, device=codes.device)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
     return torch.cat([values, -values])[codes.long()]
 
 

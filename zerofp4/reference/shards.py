@@ -14,7 +14,7 @@ def place_shard(master: torch.Tensor, start: int, shape: torch.Size, dtype: torc
     (float32).
     """
     rows, cols = as_matrix(shape)
-    flat = torch.zeros(rows * cols, device=master.device)
+    flat = torch.zeros(rows * cols, dtype=torch.float32, device=master.device)
     flat[start : start + master.numel()] = master.to(dtype).float()
     return flat.view(rows, cols)
 

@@ -1,0 +1,38 @@
+"""Buffers are float32 where kernels read and write float32, whatever torch's default dtype is."""
+
+import pytest
+import torch
+from cast_cases import check as check_cast
+from cast_cases import make
+from optim_cases import Plain, check, make_gradients, make_parameters, set_gradients
+
+import zerofp4
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_cast(device):
+    weights, masters, starts = make(device)
+    masters = [master.float() for master in masters]
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    assert plan.reduced.dtype == plan.found_inf.dtype == torch.float32
+    plan.step()
+    check_cast(weights, masters)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedAdamW])
+def test_optimizer(device, optimizer_class):
+    parameters = make_parameters(device)
+    plain, optimizer = Plain(parameters, optimizer_class), ZeroFP4Optimizer(parameters, optimizer_class)
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
+        plain.step()
+        optimizer.step()
+        check(optimizer, plain, f"step {step}")

@@ -1,0 +1,92 @@
+"""The operator zerofp4::quantize_grouped in torch.library, under torch.compile and in CUDA graphs."""
+
+import pytest
+import torch
+from grouped_cases import assert_storage, values
+from helpers import assert_bytes_equal
+
+import zerofp4
+from zerofp4.format import SCALE_DTYPE, SCALE_LAYOUTS
+from zerofp4.ops.grouped import grouped_shapes
+from zerofp4.storage import BUFFERS
+
+
+def operator_arguments(device, hadamard):
+    x = values([10, 0, 54], 48, device)
+    splits = torch.tensor([10, 0, 54], device=device)
+    shapes = grouped_shapes(64, 3, 48)
+    buffers = [torch.zeros(shapes[name], dtype=torch.uint8, device=device) for name in BUFFERS[:8]]
+    amaxes = [torch.zeros(3, device=device), torch.zeros(3, device=device) if hadamard else None]
+    offsets = torch.zeros((3, 4), dtype=torch.int64, device=device)
+    error = torch.zeros(1, dtype=torch.int32, device=device)
+    return (x, splits, None, None, hadamard, True, *buffers, *amaxes, offsets, error)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_opcheck(device, hadamard):
+    arguments = operator_arguments(device, hadamard)
+    torch.library.opcheck(torch.ops.zerofp4.quantize_grouped.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "error", "message"),
+    [
+        (0, torch.zeros(48, 64).t(), ValueError, "x must be contiguous"),
+        (1, torch.zeros(3), ValueError, "m_splits must be a vector of int32 or int64"),
+        (6, None, ValueError, "rowwise_data and at least one buffer of its scales"),
+        (6, torch.zeros(64, 24, dtype=torch.uint8), ValueError, r"rowwise_data must have shape \(112, 24\)"),
+        (10, torch.zeros(2688, dtype=SCALE_DTYPE), TypeError, "columnwise_data must be a torch.uint8"),
+        (11, torch.zeros(4, dtype=torch.uint8), ValueError, r"columnwise_scale must have shape \(336,\)"),
+        (16, torch.zeros(3, 3, dtype=torch.int64), ValueError, r"offsets must have shape \(3, 4\)"),
+        (17, torch.zeros(1), TypeError, "error must be a torch.int32 tensor"),
+    ],
+)
+def test_operator_refuses(index, value, error, message):
+    arguments = list(operator_arguments(torch.device("cpu"), True))
+    arguments[index] = value
+    with pytest.raises(error, match=message):
+        torch.ops.zerofp4.quantize_grouped(*arguments)
+
+
+@pytest.mark.parametrize("splits", ["list", "tensor"])
+def test_compiles_without_a_break(device, splits):
+    options = {"columnwise": True, "hadamard": True, "scale_layouts": SCALE_LAYOUTS}
+    sizes = [10, 0, 54] if splits == "list" else torch.tensor([10, 0, 54], device=device)
+
+    def use(x):
+        grouped = zerofp4.quantize_grouped(x * 2, sizes, **options)
+        return grouped, grouped.rowwise_data + 1, grouped.data_offsets * 2
+
+    x = values([10, 0, 54], 48, device)
+    grouped, *rest = torch.compile(use, fullgraph=True, backend="aot_eager")(x)
+    assert_storage(grouped, x * 2, [10, 0, 54], "compiled")
+    for actual, expected in zip(rest, use(x)[1:], strict=True):
+        assert_bytes_equal(actual, expected, "compiled")
+
+
+def test_does_not_synchronize_and_can_be_captured(device):
+    if device.type != "cuda":
+        pytest.skip("a CPU has nothing to synchronize with, and no graphs")
+    options = {"columnwise": True, "hadamard": True, "scale_layouts": SCALE_LAYOUTS}
+    x, splits = values([100, 28, 0], 144, device), torch.tensor([100, 28, 0], device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        zerofp4.quantize_grouped(x, splits, **options)
+        zerofp4.quantize_grouped(x, [100, 28, 0], **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped = zerofp4.quantize_grouped(x, splits, **options)
+        with pytest.raises(RuntimeError, match="m_splits must be on x's device"):
+            zerofp4.quantize_grouped(x, [100, 28, 0], **options)
+    for sizes in ([100, 28, 0], [0, 1, 127], [128, 0, 0]):
+        splits.copy_(torch.tensor(sizes))
+        x.copy_(values(sizes, 144, device, seed=sizes[0]))
+        graph.replay()
+        assert_storage(grouped, x, sizes, f"replayed {sizes}")
+    splits.fill_(3)
+    graph.replay()
+    with pytest.raises(ValueError, match="must sum to the 128 rows of x"):
+        grouped.check()
+    assert not grouped.rowwise_data.any() and not grouped.offsets.any()

@@ -1,0 +1,127 @@
+"""dequantize_many of MXFP8Tensors, and of lists of both formats (NVFP4 alone is in test_dequantize.py)."""
+
+from collections import Counter
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from op_cases import DTYPES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zerofp4
+
+SHAPES = [(48, 80), (2, 2, 34), (0, 16), (130, 264), (16, 512), (33, 2056)]
+MXFP8_OPTIONS = [
+    {},
+    {"rowwise": False, "columnwise": True},
+    {"columnwise": True, "scale_layouts": ("swizzled",)},
+    {"rowwise": False, "columnwise": True, "scale_layouts": ("swizzled",)},
+]
+
+
+def mxfp8_tensors(device, count: int, dtypes=DTYPES) -> list:
+    """Of several shapes (an empty one too), dtypes and copies."""
+    tensors = []
+    for i in range(count):
+        x = torch.randn(SHAPES[i % 6], generator=torch.Generator().manual_seed(i))
+        x = x.to(device, dtypes[i % len(dtypes)])
+        tensors.append(zerofp4.quantize_mxfp8(x, **MXFP8_OPTIONS[i // 2 % 4]))
+    return tensors
+
+
+def mixed_tensors(device, count: int, dtypes=DTYPES) -> list:
+    """Every other one in NVFP4."""
+    tensors = mxfp8_tensors(device, count, dtypes)
+    for i in range(0, count, 2):
+        tensors[i] = zerofp4.quantize(tensors[i].dequantize())
+    return tensors
+
+
+def assert_equal_one_by_one(values, tensors, dtype=None) -> None:
+    for i, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+        assert type(value) is torch.Tensor
+        assert_bytes_equal(value, tensor.dequantize(dtype), f"tensor {i}, {tuple(tensor.shape)}")
+
+
+@pytest.mark.parametrize("make", [mxfp8_tensors, mixed_tensors])
+@pytest.mark.parametrize("count", [1, 2, 32, 33, 67, 200])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_equal_one_by_one(device, make, count, dtype):
+    tensors = make(device, count)
+    assert_equal_one_by_one(zerofp4.dequantize_many(tensors, dtype), tensors, dtype)
+
+
+def test_nothing():
+    assert zerofp4.dequantize_many([]) == []
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "zerofp4":
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(None, 3), (torch.float16, 1)])
+def test_one_launch_for_a_format_and_dtype(device, dtype, launches):
+    tensors = mixed_tensors(device, 40)
+    with Calls() as calls:
+        zerofp4.dequantize_many(tensors, dtype)
+    names = ("zerofp4::dequantize_many", "zerofp4::dequantize_mxfp8_many")
+    assert calls.counts == dict.fromkeys(names, launches)
+
+
+def test_does_not_synchronize(device):
+    if device.type != "cuda":
+        pytest.skip("a CPU has nothing to synchronize with")
+    tensors = mixed_tensors(device, 100)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        zerofp4.dequantize_many(tensors, torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graph_capture(device):
+    if device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
+    tensors = mixed_tensors(device, 64)  # 32 of each
+    full = mxfp8_tensors(device, 1) * 33
+    expected = [t.dequantize(torch.bfloat16) for t in tensors]
+    empty = zerofp4.quantize_mxfp8(torch.empty(0, 16, device=device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values = zerofp4.dequantize_many(tensors, torch.bfloat16)
+        assert [v.shape for v in zerofp4.dequantize_many([empty] * 40)] == [(0, 16)] * 40
+        with pytest.raises(RuntimeError, match="a list of tensors may have 32 at most, got 33"):
+            zerofp4.dequantize_many(full)
+    graph.replay()
+    for i, (value, wanted) in enumerate(zip(values, expected, strict=True)):
+        assert_bytes_equal(value, wanted, f"tensor {i}")
+
+
+def test_compiles_without_a_break(device):
+    def use(*tensors):
+        return [2 * value for value in zerofp4.dequantize_many(tensors)]
+
+    torch._dynamo.reset()
+    tensors = mixed_tensors(device, 6)
+    compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(compiled(*tensors), use(*tensors), strict=True):
+        assert_bytes_equal(actual, expected, "compiled")
+
+
+def test_refuses():
+    tensors = mixed_tensors("cpu", 2)
+    with pytest.raises(TypeError, match=r"tensors\[2\] must be an NVFP4Tensor or an MXFP8Tensor, got Tensor"):
+        zerofp4.dequantize_many([*tensors, torch.zeros(16, 16)])
+    with pytest.raises(ValueError, match=r"dtype must be one of .*float64"):
+        zerofp4.dequantize_many(tensors, torch.float64)
+    with pytest.raises(ValueError, match=r"tensors\[1\] must be on cpu, as the first is, got meta"):
+        zerofp4.dequantize_many([tensors[0], tensors[1].to("meta")])

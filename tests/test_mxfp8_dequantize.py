@@ -1,0 +1,154 @@
+"""dequantize_mxfp8 and dequantize_mxfp8_many on every backend against the specification, byte for byte."""
+
+import pytest
+import torch
+from helpers import assert_values_equal
+from mxfp8_cases import SHAPES, Guarded, random_bytes, swizzled_bytes
+from op_cases import DTYPES, run_with_instruction_set
+
+from zerofp4 import reference
+from zerofp4.format import MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE
+from zerofp4.layout import mxfp8_scale_shape
+
+ZEROFP4 = torch.ops.zerofp4
+LAYOUTS = ("compact", "swizzled")
+EMPTY = [(0, 32), (32, 0), (0, 0)]
+
+
+def check_dequantize(data, scale, columnwise: bool, dtype, device, offset: int = 0) -> None:
+    """data and scale: bytes on the CPU."""
+    formats = data.view(MXFP8_DATA_DTYPE), scale.view(MXFP8_SCALE_DTYPE)
+    expected = reference.dequantize_mxfp8(*formats, columnwise, dtype)
+    guarded = Guarded(data.shape, device, offset)
+    guarded.buffer.copy_(data)
+    layouts = {"compact": scale, "swizzled": swizzled_bytes(scale, data.shape, columnwise)}
+    for layout, scales in layouts.items():
+        actual = ZEROFP4.dequantize_mxfp8(guarded.buffer, scales.to(device), columnwise, layout, dtype)
+        assert_values_equal(actual.cpu(), expected, f"{tuple(data.shape)} {dtype} {layout}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_dequantize_every_byte_and_scale(device, columnwise, dtype):
+    every = torch.arange(256, dtype=torch.uint8)
+    data, scale = every.repeat(256, 1), every.repeat(8, 1).t().contiguous()
+    if columnwise:
+        data, scale = data.t().contiguous(), scale.t().contiguous()
+    check_dequantize(data, scale, columnwise, dtype, device)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_dequantize_every_shape_and_dtype(device, shape, dtype, columnwise):
+    scale = random_bytes(mxfp8_scale_shape(*shape, columnwise), 1)
+    for offset in (0, 1):
+        check_dequantize(random_bytes(shape, 0), scale, columnwise, dtype, device, offset)
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_empty(device, shape, columnwise):
+    data = torch.empty(shape, dtype=torch.uint8, device=device)
+    for layout in LAYOUTS:
+        scale = torch.empty(mxfp8_scale_shape(*shape, columnwise, layout), dtype=torch.uint8, device=device)
+        assert ZEROFP4.dequantize_mxfp8(data, scale, columnwise, layout, torch.float16).shape == shape
+
+
+# Lists
+
+
+class Case:
+    """A copy with any bytes as elements and scales, at any address."""
+
+    def __init__(self, shape, seed: int):
+        self.columnwise = seed % 2 == 1
+        self.data = random_bytes(shape, seed)
+        self.scale = random_bytes(mxfp8_scale_shape(*shape, self.columnwise), seed)
+        self.offset = seed % 3
+
+    def arguments(self, layout: str, device) -> tuple:
+        guarded = Guarded(self.data.shape, device, self.offset)
+        guarded.buffer.copy_(self.data)
+        scale = self.scale
+        if layout == "swizzled":
+            scale = swizzled_bytes(scale, self.data.shape, self.columnwise)
+        return guarded.buffer, scale.to(device), self.columnwise
+
+    def expected(self, dtype: torch.dtype) -> torch.Tensor:
+        formats = self.data.view(MXFP8_DATA_DTYPE), self.scale.view(MXFP8_SCALE_DTYPE)
+        return reference.dequantize_mxfp8(*formats, self.columnwise, dtype)
+
+
+def arguments_of(cases, layout: str, device) -> list[list]:
+    return [list(column) for column in zip(*(c.arguments(layout, device) for c in cases), strict=True)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 100, 1100])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many(device, count, dtype, layout):
+    shapes = [*SHAPES, *EMPTY, (16, 2056)]
+    cases = [Case(shapes[i % len(shapes)], i) for i in range(min(count, 100))]
+    arguments = [column * (count // len(cases)) for column in arguments_of(cases, layout, device)]
+    actual = ZEROFP4.dequantize_mxfp8_many(*arguments, layout, dtype)
+    assert len(actual) == count
+    expected = [case.expected(dtype) for case in cases]
+    for i, value in enumerate(actual):
+        case = cases[i % len(cases)]
+        what = f"item {i}, {tuple(case.data.shape)}, columnwise {case.columnwise}"
+        assert_values_equal(value.cpu(), expected[i % len(cases)], what)
+
+
+# The operators in torch.library
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck(device, layout):
+    # As bytes: opcheck compares arguments with operations that float8 does not have. Without a NaN, which it
+    # takes for different from itself.
+    cases = [Case(shape, i) for i, shape in enumerate([(33, 100), (64, 40), (0, 32)])]
+    for case in cases:
+        case.data &= 0xBF
+        case.scale &= 0x7F
+    arguments = arguments_of(cases, layout, device)
+    torch.library.opcheck(ZEROFP4.dequantize_mxfp8_many.default, (*arguments, layout, torch.float16))
+    for data, scale, columnwise in zip(*arguments, strict=True):
+        call = (data, scale, columnwise, layout, torch.bfloat16)
+        torch.library.opcheck(ZEROFP4.dequantize_mxfp8.default, call)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"data": torch.zeros(24).byte()}, ValueError, "data must be a matrix"),
+        ({"data": torch.zeros(4, 6)}, TypeError, "data must be a torch.uint8 tensor"),
+        ({"scale": torch.zeros(1, 6).byte()}, ValueError, r"scale must have shape \(4, 1\), got \(1, 6\)"),
+        ({"layout": "expanded"}, ValueError, "MXFP8 scale layout must be one of .*'expanded'"),
+        ({"layout": "swizzled"}, ValueError, r"scale must have shape \(128, 4\), got \(4, 1\)"),
+        ({"dtype": torch.float64}, ValueError, "dtype must be one of .*float64"),
+    ],
+)
+def test_dequantize_refuses(change, error, message):
+    data, scale = torch.zeros(4, 6).byte(), torch.zeros(4, 1).byte()
+    arguments = {"data": data, "scale": scale, "columnwise": False, "layout": "compact"}
+    with pytest.raises(error, match=message):
+        ZEROFP4.dequantize_mxfp8(*({**arguments, "dtype": torch.float32} | change).values())
+
+
+def test_many_refuses():
+    data, scale, columnwise = arguments_of([Case((32, 48), i) for i in range(3)], "compact", "cpu")
+    call = ZEROFP4.dequantize_mxfp8_many
+    with pytest.raises(ValueError, match="columnwise must have as many items as data, 3, got 2"):
+        call(data, scale, columnwise[:2], "compact", torch.float32)
+    with pytest.raises(ValueError, match=r"scale\[1\] must have shape \(1, 48\), got \(32, 2\)"):
+        call(data, [scale[0]] * 3, columnwise, "compact", torch.float32)
+    with pytest.raises(ValueError, match=r"data\[2\] must be a matrix, got shape \(1536,\)"):
+        call([*data[:2], data[2].flatten()], scale, columnwise, "compact", torch.float32)
+    with pytest.raises(ValueError, match=r"data\[1\] must be on cpu, got meta"):
+        call([data[0], data[1].to("meta"), data[2]], scale, columnwise, "compact", torch.float32)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set(isa):
+    run_with_instruction_set(isa, __file__, "cpu and (every or many or empty)")

@@ -1,0 +1,112 @@
+"""MXFP8Tensor in torch: what may write to it, products, torch.compile."""
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from mxfp8_cases import assert_quantized, assert_same, make
+from tensor_helpers import addresses, values
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+
+# Writing
+
+
+def test_copies_of_values_and_of_bytes(device):
+    t, x = make(device), values(48, 80, dtype=torch.float32, seed=1)
+    before = addresses(t)
+    assert t.copy_(x) is t
+    assert_quantized(t, x.to(device, t.dtype))
+    t.copy_(x[0].double())  # broadcasts
+    assert_quantized(t, x[0].expand(48, 80).to(device, t.dtype))
+    bytes_of_another = make(device, scale_layouts=["compact"])
+    bytes_of_another.rowwise_data.view(torch.uint8)[0, 0] = 0x7E  # which no quantization of its values gives
+    t.copy_(bytes_of_another)
+    assert_same(t, bytes_of_another, ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"))
+    for columnwise in (False, True):
+        expected = bytes_of_another.swizzled_scale(columnwise)
+        assert_bytes_equal(t.swizzled_scale(columnwise), expected, "swizzled")
+    nvfp4 = zerofp4.quantize(x.to(device))
+    t.copy_(nvfp4)
+    assert_quantized(t, nvfp4.dequantize(t.dtype))
+    for act, value in ((lambda: t.fill_(-0.3), -0.3), (lambda: t.fill_(-0.0), -0.0), (t.zero_, 0.0)):
+        assert act() is t
+        assert_quantized(t, torch.full((48, 80), value, dtype=t.dtype, device=device))
+    assert addresses(t) == before
+
+
+def test_one_copy_does_not_give_the_other(device):
+    rows, both = make(device, columnwise=False), make(device)
+    before = both.clone()
+    with pytest.raises(ValueError, match="the source has no columnwise copy"):
+        both.copy_(rows)
+    assert_same(both, before)
+
+
+def test_other_writes_are_refused_and_say_what_to_do():
+    t = make()
+    for act in (lambda: t.add_(1), lambda: t.__setitem__(0, 1), lambda: torch.add(t, 1, out=t)):
+        with pytest.raises(RuntimeError, match=r"writes to an MXFP8Tensor.*copy_ that, which requantizes"):
+            act()
+    assert_same(t, make())
+
+
+# Products
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.linear(x, w),
+        lambda x, w: x @ w.t(),
+        lambda x, w: torch.matmul(w, x.t()),
+        lambda x, w: torch.mm(w, x.t()) * 2,
+        lambda x, w: (w * 3).square() + w.to(torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_products_and_gradients(device, function, backend):
+    x = values(4, 80, device=device, dtype=torch.float32).requires_grad_()
+    w = nn.Parameter(zerofp4.quantize_mxfp8(values(48, 80, device=device, dtype=torch.float32)))
+    plain = w.detach().dequantize().requires_grad_()
+    torch._dynamo.reset()
+    run = torch.compile(function, fullgraph=True, backend=backend) if backend else function
+    results = [f(x, weight) for f, weight in ((run, w), (function, plain))]
+    gradients = [
+        torch.autograd.grad(y.square().sum(), (x, leaf), allow_unused=True)
+        for y, leaf in zip(results, (w, plain), strict=True)
+    ]
+    # Sums in another order: float32 rounding of at most 240 terms.
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(*gradients, strict=True):
+        assert type(actual) is type(expected)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_product_of_two_formats_and_what_it_saves():
+    a, b = nn.Parameter(make()), nn.Parameter(zerofp4.quantize(values(80, 32)))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = a @ b
+    assert sorted(type(t).__name__ for t in kept) == ["MXFP8Tensor", "NVFP4Tensor"]
+    torch.testing.assert_close(out, a.dequantize() @ b.dequantize(), rtol=0, atol=0)
+    out.sum().backward()
+    assert type(a.grad) is type(b.grad) is torch.Tensor and a.grad.dtype == torch.bfloat16
+
+
+def test_compiled_copy_and_clone(device):
+    def write(t, x):
+        t.copy_(x)
+        return t.clone(), t.swizzled_scale(columnwise=True).view(torch.uint8) + 0
+
+    torch._dynamo.reset()
+    t, x = make(device), values(48, 80, device=device, seed=1)
+    before = addresses(t)
+    clone, scale = torch.compile(write, fullgraph=True, backend="aot_eager")(t, x)
+    assert addresses(t) == before
+    assert_quantized(t, x)
+    assert_same(clone, t)
+    assert clone.rowwise_data.data_ptr() != t.rowwise_data.data_ptr()
+    assert_bytes_equal(scale, t.columnwise_scale_swizzled.view(torch.uint8), "swizzled")

@@ -1,0 +1,61 @@
+"""The optimizer of the masters, whose groups are those of the parameters but for what is in them."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+def options(group: dict) -> dict:
+    """What a group of parameters and that of their masters share."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def copy_options(source: Sequence[dict], target: Sequence[dict]) -> None:
+    for group, other in zip(source, target, strict=True):
+        other.update(options(group))
+
+
+def try_options(
+    optimizer_class: type[torch.optim.Optimizer],
+    param_groups: Sequence[dict],
+    device: torch.device,
+    defaults: dict,
+) -> dict:
+    """The optimizer's defaults, from a trial on one element per group, which finds wrong options before any
+    rank has changed anything.
+    """
+    trials = [torch.zeros(1, dtype=torch.float32, device=device) for _ in param_groups]
+    groups = [options(group) | {"params": [p]} for group, p in zip(param_groups, trials, strict=True)]
+    return optimizer_class(groups, **defaults).defaults
+
+
+def build_inner(
+    optimizer_class: type[torch.optim.Optimizer],
+    param_groups: Sequence[dict],
+    masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+    defaults: dict,
+) -> torch.optim.Optimizer:
+    """The optimizer of what this rank owns.
+
+    masters: parameters, each with this rank's part of its master or None.
+    """
+    master_of = {id(parameter): master for parameter, master in masters if master is not None}
+    groups = [
+        options(group) | {"params": [master_of[id(p)] for p in group["params"] if id(p) in master_of]}
+        for group in param_groups
+    ]
+    return optimizer_class(groups, **defaults)
+
+
+def step_masters(
+    optimizer: torch.optim.Optimizer,
+    masters: Sequence[torch.Tensor | None],
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """A step with these gradients; masters without one are skipped."""
+    owned = [(m, gradient) for m, gradient in zip(masters, gradients, strict=True) if m is not None]
+    for master, gradient in owned:
+        master.grad = gradient
+    optimizer.step()
+    for master, _ in owned:
+        master.grad = None
