@@ -48,18 +48,24 @@ inline int64_t resident_blocks(const char* operation, int64_t work_blocks, int p
 }
 
 template <typename... Params, typename... Args>
-void launch(const char* operation, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
+void launch(const char* operation, void (*kernel)(Params...), dim3 blocks, cudaStream_t stream,
             const Args&... args) {
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(blocks);
+    config.gridDim = blocks;
     config.blockDim = kThreads;
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, operation) >= 9 ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, Params(args)...), operation);
+}
+
+template <typename... Params, typename... Args>
+void launch(const char* operation, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
+            const Args&... args) {
+    launch(operation, kernel, dim3(static_cast<unsigned>(blocks)), stream, args...);
 }
 
 }  // namespace zerofp4::cuda

@@ -1,5 +1,7 @@
 // Quantization of a matrix with given amaxes, rounding to nearest, in one pass over the input: a thread block
-// takes a tile of 256 rows by 128 columns.
+// takes a tile of 256 rows by 128 columns. Tiles are taken down the columns of bands of 2^shift tiles one
+// below another: what is written at one time should lie side by side, down the rows for the columnwise copy,
+// but no further than the L2 cache keeps cut vectors of the other.
 
 #include "cuda/quantize_body.cuh"
 
@@ -8,11 +10,15 @@ namespace {
 
 template <typename T, bool kTiles, Columns kColumns>
 __global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T, kColumns>)
-    quantize_kernel(const __grid_constant__ QuantizeArgs args) {
+    quantize_kernel(const __grid_constant__ QuantizeArgs args, uint32_t shift) {
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;
-    if (blockIdx.x == 0 && threadIdx.x == 0) store_amaxes(args);
-    quantize_tile<T, kTiles, kColumns>(args, blockIdx.x, args.rows);
+    const int64_t band = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+    const uint32_t column = blockIdx.x >> shift, step = blockIdx.x - (column << shift);
+    if (band == 0 && blockIdx.x == 0 && threadIdx.x == 0) store_amaxes(args);
+    const int64_t row = ((band << shift) + step) * kTileRows;
+    if (row < args.rows)
+        quantize_tile<T, kTiles, kColumns>(args, row, int64_t{column} * kTileCols, args.rows);
 }
 
 template <typename T>
@@ -26,8 +32,15 @@ void quantize_as(const QuantizeArgs& args, cudaStream_t stream) {
                  : !args.signs  ? quantize_kernel<T, false, Columns::kHadamard>
                                 : quantize_kernel<T, false, Columns::kRandomHadamard>;
     }
-    const int64_t blocks = ceil_div(args.rows, kTileRows) * ceil_div(args.cols, kTileCols);
-    launch("quantize", kernel, blocks, stream, args);
+    constexpr uint32_t kMostShift = 3;
+    constexpr int64_t kMostY = 65535;  // of a grid
+    const int64_t down = ceil_div(args.rows, kTileRows);
+    uint32_t shift = 0;
+    while (args.columnwise_data && shift < kMostShift && int64_t{1} << shift < down) ++shift;
+    const int64_t bands = ceil_div(down, int64_t{1} << shift), y = std::min(bands, kMostY);
+    const dim3 grid(static_cast<unsigned>(ceil_div(args.cols, kTileCols) << shift), static_cast<unsigned>(y),
+                    static_cast<unsigned>(ceil_div(bands, y)));
+    launch("quantize", kernel, grid, stream, args, shift);
 }
 
 }  // namespace

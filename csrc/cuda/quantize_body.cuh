@@ -165,31 +165,35 @@ __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, con
 template <typename T, Columns kColumns>
 constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
 
-// Tile `index` of a matrix, counted down its columns, or along its rows if there is no columnwise copy. Rows
-// of it from `input_rows` on are zeros that are not in the input.
-template <typename T, bool kTiles, Columns kColumns>
-__device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, uint32_t index, int64_t input_rows) {
-    __shared__ TileBuffers tile;
-    __shared__ float encode[2][kScaleBytes];
-    __shared__ float block_factors[2];
-    const float amax = *args.amax;
-    const float columnwise_amax = args.columnwise_amax ? *args.columnwise_amax : amax;
-    const int side = static_cast<int>(threadIdx.x) / kScaleBytes;
-    if (side == 0 || (kColumns != Columns::kNone && !kTiles)) {
+// What a thread block needs of its tensor's amaxes: factors by scale byte, for the rowwise copy and the
+// columnwise one.
+struct Tables {
+    float encode[2][kScaleBytes];
+    float block_factors[2];
+
+    // By half of the threads each.
+    __device__ __forceinline__ void fill(float amax, float columnwise_amax) {
+        const int side = static_cast<int>(threadIdx.x) / kScaleBytes;
         const uint32_t byte = threadIdx.x % kScaleBytes;
         const TensorScale tensor = tensor_scale(side == 0 ? amax : columnwise_amax);
         encode[side][byte] = block_encode(byte, tensor);
         if (byte == 0) block_factors[side] = tensor.block_factor;
     }
+};
+
+// The tile of a matrix that begins at an element of it. Rows from `input_rows` on are zeros that are not in
+// the input.
+template <typename T, bool kTiles, Columns kColumns>
+__device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t row, int64_t col,
+                                              int64_t input_rows) {
+    __shared__ TileBuffers tile;
+    __shared__ Tables tables;
+    const float amax = *args.amax;
+    const float columnwise_amax = args.columnwise_amax ? *args.columnwise_amax : amax;
+    tables.fill(amax, columnwise_amax);
     __syncthreads();
-    const Scales rowwise = {block_factors[0], encode[0], true};
-    const Scales columnwise = {block_factors[1], encode[1], columnwise_amax <= 0x1p126f};
-    const uint32_t down = static_cast<uint32_t>(ceil_div(args.rows, kTileRows));
-    const uint32_t wide = static_cast<uint32_t>(ceil_div(args.cols, kTileCols));
-    constexpr bool kDown = kColumns != Columns::kNone;
-    const uint32_t length = kDown ? down : wide, line = index / length, step = index - line * length;
-    const int64_t row = static_cast<int64_t>(kDown ? step : line) * kTileRows;
-    const int64_t col = static_cast<int64_t>(kDown ? line : step) * kTileCols;
+    const Scales rowwise = {tables.block_factors[0], tables.encode[0], true};
+    const Scales columnwise = {tables.block_factors[1], tables.encode[1], columnwise_amax <= 0x1p126f};
     const bool rows_wanted = args.rowwise_data || args.values;
 #pragma unroll 1
     for (int strip = warp_index(); strip < kTileStrips; strip += kWarps) {
@@ -205,12 +209,12 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, uint32_t
     __syncthreads();
     constexpr int kShift = kTiles ? 4 : 0;
     const int64_t row_blocks = ceil_div(args.rows, kBlock), col_blocks = ceil_div(args.cols, kBlock);
-    write_scales(ScaleTile<kTileRows, kTileScaleColumns>{tile.rowwise_scale, args.rows, col_blocks, row,
-                                                         col / kBlock, kShift},
+    write_scales(ScaleTile<kTileRows, kTileScaleColumns, 0>{tile.rowwise_scale, args.rows, col_blocks, row,
+                                                            col / kBlock, kShift},
                  args.rowwise_scale);
     if constexpr (kColumns != Columns::kNone) {
-        write_scales(ScaleTile<kTileCols, kTileStrips>{tile.columnwise_scale, args.cols, row_blocks, col,
-                                                       row / kBlock, kShift},
+        write_scales(ScaleTile<kTileCols, kTileStrips, kThreads / 2>{tile.columnwise_scale, args.cols,
+                                                                     row_blocks, col, row / kBlock, kShift},
                      args.columnwise_scale);
         const int64_t stored = is_transformed(kColumns) ? round_up(args.rows, kBlock) : args.rows;
         write_columnwise(tile, args.columnwise_data, args.cols, stored / 2, col, row / 2);

@@ -24,10 +24,8 @@ __global__ void __launch_bounds__(kThreads)
     grouped_amax_kernel(const __grid_constant__ GroupedAmaxArgs args) {
     wait_for_previous_kernel();
     const auto parts_of = [&](int64_t rows) { return amax_parts(rows, args.whole.cols); };
-    const GroupScan scan = scan_groups(args.splits, parts_of);
-    if (blockIdx.x >= scan.all.units) return;
-    const BlockGroup& group = group_of_block(args.splits, scan, parts_of);
-    raise_amaxes<T, kTransform>(arguments_of(args.whole, group.place), group.unit);
+    const GroupSearch& search = search_groups(args.splits, parts_of, [](const GroupPlace&) {});
+    if (search.has_unit()) raise_amaxes<T, kTransform>(arguments_of(args.whole, search.place), search.unit);
 }
 
 template <typename T>
@@ -46,20 +44,11 @@ __host__ __device__ __forceinline__ int64_t tiles_of(int64_t rows, int64_t cols)
     return ceil_div(rows, kTileRows) * ceil_div(cols, kTileCols);
 }
 
-template <typename TilesOf>
-__device__ __forceinline__ void store_places(const GroupedArgs& args, const GroupScan& scan,
-                                             const TilesOf& tiles_of_rows) {
+__device__ __forceinline__ void store_place(const GroupedArgs& args, const GroupPlace& place) {
     const int64_t stride = args.splits.count + 1;
-    const auto store = [&](const GroupPlace& place) {
-        args.offsets[place.group] = place.row;
-        args.offsets[stride + place.group] = place.data_row;
-        args.offsets[2 * stride + place.group] = place.scale_row;
-    };
-    scan.visit_groups(args.splits, tiles_of_rows,
-                      [&](const GroupPlace& place, uint32_t, uint32_t) { store(place); });
-    if (threadIdx.x != 0) return;
-    store(scan.all.place(args.splits.count, 0));
-    *args.error = scan.valid ? 0 : 1;
+    args.offsets[place.group] = place.row;
+    args.offsets[stride + place.group] = place.data_row;
+    args.offsets[2 * stride + place.group] = place.scale_row;
 }
 
 __device__ __forceinline__ void store_given_amaxes(const QuantizeArgs& whole, int64_t count) {
@@ -77,10 +66,10 @@ __device__ __forceinline__ void clear(uint8_t* buffer, int64_t begin, int64_t en
 }
 
 // What follows the last group, by the blocks without a tile.
-__device__ __forceinline__ void clear_rest(const GroupedArgs& args, const GroupScan& scan) {
-    const int64_t worker = static_cast<int64_t>(blockIdx.x - scan.all.units) * kThreads + threadIdx.x;
-    const int64_t workers = static_cast<int64_t>(gridDim.x - scan.all.units) * kThreads;
-    const GroupPlace end = scan.all.place(args.splits.count, 0);
+__device__ __forceinline__ void clear_rest(const GroupedArgs& args, const GroupsBefore& all) {
+    const int64_t worker = static_cast<int64_t>(blockIdx.x - all.units) * kThreads + threadIdx.x;
+    const int64_t workers = static_cast<int64_t>(gridDim.x - all.units) * kThreads;
+    const GroupPlace end = all.place(args.splits.count, 0);
     const int64_t data_rows = most_data_rows(args.splits), scale_rows = most_scale_rows(args.splits);
     visit_buffers(args.whole, [&](uint8_t* buffer, int64_t bytes, bool padded) {
         const int64_t used = padded ? end.scale_row : end.data_row, most = padded ? scale_rows : data_rows;
@@ -91,11 +80,10 @@ __device__ __forceinline__ void clear_rest(const GroupedArgs& args, const GroupS
 // What lies between the padded columnwise scales of this group and those of the next, by the blocks of its
 // first tiles.
 __device__ __forceinline__ void clear_gap(const QuantizeArgs& group, const GroupPlace& place, uint32_t tile) {
-    const uint32_t down = static_cast<uint32_t>(ceil_div(place.rows, kTileRows));
     const uint32_t across = static_cast<uint32_t>(ceil_div(group.cols, kTileCols));
-    if (tile % down != 0) return;
+    if (tile >= across) return;
     const ScaleGap gap = columnwise_gap(place, group.cols);
-    const int64_t worker = static_cast<int64_t>(tile / down) * kThreads + threadIdx.x;
+    const int64_t worker = static_cast<int64_t>(tile) * kThreads + threadIdx.x;
     const int64_t workers = static_cast<int64_t>(across) * kThreads;
 #pragma unroll
     for (int layout = kExpanded; layout <= kSwizzled; ++layout) {
@@ -109,16 +97,26 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T, kColumns>)
     quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
     wait_for_previous_kernel();
     const auto tiles_of_rows = [&](int64_t rows) { return tiles_of(rows, args.whole.cols); };
-    const GroupScan scan = scan_groups(args.splits, tiles_of_rows);
+    const GroupSearch& search = search_groups(args.splits, tiles_of_rows, [&](const GroupPlace& place) {
+        if (blockIdx.x == 0) store_place(args, place);
+    });
     if (blockIdx.x == 0) {
-        store_places(args, scan, tiles_of_rows);
+        if (threadIdx.x == 0) {
+            store_place(args, search.all.place(args.splits.count, 0));
+            *args.error = search.valid ? 0 : 1;
+        }
         store_given_amaxes(args.whole, args.splits.count);
     }
-    if (blockIdx.x >= scan.all.units) return clear_rest(args, scan);
-    const BlockGroup& group = group_of_block(args.splits, scan, tiles_of_rows);
-    const QuantizeArgs own = arguments_of(args.whole, group.place);
-    if constexpr (kColumns != Columns::kNone) clear_gap(own, group.place, group.unit);
-    quantize_tile<T, false, kColumns>(own, group.unit, group.place.rows);
+    if (!search.has_unit()) return clear_rest(args, search.all);
+    const QuantizeArgs own = arguments_of(args.whole, search.place);
+    if constexpr (kColumns != Columns::kNone) clear_gap(own, search.place, search.unit);
+    // Down the rows for the sake of the columnwise copy.
+    const uint32_t length = static_cast<uint32_t>(kColumns == Columns::kNone ? ceil_div(own.cols, kTileCols)
+                                                                             : ceil_div(own.rows, kTileRows));
+    const uint32_t line = search.unit / length, step = search.unit - line * length;
+    const int64_t row = kColumns == Columns::kNone ? line : step,
+                  col = kColumns == Columns::kNone ? step : line;
+    quantize_tile<T, false, kColumns>(own, row * kTileRows, col * kTileCols, search.place.rows);
 }
 
 template <typename T>

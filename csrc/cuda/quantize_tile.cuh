@@ -35,26 +35,34 @@ struct TileBuffers {
 // Rows of `pitch` bytes that begin at `data`, of which this tile has [row, ...) and bytes [byte, ...).
 __device__ __forceinline__ void write_columnwise(TileBuffers& tile, uint8_t* data, int64_t rows,
                                                  int64_t pitch, int64_t row, int64_t byte) {
-    const int i = static_cast<int>(threadIdx.x) % kColumnVectors;
-    const int count = clamp_count(pitch - byte - 16 * i, 16);
-    const bool aligned = pitch % 16 == 0 && is_aligned(data, 16);
     constexpr int kRowsPerPass = kThreads / kColumnVectors;
+    static_assert(kRowsPerPass / 4 % kColumnVectors == 0, "vectors have the same places in every pass");
+    const int i = static_cast<int>(threadIdx.x) % kColumnVectors;
+    const int first = static_cast<int>(threadIdx.x) / kColumnVectors;
+    const uint32_t* from = tile.column_vector(first, i);
+    uint8_t* to = data + (row + first) * pitch + byte + 16 * i;
+    const int count = clamp_count(pitch - byte - 16 * i, 16);
+    if (count == 16 && row + kTileCols <= rows && pitch % 16 == 0 && is_aligned(data, 16)) {
 #pragma unroll
-    for (int pass = 0; pass < kTileCols / kRowsPerPass; ++pass) {
-        const int column = pass * kRowsPerPass + static_cast<int>(threadIdx.x) / kColumnVectors;
-        if (row + column >= rows) break;
-        const uint4 vector = *reinterpret_cast<const uint4*>(tile.column_vector(column, i));
-        uint8_t* p = data + (row + column) * pitch + byte + 16 * i;
-        if (aligned && count == 16) {
-            __stcs(reinterpret_cast<uint4*>(p), vector);
-        } else {
-            store16(p, {vector.x, vector.y, vector.z, vector.w}, count);
+        for (int pass = 0; pass < kTileCols / kRowsPerPass; ++pass, to += kRowsPerPass * pitch) {
+            const uint32_t* words = from + pass * kRowsPerPass * (kTileRows / 8);
+            __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(words));
         }
+        return;
+    }
+#pragma unroll 1
+    for (int column = first; column < min(rows - row, int64_t{kTileCols}); column += kRowsPerPass) {
+        const uint4 x = *reinterpret_cast<const uint4*>(from);
+        store16(to, {x.x, x.y, x.z, x.w}, count);
+        from += kRowsPerPass * (kTileRows / 8);
+        to += kRowsPerPass * pitch;
     }
 }
 
-// The scales of one orientation: where the tile lies in the matrix [rows, 16 * columns] and its bytes.
-template <int kRows, int kColumns>
+// The scales of one orientation: where the tile lies in the matrix [rows, 16 * columns] and its bytes. The
+// thread block writes them beginning with thread kFirst, so that one orientation's can go to other warps than
+// the other's.
+template <int kRows, int kColumns, int kFirst>
 struct ScaleTile {
     const uint8_t (*bytes)[kColumns];
     int64_t rows;     // of the matrix
@@ -66,36 +74,43 @@ struct ScaleTile {
     __device__ __forceinline__ uint32_t word(int r, int c) const {
         return *reinterpret_cast<const uint32_t*>(&bytes[r >> shift][c]);
     }
+    __device__ __forceinline__ int thread() const {
+        return (static_cast<int>(threadIdx.x) + kThreads - kFirst) % kThreads;
+    }
 };
 
 // Compact scales (shift as in the tile) or expanded ones (every row, zeros up to padded_rows).
-template <int kRows, int kColumns>
-__device__ __forceinline__ void write_scale_rows(const ScaleTile<kRows, kColumns>& tile, uint8_t* scale,
-                                                 bool expanded) {
+template <int kRows, int kColumns, int kFirst>
+__device__ __forceinline__ void write_scale_rows(const ScaleTile<kRows, kColumns, kFirst>& tile,
+                                                 uint8_t* scale, bool expanded) {
     const int shift = expanded ? 0 : tile.shift;
     const int64_t pitch = expanded ? round_up(tile.columns, kAtomColumns) : tile.columns;
     const int64_t existing = ceil_div(tile.rows, int64_t{1} << shift);
     const int64_t rows = expanded ? round_up(tile.rows, kAtomRows) : existing;
     const int count = clamp_count(pitch - tile.column, kColumns);
-    for (int r = static_cast<int>(threadIdx.x); r < kRows >> shift; r += kThreads) {
+    for (int r = tile.thread(); r < kRows >> shift; r += kThreads) {
         const int64_t row = (tile.row >> shift) + r;
         if (row >= rows) break;
         uint8_t* p = scale + row * pitch + tile.column;
+        const int at = shift == tile.shift ? r << shift : r;
+        uint32_t words[kColumns / 4];
 #pragma unroll
-        for (int c = 0; c < kColumns; c += 8) {
-            const int at = shift == tile.shift ? r << shift : r;
-            const bool exists = row < existing;
-            store8(p + c, {exists ? tile.word(at, c) : 0u, exists ? tile.word(at, c + 4) : 0u}, count - c);
+        for (int i = 0; i < kColumns / 4; ++i) words[i] = row < existing ? tile.word(at, 4 * i) : 0u;
+        if constexpr (kColumns == 16) {
+            store16(p, words, count);
+        } else {
+            store8(p, words, count);
         }
     }
 }
 
 // Atom by atom, 16 bytes a thread.
-template <int kRows, int kColumns>
-__device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumns>& tile, uint8_t* scale) {
+template <int kRows, int kColumns, int kFirst>
+__device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumns, kFirst>& tile,
+                                                  uint8_t* scale) {
     constexpr int kAtomsAcross = kColumns / kAtomColumns;
     constexpr int kVectors = kRows / kAtomRows * kAtomsAcross * kLanes;
-    for (int i = static_cast<int>(threadIdx.x); i < kVectors; i += kThreads) {
+    for (int i = tile.thread(); i < kVectors; i += kThreads) {
         const int atom = i / kLanes, r = atom / kAtomsAcross * kAtomRows + i % kLanes;
         const int c = atom % kAtomsAcross * kAtomColumns;
         const int64_t row = tile.row + r, column = tile.column + c;
@@ -107,8 +122,8 @@ __device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumn
     }
 }
 
-template <int kRows, int kColumns>
-__device__ __forceinline__ void write_scales(const ScaleTile<kRows, kColumns>& tile,
+template <int kRows, int kColumns, int kFirst>
+__device__ __forceinline__ void write_scales(const ScaleTile<kRows, kColumns, kFirst>& tile,
                                              uint8_t* const (&buffers)[kScaleLayouts]) {
     if (buffers[kCompact]) write_scale_rows(tile, buffers[kCompact], false);
     if (buffers[kExpanded]) write_scale_rows(tile, buffers[kExpanded], true);
