@@ -164,6 +164,11 @@ def share_of_equal_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return (ours == theirs).float().mean().item()
 
 
+def not_compiled(function=None, **_):
+    """In place of torch.compile, also as a decorator with arguments."""
+    return (lambda decorated: decorated) if function is None else function
+
+
 def needs(package: str, device: torch.device) -> None:
     """Skip where the package is not installed; all but torchao need a GPU."""
     if importlib.util.find_spec(package) is None:
@@ -188,7 +193,7 @@ def test_packages_make_nearly_our_codes(package, operation, device, monkeypatch)
     convention for the scale of the tensor hardly a byte would be ours.
     """
     needs(package, device)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch, "compile", not_compiled)
     torch.manual_seed(0)
     x = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
     amax = x.abs().amax().float().reshape(1)
@@ -211,7 +216,7 @@ def test_packages_make_nearly_our_codes(package, operation, device, monkeypatch)
 
 def test_torchao_swizzles_and_makes_mxfp8_as_we_do(device, monkeypatch):
     needs("torchao", device)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch, "compile", not_compiled)
     torch.manual_seed(0)
     x = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
     nvfp4 = zerofp4.quantize(x, block=inputs.ACTIVATION)
