@@ -4,6 +4,8 @@ Every 16-bit value at every scale; scales that are rounded down far, saturate or
 ends of the range; amaxes that belong to another tensor.
 """
 
+import math
+
 import pytest
 import torch
 from op_cases import DTYPES
@@ -112,4 +114,6 @@ def test_one_that_is_not_finite_among_many(device, odd, dtype, mode):
     """Its block has a scale of 448 and all of its codes, the other blocks have theirs."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)).to(dtype)
     x[17, 40] = odd
+    if dtype.itemsize == 2 and odd != odd and math.copysign(1, odd) < 0:
+        x.view(torch.int16)[17, 40] = -1  # rounding to a 16-bit dtype may drop the sign
     check(x.to(device), NEAREST[mode], f"{odd} {dtype} {mode}", amaxes(mode, 4.0, device))

@@ -16,14 +16,17 @@ __device__ __forceinline__ void keep_column(TileBuffers& tile, int column, int s
     tile.columnwise_scale[column][strip] = static_cast<uint8_t>(byte);
 }
 
-// The codes of any eight values in pairs.
+// The codes of any eight values in pairs, NaN without its sign.
 template <typename T>
 __device__ __forceinline__ uint32_t encode_any(const Pairs& magnitudes, const Signs& signs, float factor) {
     float x[8];
     unpack_pairs<T>(magnitudes, x);
     const uint32_t first = convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
     const uint32_t second = convert_four({x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor});
-    return signs.add_to(first | second << 16);
+    uint32_t nan_signs = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) nan_signs |= x[i] == x[i] ? 0u : 8u << (4 * i);
+    return signs.add_to(first | second << 16) & ~nan_signs;
 }
 
 // The 16 values of a column of a 16-bit dtype.

@@ -124,12 +124,12 @@ __device__ __forceinline__ void column_values(const StripWords<T>& words, int k,
 // gives the same.
 __device__ __forceinline__ float quarter(float x) { return __fmaf_rn(x, 0.25f, 0.0f); }
 
-// The same of two bfloat16 values, or, without a quarter, only the addition of 0.
+// The same of two bfloat16 values, or, without a quarter, the values.
 __device__ __forceinline__ uint32_t quarter_pair(uint32_t pair, bool quarter) {
     uint32_t result;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;"
         : "=r"(result)
-        : "r"(pair), "r"(quarter ? 0x3e803e80u : 0x3f803f80u), "r"(0u));
+        : "r"(pair), "r"(quarter ? 0x3e803e80u : 0x3f803f80u), "r"(quarter ? 0u : 0x80008000u));  // plus -0
     return result;
 }
 
