@@ -14,7 +14,6 @@ from benchmarking.clock import Clock
 from benchmarking.operations import inputs, outside, peers
 from benchmarking.operations.hadamard import block_diagonal
 from benchmarking.operations.quantize import RHT
-from benchmarking.operations.swizzle import reference_swizzle
 from benchmarking.session import Session
 from helpers import assert_bytes_equal
 
@@ -53,7 +52,7 @@ def test_the_reference_that_is_compiled_quantizes_as_we_do(given):
 
 def test_the_reference_that_is_compiled_swizzles_as_we_do(given):
     ours = zerofp4.quantize(given.x, block=inputs.ACTIVATION, scale_layouts=("swizzled",))
-    theirs = reference_swizzle(ours.rowwise_scale, *given.x.shape)
+    theirs = peers.swizzle(ours.rowwise_scale, *given.x.shape)
     assert_bytes_equal(ours.rowwise_scale_swizzled, theirs, "swizzled scales")
 
 

@@ -62,7 +62,8 @@ def test_quantize(tmp_path, monkeypatch, capsys, without_packages):
     square = (
         "quantize_1d quantize_1d_both quantize_2d quantize_2d_both tensor_amax amax_rht "
         "quantize_1d_stochastic quantize_1d_four_over_six quantize_2d_four_over_six quantize_dequantize "
-        "reference_compile_quantize_1d reference_compile_quantize_2d reference_compile_quantize_1d_rht"
+        "reference_compile_quantize_1d reference_compile_quantize_2d reference_compile_quantize_1d_rht "
+        "quantize_1d_rht_then_reference_compile"
     )
     expected = {f"{name}/64" for name in (*square.split(), *RHT_ROWS)}
     expected |= {f"{name}/{shape}" for name in RHT_ROWS for shape in ("40x24", "40x56", "56x40", "70x80")}

@@ -108,6 +108,11 @@ def quantize_transformed(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Ten
     return quantize(reference.hadamard_transform(x).t().contiguous(), amax, 1)
 
 
+def swizzle(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Compact scales of 1x16 blocks of a [rows, cols] matrix."""
+    return reference.swizzle_scale(reference.expand_scale(scale, rows, cols, 1))
+
+
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements of the rowwise copy, and its scales as uint8: torch.compile has no E8M0 on a CPU."""
     scale = reference.mxfp8_scale(reference.mxfp8_block_amax(x)).view(torch.uint8)

@@ -74,21 +74,27 @@ def hadamard(session: Session, name: str, given: Input) -> dict[str, dict]:
     run = quantize_then_swizzle(given)
     two_passes = session.time(f"quantize_1d_rht_then_swizzle/{name}", run, rules.counted_as(swizzled))
     session.ratio(f"rht_one_pass_over_two/{name}", "speedup", two_passes, swizzled)
-    return {"quantize_1d_rht": compact}
+    return {"quantize_1d_rht": compact, "quantize_1d_rht_swizzled": swizzled}
 
 
-def quantize_then_swizzle(given: Input) -> Callable[[], None]:
-    """Compact scales, and then those of both copies swizzled in one launch."""
+def quantize_then_swizzle(given: Input, *, reference_compile: bool = False) -> Callable[[], None]:
+    """Compact scales, and then those of both copies swizzled: by one launch of ours, or by the compiled
+    reference.
+    """
     rows, cols = given.x.shape
     out = zerofp4.quantize(given.x, **RHT)
     scales = [
         (out.rowwise_scale, (rows, cols)),
         (out.columnwise_scale, (cols, columnwise_rows(rows, hadamard=True))),
     ]
+    swizzle = partial(zerofp4.swizzle_scales, scales)
+    if reference_compile:
+        parts = (Part(peers.swizzle, (scale, *matrix)) for scale, matrix in scales)
+        swizzle = peers.compiled(*parts)
 
     def run() -> None:
         zerofp4.quantize(given.x, **given.amaxes, **RHT, out=out)
-        zerofp4.swizzle_scales(scales)
+        swizzle()
 
     return run
 
@@ -128,6 +134,9 @@ def others(session: Session, given: Input, rows: dict[str, dict]) -> None:
     peers.reference_compile(session, rows["quantize_1d"], rowwise)
     peers.reference_compile(session, rows["quantize_2d"], tiles)
     peers.reference_compile(session, rows["quantize_1d_rht"], rowwise, transformed)
+    swizzled = rows["quantize_1d_rht_swizzled"]
+    make = partial(quantize_then_swizzle, given, reference_compile=True)
+    peers.attempt(session, swizzled["name"].replace("swizzled", "then_reference_compile"), swizzled, make)
     outside.measure(
         session,
         rows["quantize_1d"],

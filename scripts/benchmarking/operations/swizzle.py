@@ -10,7 +10,6 @@ from benchmarking import rules
 from benchmarking.operations import outside, peers
 from benchmarking.session import Session
 from benchmarking.workloads import Workload, chosen
-from zerofp4 import reference
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.layout import scale_shape
 from zerofp4.lists import ScaleOf
@@ -25,7 +24,7 @@ def swizzle(session: Session, options: argparse.Namespace) -> None:
             cost_of_a_list(session, workload.name, partial(zerofp4.swizzle_scales, scales))
         elif options.peers:
             (scale, matrix), *_ = scales
-            peers.reference_compile(session, ours, peers.Part(reference_swizzle, (scale, *matrix)))
+            peers.reference_compile(session, ours, peers.Part(peers.swizzle, (scale, *matrix)))
             outside.measure(session, ours, torchao=partial(outside.torchao_swizzle, scale))
 
 
@@ -59,7 +58,3 @@ def cost_of_a_list(session: Session, name: str, run: partial) -> None:
     session.count(f"host_swizzle/{name}", "host_us", session.clock.host_us(run), "zerofp4.swizzle_scales")
     if session.clock.is_cuda:
         session.launches(f"launches/swizzle/{name}", run)
-
-
-def reference_swizzle(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    return reference.swizzle_scale(reference.expand_scale(scale, rows, cols, 1))
