@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """What torch allocates meanwhile holds NaN, or the largest integer: memory that was just freed may hold
+    what a kernel should have written.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.zeros(1).new_empty(1).isnan().item()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:

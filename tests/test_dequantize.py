@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_bytes_equal, assert_values_equal
+from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 from op_cases import DTYPES, SHAPES, run_with_instruction_set
 
 import zerofp4
@@ -46,7 +46,8 @@ class Case:
     def run(self, device, amax: float, dtype: torch.dtype, e4m3_max: int = 448) -> torch.Tensor:
         buffers = (self.data.to(device), self.scale.to(device), torch.tensor([amax], device=device))
         options = (self.layout, e4m3_max, self.columnwise)
-        return ZEROFP4.dequantize(*buffers, self.block_rows, dtype, *options)
+        with poisoned_allocations():
+            return ZEROFP4.dequantize(*buffers, self.block_rows, dtype, *options)
 
     def expected(self, amax: float, dtype: torch.dtype, e4m3_max: int = 448) -> torch.Tensor:
         scale = self.compact.view(torch.float8_e4m3fn)
@@ -91,7 +92,8 @@ def test_buffers_at_any_address(device, offset, columnwise):
         )
         for dtype in DTYPES:
             amax = torch.tensor([3.7], device=device)
-            actual = ZEROFP4.dequantize(data, scale, amax, 1, dtype, layout, 448, columnwise)
+            with poisoned_allocations():
+                actual = ZEROFP4.dequantize(data, scale, amax, 1, dtype, layout, 448, columnwise)
             assert_values_equal(actual, case.expected(3.7, dtype), f"{layout} {dtype}")
 
 
@@ -154,7 +156,8 @@ def list_of_tensors(device, count: int) -> list:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_many_equal_one_by_one(device, count, dtype):
     tensors = list_of_tensors(device, count)
-    values = zerofp4.dequantize_many(tensors, dtype)
+    with poisoned_allocations():
+        values = zerofp4.dequantize_many(tensors, dtype)
     assert len(values) == count
     for i, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
         assert_bytes_equal(value, tensor.dequantize(dtype), f"tensor {i}, {tuple(tensor.shape)}")

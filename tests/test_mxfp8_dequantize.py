@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_values_equal
+from helpers import assert_values_equal, poisoned_allocations
 from mxfp8_cases import SHAPES, Guarded, random_bytes, swizzled_bytes
 from op_cases import DTYPES, run_with_instruction_set
 
@@ -23,7 +23,8 @@ def check_dequantize(data, scale, columnwise: bool, dtype, device, offset: int =
     guarded.buffer.copy_(data)
     layouts = {"compact": scale, "swizzled": swizzled_bytes(scale, data.shape, columnwise)}
     for layout, scales in layouts.items():
-        actual = ZEROFP4.dequantize_mxfp8(guarded.buffer, scales.to(device), columnwise, layout, dtype)
+        with poisoned_allocations():
+            actual = ZEROFP4.dequantize_mxfp8(guarded.buffer, scales.to(device), columnwise, layout, dtype)
         assert_values_equal(actual.cpu(), expected, f"{tuple(data.shape)} {dtype} {layout}")
 
 
@@ -91,7 +92,8 @@ def test_many(device, count, dtype, layout):
     shapes = [*SHAPES, *EMPTY, (16, 2056)]
     cases = [Case(shapes[i % len(shapes)], i) for i in range(min(count, 100))]
     arguments = [column * (count // len(cases)) for column in arguments_of(cases, layout, device)]
-    actual = ZEROFP4.dequantize_mxfp8_many(*arguments, layout, dtype)
+    with poisoned_allocations():
+        actual = ZEROFP4.dequantize_mxfp8_many(*arguments, layout, dtype)
     assert len(actual) == count
     expected = [case.expected(dtype) for case in cases]
     for i, value in enumerate(actual):

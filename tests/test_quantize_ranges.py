@@ -19,6 +19,12 @@ NEAREST = {name: MODES[name] for name in ("1d", "2d", "hadamard", "hadamard, no 
 LARGEST_BYTE = 0x7E
 
 
+AMAXES = [1e-42, 1e-30, 1e-3, 0.9, 100.0, 1e30, 2.0**126, 1e38, 3e38, torch.inf, 0.0]
+"""Of another tensor."""
+
+NOT_AMAXES = [-1.0, -torch.inf, torch.nan]
+
+
 def amaxes(mode: str, value: float | None, device: torch.device) -> tuple:
     """The same amax for both copies, as far as they have one each; None: computed."""
     given = None if value is None else torch.tensor([value], device=device)
@@ -45,7 +51,8 @@ def anchored_blocks(dtype: torch.dtype, byte: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_every_value_at_every_scale(device, dtype):
     blocks = torch.cat([anchored_blocks(dtype, byte) for byte in range(LARGEST_BYTE + 1)])
-    x = blocks[: len(blocks) // 32 * 32].reshape(-1, 32).to(device)
+    blocks = torch.cat([blocks, blocks[-1:].expand(-len(blocks) % 128, -1)])  # 16 rows of 8 blocks
+    x = blocks.reshape(-1, 8 * BLOCK).to(device)
     one = amaxes("1d", 1.0, device)
     record = check(x, NEAREST["1d"], f"{dtype} rows", one)
     assert len(record.rowwise_scale.view(torch.uint8).unique()) == LARGEST_BYTE + 1
@@ -67,17 +74,19 @@ def test_blocks_far_below_the_amax(device, exponents, dtype, mode):
 
 @pytest.mark.parametrize("mode", NEAREST)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("amax", [1e-42, 1e-30, 1e-3, 0.9, 100.0, 1e30, 2.0**126, 1e38, 3e38, torch.inf, 0.0])
+@pytest.mark.parametrize("amax", AMAXES + NOT_AMAXES)
 def test_amax_of_another_tensor(device, amax, dtype, mode):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(64, 96, generator=generator).to(dtype).to(device)
+    x = torch.randn(64, 256, generator=generator).to(dtype).to(device)
     check(x, NEAREST[mode], f"{amax} {dtype} {mode}", amaxes(mode, amax, device))
+    if not NEAREST[mode].get("hadamard"):
+        check(x, NEAREST[mode], f"{amax} {dtype} rows", amaxes(mode, amax, device), columnwise=False)
 
 
 def random_patterns(dtype: torch.dtype, low: int, high: int, seed: int) -> torch.Tensor:
-    """[64, 96] elements with exponents in [2^low, 2^high], of which some are 0, and zeros of either sign."""
+    """[64, 256] elements with exponents in [2^low, 2^high], of which some are 0, and zeros of either sign."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (64, 96)
+    shape = (64, 256)
     mantissa = 1 + torch.rand(shape, generator=generator, dtype=torch.float64)
     exponent = torch.randint(low, high, shape, generator=generator).double().exp2()
     x = (mantissa * exponent * (torch.rand(shape, generator=generator) < 0.7)).clamp(

@@ -11,9 +11,9 @@ namespace zerofp4 {
 ZEROFP4_HD float min_float(float a, float b) { return a < b ? a : b; }
 
 // Maps the tensor's amax to the largest product of scale and code: 448 * 6, or 256 * 6 under four over six
-// with that maximum.
+// with that maximum. 1 for what is not the amax of numbers: 0, inf, and given ones that are negative or NaN.
 ZEROFP4_HD float encode_scale(float amax, float e4m3_max = kE4M3Max) {
-    if (amax == 0.0f || amax == kInf) return 1.0f;
+    if (!(amax > 0.0f && amax < kInf)) return 1.0f;
     return min_float(e4m3_max * kE2M1Max / amax, kFloatMax);
 }
 

@@ -9,8 +9,8 @@
 namespace zerofp4::cuda {
 
 // Whether the values of a block, the largest magnitude of which is given, may be encoded here: products of 7
-// and more would give codes of 8 and more. Only a scale byte of 1 or 2, or one that is saturated because the
-// tensor's amax was not its own, has such; NaN has them, too.
+// and more would give codes of 8 and more. A scale byte of 1 or 2 may have such, and has 0 unless all values
+// are 0; also one that is saturated because the tensor's amax was not its own, and NaN.
 __device__ __forceinline__ bool is_encodable(uint32_t amax_bits, float factor) {
     return from_bits(amax_bits) * factor < 7.0f;
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Transposition of packed codes in registers.
+// Packed codes in registers: bits of several at once, transposition.
 
 #include <cstdint>
 

@@ -36,10 +36,11 @@ def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
 
 def encode_scale(amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:
     """S_enc, the global factor that maps the tensor's amax to the largest product of scale and code: 448 * 6,
-    or 256 * 6 under four over six with that maximum.
+    or 256 * 6 under four over six with that maximum. 1 for what is not the amax of numbers: 0, inf, and given
+    ones that are negative or NaN.
     """
     encode = divide(e4m3_max * E2M1_MAX, amax).clamp(max=FLOAT32_MAX)
-    return torch.where((amax == 0) | amax.isinf(), 1.0, encode)
+    return torch.where((amax > 0) & (amax < torch.inf), encode, 1.0)
 
 
 def block_scale(amax_of_blocks: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
