@@ -10,6 +10,19 @@ struct RandomBytes {
     uint32_t words[4];  // little endian: byte i is byte i % 4 of word i / 4
 };
 
+// The low word of a product, and the high one. On the GPU this is one instruction; of a 64-bit product the
+// compiler adds up parts that are 0.
+ZEROFP4_HD uint32_t multiply(uint32_t a, uint32_t b, uint32_t& high) {
+#if ZEROFP4_DEVICE_CODE
+    high = __umulhi(a, b);
+    return a * b;
+#else
+    const uint64_t product = static_cast<uint64_t>(a) * b;
+    high = static_cast<uint32_t>(product >> 32);
+    return static_cast<uint32_t>(product);
+#endif
+}
+
 // Philox4x32-10.
 ZEROFP4_HD RandomBytes philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
     uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
@@ -17,12 +30,13 @@ ZEROFP4_HD RandomBytes philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3
 #pragma unroll
 #endif
     for (int round = 0; round < 10; ++round) {
-        const uint64_t p0 = static_cast<uint64_t>(0xd2511f53u) * c0;
-        const uint64_t p1 = static_cast<uint64_t>(0xcd9e8d57u) * c2;
-        c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-        c1 = static_cast<uint32_t>(p1);
-        c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-        c3 = static_cast<uint32_t>(p0);
+        uint32_t high0, high1;
+        const uint32_t low0 = multiply(0xd2511f53u, c0, high0);
+        const uint32_t low1 = multiply(0xcd9e8d57u, c2, high1);
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
         k0 += 0x9e3779b9u;
         k1 += 0xbb67ae85u;
     }

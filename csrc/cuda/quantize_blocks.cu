@@ -1,8 +1,6 @@
-// Quantization where elements of a block need more than the block's scale: stochastic rounding and four over
-// six. A lane takes one block of 16 elements, along the rows of the input or along its columns; half a warp
-// takes 16 blocks below one another, which are a tile under 2D scaling.
+// Quantization with four over six. A lane takes one block of 16 elements, along the rows of the input or
+// along its columns; half a warp takes 16 blocks below one another, which are a tile under 2D scaling.
 
-#include "common/stochastic.h"
 #include "cuda/quantize_strip.cuh"
 
 namespace zerofp4::cuda {
@@ -18,18 +16,17 @@ struct Copy {
     int64_t cols;  // of the codes
     uint8_t* data;
     uint8_t* const* scales;  // by ScaleLayout
-    uint32_t stream;
 
     __device__ __forceinline__ int64_t scale_columns() const { return ceil_div(cols, kBlock); }
 };
 
 __device__ __forceinline__ Copy rowwise_copy(const QuantizeArgs& args) {
-    return {args.rows, args.cols, args.rowwise_data, args.rowwise_scale, kRowwiseStream};
+    return {args.rows, args.cols, args.rowwise_data, args.rowwise_scale};
 }
 
 __device__ __forceinline__ Copy columnwise_copy(const QuantizeArgs& args) {
     const int64_t cols = args.hadamard ? round_up(args.rows, kBlock) : args.rows;
-    return {args.cols, cols, args.columnwise_data, args.columnwise_scale, kColumnwiseStream};
+    return {args.cols, cols, args.columnwise_data, args.columnwise_scale};
 }
 
 // The elements of block `j` of stored row `i`; 0 past the edges.
@@ -79,29 +76,6 @@ __device__ __forceinline__ void round_nearest(const float (&x)[kBlock], float en
                 convert_four({x[k] * encode, x[k + 1] * encode, x[k + 2] * encode, x[k + 3] * encode});
             codes[h] |= four << (4 * (k % 8));
         }
-    }
-}
-
-// `first` is the logical index of the block's first element: groups of random bytes count elements of whole
-// rows, so that a block may lie in two of them.
-__device__ __forceinline__ void round_stochastic(const float (&x)[kBlock], float encode,
-                                                 const int64_t* rng_state, uint32_t stream, uint64_t first,
-                                                 BlockCodes& codes) {
-    const uint64_t group = first / kBlock;
-    const uint32_t skip = static_cast<uint32_t>(first % kBlock);
-    const RandomBytes low = random_bytes(rng_state, group, stream);
-    const RandomBytes high = skip ? random_bytes(rng_state, group + 1, stream) : low;
-    codes[0] = codes[1] = 0;
-#pragma unroll
-    for (uint32_t k = 0; k < kBlock; ++k) {
-        const uint32_t at = (skip + k) % kBlock;
-        uint32_t word = 0;
-#pragma unroll
-        for (uint32_t w = 0; w < 4; ++w) {
-            if (at / 4 == w) word = skip + k < kBlock ? low.words[w] : high.words[w];
-        }
-        const uint32_t code = float_to_e2m1_stochastic(x[k] * encode, word >> (8 * (at % 4)) & 255u);
-        codes[k / 8] |= code << (4 * (k % 8));
     }
 }
 
@@ -204,9 +178,7 @@ __global__ void __launch_bounds__(kThreads)
     if (blockIdx.x == 0 && threadIdx.x == 0) store_amaxes(args);
     const Copy copy = kColumnwise ? columnwise_copy(args) : rowwise_copy(args);
     const float amax = kColumnwise && args.columnwise_amax ? *args.columnwise_amax : *args.amax;
-    const bool chooses = args.choice.e4m3_max > 0.0f;
-    const float e4m3_max = chooses ? args.choice.e4m3_max : kE4M3Max;
-    const TensorScale tensor = tensor_scale(amax, e4m3_max);
+    const TensorScale tensor = tensor_scale(amax, args.choice.e4m3_max);
     // Two tiles a warp, side by side; they cover what padded layouts have, in either orientation.
     const int64_t across = round_up(copy.scale_columns(), kPaddedBlocks);
     const int64_t tile = grid_warp() * 2 + lane_index() / kHalf;
@@ -217,18 +189,11 @@ __global__ void __launch_bounds__(kThreads)
     float x[kBlock];
     load_block<T, kColumnwise>(args, i, j, x);
     BlockCodes codes;
-    uint32_t scale;
-    if (chooses) {
-        scale = four_over_six<kTiles>(x, amax, tensor, args.choice, codes);
-    } else {
-        scale = block_scale(amax_of_bits(amax_bits<kTiles>(x)), tensor);
-        const uint64_t first = static_cast<uint64_t>(i * copy.cols + j * kBlock);
-        round_stochastic(x, block_encode(scale, tensor), args.rng_state, copy.stream, first, codes);
-    }
+    const uint32_t scale = four_over_six<kTiles>(x, amax, tensor, args.choice, codes);
     store_block(copy, i, j, codes);
     store_scale(copy, kTiles, i, j, scale);
     if constexpr (!kColumnwise) {
-        if (args.values) store_values<T>(args, i, j, codes, block_decode(scale, amax, e4m3_max));
+        if (args.values) store_values<T>(args, i, j, codes, block_decode(scale, amax, args.choice.e4m3_max));
     }
     if constexpr (kTiles) {
         if (!args.columnwise_data) return;

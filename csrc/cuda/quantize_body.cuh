@@ -1,39 +1,27 @@
 #pragma once
-// Quantizing a tile of 256 rows by 128 columns with a thread block, rounding to nearest: 1x16 blocks or 16x16
-// tiles, the rowwise and the columnwise copy, the transform of the columnwise one, scales in any layout. A
-// warp takes strips of 16 rows by 128 columns, each lane 4 neighbouring columns of every row: a block along
-// the rows is 4 lanes, a block along the columns lies in one lane.
+// Quantizing a tile of 256 rows by 128 columns with a thread block: 1x16 blocks or 16x16 tiles, the rowwise
+// and the columnwise copy, the transform of the columnwise one, scales in any layout, rounding to nearest or
+// stochastically. A warp takes strips of 16 rows by 128 columns, each lane 4 neighbouring columns of every
+// row: a block along the rows is 4 lanes, a block along the columns lies in one lane.
 
 #include "common/hadamard.h"
 #include "cuda/quantize_rows.cuh"
 
 namespace zerofp4::cuda {
 
-// Writes the codes and the scale of a column of the tile.
-__device__ __forceinline__ void keep_column(TileBuffers& tile, int column, int strip, uint32_t byte,
-                                            uint32_t first, uint32_t second) {
-    tile.set_column(column, strip, first, second);
+// Writes the codes and the scale of the lane's column k.
+__device__ __forceinline__ void keep_column(TileBuffers& tile, int k, int strip, uint32_t byte,
+                                            const uint32_t (&codes)[2]) {
+    const int column = lane_index() * kLaneCols + k;
+    tile.set_column(column, strip, codes[0], codes[1]);
     tile.columnwise_scale[column][strip] = static_cast<uint8_t>(byte);
 }
 
-// The codes of any eight values in pairs, NaN without its sign.
-template <typename T>
-__device__ __forceinline__ uint32_t encode_any(const Pairs& magnitudes, const Signs& signs, float factor) {
-    float x[8];
-    unpack_pairs<T>(magnitudes, x);
-    const uint32_t first = convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
-    const uint32_t second = convert_four({x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor});
-    uint32_t nan_signs = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) nan_signs |= x[i] == x[i] ? 0u : 8u << (4 * i);
-    return signs.add_to(first | second << 16) & ~nan_signs;
-}
-
 // The 16 values of a column of a 16-bit dtype.
-template <typename T>
-__device__ __forceinline__ void encode_column(const Pairs (&values)[2], const Scales& scales, int column,
-                                              int strip, TileBuffers& tile) {
-    const Signs signs[2] = {Signs(values[0]), Signs(values[1])};
+template <typename T, class Rounding>
+__device__ __forceinline__ void encode_column(const Pairs (&values)[2], const Scales& scales,
+                                              const Rounding& rounding, int k, int strip, TileBuffers& tile) {
+    Signs signs[2] = {Signs(values[0]), Signs(values[1])};
     Pairs magnitude[2];
     uint32_t most = 0;
 #pragma unroll
@@ -48,32 +36,29 @@ __device__ __forceinline__ void encode_column(const Pairs (&values)[2], const Sc
     most = widened<T>(max(most & 0xffffu, most >> 16));
     const uint32_t byte = scales.byte_of(most);
     const float factor = scales.encode[byte];
+    const bool regular = Rounding::is_regular(most, factor);
+    typename Rounding::Bytes random[kBlock / 4];
+    rounding.column_bytes(k, random);
     uint32_t codes[2];
-    if (is_encodable(most, factor)) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) codes[h] = encode_eight<T>(magnitude[h], signs[h], factor);
-    } else {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) codes[h] = encode_any<T>(magnitude[h], signs[h], factor);
-    }
-    keep_column(tile, column, strip, byte, codes[0], codes[1]);
+    Rounding::template encode_block<T>(magnitude, signs, factor, regular, random, codes);
+    keep_column(tile, k, strip, byte, codes);
 }
 
 // Encodes 16 values that are not rounded further.
-__device__ __forceinline__ void encode_column(const float (&x)[kBlock], const Scales& scales, int column,
-                                              int strip, TileBuffers& tile) {
+template <class Rounding>
+__device__ __forceinline__ void encode_column(const float (&x)[kBlock], const Scales& scales,
+                                              const Rounding& rounding, int k, int strip, TileBuffers& tile) {
     uint32_t most = 0;
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) most = max(most, magnitude_bits(x[r]));
     const uint32_t byte = scales.byte_of(most);
     const float factor = scales.encode[byte];
-    uint32_t fours[kBlock / 4];
-#pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) {
-        fours[i] = convert_four(
-            {x[4 * i] * factor, x[4 * i + 1] * factor, x[4 * i + 2] * factor, x[4 * i + 3] * factor});
-    }
-    keep_column(tile, column, strip, byte, fours[0] | fours[1] << 16, fours[2] | fours[3] << 16);
+    const bool regular = Rounding::is_regular(most, factor);
+    typename Rounding::Bytes random[kBlock / 4];
+    rounding.column_bytes(k, random);
+    uint32_t codes[2];
+    Rounding::encode_block(x, factor, regular, random, codes);
+    keep_column(tile, k, strip, byte, codes);
 }
 
 // A column of 16 rows, given as words of two neighbouring columns.
@@ -112,9 +97,10 @@ __device__ __forceinline__ void transformed_pairs(const uint32_t (&words)[kBlock
 }
 
 // Two neighbouring columns of a 16-bit dtype.
-template <typename T, Columns kColumns>
+template <typename T, Columns kColumns, class Rounding>
 __device__ __forceinline__ void encode_columns(const uint32_t (&words)[kBlock], const Scales& scales,
-                                               int column, int strip, TileBuffers& tile) {
+                                               const Rounding& rounding, int pair, int strip,
+                                               TileBuffers& tile) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         Pairs values[2];
@@ -123,7 +109,7 @@ __device__ __forceinline__ void encode_columns(const uint32_t (&words)[kBlock], 
         } else {
             column_pairs<T>(words, k, values);
         }
-        encode_column<T>(values, scales, column + k, strip, tile);
+        encode_column<T>(values, scales, rounding, 2 * pair + k, strip, tile);
     }
 }
 
@@ -132,10 +118,9 @@ template <typename T, Columns kColumns>
 using ColumnType = std::conditional_t<is_transformed(kColumns), BFloat16, T>;
 
 // Blocks along the columns.
-template <typename T, Columns kColumns>
-__device__ __forceinline__ void quantize_columns(const StripWords<T>& words, const Scales& scales, int strip,
-                                                 TileBuffers& tile) {
-    const int column = lane_index() * kLaneCols;
+template <typename T, Columns kColumns, class Rounding>
+__device__ __forceinline__ void quantize_columns(const StripWords<T>& words, const Scales& scales,
+                                                 const Rounding& rounding, int strip, TileBuffers& tile) {
     if constexpr (kPerWord<T> == 2 || is_transformed(kColumns)) {
         // The transform begins with rounding to bfloat16.
         using Rounded = ColumnType<T, kColumns>;
@@ -152,14 +137,14 @@ __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, con
                     both[r] = pack_word<BFloat16>({x[2 * pair], x[2 * pair + 1]});
                 }
             }
-            encode_columns<Rounded, kColumns>(both, scales, column + 2 * pair, strip, tile);
+            encode_columns<Rounded, kColumns>(both, scales, rounding, pair, strip, tile);
         }
     } else {
 #pragma unroll
         for (int k = 0; k < kLaneCols; ++k) {
             float x[kBlock];
             column_values<T>(words, k, x);
-            encode_column(x, scales, column + k, strip, tile);
+            encode_column(x, scales, rounding, k, strip, tile);
         }
     }
 }
@@ -186,7 +171,7 @@ struct Tables {
 
 // The tile of a matrix that begins at an element of it. Rows from `input_rows` on are zeros that are not in
 // the input.
-template <typename T, bool kTiles, Columns kColumns>
+template <typename T, bool kTiles, Columns kColumns, class Rounding = Nearest>
 __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t row, int64_t col,
                                               int64_t input_rows) {
     __shared__ TileBuffers tile;
@@ -198,16 +183,22 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
     const Scales rowwise = {tables.block_factors[0], tables.encode[0], true};
     const Scales columnwise = {tables.block_factors[1], tables.encode[1], columnwise_amax <= 0x1p126f};
     const bool rows_wanted = args.rowwise_data || args.values;
+    const int64_t stored = is_transformed(kColumns) ? round_up(args.rows, kBlock) : args.rows;
+    Rounding rounding(args);
 #pragma unroll 1
     for (int strip = warp_index(); strip < kTileStrips; strip += kWarps) {
         const StripPlace at = {row + strip * kBlock, col + lane_index() * kLaneCols};
+        // Before the input is there: together the two would take too many registers.
+        if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, args.cols);
         StripWords<T> words;
         const bool whole =
             load_strip<T>({static_cast<const T*>(args.input), input_rows, args.cols}, at, words);
         if (kTiles || rows_wanted)
-            quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, amax, strip, tile);
-        if constexpr (!kTiles && kColumns != Columns::kNone)
-            quantize_columns<T, kColumns>(words, columnwise, strip, tile);
+            quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, rounding, amax, strip, tile);
+        if constexpr (!kTiles && kColumns != Columns::kNone) {
+            rounding.draw_columns(at.row, at.col, stored);
+            quantize_columns<T, kColumns>(words, columnwise, rounding, strip, tile);
+        }
     }
     __syncthreads();
     constexpr int kShift = kTiles ? 4 : 0;
@@ -219,7 +210,6 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
         write_scales(ScaleTile<kTileCols, kTileStrips, kThreads / 2>{tile.columnwise_scale, args.cols,
                                                                      row_blocks, col, row / kBlock, kShift},
                      args.columnwise_scale);
-        const int64_t stored = is_transformed(kColumns) ? round_up(args.rows, kBlock) : args.rows;
         write_columnwise(tile, args.columnwise_data, args.cols, stored / 2, col, row / 2);
     }
 }

@@ -1,8 +1,8 @@
 #pragma once
-// Quantizing a strip of 16 rows by 128 columns along its rows, rounding to nearest: blocks of 1x16, 4 lanes
-// each, or tiles of 16x16.
+// Quantizing a strip of 16 rows by 128 columns along its rows: blocks of 1x16, 4 lanes each, or tiles of
+// 16x16.
 
-#include "cuda/encode.cuh"
+#include "cuda/nearest.cuh"
 #include "cuda/quantize_strip.cuh"
 #include "cuda/quantize_tile.cuh"
 
@@ -81,8 +81,8 @@ struct RowPairs {
 };
 
 // Blocks along the rows: lane q of the 4 of a block gets the amaxes of the rows 8 j + 2 q and 8 j + 2 q + 1
-// and finds their scales and factors. Returns whether all blocks of the strip are encodable.
-template <typename T>
+// and finds their scales and factors. Returns whether all blocks of the strip are regular ones.
+template <typename T, class Rounding>
 __device__ __forceinline__ bool scale_rows(const StripWords<T>& words, const Scales& scales,
                                            uint8_t (*bytes)[kTileScaleColumns], float (&factors)[4]) {
     const int q = lane_index() % kBlockLanes;
@@ -93,15 +93,15 @@ __device__ __forceinline__ bool scale_rows(const StripWords<T>& words, const Sca
     for (int i = 0; i < 4; ++i) pairs.exchange(i, 2 * i, q & 1, 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) pairs.exchange(i, 2 * i, q & 2, 2);
-    bool encodable = true;
+    bool regular = true;
 #pragma unroll
     for (int slot = 0; slot < 4; ++slot) {
         const uint32_t byte = scales.byte_of(pairs.bits(slot));
         bytes[8 * (slot / 2) + 2 * q + slot % 2][lane_index() / kBlockLanes] = static_cast<uint8_t>(byte);
         factors[slot] = scales.encode[byte];
-        encodable = encodable && is_encodable(pairs.bits(slot), factors[slot]);
+        regular = regular && Rounding::is_regular(pairs.bits(slot), factors[slot]);
     }
-    return __all_sync(kAllLanes, encodable);
+    return __all_sync(kAllLanes, regular);
 }
 
 // The factor of a row, which one of the block's lanes has.
@@ -117,17 +117,6 @@ __device__ __forceinline__ uint32_t tile_bits(const StripWords<T>& words) {
     for (int mask = 1; mask < kBlockLanes; mask *= 2)
         most = max(most, __shfl_xor_sync(kAllLanes, most, mask));
     return most;
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kLaneCols / kPerWord<T>], float factor,
-                                               bool encodable) {
-    if constexpr (kPerWord<T> == 2) {
-        if (encodable) return encode_four<T>(words, factor);
-    }
-    float x[kLaneCols];
-    unpack<T>(words, x);
-    return convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
 }
 
 // The codes of the strip's rows, four a lane.
@@ -192,29 +181,32 @@ __device__ __forceinline__ void transpose_codes(const uint32_t (&fours)[kBlock],
 }
 
 // Blocks along the rows, or tiles; the columnwise codes of tiles too.
-template <typename T, bool kTiles, Columns kColumns>
+template <typename T, bool kTiles, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const StripWords<T>& words,
                                               const StripPlace& at, bool whole, const Scales& scales,
-                                              float amax, int strip, TileBuffers& tile) {
+                                              const Rounding& rounding, float amax, int strip,
+                                              TileBuffers& tile) {
     const int tile_column = lane_index() / kBlockLanes;
     float factors[4];
-    bool encodable;
+    bool regular;
     if constexpr (kTiles) {
         const uint32_t most = tile_bits<T>(words), byte = scales.byte_of(most);
         tile.rowwise_scale[strip][tile_column] = static_cast<uint8_t>(byte);
         tile.columnwise_scale[tile_column][strip] = static_cast<uint8_t>(byte);
         factors[0] = scales.encode[byte];
-        encodable = __all_sync(kAllLanes, is_encodable(most, factors[0]));
+        regular = __all_sync(kAllLanes, Rounding::is_regular(most, factors[0]));
     } else {
-        encodable = scale_rows<T>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);
+        regular = scale_rows<T, Rounding>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);
     }
-    const auto encoded = [&](int r, bool fast) {
-        return encode_row<T>(words[r], kTiles ? factors[0] : factor_of(factors, r), fast);
+    const auto encoded = [&](int r, bool all_regular) {
+        const float factor = kTiles ? factors[0] : factor_of(factors, r);
+        return Rounding::template encode_row<T>(words[r], factor, all_regular, rounding.row_bytes(r));
     };
     constexpr bool kKeeps = kTiles && kColumns == Columns::kPlain;
     // Values are never wanted beside a columnwise copy: that much less code and registers.
     const bool values = kColumns == Columns::kNone && args.values;
-    if (!kKeeps && !values && whole && (encodable || kPerWord<T> == 1) && is_aligned(args.rowwise_data, 2)) {
+    const bool all_taken = regular || Rounding::template kTakesAny<T>;
+    if (!kKeeps && !values && whole && all_taken && is_aligned(args.rowwise_data, 2)) {
         const int64_t pitch = args.cols / 2;
         uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
 #pragma unroll
@@ -223,7 +215,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
         return;
     }
     uint32_t fours[kBlock];
-    if (kKeeps && encodable) {
+    if (kKeeps && regular) {
 #pragma unroll
         for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r, true);
     } else {

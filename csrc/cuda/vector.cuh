@@ -87,16 +87,11 @@ __device__ __forceinline__ void load_words(const void* p, uint32_t (&words)[kWor
     }
 }
 
-// The same for elements T at any address: two aligned vectors, shifted. Both must be readable.
-template <typename T, bool kLastUse, int kWords>
-__device__ __forceinline__ void load_shifted_words(const T* p, uint32_t (&words)[kWords]) {
-    const uint32_t shift = reinterpret_cast<uintptr_t>(p) % (4 * kWords);
-    const uint8_t* aligned = reinterpret_cast<const uint8_t*>(p) - shift;
-    uint32_t low[kWords], high[kWords], both[2 * kWords];
-    load_words<kLastUse>(aligned, low);
-    load_words<kLastUse>(aligned + 4 * kWords, high);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) both[i] = low[i], both[kWords + i] = high[i];
+// Half of the words, those from byte `shift` of them on, which is in their first half and a multiple of
+// kElement.
+template <int kElement, int kWords>
+__device__ __forceinline__ void shift_words(uint32_t (&both)[2 * kWords], uint32_t shift,
+                                            uint32_t (&words)[kWords]) {
 #pragma unroll
     for (int distance = kWords / 2; distance > 0; distance /= 2) {
 #pragma unroll
@@ -106,8 +101,21 @@ __device__ __forceinline__ void load_shifted_words(const T* p, uint32_t (&words)
     }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-        words[i] = sizeof(T) == 4 ? both[i] : __funnelshift_r(both[i], both[i + 1], shift % 4 * 8);
+        words[i] = kElement == 4 ? both[i] : __funnelshift_r(both[i], both[i + 1], shift % 4 * 8);
     }
+}
+
+// The same as load_words for elements T at any address: two aligned vectors, shifted. Both must be readable.
+template <typename T, bool kLastUse, int kWords>
+__device__ __forceinline__ void load_shifted_words(const T* p, uint32_t (&words)[kWords]) {
+    const uint32_t shift = reinterpret_cast<uintptr_t>(p) % (4 * kWords);
+    const uint8_t* aligned = reinterpret_cast<const uint8_t*>(p) - shift;
+    uint32_t low[kWords], high[kWords], both[2 * kWords];
+    load_words<kLastUse>(aligned, low);
+    load_words<kLastUse>(aligned + 4 * kWords, high);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) both[i] = low[i], both[kWords + i] = high[i];
+    shift_words<sizeof(T)>(both, shift, words);
 }
 
 template <typename T>

@@ -1,0 +1,109 @@
+"""zerofp4.quantize with stochastic rounding, byte for byte: which random byte an element has, which code."""
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from op_cases import DTYPES
+from tensor_helpers import ALL, FORMATS, values
+from test_quantize_options import VIEWS, assert_specified
+
+import zerofp4
+from zerofp4 import ops, reference
+from zerofp4.format import E2M1_VALUES
+
+STOCHASTIC = {name: options for name, options in FORMATS.items() if "four_over_six" not in options}
+"""Options that stochastic rounding goes with."""
+SHAPES = [(1, 2), (33, 48), (34, 50), (48, 50), (50, 48), (130, 272), (272, 130), (258, 258)]
+SHAPES += [(3, 14, 38), (2, 3, 4, 16)]
+
+
+def stochastic(x, **options):
+    """A tensor with every buffer, and the state of the random numbers that it was rounded with."""
+    buffers = ALL | {"columnwise": x.shape[:-1].numel() % 2 == 0 or options.get("hadamard", False)}
+    drawn = {"stochastic_rounding": True, "generator": torch.Generator().manual_seed(7)}
+    state = torch.randint(2**63 - 1, (2,), generator=torch.Generator().manual_seed(7))
+    return zerofp4.quantize(x, **buffers, **drawn, **options), state.to(x.device)
+
+
+@pytest.mark.parametrize("options", STOCHASTIC.values(), ids=STOCHASTIC)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_bytes_follow_the_elements_of_the_stored_rows(device, shape, dtype, options):
+    """Where stored rows have no multiple of 16 elements, a block lies in two groups of random bytes."""
+    x = values(*shape, device=device, dtype=dtype)
+    t, state = stochastic(x, **options)
+    assert_specified(t, x, rng_state=state, **options)
+    sides = ["rowwise"] if t.columnwise_data is None else ["rowwise", "columnwise"]
+    nearest = zerofp4.quantize(x, columnwise=len(sides) == 2, **options)
+    for side in sides:
+        for layout in ("expanded", "swizzled"):
+            expected = getattr(nearest, f"{layout}_scale")(side == "columnwise")
+            assert_bytes_equal(getattr(t, f"{side}_scale_{layout}"), expected, f"{side} scale, {layout}")
+
+
+@pytest.mark.parametrize("state", [(0, 0), (-1, -1), (2**32, 2**32 + 3), (-(2**63), 2**63 - 1)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96), (34, 50)])
+def test_any_state_of_the_random_numbers(device, shape, state):
+    """All 64 bits of the seed count, of the offset the low 32."""
+    for options in STOCHASTIC.values():
+        x, rng_state = values(*shape, device=device), torch.tensor(state, device=device)
+        t = zerofp4.quantize(torch.zeros_like(x), **ALL, **options)
+        ops.quantize_into(x, t.record, rng_state=rng_state)
+        assert_specified(t, x, rng_state=rng_state, **options)
+
+
+@pytest.mark.parametrize("options", STOCHASTIC.values(), ids=STOCHASTIC)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_stochastic_rounding_of_what_is_not_contiguous_or_not_aligned(device, options, view):
+    flat = torch.cat([torch.full((1,), torch.nan, device=device).bfloat16(), values(34 * 80, device=device)])
+    for x in (view(values(34, 80, device=device)), flat[1:].view(34, 80)):
+        t, state = stochastic(x, **options)
+        assert_specified(t, x, rng_state=state, **options)
+
+
+@pytest.mark.parametrize("options", STOCHASTIC.values(), ids=STOCHASTIC)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stochastic_rounding_of_what_is_not_finite(device, dtype, options):
+    """Every kind in the same blocks and alone in one; all bits of a NaN may be set, its sign too."""
+    x = values(64, 160, dtype=dtype)
+    bits = x.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    odd = {(3, 5): torch.inf, (3, 6): torch.nan, (4, 5): -0.0, (4, 6): -torch.inf, (33, 100): torch.inf}
+    for place, value in odd.items():
+        x[place] = value
+    bits[3, 7] = bits[40, 130] = bits[20:23, 64:96] = -1
+    x = x.to(device)
+    for amax in (None, torch.tensor([3.0], device=device)):
+        given = {"amax": amax} | ({"columnwise_amax": amax} if options.get("hadamard") else {})
+        t, state = stochastic(x, **given, **options)
+        assert_specified(t, x, rng_state=state, **given, **options)
+
+
+def values_beside_boundaries(r: torch.Tensor) -> torch.Tensor:
+    """float32 values at, just below and just above where their random byte takes them to the next code, of
+    either sign. Blocks have a 6 along either side: their scale is 1 where the tensor's amax is 2688.
+    """
+    generator = torch.Generator().manual_seed(1)
+    grid = torch.tensor(E2M1_VALUES, dtype=torch.float64)
+    code = torch.randint(7, r.shape, generator=generator)
+    boundary = grid[code + 1] - grid.diff()[code] * (2 * r.cpu().double() + 1) / 512
+    rounded_up = torch.randint(2, r.shape, generator=generator) * (boundary < 0.25) * 2**-26
+    x = (boundary - rounded_up).float()
+    towards = torch.tensor([0.0, torch.nan, torch.inf])[torch.randint(3, r.shape, generator=generator)]
+    x = torch.where(towards.isnan(), x, torch.nextafter(x, towards))
+    x = x * (2 * torch.randint(2, r.shape, generator=generator) - 1)
+    x[::16], x[:, ::16] = 6.0, -6.0
+    return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stochastic_codes_beside_every_boundary(device, seed):
+    state, amax = torch.tensor([seed, seed], device=device), torch.tensor([2688.0], device=device)
+    shape = (256, 272)
+    for side, stream in (("rowwise", reference.ROWWISE_STREAM), ("columnwise", reference.COLUMNWISE_STREAM)):
+        r = reference.random_bytes(state, shape, stream)
+        x = values_beside_boundaries(r).to(device)
+        given = x if side == "rowwise" else x.T.contiguous()
+        t = zerofp4.quantize(given, block=(1, 16), rowwise=side == "rowwise", columnwise=side == "columnwise")
+        ops.quantize_into(given, t.record, amax=amax, rng_state=state)
+        expected = reference.pack(reference.float_to_e2m1_stochastic(x, r))
+        assert_bytes_equal(getattr(t, f"{side}_data"), expected, side)
