@@ -22,7 +22,7 @@ SPLITS = [
     [256, 255, 257],
     [130, 2, 62, 1],
     [1] * 40,
-    [5, 0, 31] * 90,  # more groups than a thread block has threads
+    [5, 0, 31] * 90,  # several groups a lane of the search
 ]
 SPLIT_IDS = [f"{len(splits)} groups of {sum(splits)}" for splits in SPLITS]
 COLS = [2, 144, 288]

@@ -29,7 +29,7 @@ inline void write_compact(const ScaleSquare& square, uint8_t* out) {
 using ScaleRow = uint64_t;
 static_assert(sizeof(ScaleRow) == kScaleTiles, "a row is one number, its first byte the lowest");
 
-// Ones where there is a column.
+// Ones where there is a column; a square begins inside of its matrix, so that there is one at least.
 ZEROFP4_HD ScaleRow existing_columns(const ScaleSquare& square) {
     const int64_t count = least(kScaleTiles, square.columns - square.column);
     return ~ScaleRow{0} >> (kScaleTiles - count) * 8;
