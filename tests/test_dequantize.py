@@ -163,17 +163,6 @@ def test_many_equal_one_by_one(device, count, dtype):
         assert_bytes_equal(value, tensor.dequantize(dtype), f"tensor {i}, {tuple(tensor.shape)}")
 
 
-def test_many_do_not_synchronize(device):
-    if device.type != "cuda":
-        pytest.skip("a CPU has nothing to synchronize with")
-    tensors = list_of_tensors(device, 100)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        zerofp4.dequantize_many(tensors, torch.bfloat16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_graph_capture(device):
     if device.type != "cuda":
         pytest.skip("graphs are CUDA's")

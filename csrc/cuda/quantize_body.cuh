@@ -150,7 +150,7 @@ __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, con
 }
 
 // Registers for as many blocks on a multiprocessor.
-template <typename T, Columns kColumns>
+template <typename T>
 constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
 
 // What a thread block needs of its tensor's amaxes: factors by scale byte, for the rowwise copy and the

@@ -93,7 +93,7 @@ __device__ __forceinline__ void clear_gap(const QuantizeArgs& group, const Group
 }
 
 template <typename T, Columns kColumns>
-__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T, kColumns>)
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T>)
     quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
     wait_for_previous_kernel();
     const auto tiles_of_rows = [&](int64_t rows) { return tiles_of(rows, args.whole.cols); };

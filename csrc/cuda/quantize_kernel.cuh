@@ -9,7 +9,7 @@
 namespace zerofp4::cuda {
 
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
-__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T, kColumns>)
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T>)
     quantize_kernel(const __grid_constant__ QuantizeArgs args, uint32_t shift) {
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;

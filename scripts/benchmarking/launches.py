@@ -36,9 +36,8 @@ class Calls:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.clock = SimpleNamespace(
-            is_cuda=False
-        )  # nothing is asked of it but what is measured on a GPU only
+        # Nothing is asked of it but whether to measure what a GPU has besides.
+        self.clock = SimpleNamespace(is_cuda=False)
         self.rows: list[dict] = []
 
     def time(

@@ -6,7 +6,7 @@ from zerofp4 import _C
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import ceil_div, check_matrix, round_up
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
-from zerofp4.ops.operator import backend, check_bytes, check_scale
+from zerofp4.ops.operator import backend, check_amaxes, check_bytes, check_scale
 from zerofp4.ops.stages import SIDES
 from zerofp4.storage import BUFFERS, check_buffer, check_transform
 
@@ -74,24 +74,6 @@ def _check_buffers(x, groups: int, buffers) -> None:
         raise ValueError("rowwise and columnwise are both False: there is nothing to write")
 
 
-def _check_amaxes(x, groups: int, given_amax, given_columnwise_amax, hadamard, buffers) -> None:
-    for name, given in (("amax", given_amax), ("columnwise_amax", given_columnwise_amax)):
-        if given is not None:
-            check_buffer(name, given, (groups,), torch.float32, x.device)
-    if given_columnwise_amax is not None and not hadamard:
-        raise ValueError(
-            "columnwise_amax is that of the Hadamard transform, but hadamard is False: both copies have amax"
-        )
-    two = hadamard and buffers["rowwise_data"] is not None
-    if given_amax is not None and hadamard and not two:
-        raise ValueError("amax is that of the rowwise copy, but none is asked for: give columnwise_amax")
-    check_buffer("amax", buffers["amax"], (groups,), torch.float32, x.device)
-    if two != (buffers["columnwise_amax"] is not None):
-        raise ValueError("a second amax belongs to a rowwise copy with a transformed columnwise one, only")
-    if two:
-        check_buffer("columnwise_amax", buffers["columnwise_amax"], (groups,), torch.float32, x.device)
-
-
 def _check(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, *outputs) -> dict:
     """The buffers by name."""
     *buffers, offsets, error = outputs
@@ -100,7 +82,7 @@ def _check(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs,
     groups = splits.shape[0]
     check_transform(1, named["columnwise_data"] is not None, hadamard, random_signs)
     _check_buffers(x, groups, named)
-    _check_amaxes(x, groups, given_amax, given_columnwise_amax, hadamard, named)
+    check_amaxes(x, groups, given_amax, given_columnwise_amax, hadamard, named)
     check_buffer("offsets", offsets, (3, groups + 1), torch.int64, x.device)
     check_buffer("error", error, (1,), torch.int32, x.device)
     return named

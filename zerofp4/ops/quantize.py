@@ -6,7 +6,7 @@ from zerofp4 import _C
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
-from zerofp4.ops.operator import backend, check_block_rows, check_scale
+from zerofp4.ops.operator import backend, check_amaxes, check_block_rows, check_scale
 from zerofp4.ops.stages import SIDES
 from zerofp4.storage import BUFFERS, NVFP4Storage, check_buffer, check_transform
 
@@ -65,25 +65,6 @@ def _check_sides(x, block_rows, hadamard, buffers) -> None:
         raise ValueError("rowwise_data and columnwise_data are both None: there is nothing to write")
 
 
-def _check_amaxes(x, given_amax, given_columnwise_amax, hadamard, skip, buffers) -> None:
-    named = {"amax": given_amax, "columnwise_amax": given_columnwise_amax, "skip": skip}
-    for name, value in named.items():
-        if value is not None:
-            check_buffer(name, value, (1,), torch.float32, x.device)
-    if given_columnwise_amax is not None and not hadamard:
-        raise ValueError(
-            "columnwise_amax is that of the Hadamard transform, but hadamard is False: both copies have amax"
-        )
-    two = hadamard and buffers["rowwise_data"] is not None
-    if given_amax is not None and hadamard and not two:
-        raise ValueError("amax is that of the rowwise copy, but none is asked for: give columnwise_amax")
-    check_buffer("amax", buffers["amax"], (1,), torch.float32, x.device)
-    if two != (buffers["columnwise_amax"] is not None):
-        raise ValueError("a second amax belongs to a rowwise copy with a transformed columnwise one, only")
-    if two:
-        check_buffer("columnwise_amax", buffers["columnwise_amax"], (1,), torch.float32, x.device)
-
-
 def _check_quantize(
     x,
     block_rows,
@@ -102,7 +83,9 @@ def _check_quantize(
     _check_input(x, block_rows, rng_state, e4m3_max, error)
     check_transform(block_rows, named["columnwise_data"] is not None, hadamard, random_signs)
     _check_sides(x, block_rows, hadamard, named)
-    _check_amaxes(x, given_amax, given_columnwise_amax, hadamard, skip, named)
+    if skip is not None:
+        check_buffer("skip", skip, (1,), torch.float32, x.device)
+    check_amaxes(x, 1, given_amax, given_columnwise_amax, hadamard, named)
     return named
 
 
