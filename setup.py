@@ -95,14 +95,17 @@ class Build(build_ext):
                 f'-DZEROFP4_CUDA_ARCHITECTURES="{" ".join(architectures)}"',
             ]
         includes = [f"-I{pybind11.get_include()}", f"-I{get_path('include')}"]
-        jobs = [(cxx, CSRC / "bindings.cpp", "host", [*HOST_FLAGS, *defines, *includes])]
+        jobs = [
+            (cxx, source, "host", [*HOST_FLAGS, *defines, *includes])
+            for source in sorted((CSRC / "bindings").glob("*.cpp"))
+        ]
         jobs += [
             (cxx, source, "host", [*HOST_FLAGS, *defines])
             for source in sorted((CSRC / "dispatch").glob("*.cpp"))
         ]
         if not cuda:
             jobs.append((cxx, CSRC / "cuda" / "unavailable.cpp", "host", HOST_FLAGS))
-        for source in sorted((CSRC / "cpu").glob("*.cpp")):
+        for source in sorted((CSRC / "cpu").rglob("*.cpp")):
             if source.name == "select.cpp":
                 jobs.append((cxx, source, "host", HOST_FLAGS))
                 continue
@@ -115,7 +118,7 @@ class Build(build_ext):
         for arch in cuda_architectures(version):
             flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
         flags += ["-gencode", f"arch=compute_{PTX_ARCHITECTURE},code=compute_{PTX_ARCHITECTURE}"]
-        return [(nvcc, source, "cuda", flags) for source in sorted((CSRC / "cuda").glob("*.cu"))]
+        return [(nvcc, source, "cuda", flags) for source in sorted((CSRC / "cuda").rglob("*.cu"))]
 
     def compile(self, compiler, source, kind, flags, newest_header):
         """The object file of one source, compiled unless it is newer than the source and every header."""

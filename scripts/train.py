@@ -28,7 +28,7 @@ from torch import nn
 from verify import VerificationError, verify_weights
 
 import zerofp4
-from zerofp4.launch import World, destroy_process_group, init_process_group
+from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
 from zerofp4.optim import ZeroFP4Optimizer
 
 # Class and arguments; without an lr the preset's is the default.

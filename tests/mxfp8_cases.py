@@ -9,7 +9,7 @@ from tensor_helpers import values
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.mxfp8 import MXFP8Storage
+from zerofp4.tensors.mxfp8 import MXFP8Storage
 
 NAMES = MXFP8Storage.buffer_names
 ALL = {"columnwise": True, "scale_layouts": ["swizzled"]}

@@ -3,16 +3,23 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from zerofp4 import launch, optim
-from zerofp4.cast import CastPlan
-from zerofp4.cast_function import cast_master_weights_to_nvfp4
+from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
-from zerofp4.gather import all_gather_nvfp4, post_all_gather_processing
-from zerofp4.grouped import GroupedNVFP4Tensor, quantize_grouped
-from zerofp4.lists import dequantize_many, swizzle_scales, unswizzle_scales
-from zerofp4.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from zerofp4.nn import convert_model
 from zerofp4.ops import build_info
-from zerofp4.tensor import NVFP4Tensor, empty, quantize, quantize_dequantize
+from zerofp4.tensors import (
+    GroupedNVFP4Tensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    dequantize_many,
+    empty,
+    quantize,
+    quantize_dequantize,
+    quantize_grouped,
+    quantize_mxfp8,
+    swizzle_scales,
+    unswizzle_scales,
+)
 
 try:
     __version__ = version("zerofp4")

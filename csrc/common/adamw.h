@@ -1,56 +1,10 @@
 #pragma once
-// AdamW: the scalars of a step, the update of one element, and what the kernels are given. The order of every
-// operation is that of reference.adamw_step; sources are compiled without contraction into fused
-// multiply-adds.
+// AdamW: the scalars of a step and the update of one element. The order of every operation is that of
+// reference.adamw_step; sources are compiled without contraction into fused multiply-adds.
 
-#include "common/table.h"
+#include "common/args/adamw.h"
 
 namespace zerofp4 {
-
-// One tensor of an update: its geometry says which elements of which matrix they are, for the tile amaxes;
-// one that wants none (tile_offset < 0) is a matrix of rows of 128 columns.
-struct AdamWDescriptor : ShardGeometry {
-    float* master;  // [numel], as are exp_avg and exp_avg_sq, which are null where there is no state yet
-    float* exp_avg;
-    float* exp_avg_sq;
-    float* step;  // float[1]: how many updates there were
-    DType gradient_dtype;
-};
-
-// The options of a parameter group.
-struct AdamWOptions {
-    const float* lr_address;  // float[1] that is read in place of lr, or null
-    double lr;
-    double beta1;
-    double beta2;
-    double eps;
-    double weight_decay;
-    int32_t maximize;
-};
-
-// What the elements of one tensor need in one step.
-struct AdamWStep {
-    const void* gradient;    // [numel]; null: nothing is updated, only amaxes are taken
-    uint32_t gradient_sign;  // flips it
-    int32_t lerp_from_start;
-    float lerp_factor;
-    float decay;
-    float beta2;
-    float weight2;
-    float step_size;
-    float inv_sqrt;  // 1 / sqrt(1 - beta2^step)
-    float eps;
-};
-
-// Everything the update is given, passed by value; tensors and steps are on the device that runs it.
-struct AdamWTable {
-    const AdamWDescriptor* tensors;
-    AdamWStep* steps;
-    int64_t count;
-    int64_t strip_units;
-    const int32_t* strip_items;  // CUDA: by thread block, the tensor that its first strip belongs to
-    float* reduced;              // of the cast plan that wants the amaxes, or null
-};
 
 ZEROFP4_HD float square_root(float x) {
 #if ZEROFP4_DEVICE_CODE

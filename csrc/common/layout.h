@@ -10,6 +10,10 @@ constexpr int kAtomRows = 128;   // rows of an expanded scale that one swizzle a
 constexpr int kAtomColumns = 4;  // scale columns of an atom
 constexpr int kAtomBytes = 512;
 
+constexpr int kStripColumns = 128;  // matrices are read in strips of 16 rows by 128 columns
+constexpr int kScaleTiles = 8;      // scales are made in squares of 8 x 8 tiles: two whole swizzle atoms in
+                                    // either orientation
+
 enum ScaleLayout : int { kCompact = 0, kExpanded = 1, kSwizzled = 2, kScaleLayouts = 3 };
 
 // Byte of expanded element (i, j) in the swizzled layout of a matrix with `columns` scale columns.

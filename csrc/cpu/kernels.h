@@ -2,12 +2,13 @@
 // The CPU operations, one file each, the same names as csrc/cuda. Every file is compiled once per instruction
 // set (ZEROFP4_ISA names it); select.cpp picks one table of functions at run time.
 
-#include "common/adamw.h"
-#include "common/grouped.h"
-#include "common/list.h"
-#include "common/mxfp8.h"
-#include "common/single.h"
-#include "common/table.h"
+#include "common/args/adamw.h"
+#include "common/args/cast.h"
+#include "common/args/convert.h"
+#include "common/args/grouped.h"
+#include "common/args/mxfp8.h"
+#include "common/args/scale_layout.h"
+#include "common/args/transpose.h"
 
 namespace zerofp4::cpu {
 

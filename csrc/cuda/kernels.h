@@ -3,12 +3,13 @@
 // `stream`, allocate nothing and throw std::runtime_error when a launch fails. A build without nvcc links
 // unavailable.cpp in their place.
 
-#include "common/adamw.h"
-#include "common/grouped.h"
-#include "common/list.h"
-#include "common/mxfp8.h"
-#include "common/single.h"
-#include "common/table.h"
+#include "common/args/adamw.h"
+#include "common/args/cast.h"
+#include "common/args/convert.h"
+#include "common/args/grouped.h"
+#include "common/args/mxfp8.h"
+#include "common/args/scale_layout.h"
+#include "common/args/transpose.h"
 
 typedef struct CUstream_st*
     cudaStream_t;  // as in cuda_runtime_api.h, which a build without CUDA does not have

@@ -4,8 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "common/list.h"
-#include "common/mxfp8.h"
+#include "common/args/dequantize.h"
+#include "common/args/mxfp8.h"
+#include "common/args/scale_layout.h"
 #include "dispatch/blocks.h"
 #include "dispatch/target.h"
 

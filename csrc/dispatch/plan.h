@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "common/table.h"
+#include "common/args/cast.h"
+#include "common/args/transpose.h"
 #include "dispatch/target.h"
 
 namespace zerofp4 {

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarking.workloads import Workload
-from zerofp4.quantized import QuantizedTensor
+from zerofp4.tensors.quantized_tensor import QuantizedTensor
 
 
 class Moved(NamedTuple):

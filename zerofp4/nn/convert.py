@@ -7,8 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.quantized import INIT_VAL
-from zerofp4.tensor import NVFP4Tensor, quantize
+from zerofp4.tensors import INIT_VAL, NVFP4Tensor, quantize
 
 
 @dataclasses.dataclass

@@ -5,7 +5,8 @@ operator on given tensors each: schema, fake and backends.
 """
 
 from zerofp4.ops import convert, dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
-from zerofp4.ops.device import build_info, check_cuda
+from zerofp4.ops.device import build_info, check_cuda, is_capturing, target_of
+from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.quantize import choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.stages import (
     ERROR_WORD,
@@ -36,5 +37,8 @@ __all__ = [
     "check_cuda",
     "choice_arguments",
     "draw_rng_state",
+    "grouped_shapes",
+    "is_capturing",
     "quantize_into",
+    "target_of",
 ]

@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.ops.device import target_of
 from zerofp4.ops.operator import backend

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
 from zerofp4.ops.device import DTYPE_CODES

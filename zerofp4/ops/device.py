@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 
 OLDEST_CAPABILITY = (8, 0)
 

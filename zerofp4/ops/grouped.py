@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import ceil_div, check_matrix, round_up
 from zerofp4.ops.device import DTYPE_CODES, address, target_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
 from zerofp4.ops.lists import run_list, zip_lists

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.ops.device import target_of
 
 NativeList = _C.DequantizeList | _C.Mxfp8DequantizeList | _C.ScaleLayoutList

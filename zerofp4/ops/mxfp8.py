@@ -4,7 +4,7 @@ form: back.
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.format import (
     MXFP8_DATA_DTYPE,
     MXFP8_SCALE_DTYPE,

@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
 from zerofp4.ops.device import DTYPE_CODES, address, target_of

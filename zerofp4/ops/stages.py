@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from zerofp4 import _C, storage
+import zerofp4._C as _C
+from zerofp4 import storage
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, target_of
 from zerofp4.shard import Shard

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerofp4 import _C
+import zerofp4._C as _C
 from zerofp4.layout import ceil_div
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
 from zerofp4.shard import Shard

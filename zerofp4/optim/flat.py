@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zerofp4.collectives import GroupReference, all_gather_slices, rank_and_size
+from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
 from zerofp4.layout import packed_shape
 from zerofp4.shard import equal_slices, intersect
-from zerofp4.tensor import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor
 
 ALIGNMENT = 256
 """Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.cast import CastPlan
+from zerofp4.cast import CastPlan, MasterPiece
 from zerofp4.ops import AdamWItem, AdamWStage, AmaxPlace, adamw_options
 from zerofp4.optim import fused_checks as checks
-from zerofp4.reduced import MasterPiece
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
-from zerofp4.tensor import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor
 
 NOT_ELEMENTWISE = {
     "Adafactor": "its second moments are sums over rows and columns of a matrix",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.collectives import GroupReference, rank_and_size, reduce_max, reduce_scatter_slices
+from zerofp4.distributed import GroupReference, rank_and_size, reduce_max, reduce_scatter_slices
 from zerofp4.optim.flat import ALIGNMENT, FlatBuffer
 from zerofp4.shard import intersect
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zerofp4.cast import CastPlan
 from zerofp4.optim.flat import DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.optim.fused import FusedAdamW
-from zerofp4.tensor import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor
 
 
 class ShardedParameters:

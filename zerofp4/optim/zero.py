@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.collectives import GroupReference, exchange, resolve_group
+from zerofp4.distributed import GroupReference, exchange, resolve_group
 from zerofp4.optim import checkpoint
 from zerofp4.optim.flat import broadcast_frozen
 from zerofp4.optim.inner import build_inner, copy_options, step_masters, try_options
@@ -20,7 +20,7 @@ from zerofp4.optim.parameters import (
 from zerofp4.optim.reduction import GradientReducer, Intent, clip_arguments, global_norm
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.watch import ParameterWatch, Snapshot
-from zerofp4.tensor import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):

@@ -12,7 +12,7 @@ from benchmarking.session import Session
 from benchmarking.workloads import Workload, chosen
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.layout import scale_shape
-from zerofp4.lists import ScaleOf
+from zerofp4.tensors.lists import ScaleOf
 
 
 def swizzle(session: Session, options: argparse.Namespace) -> None:

@@ -1,0 +1,48 @@
+// MXFP8: one matrix, and a list of them.
+
+#include "bindings/bindings.h"
+#include "bindings/list_class.h"
+#include "dispatch/lists.h"
+
+namespace zerofp4::bindings {
+namespace {
+
+using Mxfp8Copy = std::array<uintptr_t, 3>;  // data, compact scale, swizzled scale
+
+void quantize_mxfp8(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
+                    uintptr_t skip, const Mxfp8Copy& rowwise, const Mxfp8Copy& columnwise) {
+    const Mxfp8Args args{pointer<const void>(input),
+                         static_cast<DType>(dtype),
+                         rows,
+                         cols,
+                         pointer<const float>(skip),
+                         pointer<uint8_t>(rowwise[0]),
+                         pointer<uint8_t>(rowwise[1]),
+                         pointer<uint8_t>(rowwise[2]),
+                         pointer<uint8_t>(columnwise[0]),
+                         pointer<uint8_t>(columnwise[1]),
+                         pointer<uint8_t>(columnwise[2])};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.quantize_mxfp8(args, threads); },
+        [&](cudaStream_t stream) { cuda::quantize_mxfp8(args, stream); });
+}
+
+void dequantize_mxfp8(const Target& target, uintptr_t data, uintptr_t scale, int64_t rows, int64_t cols,
+                      bool columnwise, int layout, int dtype, uintptr_t output) {
+    const auto item = mxfp8_dequantize_descriptor(data, scale, output, rows, cols, columnwise, layout);
+    Mxfp8DequantizeList(target.is_cpu(), {item}, dtype).run(target);
+}
+
+}  // namespace
+
+void bind_mxfp8(py::module_& m) {
+    py::class_<Mxfp8DequantizeDescriptor>(m, "Mxfp8DequantizeDescriptor")
+        .def(py::init(&mxfp8_dequantize_descriptor), py::kw_only(), "data"_a, "scale"_a, "output"_a, "rows"_a,
+             "cols"_a, "columnwise"_a, "layout"_a);
+    list_class<Mxfp8DequantizeList>(m, "Mxfp8DequantizeList")
+        .def(py::init<bool, std::vector<Mxfp8DequantizeDescriptor>, int>(), "on_cpu"_a, "items"_a, "dtype"_a);
+    m.def("quantize_mxfp8", &quantize_mxfp8, NoGil());
+    m.def("dequantize_mxfp8", &dequantize_mxfp8, NoGil());
+}
+
+}  // namespace zerofp4::bindings

@@ -1,0 +1,53 @@
+// The optimizer's update of a list of tensors.
+
+#include "bindings/bindings.h"
+#include "dispatch/update.h"
+
+namespace zerofp4::bindings {
+namespace {
+
+AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t step,
+                                 int gradient_dtype, int64_t start, int64_t numel, int64_t rows, int64_t cols,
+                                 int weight_dtype, int64_t tile_offset, int64_t amax_offset) {
+    AdamWDescriptor tensor{};
+    tensor.master = pointer<float>(master);
+    tensor.exp_avg = pointer<float>(exp_avg);
+    tensor.exp_avg_sq = pointer<float>(exp_avg_sq);
+    tensor.step = pointer<float>(step);
+    tensor.gradient_dtype = static_cast<DType>(gradient_dtype);
+    tensor.start = start;
+    tensor.numel = numel;
+    tensor.rows = rows;
+    tensor.cols = cols;
+    tensor.weight_dtype = static_cast<DType>(weight_dtype);
+    tensor.tile_offset = tile_offset;
+    tensor.amax_offset = amax_offset;
+    return tensor;
+}
+
+AdamWOptions adamw_options(uintptr_t lr_address, double lr, double beta1, double beta2, double eps,
+                           double weight_decay, bool maximize) {
+    return {pointer<const float>(lr_address), lr, beta1, beta2, eps, weight_decay, maximize};
+}
+
+}  // namespace
+
+void bind_optim(py::module_& m) {
+    py::class_<AdamWDescriptor>(m, "AdamWDescriptor")
+        .def(py::init(&adamw_descriptor), py::kw_only(), "master"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
+             "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a, "tile_offset"_a,
+             "amax_offset"_a);
+    py::class_<AdamWOptions>(m, "AdamWOptions")
+        .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
+             "weight_decay"_a, "maximize"_a);
+    py::class_<AdamWPlan>(m, "AdamWPlan")
+        .def(py::init<bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
+             "tensors"_a, "reduced"_a)
+        .def("descriptor_bytes", [](const AdamWPlan& plan) { return py::bytes(plan.descriptor_bytes()); })
+        .def("step_bytes", &AdamWPlan::step_bytes)
+        .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
+        .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
+        .def("update", &AdamWPlan::update, NoGil());
+}
+
+}  // namespace zerofp4::bindings

@@ -1,0 +1,84 @@
+// Operations on one matrix: its amaxes, its quantization; conversions element by element.
+
+#include "bindings/bindings.h"
+#include "common/hadamard.h"
+
+namespace zerofp4::bindings {
+namespace {
+
+void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
+                 bool random_signs, uintptr_t skip, uintptr_t amax, uintptr_t hadamard_amax) {
+    const AmaxArgs args{pointer<const void>(input),
+                        static_cast<DType>(dtype),
+                        rows,
+                        cols,
+                        random_signs ? kRandomSigns : 0,
+                        pointer<const float>(skip),
+                        pointer<float>(amax),
+                        pointer<float>(hadamard_amax)};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.tensor_amax(args, threads); },
+        [&](cudaStream_t stream) { cuda::tensor_amax(args, stream); });
+}
+
+QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t cols, int block_rows,
+                           bool hadamard, bool random_signs, float e4m3_max, bool squared_error,
+                           uintptr_t rng_state, uintptr_t amax, uintptr_t columnwise_amax, uintptr_t skip,
+                           uintptr_t rowwise_data, uintptr_t columnwise_data, uintptr_t values,
+                           const Addresses& rowwise_scale, const Addresses& columnwise_scale,
+                           uintptr_t stored_amax, uintptr_t stored_columnwise_amax) {
+    QuantizeArgs args{};
+    args.input = pointer<const void>(input);
+    args.dtype = static_cast<DType>(dtype);
+    args.rows = rows;
+    args.cols = cols;
+    args.block_rows = block_rows;
+    args.hadamard = hadamard;
+    args.signs = random_signs ? kRandomSigns : 0;
+    args.choice = {e4m3_max, squared_error};
+    args.rng_state = pointer<const int64_t>(rng_state);
+    args.amax = pointer<const float>(amax);
+    args.columnwise_amax = pointer<const float>(columnwise_amax);
+    args.skip = pointer<const float>(skip);
+    args.rowwise_data = pointer<uint8_t>(rowwise_data);
+    args.columnwise_data = pointer<uint8_t>(columnwise_data);
+    args.values = pointer<void>(values);
+    for (int layout = 0; layout < kScaleLayouts; ++layout) {
+        args.rowwise_scale[layout] = pointer<uint8_t>(rowwise_scale[layout]);
+        args.columnwise_scale[layout] = pointer<uint8_t>(columnwise_scale[layout]);
+    }
+    args.stored_amax = pointer<float>(stored_amax);
+    args.stored_columnwise_amax = pointer<float>(stored_columnwise_amax);
+    return args;
+}
+
+void quantize(const Target& target, const QuantizeArgs& args) {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.quantize(args, threads); },
+        [&](cudaStream_t stream) { cuda::quantize(args, stream); });
+}
+
+void convert(const Target& target, uintptr_t input, float factor, int64_t numel, int format,
+             uintptr_t output) {
+    const ConvertArgs args{pointer<const float>(input), factor, numel, static_cast<Format>(format),
+                           pointer<void>(output)};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.convert(args, threads); },
+        [&](cudaStream_t stream) { cuda::convert(args, stream); });
+}
+
+}  // namespace
+
+void bind_quantize(py::module_& m) {
+    py::class_<QuantizeArgs>(m, "QuantizeArgs")
+        .def(py::init(&quantize_args), py::kw_only(), "input"_a, "dtype"_a, "rows"_a, "cols"_a,
+             "block_rows"_a, "hadamard"_a = false, "random_signs"_a = true, "e4m3_max"_a = 0.0f,
+             "squared_error"_a = false, "rng_state"_a = 0, "amax"_a, "columnwise_amax"_a = 0, "skip"_a = 0,
+             "rowwise_data"_a = 0, "columnwise_data"_a = 0, "values"_a = 0, "rowwise_scale"_a = Addresses{},
+             "columnwise_scale"_a = Addresses{}, "stored_amax"_a = 0, "stored_columnwise_amax"_a = 0);
+    m.def("tensor_amax", &tensor_amax, NoGil());
+    m.def("quantize", &quantize, NoGil());
+    m.def("convert", &convert, NoGil());
+}
+
+}  // namespace zerofp4::bindings

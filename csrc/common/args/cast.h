@@ -1,0 +1,99 @@
+#pragma once
+// The multi-tensor plan as data: one descriptor per weight, and what every kernel of a step is given. Built
+// by csrc/dispatch on the host; a CUDA plan keeps the descriptors in device memory.
+
+#include "common/dtype.h"
+#include "common/layout.h"
+
+namespace zerofp4 {
+
+// The reduced vector starts with words on which the ranks must agree; a MAX all-reduce combines them.
+constexpr int kErrorWord = 0;      // +inf when a rank found an error: no rank writes
+constexpr int kHashWord = 1;       // the plan's hash h
+constexpr int kMinusHashWord = 2;  // -h: after the reduction h == -(-h) only if all ranks run the same plan
+constexpr int kHeaderWords = 4;
+
+constexpr int kWarpSquares = 32;  // squares of a unit of scale on CUDA; on the CPU it is one
+
+// On CUDA a thread block takes this many consecutive units, a multiple of its 8 warps, so that none is idle.
+// Host code tells every block in which item of its table they begin.
+constexpr int kBlockStrips = 32;
+constexpr int kBlockScales = 8;
+
+enum Status : int32_t { kOk = 0, kPeerError = 1, kPlanMismatch = 2 };
+
+// The flat elements [start, start + numel) of a weight [rows, cols] that this rank owns, where their amaxes
+// go in the reduced vector, and how they are cut into strips.
+struct ShardGeometry {
+    int64_t start;
+    int64_t numel;
+    int64_t rows;
+    int64_t cols;        // even
+    DType weight_dtype;  // masters are rounded to it before anything else
+    // Of tile (0, 0)'s amax, row-major [ceil(rows/16), ceil(cols/16)]; negative when no tile amax is wanted.
+    int64_t tile_offset;
+    int64_t amax_offset;  // of the amax of this weight's group
+    // Work: units [strip_begin, next weight's strip_begin) of amax and cast, row-major over strips x chunks.
+    int64_t strip_begin;
+    int64_t first_strip;  // strip (tile row) of the first owned element
+    int64_t first_chunk;  // 128-column chunk of unit 0; nonzero only for a shard inside one row
+    int64_t chunks;       // chunks per strip
+};
+
+struct WeightDescriptor : ShardGeometry {
+    const void* master;  // the owned elements; null when there are none
+    DType master_dtype;
+    uint8_t* codes;  // the byte that holds element `start`, that is byte start / 2 of the packed weight
+    float* amax;     // float[1], or null
+    float* columnwise_amax;                    // float[1], or null
+    uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
+    uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
+    int64_t scale_begin;                       // first unit of the scale stage
+};
+
+// Everything a stage needs, passed by value.
+struct CastTable {
+    const WeightDescriptor* weights;  // `count` of them, on the device that runs the stage
+    int64_t count;
+    int64_t strip_units;
+    int64_t scale_units;
+    const int32_t* strip_items;  // CUDA: by thread block, the weight that its first strip belongs to
+    const int32_t* scale_items;  // the same for the scale stage
+    float* reduced;              // header words, group amaxes, tile amaxes
+    int64_t reduced_numel;
+    float hash;
+    int32_t skip_nonfinite;  // 1: a group whose amax is inf is left alone and found_inf set; 0: quantized
+                             // with amax inf
+    float* found_inf;        // float[1], or null
+    int32_t* status;         // int32[1] that the host can read (pinned for CUDA), or null
+};
+
+// True when no rank reported an error and all run this plan.
+ZEROFP4_HD int32_t header_status(const CastTable& table) {
+    if (table.reduced[kErrorWord] > 0.0f) return kPeerError;
+    const bool same = table.reduced[kHashWord] == table.hash && table.reduced[kMinusHashWord] == -table.hash;
+    return same ? kOk : kPlanMismatch;
+}
+
+ZEROFP4_HD float group_amax(const CastTable& table, const WeightDescriptor& weight) {
+    return table.reduced[weight.amax_offset];
+}
+
+// True for the weights of a group with a NaN or an Inf in a master, when those are to keep what they have.
+ZEROFP4_HD bool is_skipped(const CastTable& table, float group_amax) {
+    return table.skip_nonfinite && group_amax == kInf;
+}
+
+// The part of a row that a shard owns: columns [begin, end), empty when begin >= end.
+struct ColumnRange {
+    int64_t begin;
+    int64_t end;
+};
+
+ZEROFP4_HD ColumnRange owned_columns(const ShardGeometry& weight, int64_t row) {
+    const int64_t begin = weight.start - row * weight.cols;
+    const int64_t end = begin + weight.numel;
+    return {begin > 0 ? begin : 0, end < weight.cols ? end : weight.cols};
+}
+
+}  // namespace zerofp4

@@ -1,0 +1,53 @@
+#pragma once
+// Quantizing one matrix, and its amaxes.
+
+#include "common/dtype.h"
+#include "common/layout.h"
+#include "common/scale.h"
+
+namespace zerofp4 {
+
+// A matrix and where its quantized copies go.
+struct QuantizeArgs {
+    const void* input;  // [rows, cols] of `dtype`, contiguous
+    DType dtype;
+    int64_t rows;
+    int64_t cols;        // even
+    int32_t block_rows;  // 1, or 16 for tiles, where both copies have the same blocks
+    int32_t hadamard;    // the columnwise copy is of the transform along its rows; block_rows is 1
+    uint32_t signs;      // of the transform (hadamard.h)
+    FourOverSix choice;
+    const int64_t* rng_state;  // int64[2]: stochastic rounding; or null
+    const float* amax;         // float[1] of the rowwise copy, and of the columnwise one where that is null
+    const float* columnwise_amax;  // float[1], or null
+    const float* skip;             // float[1]: nothing is written where it is not 0; or null
+    uint8_t* rowwise_data;         // [rows, cols / 2], or null
+    uint8_t* columnwise_data;      // [cols, rows / 2] (with hadamard: rows up to a multiple of 16), or null
+    void* values;                  // [rows, cols] of `dtype`, what the rowwise codes stand for, or null
+    uint8_t* rowwise_scale[kScaleLayouts];     // by ScaleLayout, null where there is no buffer
+    uint8_t* columnwise_scale[kScaleLayouts];  // of the transpose
+    float* stored_amax;                        // float[1]: the amaxes are copied there (given ones); or null
+    float* stored_columnwise_amax;             // float[1], or null
+};
+
+// Once per call, by one thread.
+ZEROFP4_HD void store_amaxes(const QuantizeArgs& args) {
+    if (args.stored_amax) *args.stored_amax = *args.amax;
+    if (args.stored_columnwise_amax) *args.stored_columnwise_amax = *args.columnwise_amax;
+}
+
+ZEROFP4_HD bool is_skipped(const float* skip) { return skip && *skip != 0.0f; }
+
+// The largest magnitudes of a matrix: its own and that of its transform along the columns.
+struct AmaxArgs {
+    const void* input;  // [rows, cols] of `dtype`, contiguous
+    DType dtype;
+    int64_t rows;
+    int64_t cols;
+    uint32_t signs;
+    const float* skip;     // as in QuantizeArgs
+    float* amax;           // float[1], or null
+    float* hadamard_amax;  // float[1], or null
+};
+
+}  // namespace zerofp4

@@ -1,0 +1,102 @@
+// adamw_update: masters and moments from gradients, and the tile amaxes of the masters as they are then.
+
+#include "common/adamw.h"
+
+#include "cpu/device/raise.h"
+#include "cpu/kernels.h"
+#include "cpu/strip/patch.h"
+#include "cpu/strip/tile_amax.h"
+
+namespace zerofp4::cpu::ZEROFP4_ISA {
+namespace {
+
+// The largest bits of a magnitude in each column of a patch: as integers they sort like the magnitudes, NaN
+// above Inf.
+using ColumnBits = uint32_t[kStripColumns];
+
+ZEROFP4_HD void raise_bits(uint32_t& most, float x) {
+    const uint32_t bits = to_bits(x) & 0x7fffffffu;
+    most = bits > most ? bits : most;
+}
+
+// `count` elements next to each other; `most` has their columns. Not inlined: GCC would forget that the
+// arrays do not overlap.
+template <class G, bool kAmax>
+__attribute__((noinline)) void update_elements(const AdamWStep step, const G* __restrict gradient,
+                                               float* __restrict master, float* __restrict exp_avg,
+                                               float* __restrict exp_avg_sq, int64_t count,
+                                               uint32_t* __restrict most) {
+    for (int64_t i = 0; i < count; ++i) {
+        float p = master[i], m = exp_avg[i], v = exp_avg_sq[i];
+        adamw_element(step, load_float(gradient[i]), p, m, v);
+        master[i] = p, exp_avg[i] = m, exp_avg_sq[i] = v;
+        if constexpr (kAmax) raise_bits(most[i], p);
+    }
+}
+
+void read_elements(const float* __restrict master, int64_t count, uint32_t* __restrict most) {
+    for (int64_t i = 0; i < count; ++i) raise_bits(most[i], master[i]);
+}
+
+float tile_magnitude(const ColumnBits& most, int64_t t) {
+    uint32_t bits = 0;
+    for (int c = 0; c < kBlock; ++c) {
+        const uint32_t column = most[t * kBlock + c];
+        bits = column > bits ? column : bits;
+    }
+    return from_bits(bits);
+}
+
+// G is the type of a gradient's elements; with kRead there is none.
+template <class G, bool kRead, bool kAmax>
+void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_t begin, int64_t end) {
+    const AdamWStep step = table.steps[&tensor - table.tensors];
+    const G* gradient = static_cast<const G*>(step.gradient);
+    float amax = 0.0f;
+    for (int64_t unit = begin; unit < end; ++unit) {
+        const Patch patch = patch_of_unit(tensor, unit);
+        ColumnBits most = {};
+        for (int64_t row = patch.row; row < patch.row + patch.rows; ++row) {
+            const ColumnRange owned = owned_in_patch(tensor, patch, row);
+            const int64_t count = owned.end - owned.begin;
+            if (count <= 0) continue;
+            const int64_t index = row * tensor.cols + patch.col + owned.begin - tensor.start;
+            if constexpr (kRead) {
+                read_elements(tensor.master + index, count, most + owned.begin);
+            } else {
+                update_elements<G, kAmax>(step, gradient + index, tensor.master + index,
+                                          tensor.exp_avg + index, tensor.exp_avg_sq + index, count,
+                                          most + owned.begin);
+            }
+        }
+        if constexpr (kAmax) {
+            const float found = publish_tiles(table.reduced, tensor, patch,
+                                              [&](int64_t t) { return tile_magnitude(most, t); });
+            amax = found > amax ? found : amax;
+        }
+    }
+    if constexpr (kAmax) raise_to(table.reduced + tensor.amax_offset, amax);
+}
+
+template <class G>
+void update_with(const AdamWTable& table, const AdamWDescriptor& tensor, int64_t begin, int64_t end) {
+    if (tensor.tile_offset >= 0) return update_units<G, false, true>(table, tensor, begin, end);
+    return update_units<G, false, false>(table, tensor, begin, end);
+}
+
+}  // namespace
+
+void adamw_update(const AdamWTable& table, int threads) {
+    parallel_items(table.tensors, table.count, &AdamWDescriptor::strip_begin, table.strip_units, threads,
+                   kPatchGrain, [&](const AdamWDescriptor& tensor, int64_t begin, int64_t end) {
+                       if (table.steps[&tensor - table.tensors].gradient == nullptr) {
+                           if (tensor.tile_offset < 0) return;
+                           return update_units<float, true, true>(table, tensor, begin, end);
+                       }
+                       if (tensor.gradient_dtype == DType::kBFloat16)
+                           return update_with<BFloat16>(table, tensor, begin, end);
+                       return update_with<float>(table, tensor, begin, end);
+                   });
+}
+
+}  // namespace zerofp4::cpu::ZEROFP4_ISA

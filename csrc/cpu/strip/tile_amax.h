@@ -1,0 +1,36 @@
+#pragma once
+// Amaxes of the tiles of a patch, to the reduced vector.
+
+#include "common/dtype.h"
+#include "cpu/strip/patch.h"
+
+namespace zerofp4::cpu::ZEROFP4_ISA {
+
+// Magnitude in the weight's dtype; what is not finite is inf.
+ZEROFP4_HD float rounded_magnitude(float x, DType weight_dtype) {
+    if (weight_dtype == DType::kBFloat16) x = round_to<DType::kBFloat16>(x);
+    if (weight_dtype == DType::kFloat16) x = round_to<DType::kFloat16>(x);
+    return x <= kFloatMax ? x : kInf;
+}
+
+// The tile amaxes of a patch go to the reduced vector, if it has words for them; returns the largest.
+// magnitude_of(t) is the largest magnitude that is owned of tile t of the patch.
+template <class MagnitudeOf>
+inline float publish_tiles(float* reduced, const ShardGeometry& weight, const Patch& patch,
+                           const MagnitudeOf& magnitude_of) {
+    float* tile = nullptr;
+    if (weight.tile_offset >= 0) {
+        tile = reduced + weight.tile_offset + patch.row / kBlock * ceil_div(weight.cols, kBlock) +
+               patch.col / kBlock;
+    }
+    float amax = 0.0f;
+    for (int64_t t = 0; t * kBlock < patch.cols; ++t) {
+        const float found = rounded_magnitude(magnitude_of(t), weight.weight_dtype);
+        // Never true for a tile without owned elements, which must stay as it is.
+        if (tile != nullptr && found > tile[t]) tile[t] = found;
+        amax = found > amax ? found : amax;
+    }
+    return amax;
+}
+
+}  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -1,0 +1,80 @@
+// The start of a step: the reduced vector is cleared, then raised to the amaxes of what this rank owns.
+
+#include "cuda/device/raise.cuh"
+#include "cuda/kernels.h"
+#include "cuda/strip/tile_amax.cuh"
+
+namespace zerofp4::cuda {
+namespace {
+
+constexpr int kAmaxBlocksPerSm = 3;
+
+__global__ void __launch_bounds__(kThreads)
+    cast_begin_kernel(const __grid_constant__ CastTable table, float error) {
+    wait_for_previous_kernel();
+    const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < table.reduced_numel;
+         i += stride) {
+        const float header = i == kErrorWord ? error : i == kHashWord ? table.hash : -table.hash;
+        table.reduced[i] = i <= kMinusHashWord ? header : 0.0f;
+    }
+}
+
+// The amax of this lane's tile in the strip.
+__device__ __forceinline__ float tile_amax(const WeightDescriptor& weight, const Strip& strip) {
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int step = 0; step < kBlock; step += kStepRows) {
+        StepValues values;
+        load_step<false>(weight, strip, strip.row + step, values);
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r) {
+#pragma unroll
+            for (int k = 0; k < kLaneColumns; ++k) bits = max(bits, magnitude_bits(values[r][k]));
+        }
+    }
+    return tile_amax_of(weight.weight_dtype, bits);
+}
+
+template <bool kSingle>
+__global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
+    partial_amax_kernel(const __grid_constant__ CastTable table,
+                        const __grid_constant__ WeightDescriptor single) {
+    wait_for_previous_kernel();
+    ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(
+        table.weights, table.count, table.strip_units, table.strip_items, single);
+    float* group = nullptr;
+    float group_amax = 0.0f;  // of this lane's tiles
+    const Share share = block_share<kShareStrips<kSingle>>(table.strip_units);
+    for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
+        const bool moved = cursor.seek(unit);
+        const WeightDescriptor& weight = cursor.item();
+        if (moved) {
+            if (group != nullptr) raise_group(group, group_amax);
+            group = table.reduced + weight.amax_offset;
+            group_amax = 0.0f;
+        }
+        const Strip strip = strip_of(weight, unit);
+        const float amax = tile_amax(weight, strip);
+        group_amax = amax > group_amax ? amax : group_amax;
+        if (weight.tile_offset >= 0) publish_tile(table.reduced, weight, strip.row, strip.col, amax);
+    }
+    if (group != nullptr) raise_group(group, group_amax);
+}
+
+}  // namespace
+
+void cast_begin(const CastTable& table, float error, cudaStream_t stream) {
+    launch("cast_begin", cast_begin_kernel,
+           resident_blocks("cast_begin", ceil_div(table.reduced_numel, kThreads), 8), stream, table, error);
+}
+
+void partial_amax(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
+    if (table.strip_units == 0) return;
+    const bool single = table.count == 1;
+    const auto kernel = single ? partial_amax_kernel<true> : partial_amax_kernel<false>;
+    const int share = single ? kShareStrips<true> : kShareStrips<false>;
+    launch("partial_amax", kernel, ceil_div(table.strip_units, share), stream, table, host[0]);
+}
+
+}  // namespace zerofp4::cuda

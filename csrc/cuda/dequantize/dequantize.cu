@@ -1,0 +1,252 @@
+// Packed codes and their scales to values. A lane stores 16 bytes at a time, a warp whole lines.
+
+#include "common/args/dequantize.h"
+#include "common/scale.h"
+#include "cuda/device/lists.cuh"
+#include "cuda/format/decode.cuh"
+#include "cuda/format/nibbles.cuh"
+#include "cuda/kernels.h"
+
+namespace zerofp4::cuda {
+namespace {
+
+constexpr int kDequantizeBlocksPerSm = 4;
+static_assert(kUnitWarps == kWarps);
+
+// A piece of the matrix: pieces lie side by side along its rows, a warp has one.
+struct Place {
+    uint32_t row;
+    uint32_t col;
+};
+
+__device__ __forceinline__ Place place_of(const DequantizeDescriptor& item, uint32_t rows, uint32_t cols) {
+    const uint32_t piece = (blockIdx.x - static_cast<uint32_t>(item.unit_begin)) * kWarps + warp_index();
+    const uint32_t across = (static_cast<uint32_t>(item.cols) + cols - 1) / cols;
+    const uint32_t down = piece / across;
+    return {down * rows, (piece - down * across) * cols};
+}
+
+// Rowwise: a warp has 16 rows of 512 bytes of output, each lane 16 bytes in all of them.
+
+constexpr int kStepRows = 8;
+
+// All rows exist, and of each lane's columns all or none; those without do what the last one does. Lanes that
+// share a scaling block decode the scales of some rows each.
+template <typename T>
+__device__ __forceinline__ void dequantize_whole_rows(const DequantizeDescriptor& item, uint32_t row,
+                                                      uint32_t col) {
+    constexpr int kSharing = kBlock / kVector<T>;
+    constexpr int kScales = kStepRows / kSharing;
+    const uint32_t cols = static_cast<uint32_t>(item.cols);
+    const uint64_t pitch = static_cast<uint64_t>(cols) * sizeof(T);
+    const uint32_t step = item.scale_step();
+    col = min(col, cols - kVector<T>);
+    const float amax = *in_global(item.amax);
+    const uint64_t first = static_cast<uint64_t>(row) * cols + col;
+    const uint8_t* data = in_global(item.data) + first / 2;
+    const uint8_t* scale =
+        in_global(item.scale) + item.scale_offset(row, col / kBlock) + step * (lane_index() % kSharing);
+    uint8_t* output = in_global(static_cast<uint8_t*>(item.output)) + first * sizeof(T);
+#pragma unroll 1
+    for (int begin = 0; begin < kWarpRows; begin += kStepRows) {
+        uint32_t codes[kStepRows];
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r, data += cols / 2) {
+            if constexpr (kVector<T> == 8) {
+                codes[r] = __ldcs(reinterpret_cast<const uint32_t*>(data));
+            } else {
+                codes[r] = __ldcs(reinterpret_cast<const uint16_t*>(data));
+            }
+        }
+        float mine[kScales], factors[kStepRows];
+#pragma unroll
+        for (int i = 0; i < kScales; ++i, scale += step * kSharing) {
+            mine[i] = block_decode_by(*scale, amax, item.factor);
+        }
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r) {
+            factors[r] = __shfl_sync(kAllLanes, mine[r / kSharing], r % kSharing, kSharing);
+        }
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r, output += pitch) {
+            uint32_t words[4];
+            decode_vector<T>(codes[r], factors[r], words);
+            *reinterpret_cast<uint4*>(output) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void dequantize_cut_rows(const DequantizeDescriptor& item, int64_t row,
+                                                    int64_t col) {
+    const int count = clamp_count(item.cols - col, kVector<T>);
+    if (count == 0) return;
+    const float amax = *in_global(item.amax);
+    for (int64_t i = row; i < min(row + kWarpRows, item.rows); ++i) {
+        const uint32_t byte = in_global(item.scale)[item.scale_offset(i, col / kBlock)];
+        const uint32_t codes = load4(in_global(item.data) + (i * item.cols + col) / 2, count / 2);
+        uint32_t words[4];
+        decode_vector<T>(codes, block_decode_by(byte, amax, item.factor), words);
+        uint8_t* output = in_global(static_cast<uint8_t*>(item.output)) + (i * item.cols + col) * sizeof(T);
+        store16(output, words, count * static_cast<int>(sizeof(T)));
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void dequantize_rowwise(const DequantizeDescriptor& item) {
+    const Place at = place_of(item, kWarpRows, kWarpBytes / sizeof(T));
+    const uint32_t col = at.col + lane_index() * kVector<T>;
+    if (at.row >= item.rows) return;
+    if (item.aligned && at.row + kWarpRows <= item.rows) {
+        dequantize_whole_rows<T>(item, at.row, col);
+    } else {
+        dequantize_cut_rows<T>(item, at.row, col);
+    }
+}
+
+// Columnwise: a warp has 64 rows and columns. Of the stored matrix, whose rows are columns here, each lane
+// loads 8 columns by 16 rows. They are the columns of one vector of output, or of two that lie kVectorStep
+// apart, so that eight lanes store whole lines.
+
+constexpr int kLaneRows = 16;
+constexpr int kLaneCols = 8;
+
+template <typename T>
+constexpr int kLaneVectors = kLaneCols / kVector<T>;
+
+template <typename T>
+constexpr uint32_t kVectorStep = 8 * kVector<T>;
+
+// The first column of a vector of the lane. A lane without columns takes the last ones.
+template <typename T, bool kAligned>
+__device__ __forceinline__ uint32_t vector_col(const DequantizeDescriptor& item, uint32_t col, int v) {
+    col += v * kVectorStep<T>;
+    return kAligned ? min(col, static_cast<uint32_t>(item.cols) - kVector<T>) : col;
+}
+
+// The lane's codes, a column's in two words.
+template <typename T, bool kAligned>
+__device__ __forceinline__ void load_columns(const DequantizeDescriptor& item, uint32_t row, uint32_t col,
+                                             uint32_t (&codes)[2][kLaneCols]) {
+    const uint32_t pitch = static_cast<uint32_t>(item.rows) / 2;
+    const int bytes = clamp_count(item.rows - row, kLaneRows) / 2;
+#pragma unroll
+    for (int k = 0; k < kLaneCols; ++k) {
+        const uint32_t at = vector_col<T, kAligned>(item, col, k / kVector<T>) + k % kVector<T>;
+        const uint8_t* data = in_global(item.data) + static_cast<uint64_t>(at) * pitch + row / 2;
+        if constexpr (kAligned) {
+            const uint2 both = __ldcs(reinterpret_cast<const uint2*>(data));
+            codes[0][k] = both.x;
+            codes[1][k] = both.y;
+        } else {
+            const int count = at < item.cols ? bytes : 0;
+            codes[0][k] = load4(data, count);
+            codes[1][k] = load4(data + 4, count - 4);
+        }
+    }
+}
+
+template <typename T, bool kAligned>
+__device__ __forceinline__ void load_factors(const DequantizeDescriptor& item, uint32_t row, uint32_t col,
+                                             float (&factors)[kLaneVectors<T>][kVector<T>]) {
+    const float amax = *in_global(item.amax);
+    const uint32_t step = item.scale_step();
+#pragma unroll
+    for (int v = 0; v < kLaneVectors<T>; ++v) {
+        const uint32_t first = vector_col<T, kAligned>(item, col, v);
+        const uint8_t* scale = in_global(item.scale) + item.scale_offset(first, row / kBlock);
+#pragma unroll
+        for (int k = 0; k < kVector<T>; ++k) {
+            const bool inside = kAligned || first + k < item.cols;
+            const uint32_t byte = inside ? scale[static_cast<uint64_t>(step) * k] : 0u;
+            factors[v][k] = block_decode_by(byte, amax, item.factor);
+        }
+    }
+}
+
+// kAligned: of the lane's rows, and of the columns of a vector, all or none exist.
+template <typename T, bool kAligned>
+__device__ __forceinline__ void dequantize_columns(const DequantizeDescriptor& item, uint32_t row,
+                                                   uint32_t col) {
+    uint32_t codes[2][kLaneCols];
+    load_columns<T, kAligned>(item, row, col, codes);
+    float factors[kLaneVectors<T>][kVector<T>];
+    load_factors<T, kAligned>(item, row, col, factors);
+    const uint64_t pitch = static_cast<uint64_t>(item.cols) * sizeof(T);
+    uint8_t* output = in_global(static_cast<uint8_t*>(item.output)) + row * pitch;
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r, output += pitch) {
+        if (r % 8 == 0) transpose_nibbles(codes[r / 8]);
+#pragma unroll
+        for (int v = 0; v < kLaneVectors<T>; ++v) {
+            uint32_t words[4];
+            decode_vector<T>(codes[r / 8][r % 8] >> (4 * kVector<T> * v), factors[v], words);
+            const uint32_t first = vector_col<T, kAligned>(item, col, v);
+            uint8_t* to = output + static_cast<uint64_t>(first) * sizeof(T);
+            if constexpr (kAligned) {
+                *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+            } else if (row + r < item.rows) {
+                store16(to, words, clamp_count(item.cols - first, kVector<T>) * static_cast<int>(sizeof(T)));
+            }
+        }
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void dequantize_columnwise(const DequantizeDescriptor& item) {
+    const Place at = place_of(item, kWarpSquare, kWarpSquare);
+    const uint32_t row = at.row + lane_index() / 8 * kLaneRows;
+    const uint32_t col = at.col + lane_index() % 8 * kVector<T>;
+    if (row >= item.rows) return;
+    if (item.aligned) {
+        dequantize_columns<T, true>(item, row, col);
+    } else {
+        dequantize_columns<T, false>(item, row, col);
+    }
+}
+
+template <typename T, bool kColumnwise>
+__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+    dequantize_kernel(const __grid_constant__ DequantizeDescriptor item) {
+    wait_for_previous_kernel();
+    if constexpr (kColumnwise) {
+        dequantize_columnwise<T>(item);
+    } else {
+        dequantize_rowwise<T>(item);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+    dequantize_list_kernel(const __grid_constant__ ItemTable<DequantizeDescriptor> table,
+                           const __grid_constant__ ItemArguments<DequantizeDescriptor> arguments) {
+    wait_for_previous_kernel();
+    const DequantizeDescriptor item = item_of_block(table, arguments);
+    if (item.columnwise) {
+        dequantize_columnwise<T>(item);
+    } else {
+        dequantize_rowwise<T>(item);
+    }
+}
+
+template <typename T>
+void dequantize_as(const DequantizeTable& table, const DequantizeDescriptor* host, cudaStream_t stream) {
+    const auto single = host[0].columnwise ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
+    launch_list("dequantize", single, dequantize_list_kernel<T>, table, host, stream);
+}
+
+}  // namespace
+
+void dequantize(const DequantizeTable& table, DType dtype, const DequantizeDescriptor* host,
+                cudaStream_t stream) {
+    switch (dtype) {
+        case DType::kFloat32:
+            return dequantize_as<float>(table, host, stream);
+        case DType::kBFloat16:
+            return dequantize_as<BFloat16>(table, host, stream);
+        case DType::kFloat16:
+            return dequantize_as<Float16>(table, host, stream);
+    }
+}
+
+}  // namespace zerofp4::cuda

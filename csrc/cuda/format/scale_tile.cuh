@@ -1,0 +1,81 @@
+#pragma once
+// Writing the scales of a tile, which are in shared memory, in any layout, with a thread block.
+
+#include "common/layout.h"
+#include "cuda/device/units.cuh"
+#include "cuda/device/vector.cuh"
+
+namespace zerofp4::cuda {
+
+// The scales of one orientation: where the tile lies in the matrix [rows, 16 * columns] and its bytes. The
+// thread block writes them beginning with thread kFirst, so that one orientation's can go to other warps than
+// the other's.
+template <int kRows, int kColumns, int kFirst>
+struct ScaleTile {
+    const uint8_t (*bytes)[kColumns];
+    int64_t rows;     // of the matrix
+    int64_t columns;  // scale columns
+    int64_t row;      // of the tile's first
+    int64_t column;
+    int shift;  // 4 where a byte stands for 16 rows, else 0
+
+    __device__ __forceinline__ uint32_t word(int r, int c) const {
+        return *reinterpret_cast<const uint32_t*>(&bytes[r >> shift][c]);
+    }
+    __device__ __forceinline__ int thread() const {
+        return (static_cast<int>(threadIdx.x) + kThreads - kFirst) % kThreads;
+    }
+};
+
+// Compact scales (shift as in the tile) or expanded ones (every row, zeros up to padded_rows).
+template <int kRows, int kColumns, int kFirst>
+__device__ __forceinline__ void write_scale_rows(const ScaleTile<kRows, kColumns, kFirst>& tile,
+                                                 uint8_t* scale, bool expanded) {
+    const int shift = expanded ? 0 : tile.shift;
+    const int64_t pitch = expanded ? round_up(tile.columns, kAtomColumns) : tile.columns;
+    const int64_t existing = ceil_div(tile.rows, int64_t{1} << shift);
+    const int64_t rows = expanded ? round_up(tile.rows, kAtomRows) : existing;
+    const int count = clamp_count(pitch - tile.column, kColumns);
+    for (int r = tile.thread(); r < kRows >> shift; r += kThreads) {
+        const int64_t row = (tile.row >> shift) + r;
+        if (row >= rows) break;
+        uint8_t* p = scale + row * pitch + tile.column;
+        const int at = shift == tile.shift ? r << shift : r;
+        uint32_t words[kColumns / 4];
+#pragma unroll
+        for (int i = 0; i < kColumns / 4; ++i) words[i] = row < existing ? tile.word(at, 4 * i) : 0u;
+        if constexpr (kColumns == 16) {
+            store16(p, words, count);
+        } else {
+            store8(p, words, count);
+        }
+    }
+}
+
+// Atom by atom, 16 bytes a thread.
+template <int kRows, int kColumns, int kFirst>
+__device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumns, kFirst>& tile,
+                                                  uint8_t* scale) {
+    constexpr int kAtomsAcross = kColumns / kAtomColumns;
+    constexpr int kVectors = kRows / kAtomRows * kAtomsAcross * kLanes;
+    for (int i = tile.thread(); i < kVectors; i += kThreads) {
+        const int atom = i / kLanes, r = atom / kAtomsAcross * kAtomRows + i % kLanes;
+        const int c = atom % kAtomsAcross * kAtomColumns;
+        const int64_t row = tile.row + r, column = tile.column + c;
+        if (tile.row + atom / kAtomsAcross * kAtomRows >= tile.rows || column >= tile.columns) continue;
+        uint32_t words[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) words[q] = row + 32 * q < tile.rows ? tile.word(r + 32 * q, c) : 0u;
+        store16(scale + swizzled_offset(row, column, tile.columns), words, 16);
+    }
+}
+
+template <int kRows, int kColumns, int kFirst>
+__device__ __forceinline__ void write_scales(const ScaleTile<kRows, kColumns, kFirst>& tile,
+                                             uint8_t* const (&buffers)[kScaleLayouts]) {
+    if (buffers[kCompact]) write_scale_rows(tile, buffers[kCompact], false);
+    if (buffers[kExpanded]) write_scale_rows(tile, buffers[kExpanded], true);
+    if (buffers[kSwizzled]) write_scale_atoms(tile, buffers[kSwizzled]);
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,279 @@
+// AdamW on a list of tensors in one pass over their memory, and the tile amaxes of the masters as they are
+// then. A warp takes a strip of 16 rows by 128 columns, each lane 4 neighbouring columns, as in partial_amax.
+// Unlike there, what lies at another alignment than a vector's is accessed element by element, never as
+// shifted vectors: four arrays would each be shifted by another number of elements, and three of them stored.
+
+#include <algorithm>
+
+#include "common/adamw.h"
+#include "cuda/device/raise.cuh"
+#include "cuda/kernels.h"
+#include "cuda/strip/tile_amax.cuh"
+
+namespace zerofp4::cuda {
+namespace {
+
+constexpr int kUpdateBlocksPerSm = 2;
+constexpr int kUpdateRows = 2;  // rows of the four arrays that are loaded before the first is used
+constexpr int kReadRows = 8;    // the same where only the master is read
+static_assert(kBlock % kUpdateRows == 0 && kBlock % kReadRows == 0);
+
+constexpr int kGradientsPerLaunch = 480;  // kernel arguments may take 4 KB
+
+struct BeginArgs {
+    AdamWOptions options;
+    const AdamWDescriptor* tensors;
+    AdamWStep* steps;
+    int32_t count;
+    uintptr_t gradients[kGradientsPerLaunch];
+};
+static_assert(sizeof(BeginArgs) <= 4096);
+
+__global__ void __launch_bounds__(kThreads) adamw_begin_kernel(const __grid_constant__ BeginArgs args) {
+    wait_for_previous_kernel();
+    const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+    if (i >= args.count) return;
+    const void* gradient = reinterpret_cast<const void*>(args.gradients[i]);
+    args.steps[i] = adamw_scalars(args.options, args.tensors[i], gradient);
+}
+
+// The arrays of a tensor at this lane's first element of a strip, which a masked lane may not own.
+template <typename G>
+struct Place {
+    int64_t index;  // of that element, counted from the first owned one
+    float* master;
+    float* exp_avg;
+    float* exp_avg_sq;
+    const G* gradient;
+};
+
+template <typename G>
+__device__ __forceinline__ Place<G> place_of(const AdamWDescriptor& tensor, const AdamWStep& step,
+                                             int64_t row, int64_t col) {
+    const int64_t index = row * tensor.cols + col - tensor.start;
+    return {index, in_global(tensor.master) + index, in_global(tensor.exp_avg) + index,
+            in_global(tensor.exp_avg_sq) + index, in_global(static_cast<const G*>(step.gradient)) + index};
+}
+
+// Whether a lane's four elements of every row can be read as one vector from each array.
+template <typename G>
+__device__ __forceinline__ bool has_vectors(const AdamWDescriptor& tensor, const Place<G>& place) {
+    return tensor.cols % kLaneColumns == 0 && is_aligned(place.master, 16) && is_aligned(place.exp_avg, 16) &&
+           is_aligned(place.exp_avg_sq, 16) &&
+           is_aligned(place.gradient, kLaneColumns * static_cast<int>(sizeof(G)));
+}
+
+// A lane's elements of one row.
+struct Values {
+    float master[kLaneColumns];
+    float exp_avg[kLaneColumns];
+    float exp_avg_sq[kLaneColumns];
+    float gradient[kLaneColumns];
+};
+
+template <typename T>
+__device__ __forceinline__ void load_last_use(const T* p, float (&values)[kLaneColumns]) {
+    uint32_t words[kLaneColumns / kPerWord<T>];
+    load_words<true>(p, words);
+    unpack<T>(words, values);
+}
+
+// Not a plain load, which the compiler would put off until the master is needed, behind the arithmetic.
+__device__ __forceinline__ void load_master(const float* p, float (&values)[kLaneColumns]) {
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(p));
+    values[0] = x.x, values[1] = x.y, values[2] = x.z, values[3] = x.w;
+}
+
+template <typename G>
+__device__ __forceinline__ void load_vectors(const Place<G>& place, int64_t offset, Values& values) {
+    load_last_use(place.gradient + offset, values.gradient);
+    load_last_use(place.exp_avg_sq + offset, values.exp_avg_sq);
+    load_last_use(place.exp_avg + offset, values.exp_avg);
+    load_master(place.master + offset, values.master);
+}
+
+template <typename G>
+__device__ __forceinline__ void load_masked(const Place<G>& place, int64_t offset, const LaneRange& owned,
+                                            Values& values) {
+#pragma unroll
+    for (int k = 0; k < kLaneColumns; ++k) {
+        const bool has = owned.has(k);
+        values.gradient[k] = has ? load_float(place.gradient[offset + k]) : 0.0f;
+        values.exp_avg_sq[k] = has ? place.exp_avg_sq[offset + k] : 0.0f;
+        values.exp_avg[k] = has ? place.exp_avg[offset + k] : 0.0f;
+        values.master[k] = has ? place.master[offset + k] : 0.0f;
+    }
+}
+
+__device__ __forceinline__ float4 vector_of(const float (&values)[kLaneColumns]) {
+    return make_float4(values[0], values[1], values[2], values[3]);
+}
+
+// The moments leave the cache first, the master is what a cast reads next. (A plain store of a vector made of
+// floats is split into stores of its floats.)
+template <typename G>
+__device__ __forceinline__ void store_vectors(const Place<G>& place, int64_t offset, const Values& values) {
+    __stcs(reinterpret_cast<float4*>(place.exp_avg_sq + offset), vector_of(values.exp_avg_sq));
+    __stcs(reinterpret_cast<float4*>(place.exp_avg + offset), vector_of(values.exp_avg));
+    __stcg(reinterpret_cast<float4*>(place.master + offset), vector_of(values.master));
+}
+
+template <typename G>
+__device__ __forceinline__ void store_masked(const Place<G>& place, int64_t offset, const LaneRange& owned,
+                                             const Values& values) {
+#pragma unroll
+    for (int k = 0; k < kLaneColumns; ++k) {
+        if (!owned.has(k)) continue;
+        place.exp_avg_sq[offset + k] = values.exp_avg_sq[k];
+        place.exp_avg[offset + k] = values.exp_avg[k];
+        place.master[offset + k] = values.master[k];
+    }
+}
+
+__device__ __forceinline__ void update_values(const AdamWStep& step, Values& values) {
+#pragma unroll
+    for (int k = 0; k < kLaneColumns; ++k)
+        adamw_element(step, values.gradient[k], values.master[k], values.exp_avg[k], values.exp_avg_sq[k]);
+}
+
+// The largest magnitude bits of a lane's owned elements of a row.
+__device__ __forceinline__ uint32_t raised(uint32_t bits, const float (&values)[kLaneColumns],
+                                           const LaneRange& owned = {0, kLaneColumns}) {
+#pragma unroll
+    for (int k = 0; k < kLaneColumns; ++k) bits = max(bits, owned.has(k) ? magnitude_bits(values[k]) : 0u);
+    return bits;
+}
+
+// Whether all elements of the strip at (row, col) are owned.
+__device__ __forceinline__ bool is_whole(const ShardGeometry& tensor, int64_t row, int64_t col) {
+    const int64_t first = row * tensor.cols + col - tensor.start;
+    return row + kBlock <= tensor.rows && col + kStripColumns <= tensor.cols && first >= 0 &&
+           first + (kBlock - 1) * tensor.cols + kStripColumns <= tensor.numel;
+}
+
+// Both return the largest magnitude bits of the lane's owned elements of a strip, as they are afterwards.
+template <typename G>
+__device__ __forceinline__ uint32_t update_strip(const AdamWDescriptor& tensor, const AdamWStep& step,
+                                                 int64_t row, int64_t col, int64_t lane_col) {
+    const Place<G> place = place_of<G>(tensor, step, row, lane_col);
+    const bool aligned = has_vectors(tensor, place);
+    const int64_t pitch = tensor.cols;
+    uint32_t bits = 0;
+    if (aligned && is_whole(tensor, row, col)) {
+#pragma unroll 1
+        for (int first = 0; first < kBlock; first += kUpdateRows) {
+            Values values[kUpdateRows];
+#pragma unroll
+            for (int r = 0; r < kUpdateRows; ++r) load_vectors(place, (first + r) * pitch, values[r]);
+#pragma unroll
+            for (int r = 0; r < kUpdateRows; ++r) {
+                update_values(step, values[r]);
+                bits = raised(bits, values[r].master);
+                store_vectors(place, (first + r) * pitch, values[r]);
+            }
+        }
+        return bits;
+    }
+#pragma unroll 1
+    for (int r = 0; r < kBlock; ++r) {
+        const LaneRange owned = lane_range(tensor, place.index + r * pitch, lane_col);
+        const bool vectors = aligned && owned.begin == 0 && owned.end == kLaneColumns;
+        Values values;
+        if (vectors) {
+            load_vectors(place, r * pitch, values);
+        } else {
+            load_masked(place, r * pitch, owned, values);
+        }
+        update_values(step, values);
+        bits = raised(bits, values.master, owned);
+        if (vectors) {
+            store_vectors(place, r * pitch, values);
+        } else {
+            store_masked(place, r * pitch, owned, values);
+        }
+    }
+    return bits;
+}
+
+__device__ __forceinline__ uint32_t read_strip(const AdamWDescriptor& tensor, int64_t row, int64_t col,
+                                               int64_t lane_col) {
+    const int64_t pitch = tensor.cols;
+    const int64_t index = row * pitch + lane_col - tensor.start;
+    const float* master = in_global(tensor.master) + index;
+    const bool aligned = pitch % kLaneColumns == 0 && is_aligned(master, 16);
+    uint32_t bits = 0;
+    if (aligned && is_whole(tensor, row, col)) {
+#pragma unroll 1
+        for (int first = 0; first < kBlock; first += kReadRows) {
+            float values[kReadRows][kLaneColumns];
+#pragma unroll
+            for (int r = 0; r < kReadRows; ++r) load_master(master + (first + r) * pitch, values[r]);
+#pragma unroll
+            for (int r = 0; r < kReadRows; ++r) bits = raised(bits, values[r]);
+        }
+        return bits;
+    }
+#pragma unroll 1
+    for (int r = 0; r < kBlock; ++r) {
+        const LaneRange owned = lane_range(tensor, index + r * pitch, lane_col);
+#pragma unroll
+        for (int k = 0; k < kLaneColumns; ++k)
+            bits = max(bits, owned.has(k) ? magnitude_bits(master[r * pitch + k]) : 0u);
+    }
+    return bits;
+}
+
+__global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
+    adamw_update_kernel(const __grid_constant__ AdamWTable table) {
+    wait_for_previous_kernel();
+    ItemCursor<AdamWDescriptor, &AdamWDescriptor::strip_begin, false> cursor(
+        table.tensors, table.count, table.strip_units, table.strip_items, *table.tensors);
+    float* group = nullptr;  // the word of the tensor's amax group, null when it wants no amaxes
+    float group_amax = 0.0f;
+    const Share share = block_share<kBlockStrips>(table.strip_units);
+    for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
+        const bool moved = cursor.seek(unit);
+        const AdamWDescriptor& tensor = cursor.item();
+        if (moved) {
+            if (group != nullptr) raise_group(group, group_amax);
+            group = tensor.tile_offset < 0 ? nullptr : table.reduced + tensor.amax_offset;
+            group_amax = 0.0f;
+        }
+        const auto [row, col] = strip_at(tensor, unit);
+        const int64_t lane_col = col + lane_index() * kLaneColumns;
+        const AdamWStep step = table.steps[&tensor - table.tensors];
+        uint32_t bits = 0;
+        if (step.gradient == nullptr) {
+            if (group != nullptr) bits = read_strip(tensor, row, col, lane_col);
+        } else if (tensor.gradient_dtype == DType::kBFloat16) {
+            bits = update_strip<BFloat16>(tensor, step, row, col, lane_col);
+        } else {
+            bits = update_strip<float>(tensor, step, row, col, lane_col);
+        }
+        if (group == nullptr) continue;
+        const float amax = tile_amax_of(tensor.weight_dtype, bits);
+        group_amax = amax > group_amax ? amax : group_amax;
+        publish_tile(table.reduced, tensor, row, lane_col, amax);
+    }
+    if (group != nullptr) raise_group(group, group_amax);
+}
+
+}  // namespace
+
+void adamw_begin(const AdamWTable& table, const AdamWOptions& options, int64_t first,
+                 const uintptr_t* gradients, int64_t count, cudaStream_t stream) {
+    for (int64_t done = 0; done < count; done += kGradientsPerLaunch) {
+        const int64_t some = std::min<int64_t>(count - done, kGradientsPerLaunch);
+        BeginArgs args{options, table.tensors + first + done, table.steps + first + done,
+                       static_cast<int32_t>(some)};
+        std::copy_n(gradients + done, some, args.gradients);
+        launch("adamw_begin", adamw_begin_kernel, ceil_div(some, kThreads), stream, args);
+    }
+}
+
+void adamw_update(const AdamWTable& table, cudaStream_t stream) {
+    if (table.strip_units == 0) return;
+    launch("adamw_update", adamw_update_kernel, ceil_div(table.strip_units, kBlockStrips), stream, table);
+}
+
+}  // namespace zerofp4::cuda

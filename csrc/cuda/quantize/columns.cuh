@@ -1,0 +1,150 @@
+#pragma once
+// Quantizing a strip of 16 rows by 128 columns along its columns, of which a lane has 4: blocks of 16x1, of
+// the matrix or of its transform.
+
+#include "cuda/format/transform.cuh"
+#include "cuda/quantize/rows.cuh"
+
+namespace zerofp4::cuda {
+
+// Writes the codes and the scale of the lane's column k.
+__device__ __forceinline__ void keep_column(TileBuffers& tile, int k, int strip, uint32_t byte,
+                                            const uint32_t (&codes)[2]) {
+    const int column = lane_index() * kLaneCols + k;
+    tile.set_column(column, strip, codes[0], codes[1]);
+    tile.columnwise_scale[column][strip] = static_cast<uint8_t>(byte);
+}
+
+// The 16 values of a column of a 16-bit dtype.
+template <typename T, class Rounding>
+__device__ __forceinline__ void encode_column(const Pairs (&values)[2], const Scales& scales,
+                                              const Rounding& rounding, int k, int strip, TileBuffers& tile) {
+    Signs signs[2] = {Signs(values[0]), Signs(values[1])};
+    Pairs magnitude[2];
+    uint32_t most = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            magnitude[h][i] = magnitudes<T>(values[h][i]);
+            asm("" : "+r"(magnitude[h][i]));  // kept: masking halves again later takes more
+            most = __vmaxu2(most, magnitude[h][i]);
+        }
+    }
+    most = widened<T>(max(most & 0xffffu, most >> 16));
+    const uint32_t byte = scales.byte_of(most);
+    const float factor = scales.encode[byte];
+    const bool regular = Rounding::is_regular(most, factor);
+    typename Rounding::Bytes random[kBlock / 4];
+    rounding.column_bytes(k, random);
+    uint32_t codes[2];
+    Rounding::template encode_block<T>(magnitude, signs, factor, regular, random, codes);
+    keep_column(tile, k, strip, byte, codes);
+}
+
+// Encodes 16 values that are not rounded further.
+template <class Rounding>
+__device__ __forceinline__ void encode_column(const float (&x)[kBlock], const Scales& scales,
+                                              const Rounding& rounding, int k, int strip, TileBuffers& tile) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) most = max(most, magnitude_bits(x[r]));
+    const uint32_t byte = scales.byte_of(most);
+    const float factor = scales.encode[byte];
+    const bool regular = Rounding::is_regular(most, factor);
+    typename Rounding::Bytes random[kBlock / 4];
+    rounding.column_bytes(k, random);
+    uint32_t codes[2];
+    Rounding::encode_block(x, factor, regular, random, codes);
+    keep_column(tile, k, strip, byte, codes);
+}
+
+// A column of 16 rows, given as words of two neighbouring columns.
+template <typename T>
+__device__ __forceinline__ void column_pairs(const uint32_t (&words)[kBlock], int k, Pairs (&values)[2]) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+        if (i % 4 < 2)
+            values[i / 8][i % 8 / 4 * 2 + i % 2] = __byte_perm(words[i], words[i + 2], k ? 0x7632 : 0x5410);
+    }
+}
+
+// The same, transformed. `fits`: four times the transform has no value that is finite but infinite as a
+// bfloat16, or none that matters.
+template <Columns kColumns>
+__device__ __forceinline__ void transformed_pairs(const uint32_t (&words)[kBlock], int k, bool fits,
+                                                  Pairs (&values)[2]) {
+    float x[kBlock];
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+        float both[2];
+        unpack<BFloat16>({words[r]}, both);
+        x[r] = both[k];
+    }
+    // Constant signs become negations inside of the first additions.
+    butterfly(x, kColumns == Columns::kRandomHadamard ? kRandomSigns : 0u);
+    if (!fits) {
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r) x[r] = quarter(x[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+        if (i % 4 < 2)
+            values[i / 8][i % 8 / 4 * 2 + i % 2] = quarter_pair(pack_word<BFloat16>({x[i], x[i + 2]}), fits);
+    }
+}
+
+// Two neighbouring columns of a 16-bit dtype.
+template <typename T, Columns kColumns, class Rounding>
+__device__ __forceinline__ void encode_columns(const uint32_t (&words)[kBlock], const Scales& scales,
+                                               const Rounding& rounding, int pair, int strip,
+                                               TileBuffers& tile) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        Pairs values[2];
+        if constexpr (is_transformed(kColumns)) {
+            transformed_pairs<kColumns>(words, k, scales.fits, values);
+        } else {
+            column_pairs<T>(words, k, values);
+        }
+        encode_column<T>(values, scales, rounding, 2 * pair + k, strip, tile);
+    }
+}
+
+// The dtype of which a columnwise copy's values are.
+template <typename T, Columns kColumns>
+using ColumnType = std::conditional_t<is_transformed(kColumns), BFloat16, T>;
+
+// Blocks along the columns.
+template <typename T, Columns kColumns, class Rounding>
+__device__ __forceinline__ void quantize_columns(const StripWords<T>& words, const Scales& scales,
+                                                 const Rounding& rounding, int strip, TileBuffers& tile) {
+    if constexpr (kPerWord<T> == 2 || is_transformed(kColumns)) {
+        // The transform begins with rounding to bfloat16.
+        using Rounded = ColumnType<T, kColumns>;
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+            uint32_t both[kBlock];
+#pragma unroll
+            for (int r = 0; r < kBlock; ++r) {
+                if constexpr (std::is_same_v<T, Rounded>) {
+                    both[r] = words[r][pair];
+                } else {
+                    float x[kLaneCols];
+                    unpack<T>(words[r], x);
+                    both[r] = pack_word<BFloat16>({x[2 * pair], x[2 * pair + 1]});
+                }
+            }
+            encode_columns<Rounded, kColumns>(both, scales, rounding, pair, strip, tile);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < kLaneCols; ++k) {
+            float x[kBlock];
+            column_values<T>(words, k, x);
+            encode_column(x, scales, rounding, k, strip, tile);
+        }
+    }
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,241 @@
+// Quantization with four over six. A lane takes one block of 16 elements, along the rows of the input or
+// along its columns; half a warp takes 16 blocks below one another, which are a tile under 2D scaling.
+
+#include "common/args/quantize.h"
+#include "cuda/device/units.cuh"
+#include "cuda/format/convert.cuh"
+#include "cuda/format/magnitudes.cuh"
+#include "cuda/format/transform.cuh"
+#include "cuda/kernels.h"
+
+namespace zerofp4::cuda {
+namespace {
+
+constexpr unsigned kHalf = kLanes / 2;
+constexpr int64_t kPaddedBlocks =
+    kAtomRows / kBlock;  // padded layouts end at a multiple of it in both directions
+
+// One copy of the tensor: a matrix [rows, cols] of which the input is the one or the other orientation.
+struct Copy {
+    int64_t rows;
+    int64_t cols;  // of the codes
+    uint8_t* data;
+    uint8_t* const* scales;  // by ScaleLayout
+
+    __device__ __forceinline__ int64_t scale_columns() const { return ceil_div(cols, kBlock); }
+};
+
+__device__ __forceinline__ Copy rowwise_copy(const QuantizeArgs& args) {
+    return {args.rows, args.cols, args.rowwise_data, args.rowwise_scale};
+}
+
+__device__ __forceinline__ Copy columnwise_copy(const QuantizeArgs& args) {
+    const int64_t cols = args.hadamard ? round_up(args.rows, kBlock) : args.rows;
+    return {args.cols, cols, args.columnwise_data, args.columnwise_scale};
+}
+
+// The elements of block `j` of stored row `i`; 0 past the edges.
+template <typename T, bool kColumnwise>
+__device__ __forceinline__ void load_block(const QuantizeArgs& args, int64_t i, int64_t j,
+                                           float (&x)[kBlock]) {
+    const T* input = static_cast<const T*>(args.input);
+    if constexpr (kColumnwise) {
+        const int count = i < args.cols ? clamp_count(args.rows - j * kBlock, kBlock) : 0;
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r)
+            x[r] = r < count ? load_float(input[(j * kBlock + r) * args.cols + i]) : 0.0f;
+        if (args.hadamard) {
+            transform<T>(x, args.signs);
+#pragma unroll
+            for (int r = 0; r < kBlock; ++r) x[r] = quarter(x[r]);
+            round_all<BFloat16>(x);
+        }
+    } else {
+        const int count = i < args.rows ? clamp_count(args.cols - j * kBlock, kBlock) : 0;
+        load_elements(input + i * args.cols + j * kBlock, count, x);
+    }
+}
+
+template <bool kTiles>
+__device__ __forceinline__ uint32_t amax_bits(const float (&x)[kBlock]) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int k = 0; k < kBlock; ++k) bits = max(bits, magnitude_bits(x[k]));
+    if constexpr (kTiles) {
+#pragma unroll
+        for (unsigned mask = kHalf / 2; mask > 0; mask /= 2)
+            bits = max(bits, __shfl_xor_sync(kAllLanes, bits, mask));
+    }
+    return bits;
+}
+
+using BlockCodes = uint32_t[2];
+
+__device__ __forceinline__ void round_nearest(const float (&x)[kBlock], float encode, BlockCodes& codes) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        codes[h] = 0;
+#pragma unroll
+        for (int k = 8 * h; k < 8 * h + 8; k += 4) {
+            const uint32_t four =
+                convert_four({x[k] * encode, x[k + 1] * encode, x[k + 2] * encode, x[k + 3] * encode});
+            codes[h] |= four << (4 * (k % 8));
+        }
+    }
+}
+
+// The error of a block with these codes; under 2D scaling that of the tile.
+template <bool kTiles>
+__device__ __forceinline__ float error_of(const float (&x)[kBlock], const BlockCodes& codes, uint32_t scale,
+                                          float amax, const FourOverSix& choice) {
+    const float scale_value = e4m3_to_float(scale);
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kBlock; ++k) {
+        const float value = e2m1_to_float(codes[k / 8] >> (4 * (k % 8)) & 15u);
+        sum += element_error(x[k], value, scale_value, amax, choice);
+    }
+    if constexpr (kTiles) {
+#pragma unroll
+        for (unsigned mask = kHalf / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(kAllLanes, sum, mask);
+    }
+    return sum;
+}
+
+// Returns the scale byte.
+template <bool kTiles>
+__device__ __forceinline__ uint32_t four_over_six(const float (&x)[kBlock], float amax,
+                                                  const TensorScale& tensor, const FourOverSix& choice,
+                                                  BlockCodes& codes) {
+    const ScaleCandidates scales = scale_candidates(amax_of_bits(amax_bits<kTiles>(x)), tensor);
+    BlockCodes codes_four;
+    round_nearest(x, block_encode(scales.six, tensor), codes);
+    round_nearest(x, block_encode(scales.four, tensor), codes_four);
+    const float error_six = error_of<kTiles>(x, codes, scales.six, amax, choice);
+    const float error_four = error_of<kTiles>(x, codes_four, scales.four, amax, choice);
+    const bool take_four = error_four < error_six;
+    codes[0] = take_four ? codes_four[0] : codes[0];
+    codes[1] = take_four ? codes_four[1] : codes[1];
+    return take_four ? scales.four : scales.six;
+}
+
+// The scale of block j of stored row i, in every layout; 0 past the edges.
+__device__ __forceinline__ void store_scale(const Copy& copy, bool tiles, int64_t i, int64_t j,
+                                            uint32_t scale) {
+    const int64_t columns = copy.scale_columns(), pitch = round_up(columns, kAtomColumns);
+    const bool exists = i < copy.rows && j < columns;
+    const uint8_t byte = exists ? static_cast<uint8_t>(scale) : 0;
+    if (copy.scales[kCompact] && exists && (!tiles || i % kBlock == 0))
+        copy.scales[kCompact][(tiles ? i / kBlock : i) * columns + j] = byte;
+    if (i >= round_up(copy.rows, kAtomRows) || j >= pitch) return;
+    if (copy.scales[kExpanded]) copy.scales[kExpanded][i * pitch + j] = byte;
+    if (copy.scales[kSwizzled]) copy.scales[kSwizzled][swizzled_offset(i, j, columns)] = byte;
+}
+
+__device__ __forceinline__ void store_block(const Copy& copy, int64_t i, int64_t j, const BlockCodes& codes) {
+    if (!copy.data || i >= copy.rows) return;
+    const int count = clamp_count(copy.cols - j * kBlock, kBlock) / 2;
+    store8(copy.data + (i * copy.cols + j * kBlock) / 2, codes, count);
+}
+
+// Lane `i` of half a warp gives 16 codes of row i and gets those of column i.
+__device__ __forceinline__ void transpose_tile(BlockCodes& codes) {
+    // Words between lanes 8 apart, then halves, bytes and nibbles of both words between lanes 4, 2 and 1
+    // apart.
+    const bool lower = lane_index() & 8;
+    const uint32_t received = __shfl_xor_sync(kAllLanes, lower ? codes[0] : codes[1], 8);
+    (lower ? codes[0] : codes[1]) = received;
+#pragma unroll
+    for (int distance = 4; distance > 0; distance /= 2) {
+        const uint32_t low = distance == 4 ? 0x0000ffffu : distance == 2 ? 0x00ff00ffu : 0x0f0f0f0fu;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const uint32_t other = __shfl_xor_sync(kAllLanes, codes[h], distance);
+            codes[h] = lane_index() & distance ? (codes[h] & ~low) | (other >> (4 * distance) & low)
+                                               : (codes[h] & low) | (other << (4 * distance) & ~low);
+        }
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_values(const QuantizeArgs& args, int64_t i, int64_t j,
+                                             const BlockCodes& codes, float decode) {
+    T* p = static_cast<T*>(args.values) + i * args.cols + j * kBlock;
+    const int count = i < args.rows ? clamp_count(args.cols - j * kBlock, kBlock) : 0;
+#pragma unroll
+    for (int k = 0; k < kBlock; k += 2) {
+        const uint32_t pair = codes[k / 8] >> (4 * (k % 8));
+        const float x[2] = {e2m1_to_float(pair & 15u) * decode, e2m1_to_float(pair >> 4 & 15u) * decode};
+        uint8_t* bytes = reinterpret_cast<uint8_t*>(p + k);
+        if constexpr (kPerWord<T> == 1) {
+            store8(bytes, {to_bits(x[0]), to_bits(x[1])}, k < count ? 8 : 0);
+        } else {
+            store4(bytes, pack_word<T>(x), k < count ? 4 : 0);
+        }
+    }
+}
+
+template <typename T, bool kColumnwise, bool kTiles>
+__global__ void __launch_bounds__(kThreads)
+    quantize_blocks_kernel(const __grid_constant__ QuantizeArgs args) {
+    wait_for_previous_kernel();
+    if (is_skipped(args.skip)) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) store_amaxes(args);
+    const Copy copy = kColumnwise ? columnwise_copy(args) : rowwise_copy(args);
+    const float amax = kColumnwise && args.columnwise_amax ? *args.columnwise_amax : *args.amax;
+    const TensorScale tensor = tensor_scale(amax, args.choice.e4m3_max);
+    // Two tiles a warp, side by side; they cover what padded layouts have, in either orientation.
+    const int64_t across = round_up(copy.scale_columns(), kPaddedBlocks);
+    const int64_t tile = grid_warp() * 2 + lane_index() / kHalf;
+    const int64_t down = tile / across, j = tile - down * across;
+    if (down * kBlock >= round_up(copy.rows, kAtomRows)) return;
+    const int64_t i = down * kBlock + lane_index() % kHalf;
+
+    float x[kBlock];
+    load_block<T, kColumnwise>(args, i, j, x);
+    BlockCodes codes;
+    const uint32_t scale = four_over_six<kTiles>(x, amax, tensor, args.choice, codes);
+    store_block(copy, i, j, codes);
+    store_scale(copy, kTiles, i, j, scale);
+    if constexpr (!kColumnwise) {
+        if (args.values) store_values<T>(args, i, j, codes, block_decode(scale, amax, args.choice.e4m3_max));
+    }
+    if constexpr (kTiles) {
+        if (!args.columnwise_data) return;
+        transpose_tile(codes);
+        const int64_t column = j * kBlock + lane_index() % kHalf;
+        store_block(columnwise_copy(args), column, down, codes);
+        store_scale(columnwise_copy(args), kTiles, column, down, scale);
+    }
+}
+
+template <typename T, bool kColumnwise, bool kTiles>
+void launch_blocks(const QuantizeArgs& args, cudaStream_t stream) {
+    const int64_t rows = round_up(kColumnwise ? args.cols : args.rows, kAtomRows);
+    const int64_t cols = round_up(kColumnwise ? args.rows : args.cols, kAtomRows);
+    const int64_t tiles = rows / kBlock * (cols / kBlock);
+    launch("quantize", quantize_blocks_kernel<T, kColumnwise, kTiles>, ceil_div(tiles, 2 * kWarps), stream,
+           args);
+}
+
+template <typename T>
+void quantize_blocks_as(const QuantizeArgs& args, cudaStream_t stream) {
+    if (args.block_rows == kBlock) return launch_blocks<T, false, true>(args, stream);
+    if (args.rowwise_data || args.values) launch_blocks<T, false, false>(args, stream);
+    if (args.columnwise_data) launch_blocks<T, true, false>(args, stream);
+}
+
+}  // namespace
+
+void quantize_blocks(const QuantizeArgs& args, cudaStream_t stream) {
+    switch (args.dtype) {
+        case DType::kFloat32:
+            return quantize_blocks_as<float>(args, stream);
+        case DType::kBFloat16:
+            return quantize_blocks_as<BFloat16>(args, stream);
+        case DType::kFloat16:
+            return quantize_blocks_as<Float16>(args, stream);
+    }
+}
+
+}  // namespace zerofp4::cuda

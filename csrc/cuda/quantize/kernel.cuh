@@ -1,0 +1,58 @@
+#pragma once
+// Quantization of a matrix with given amaxes, in one pass over the input: a thread block takes a tile of 256
+// rows by 128 columns. Tiles are taken down the columns of bands of 2^shift tiles one below another: what is
+// written at one time should lie side by side, down the rows for the columnwise copy, but no further than the
+// L2 cache keeps cut vectors of the other.
+
+#include "cuda/quantize/tile.cuh"
+
+namespace zerofp4::cuda {
+
+template <typename T, bool kTiles, Columns kColumns, class Rounding>
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T>)
+    quantize_kernel(const __grid_constant__ QuantizeArgs args, uint32_t shift) {
+    wait_for_previous_kernel();
+    if (is_skipped(args.skip)) return;
+    const int64_t band = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+    const uint32_t column = blockIdx.x >> shift, step = blockIdx.x - (column << shift);
+    if (band == 0 && blockIdx.x == 0 && threadIdx.x == 0) store_amaxes(args);
+    const int64_t row = ((band << shift) + step) * kTileRows;
+    if (row < args.rows)
+        quantize_tile<T, kTiles, kColumns, Rounding>(args, row, int64_t{column} * kTileCols, args.rows);
+}
+
+template <typename T, class Rounding>
+void quantize_as(const QuantizeArgs& args, cudaStream_t stream) {
+    const bool tiles = args.block_rows == kBlock;
+    auto kernel = tiles ? quantize_kernel<T, true, Columns::kNone, Rounding>
+                        : quantize_kernel<T, false, Columns::kNone, Rounding>;
+    if (args.columnwise_data && tiles) kernel = quantize_kernel<T, true, Columns::kPlain, Rounding>;
+    if (args.columnwise_data && !tiles) {
+        kernel = !args.hadamard ? quantize_kernel<T, false, Columns::kPlain, Rounding>
+                 : !args.signs  ? quantize_kernel<T, false, Columns::kHadamard, Rounding>
+                                : quantize_kernel<T, false, Columns::kRandomHadamard, Rounding>;
+    }
+    constexpr uint32_t kMostShift = 3;
+    constexpr int64_t kMostY = 65535;  // of a grid
+    const int64_t down = ceil_div(args.rows, kTileRows);
+    uint32_t shift = 0;
+    while (args.columnwise_data && shift < kMostShift && int64_t{1} << shift < down) ++shift;
+    const int64_t bands = ceil_div(down, int64_t{1} << shift), y = std::min(bands, kMostY);
+    const dim3 grid(static_cast<unsigned>(ceil_div(args.cols, kTileCols) << shift), static_cast<unsigned>(y),
+                    static_cast<unsigned>(ceil_div(bands, y)));
+    launch("quantize", kernel, grid, stream, args, shift);
+}
+
+template <class Rounding>
+void quantize_by(const QuantizeArgs& args, cudaStream_t stream) {
+    switch (args.dtype) {
+        case DType::kFloat32:
+            return quantize_as<float, Rounding>(args, stream);
+        case DType::kBFloat16:
+            return quantize_as<BFloat16, Rounding>(args, stream);
+        case DType::kFloat16:
+            return quantize_as<Float16, Rounding>(args, stream);
+    }
+}
+
+}  // namespace zerofp4::cuda

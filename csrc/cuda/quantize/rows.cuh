@@ -1,0 +1,244 @@
+#pragma once
+// Quantizing a strip of 16 rows by 128 columns along its rows: blocks of 1x16, 4 lanes each, or tiles of
+// 16x16.
+
+#include "cuda/format/convert.cuh"
+#include "cuda/format/nearest.cuh"
+#include "cuda/quantize/tile_buffers.cuh"
+#include "cuda/strip/matrix_strip.cuh"
+
+namespace zerofp4::cuda {
+
+constexpr int kBlockLanes = kBlock / kLaneCols;
+constexpr int kScaleBytes = 128;  // E4M3 without a sign
+static_assert(2 * kScaleBytes == kThreads && kTileStrips % kWarps == 0);
+
+enum class Columns { kNone, kPlain, kHadamard, kRandomHadamard };
+
+__host__ __device__ constexpr bool is_transformed(Columns columns) {
+    return columns == Columns::kHadamard || columns == Columns::kRandomHadamard;
+}
+
+// Where a block's scale comes from: its tensor's, and what its elements are multiplied with by scale byte.
+struct Scales {
+    float block_factor;
+    const float* encode;  // [kScaleBytes] in shared memory
+    bool fits;            // transformed_pairs
+
+    __device__ __forceinline__ uint32_t byte_of(uint32_t amax_bits) const {
+        return convert_scale(amax_of_bits(amax_bits) * block_factor);
+    }
+};
+
+// The largest magnitudes of the lane's elements of rows 2 p and 2 p + 1, as floats or as a pair.
+template <typename T>
+struct RowPairs;
+
+template <>
+struct RowPairs<float> {
+    uint32_t upper[kBlock / 2], lower[kBlock / 2];
+
+    __device__ __forceinline__ void set(int p, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+        upper[p] = max(max(magnitudes<float>(a[0]), magnitudes<float>(a[1])),
+                       max(magnitudes<float>(a[2]), magnitudes<float>(a[3])));
+        lower[p] = max(max(magnitudes<float>(b[0]), magnitudes<float>(b[1])),
+                       max(magnitudes<float>(b[2]), magnitudes<float>(b[3])));
+    }
+    // Keeps one of two neighbouring pairs and gives the other to the lane `mask` away.
+    __device__ __forceinline__ void exchange(int p, int from, bool second, int mask) {
+        upper[p] = exchanged(upper, from, second, mask);
+        lower[p] = exchanged(lower, from, second, mask);
+    }
+    __device__ __forceinline__ uint32_t bits(int slot) const {
+        return slot % 2 ? lower[slot / 2] : upper[slot / 2];
+    }
+
+  private:
+    static __device__ __forceinline__ uint32_t exchanged(const uint32_t (&pairs)[kBlock / 2], int from,
+                                                         bool second, int mask) {
+        const uint32_t keep = second ? pairs[from + 1] : pairs[from];
+        const uint32_t give = second ? pairs[from] : pairs[from + 1];
+        return max(keep, __shfl_xor_sync(kAllLanes, give, mask));
+    }
+};
+
+template <typename T>
+struct RowPairs {
+    uint32_t pairs[kBlock / 2];  // their signs mean nothing
+
+    __device__ __forceinline__ void set(int p, const uint32_t (&a)[2], const uint32_t (&b)[2]) {
+        const uint32_t upper = largest_magnitudes<T>(a[0], a[1]), lower = largest_magnitudes<T>(b[0], b[1]);
+        pairs[p] =
+            largest_magnitudes<T>(__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632));
+    }
+    __device__ __forceinline__ void exchange(int p, int from, bool second, int mask) {
+        const uint32_t keep = second ? pairs[from + 1] : pairs[from];
+        const uint32_t give = second ? pairs[from] : pairs[from + 1];
+        pairs[p] = largest_magnitudes<T>(keep, __shfl_xor_sync(kAllLanes, give, mask));
+    }
+    __device__ __forceinline__ uint32_t bits(int slot) const {
+        return widened<T>((slot % 2 ? pairs[slot / 2] >> 16 : pairs[slot / 2]) & 0x7fffu);
+    }
+};
+
+// Blocks along the rows: lane q of the 4 of a block gets the amaxes of the rows 8 j + 2 q and 8 j + 2 q + 1
+// and finds their scales and factors. Returns whether all blocks of the strip are regular ones.
+template <typename T, class Rounding>
+__device__ __forceinline__ bool scale_rows(const StripWords<T>& words, const Scales& scales,
+                                           uint8_t (*bytes)[kTileScaleColumns], float (&factors)[4]) {
+    const int q = lane_index() % kBlockLanes;
+    RowPairs<T> pairs;
+#pragma unroll
+    for (int p = 0; p < kBlock / 2; ++p) pairs.set(p, words[2 * p], words[2 * p + 1]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs.exchange(i, 2 * i, q & 1, 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pairs.exchange(i, 2 * i, q & 2, 2);
+    bool regular = true;
+#pragma unroll
+    for (int slot = 0; slot < 4; ++slot) {
+        const uint32_t byte = scales.byte_of(pairs.bits(slot));
+        bytes[8 * (slot / 2) + 2 * q + slot % 2][lane_index() / kBlockLanes] = static_cast<uint8_t>(byte);
+        factors[slot] = scales.encode[byte];
+        regular = regular && Rounding::is_regular(pairs.bits(slot), factors[slot]);
+    }
+    return __all_sync(kAllLanes, regular);
+}
+
+// The factor of a row, which one of the block's lanes has.
+__device__ __forceinline__ float factor_of(const float (&factors)[4], int r) {
+    return __shfl_sync(kAllLanes, factors[r / 8 * 2 + r % 2], r % 8 / 2, kBlockLanes);
+}
+
+// The largest magnitude of a tile of 16 x 16, for its 4 lanes.
+template <typename T>
+__device__ __forceinline__ uint32_t tile_bits(const StripWords<T>& words) {
+    uint32_t most = strip_bits<T>(words);
+#pragma unroll
+    for (int mask = 1; mask < kBlockLanes; mask *= 2)
+        most = max(most, __shfl_xor_sync(kAllLanes, most, mask));
+    return most;
+}
+
+// The codes of the strip's rows, four a lane.
+__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const StripPlace& at, bool whole,
+                                           const uint32_t (&fours)[kBlock]) {
+    const int64_t pitch = args.cols / 2;
+    uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
+    if (whole && is_aligned(args.rowwise_data, 2)) {
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r, p += pitch)
+            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(fours[r]);
+        return;
+    }
+    const int rows = clamp_count(args.rows - at.row, kBlock);
+    const int cols = clamp_count(args.cols - at.col, kLaneCols);
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r, p += pitch) {
+        if (r < rows && cols > 0) p[0] = static_cast<uint8_t>(fours[r]);
+        if (r < rows && cols > 2) p[1] = static_cast<uint8_t>(fours[r] >> 8);
+    }
+}
+
+// What the codes of a row stand for, in the input's dtype.
+template <typename T>
+__device__ __forceinline__ void write_values(const QuantizeArgs& args, const StripPlace& at, int r,
+                                             uint32_t four, float decode) {
+    T* p = static_cast<T*>(args.values) + (at.row + r) * args.cols + at.col;
+    const int count = at.row + r < args.rows ? clamp_count(args.cols - at.col, kLaneCols) : 0;
+    float x[kLaneCols];
+#pragma unroll
+    for (int k = 0; k < kLaneCols; ++k) x[k] = e2m1_to_float(four >> (4 * k) & 15u) * decode;
+    if constexpr (kPerWord<T> == 1) {
+        store16(reinterpret_cast<uint8_t*>(p), {to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3])},
+                4 * count);
+    } else {
+        store8(reinterpret_cast<uint8_t*>(p), {pack_word<T>({x[0], x[1]}), pack_word<T>({x[2], x[3]})},
+               2 * count);
+    }
+}
+
+// The codes of 16 rows, four a row, as those of 4 columns.
+__device__ __forceinline__ void transpose_codes(const uint32_t (&fours)[kBlock], uint32_t (&columns)[4][2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        // Rows 2 i and 2 i + 1 of this half, then the bytes of all even and of all odd rows.
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            pairs[i] = __byte_perm(fours[8 * h + 2 * i], fours[8 * h + 2 * i + 1], 0x5410);
+        const uint32_t even01 = __byte_perm(pairs[0], pairs[1], 0x5140);
+        const uint32_t even23 = __byte_perm(pairs[2], pairs[3], 0x5140);
+        const uint32_t odd01 = __byte_perm(pairs[0], pairs[1], 0x7362);
+        const uint32_t odd23 = __byte_perm(pairs[2], pairs[3], 0x7362);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const uint32_t even = __byte_perm(even01, even23, b ? 0x7632 : 0x5410);
+            const uint32_t odd = __byte_perm(odd01, odd23, b ? 0x7632 : 0x5410);
+            columns[2 * b][h] = (even & 0x0f0f0f0fu) | (odd << 4 & 0xf0f0f0f0u);
+            columns[2 * b + 1][h] = (even >> 4 & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u);
+        }
+    }
+}
+
+// Blocks along the rows, or tiles; the columnwise codes of tiles too.
+template <typename T, bool kTiles, Columns kColumns, class Rounding>
+__device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const StripWords<T>& words,
+                                              const StripPlace& at, bool whole, const Scales& scales,
+                                              const Rounding& rounding, float amax, int strip,
+                                              TileBuffers& tile) {
+    const int tile_column = lane_index() / kBlockLanes;
+    float factors[4];
+    bool regular;
+    if constexpr (kTiles) {
+        const uint32_t most = tile_bits<T>(words), byte = scales.byte_of(most);
+        tile.rowwise_scale[strip][tile_column] = static_cast<uint8_t>(byte);
+        tile.columnwise_scale[tile_column][strip] = static_cast<uint8_t>(byte);
+        factors[0] = scales.encode[byte];
+        regular = __all_sync(kAllLanes, Rounding::is_regular(most, factors[0]));
+    } else {
+        regular = scale_rows<T, Rounding>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);
+    }
+    const auto encoded = [&](int r, bool all_regular) {
+        const float factor = kTiles ? factors[0] : factor_of(factors, r);
+        return Rounding::template encode_row<T>(words[r], factor, all_regular, rounding.row_bytes(r));
+    };
+    constexpr bool kKeeps = kTiles && kColumns == Columns::kPlain;
+    // Values are never wanted beside a columnwise copy: that much less code and registers.
+    const bool values = kColumns == Columns::kNone && args.values;
+    const bool all_taken = regular || Rounding::template kTakesAny<T>;
+    if (!kKeeps && !values && whole && all_taken && is_aligned(args.rowwise_data, 2)) {
+        const int64_t pitch = args.cols / 2;
+        uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r, p += pitch)
+            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(encoded(r, true));
+        return;
+    }
+    uint32_t fours[kBlock];
+    if (kKeeps && regular) {
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r, true);
+    } else {
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r, false);
+    }
+    if (args.rowwise_data) write_rows(args, at, whole, fours);
+    if (values) {
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r) {
+            const uint32_t byte = tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column];
+            write_values<T>(args, at, r, fours[r], block_decode(byte, amax));
+        }
+    }
+    if constexpr (kKeeps) {
+        uint32_t columns[kLaneCols][2];
+        transpose_codes(fours, columns);
+#pragma unroll
+        for (int k = 0; k < kLaneCols; ++k)
+            tile.set_column(lane_index() * kLaneCols + k, strip, columns[k][0], columns[k][1]);
+    }
+}
+
+}  // namespace zerofp4::cuda

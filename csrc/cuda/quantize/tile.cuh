@@ -1,0 +1,77 @@
+#pragma once
+// Quantizing a tile of 256 rows by 128 columns with a thread block: 1x16 blocks or 16x16 tiles, the rowwise
+// and the columnwise copy, the transform of the columnwise one, scales in any layout, rounding to nearest or
+// stochastically. A warp takes strips of 16 rows by 128 columns, each lane 4 neighbouring columns of every
+// row: a block along the rows is 4 lanes, a block along the columns lies in one lane.
+
+#include "cuda/format/scale_tile.cuh"
+#include "cuda/quantize/columns.cuh"
+
+namespace zerofp4::cuda {
+
+// Registers for as many blocks on a multiprocessor.
+template <typename T>
+constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
+
+// What a thread block needs of its tensor's amaxes: factors by scale byte, for the rowwise copy and the
+// columnwise one.
+struct Tables {
+    float encode[2][kScaleBytes];
+    float block_factors[2];
+
+    // By half of the threads each.
+    __device__ __forceinline__ void fill(float amax, float columnwise_amax) {
+        const int side = static_cast<int>(threadIdx.x) / kScaleBytes;
+        const uint32_t byte = threadIdx.x % kScaleBytes;
+        const TensorScale tensor = tensor_scale(side == 0 ? amax : columnwise_amax);
+        encode[side][byte] = block_encode(byte, tensor);
+        if (byte == 0) block_factors[side] = tensor.block_factor;
+    }
+};
+
+// The tile of a matrix that begins at an element of it. Rows from `input_rows` on are zeros that are not in
+// the input.
+template <typename T, bool kTiles, Columns kColumns, class Rounding = Nearest>
+__device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t row, int64_t col,
+                                              int64_t input_rows) {
+    __shared__ TileBuffers tile;
+    __shared__ Tables tables;
+    const float amax = *args.amax;
+    const float columnwise_amax = args.columnwise_amax ? *args.columnwise_amax : amax;
+    tables.fill(amax, columnwise_amax);
+    __syncthreads();
+    const Scales rowwise = {tables.block_factors[0], tables.encode[0], true};
+    const Scales columnwise = {tables.block_factors[1], tables.encode[1], columnwise_amax <= 0x1p126f};
+    const bool rows_wanted = args.rowwise_data || args.values;
+    const int64_t stored = is_transformed(kColumns) ? round_up(args.rows, kBlock) : args.rows;
+    Rounding rounding(args);
+#pragma unroll 1
+    for (int strip = warp_index(); strip < kTileStrips; strip += kWarps) {
+        const StripPlace at = {row + strip * kBlock, col + lane_index() * kLaneCols};
+        // Before the input is there: together the two would take too many registers.
+        if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, args.cols);
+        StripWords<T> words;
+        const bool whole =
+            load_strip<T>({static_cast<const T*>(args.input), input_rows, args.cols}, at, words);
+        if (kTiles || rows_wanted)
+            quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, rounding, amax, strip, tile);
+        if constexpr (!kTiles && kColumns != Columns::kNone) {
+            rounding.draw_columns(at.row, at.col, stored);
+            quantize_columns<T, kColumns>(words, columnwise, rounding, strip, tile);
+        }
+    }
+    __syncthreads();
+    constexpr int kShift = kTiles ? 4 : 0;
+    const int64_t row_blocks = ceil_div(args.rows, kBlock), col_blocks = ceil_div(args.cols, kBlock);
+    write_scales(ScaleTile<kTileRows, kTileScaleColumns, 0>{tile.rowwise_scale, args.rows, col_blocks, row,
+                                                            col / kBlock, kShift},
+                 args.rowwise_scale);
+    if constexpr (kColumns != Columns::kNone) {
+        write_scales(ScaleTile<kTileCols, kTileStrips, kThreads / 2>{tile.columnwise_scale, args.cols,
+                                                                     row_blocks, col, row / kBlock, kShift},
+                     args.columnwise_scale);
+        write_columnwise(tile, args.columnwise_data, args.cols, stored / 2, col, row / 2);
+    }
+}
+
+}  // namespace zerofp4::cuda

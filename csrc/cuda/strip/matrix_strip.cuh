@@ -1,0 +1,87 @@
+#pragma once
+// Reading a matrix by strips: a warp takes 16 rows by 128 columns, each lane 4 neighbouring columns of every
+// row.
+
+#include "common/layout.h"
+#include "cuda/device/units.cuh"
+#include "cuda/device/vector.cuh"
+#include "cuda/format/magnitudes.cuh"
+
+namespace zerofp4::cuda {
+
+constexpr int kLaneCols = 4;
+static_assert(kLanes * kLaneCols == kStripColumns);
+
+template <typename T>
+struct Matrix {
+    const T* data;
+    int64_t rows;
+    int64_t cols;
+};
+
+struct StripPlace {
+    int64_t row;  // of the strip
+    int64_t col;  // of the lane
+};
+
+// A lane's elements of a strip as they were read; 0 past the edges.
+template <typename T>
+using StripWords = uint32_t[kBlock][kLaneCols / kPerWord<T>];
+
+// Returns whether all lanes' elements exist, so that every row could be read by vectors.
+template <typename T>
+__device__ __forceinline__ bool load_strip(const Matrix<T>& x, const StripPlace& at, StripWords<T>& words) {
+    const T* input = x.data + at.row * x.cols + at.col;
+    const int64_t strip_end = at.col + (kLanes - lane_index()) * kLaneCols;
+    if (at.row + kBlock <= x.rows && strip_end <= x.cols && x.cols % kLaneCols == 0 &&
+        is_aligned(x.data, kLaneCols * static_cast<int>(sizeof(T)))) {
+#pragma unroll
+        for (int r = 0; r < kBlock; ++r) load_words<true>(input + r * x.cols, words[r]);
+        return true;
+    }
+    const int rows = clamp_count(x.rows - at.row, kBlock);
+    const int cols = clamp_count(x.cols - at.col, kLaneCols);
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+        float values[kLaneCols];
+        load_elements(input + r * x.cols, r < rows ? cols : 0, values);
+#pragma unroll
+        for (int i = 0; i < kLaneCols / kPerWord<T>; ++i) {
+            if constexpr (kPerWord<T> == 1) {
+                words[r][i] = to_bits(values[i]);
+            } else {
+                words[r][i] = pack_word<T>({values[2 * i], values[2 * i + 1]});
+            }
+        }
+    }
+    return false;
+}
+
+// The largest magnitude of all of a lane's elements, as the bits of a float.
+template <typename T>
+__device__ __forceinline__ uint32_t strip_bits(const StripWords<T>& words) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+#pragma unroll
+        for (int i = 0; i < kLaneCols / kPerWord<T>; ++i) most = largest<T>(most, magnitudes<T>(words[r][i]));
+    }
+    if constexpr (kPerWord<T> == 1) {
+        return most;
+    } else {
+        return widened<T>(max(most & 0xffffu, most >> 16));
+    }
+}
+
+// The strip's 16 values of one of the lane's columns.
+template <typename T>
+__device__ __forceinline__ void column_values(const StripWords<T>& words, int k, float (&x)[kBlock]) {
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+        float row[kLaneCols];
+        unpack<T>(words[r], row);
+        x[r] = row[k];
+    }
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,30 @@
+#pragma once
+// Amaxes of tiles, from the lanes that have read a strip to the reduced vector.
+
+#include "cuda/format/magnitudes.cuh"
+#include "cuda/strip/master_strip.cuh"
+
+namespace zerofp4::cuda {
+
+// The amax of this lane's tile from the largest magnitude bits of each lane's elements. Rounding to the
+// weight's dtype never reverses an order, so that rounding the largest magnitude is the same as taking the
+// largest of rounded ones.
+__device__ __forceinline__ float tile_amax_of(DType weight_dtype, uint32_t lane_bits) {
+#pragma unroll
+    for (int mask = 1; mask < kTileLanes; mask *= 2)
+        lane_bits = max(lane_bits, __shfl_xor_sync(kAllLanes, lane_bits, mask));
+    return round_one(weight_dtype, amax_of_bits(lane_bits));
+}
+
+// Writes the amax of this lane's tile of a strip that starts in `row`; `lane_col` is the lane's first column.
+// A tile of which nothing is owned, past the last column too, has 0 and is not touched. All that this rank
+// owns of a tile is in one strip, so that nobody else writes there.
+__device__ __forceinline__ void publish_tile(float* reduced, const ShardGeometry& weight, int64_t row,
+                                             int64_t lane_col, float amax) {
+    if (lane_index() % kTileLanes == 0 && amax > 0.0f) {
+        const int64_t tile = row / kBlock * ceil_div(weight.cols, kBlock) + lane_col / kBlock;
+        reduced[weight.tile_offset + tile] = amax;
+    }
+}
+
+}  // namespace zerofp4::cuda

@@ -1,0 +1,245 @@
+"""zerofp4::quantize on every backend against the specification, byte for byte."""
+
+import pytest
+import torch
+from golden_cases import MODES as GOLDEN_MODES
+from golden_cases import cases_of, check_golden, golden_input
+from helpers import assert_bytes_equal
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import (
+    DTYPES,
+    KINDS,
+    POISON,
+    SHAPES,
+    assert_record_equals,
+    draw_values,
+    run_with_instruction_set,
+)
+from quantize_cases import MODES, check, make_record, with_state
+
+from zerofp4 import ops, reference
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.ops.stages import SIDES
+from zerofp4.storage import BUFFERS
+
+ZEROFP4 = torch.ops.zerofp4
+@pytest.mark.parametrize(
+    ("case", "mode"), [(case, mode) for mode in GOLDEN_MODES for case in cases_of(mode)], ids=str
+)
+def test_golden_file(device, case, mode):
+    x, options = golden_input(case).to(device), GOLDEN_MODES[mode]
+    record = make_record(x, options)
+    ops.quantize_into(x, record)
+    fields = {
+        "data": record.rowwise_data,
+        "scale": record.rowwise_scale,
+        "data_t": record.columnwise_data,
+        "scale_t": record.columnwise_scale,
+        "amax": record.amax,
+        "amax_t": record.columnwise_amax,
+        "scale_swizzled": record.rowwise_scale_swizzled,
+        "dequant_f32": ZEROFP4.dequantize(
+            record.rowwise_data, record.rowwise_scale, record.amax, options["block_rows"], torch.float32
+        ),
+    }
+    check_golden(case, mode, {name: value.cpu() for name, value in fields.items()})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_dtype_and_mode(device, shape, dtype, mode):
+    x = draw_values(0, shape[0] * shape[1], "normal").view(shape).to(dtype).to(device)
+    check(x, MODES[mode], f"{shape} {dtype} {mode}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(2, 2), (34, 50), (130, 288)])
+@pytest.mark.parametrize("side", SIDES)
+def test_one_copy(device, shape, mode, side):
+    if side == "rowwise" and MODES[mode].get("hadamard"):
+        pytest.skip("the transform is of the columnwise copy")
+    x = draw_values(1, shape[0] * shape[1], "normal").view(shape).to(device)
+    sides = {other: other == side for other in SIDES}
+    record = check(x, MODES[mode], f"{shape} {mode} {side}", **sides)
+    assert record.amax is record.columnwise_amax or side == "rowwise"
+
+
+@given(
+    rows=st.integers(1, 300),
+    half=st.integers(1, 150),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
+    mode=st.sampled_from(sorted(MODES)),
+    seed=st.integers(0, 2**32 - 1),
+    state=st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)),
+)
+def test_drawn(device, rows, half, dtype, kind, mode, seed, state):
+    x = draw_values(seed, rows * 2 * half, kind).view(rows, 2 * half).to(dtype).to(device)
+    options = MODES[mode]
+    if "rng_state" in options:
+        options = options | {"rng_state": state}
+    check(x, options, f"{tuple(x.shape)} {dtype} {kind} {mode}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layouts", [["expanded"], ["swizzled"], ["compact", "swizzled"]], ids="+".join)
+def test_layouts_do_not_need_each_other(device, mode, layouts):
+    """The operator writes any of them; padding is zeroed."""
+    x = draw_values(2, 146 * 210, "normal").view(146, 210).to(device)
+    options = with_state(MODES[mode], device)
+    record = make_record(x, MODES[mode])
+    for names in SIDES.values():
+        for name, layout in zip(names, SCALE_LAYOUTS, strict=True):
+            if layout not in layouts:
+                setattr(record, name, None)
+    ops.quantize_into(x, record, rng_state=options.get("rng_state"))
+    assert_record_equals(record, reference.quantize(x, **options), f"{mode} {layouts}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1e3])
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_given_amaxes(device, mode, factor, rowwise):
+    """What is larger saturates."""
+    x = draw_values(3, 66 * 96, "normal").view(66, 96).to(device)
+    amaxes = [torch.tensor([3.0 * factor], device=device), None]
+    if MODES[mode].get("hadamard"):
+        amaxes[1] = torch.tensor([5.0 * factor], device=device)
+    record = check(x, MODES[mode], f"{mode} {factor}", amaxes, rowwise=rowwise, columnwise=True)
+    for amax in amaxes:
+        assert amax is None or amax.data_ptr() not in (
+            record.amax.data_ptr(),
+            record.columnwise_amax.data_ptr(),
+        )
+
+
+def test_one_given_amax_of_two(device):
+    x = draw_values(4, 50 * 96, "normal").view(50, 96).to(device)
+    mode, amax = MODES["hadamard"], torch.tensor([7.0], device=device)
+    for amaxes in ((amax, None), (None, amax)):
+        check(x, mode, "one of two", amaxes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("given", [False, True])
+def test_skip_leaves_everything_as_it_is(device, mode, given):
+    x = draw_values(5, 34 * 64, "normal").view(34, 64).to(device)
+    options = with_state(MODES[mode], device)
+    record = make_record(x, MODES[mode])
+    amaxes = {"amax": torch.ones(1, device=device)} if given else {}
+    if given and record.hadamard:
+        amaxes["columnwise_amax"] = torch.ones(1, device=device)
+    for value in (1.0, -0.5, torch.inf, torch.nan):
+        skip = torch.tensor([value], device=device)
+        ops.quantize_into(x, record, rng_state=options.get("rng_state"), skip=skip, **amaxes)
+    for name, buffer in record.buffers():
+        assert (buffer.view(torch.uint8) == POISON).all(), name
+    for value in (0.0, -0.0):
+        skip = torch.tensor([value], device=device)
+        ops.quantize_into(x, record, rng_state=options.get("rng_state"), skip=skip, **amaxes)
+        assert_record_equals(record, reference.quantize(x, **amaxes, **options), f"skip {value}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_no_elements(device, mode, shape):
+    x, options = torch.empty(shape, device=device), with_state(MODES[mode], device)
+    record = make_record(x, MODES[mode])
+    state, skip = options.get("rng_state"), torch.ones(1, device=device)
+    ops.quantize_into(x, record, rng_state=state, skip=skip)
+    assert (record.amax.view(torch.uint8) == POISON).all()
+    ops.quantize_into(x, record, rng_state=state)
+    assert record.amax.item() == record.columnwise_amax.item() == 0
+    ops.quantize_into(x, record, rng_state=state, amax=2 * skip, skip=skip - 1)
+    assert record.amax.item() == 2
+
+
+def test_stochastic_codes_of_a_tile_are_the_same_in_both_copies(device):
+    x = draw_values(6, 48 * 80, "normal").view(48, 80).to(device)
+    record = check(x, MODES["stochastic 2d"], "stochastic 2d")
+    assert_bytes_equal(record.columnwise_data, reference.transpose_packed(record.rowwise_data), "transpose")
+
+
+def test_stochastic_codes_of_values_on_and_between_all_grid_points(device):
+    """With a factor of 1, so that what is rounded are the values themselves, in 256ths of a step."""
+    low = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+    step = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0])
+    values = (low[:, None] + torch.arange(256) / 256 * step[:, None]).flatten()
+    values[::16] = 6.0  # the largest of every block, and of the tensor 6 * 448: scales are 1
+    x, amax = values.repeat(16, 1).to(device), torch.tensor([6.0 * 448], device=device)
+    for seed in range(8):
+        state = torch.tensor([seed, seed], device=device)
+        record = make_record(x, MODES["1d"], columnwise=False)
+        ops.quantize_into(x, record, amax=amax, rng_state=state)
+        r = reference.random_bytes(state, x.shape, reference.ROWWISE_STREAM)
+        expected = reference.pack(reference.float_to_e2m1_stochastic(x, r))
+        assert_bytes_equal(record.rowwise_data, expected, f"seed {seed}")
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set(isa):
+    """The tests above ran with the best one; here again, shorter, with each that this processor has."""
+    select = "cpu and (golden or (every_shape and (shape5 or shape7)) or drawn or one_copy)"
+    run_with_instruction_set(isa, __file__, select)
+
+
+# The operator in torch.library
+
+
+def operator_calls(device) -> list:
+    x = torch.randn(32, 48, device=device)
+    calls = []
+    for mode in ("2d", "hadamard", "stochastic 1d", "2d, FourOverSix(e4m3_max=256, error='mse')"):
+        record = make_record(x, MODES[mode])
+        buffers = dict(record.buffers())
+        # Scales as bytes: opcheck compares arguments with operations that float8 does not have.
+        raw = [buffers[name].view(torch.uint8) if "scale" in name else buffers.get(name) for name in BUFFERS]
+        choice = ops.choice_arguments(record.four_over_six)
+        state = with_state(MODES[mode], device).get("rng_state")
+        block_rows, transform = record.block[0], (record.hadamard, record.random_signs)
+        calls.append((x, block_rows, None, None, *transform, state, *choice, None, *raw))
+        skip, given = torch.zeros(1, device=device), torch.ones(1, device=device)
+        given_columnwise = given if record.hadamard else None
+        calls.append((x, block_rows, given, given_columnwise, *transform, state, *choice, skip, *raw))
+    return calls
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_opcheck(device, index):
+    torch.library.opcheck(ZEROFP4.quantize.default, operator_calls(device)[index])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(4, 5)}, ValueError, "last dimension must be even, got 5"),
+        ({"x": torch.zeros(4, 6, dtype=torch.int32)}, ValueError, "x must be a matrix of one of"),
+        ({"x": torch.zeros(6, 4).t()}, ValueError, "x must be contiguous"),
+        ({"block_rows": 4}, ValueError, "block_rows must be 1 or 16, got 4"),
+        ({"amax": torch.zeros(2)}, ValueError, r"amax must have shape \(1,\)"),
+        ({"given_amax": torch.zeros(2)}, ValueError, r"amax must have shape \(1,\)"),
+        ({"rowwise_data": torch.zeros(4, 6, dtype=torch.uint8)}, ValueError, "rowwise_data must have shape"),
+        ({"rowwise_data": torch.zeros(4, 3)}, TypeError, "rowwise_data must be a torch.uint8 tensor"),
+        ({"rowwise_scale": None}, ValueError, "at least one buffer of its scales must be given together"),
+        ({"rowwise_data": None}, ValueError, "at least one buffer of its scales must be given together"),
+        ({"rowwise_data": None, "rowwise_scale": None}, ValueError, "both None"),
+        ({"columnwise_amax": torch.zeros(1)}, ValueError, "a second amax belongs to a rowwise copy with"),
+        ({"rng_state": torch.zeros(2)}, TypeError, "rng_state must be a torch.int64 tensor"),
+        ({"rng_state": torch.zeros(1, dtype=torch.int64)}, ValueError, r"rng_state must have shape \(2,\)"),
+        ({"e4m3_max": 100}, ValueError, "e4m3_max must be 448 or 256, got 100"),
+        ({"e4m3_max": 256, "error": "max"}, ValueError, "error must be 'mae' or 'mse', got 'max'"),
+        ({"skip": torch.zeros(2)}, ValueError, r"skip must have shape \(1,\)"),
+        ({"hadamard": True}, ValueError, "hadamard=True needs blocks of 1x16, got 16x16"),
+        ({"hadamard": True, "block_rows": 1}, ValueError, "transforms the columnwise copy, but none"),
+    ],
+)
+def test_the_operator_refuses(change, error, message):
+    x = torch.zeros(4, 6)
+    arguments = {"x": x, "block_rows": 16, "given_amax": None, "given_columnwise_amax": None}
+    arguments |= {"hadamard": False, "random_signs": True, "rng_state": None, "e4m3_max": 0, "error": "mae"}
+    arguments |= {"skip": None, **dict.fromkeys(BUFFERS)}
+    arguments |= dict(make_record(x, MODES["2d"], columnwise=False, scale_layouts=["compact"]).buffers())
+    with pytest.raises(error, match=message):
+        ZEROFP4.quantize(*(arguments | change).values())

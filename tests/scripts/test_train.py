@@ -1,0 +1,250 @@
+"""scripts/train.py, from its options to the files it leaves; runs of a few steps of the tiny preset."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.processes import ROOT, run_script, why_not
+
+SCRIPTS = ROOT / "scripts"
+SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32"]
+STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
+
+
+@pytest.fixture(autouse=True)
+def scripts_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def run_train(out: Path, *options: str, ranks: int = 1, launcher: str = "alone"):
+    return run_script([str(SCRIPTS / "train.py"), *SMALL, "--out", str(out), *options], ranks, launcher)
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(path: Path) -> list[dict]:
+    """The metrics that may not depend on how fast the machine is."""
+    return [{key: row[key] for key in ("step", "loss", "lr", "grad_norm")} for row in read(path)]
+
+
+def check_picture(out: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_ranks_and_both_kinds_of_weights(tmp_path):
+    finished = run_train(tmp_path, "--weights", "both", "--steps", "12", ranks=2, launcher="torchrun")
+    assert finished.status == 0, finished.output
+    for kind in ("nvfp4", "bf16"):
+        rows = read(tmp_path / f"metrics-{kind}.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, 13))
+        assert all(row.keys() - {"validation_loss"} == STEP_KEYS for row in rows)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+        assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["world_size"] == 2 and not summary["interrupted"]
+    nvfp4, bf16 = summary["runs"]["nvfp4"], summary["runs"]["bf16"]
+    assert nvfp4["verified"] == {"nvfp4_weights": 8, "other_weights": 8}
+    assert bf16["verified"] == {"nvfp4_weights": 0, "other_weights": 16}
+    assert nvfp4["parameters"] == bf16["parameters"]
+    gathered = nvfp4["gathered_bytes_per_step"]
+    assert gathered["nvfp4"] + gathered["high_precision"] < 0.5 * gathered["bf16_equivalent"]
+    assert bf16["gathered_bytes_per_step"]["nvfp4"] == 0
+    assert "the same bytes on 2 ranks; 8 NVFP4 weights equal the quantized and 8 others" in finished.output
+    check_picture(tmp_path)
+
+
+@pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
+def test_under_mpirun(tmp_path):
+    finished = run_train(tmp_path, "--steps", "2", ranks=2, launcher="mpirun")
+    assert finished.status == 0, finished.output
+    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 2
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    options = ["--steps", "3", "--optimizer", "sgd", "--grad-accumulation", "2", "--seed", "7"]
+    for name in ("first", "second"):
+        finished = run_train(tmp_path / name, *options, ranks=2, launcher="torchrun")
+        assert finished.status == 0, finished.output
+    first = numbers(tmp_path / "first" / "metrics-nvfp4.jsonl")
+    assert first == numbers(tmp_path / "second" / "metrics-nvfp4.jsonl")
+    assert len(first) == 3
+
+
+def test_interrupt_leaves_usable_files(tmp_path):
+    metrics = tmp_path / "metrics-nvfp4.jsonl"
+    program = [sys.executable, str(SCRIPTS / "train.py")]
+    with subprocess.Popen(
+        [*program, *SMALL, "--steps", "1000000", "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["runs"]["nvfp4"]["steps"] == len(read(metrics)) > 3
+    check_picture(tmp_path)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    finished = run_train(tmp_path, "--steps", "50", "--optimizer", "sgd", "--lr", "1e30", "--clip", "0")
+    assert finished.status == 1, finished.output
+    assert "try a lower --lr than 1e+30" in finished.output
+    assert all(row["loss"] < float("inf") for row in read(tmp_path / "metrics-nvfp4.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
+        (["--weights", "fp8"], "argument --weights: invalid choice: 'fp8'"),
+        (["--optimizer", "lbfgs"], "argument --optimizer: invalid choice: 'lbfgs'"),
+        (["--steps", "0"], "argument --steps: must be at least 1, got 0"),
+        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (["--grad-accumulation", "-1"], "argument --grad-accumulation: must be at least 1, got -1"),
+        (["--lr", "nan"], "argument --lr: must be at least 0.0, got nan"),
+        (["--clip", "inf"], "argument --clip: must be finite, got inf"),
+        (
+            ["--preset", "tiny", "--sequence-length", "129"],
+            "argument --sequence-length: 129 is longer than the context of preset tiny, which is 128",
+        ),
+        (["--step", "3"], "unrecognized arguments: --step 3"),
+    ],
+)
+def test_wrong_options(options, message, capsys):
+    from train import parse_options
+
+    with pytest.raises(SystemExit) as stopped:
+        parse_options(options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sequence_longer_than_the_text():
+    from text import Text
+
+    text = Text(bytes(100), bytes(33))
+    text.check(32)
+    with pytest.raises(ValueError, match=r"33 \+ 1 bytes exceed the validation text with 33 bytes"):
+        text.check(33)
+
+
+def test_text_holds_out_whole_files(tmp_path):
+    from text import Text
+
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "left_out.py").write_text("left out")
+    with pytest.raises(RuntimeError, match="0 Python files"):
+        Text.of_standard_library(tmp_path)
+    for index in range(40):
+        (tmp_path / f"{index:02}.py").write_text(str(index % 10))
+    text = Text.of_standard_library(tmp_path)
+    assert bytes(text.validation.tolist()) == b"9\n9"
+    assert len(text.train) == 2 * 38 - 1 and bytes(text.train[:6].tolist()) == b"0\n1\n2\n"
+
+
+def test_ranks_share_the_batch_that_one_rank_would_have():
+    from text import Batches
+
+    data = torch.arange(200, dtype=torch.uint8)
+    cpu = torch.device("cpu")
+    alone = Batches(data, 4, 8, rank=0, world_size=1, seed=3)
+    ranks = [Batches(data, 2, 8, rank=rank, world_size=2, seed=3) for rank in (0, 1)]
+    for _ in range(3):
+        inputs, targets = alone.next(cpu)
+        parts = [batches.next(cpu) for batches in ranks]
+        assert torch.equal(inputs, torch.cat([part[0] for part in parts]))
+        assert torch.equal(targets, torch.cat([part[1] for part in parts]))
+        assert torch.equal(targets, inputs + 1)
+        assert not torch.equal(parts[0][0], parts[1][0])
+
+
+def test_presets_have_the_parameters_in_their_names():
+    from gpt import GPT, PRESETS
+
+    for name in ("1m", "10m", "85m", "124m"):
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in GPT(PRESETS[name]).parameters())
+        assert abs(parameters / 1e6 - int(name[:-1])) < 1.2, f"{name}: {parameters}"
+
+
+def test_metrics_survive_a_killed_run(tmp_path):
+    from report import read_metrics
+
+    path = tmp_path / "metrics-nvfp4.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 2.5}]
+
+
+def test_the_running_mean_is_one_sided_nowhere():
+    from report import smoothed
+
+    line = [float(step) for step in range(100)]
+    assert smoothed(line) == line
+    spike = [0.0] * 50 + [5.0] + [0.0] * 49
+    assert smoothed(spike) == [0.0] * 48 + [1.0] * 5 + [0.0] * 47
+
+
+TAMPER = """
+import sys
+import torch
+from train import build, parse_options
+from verify import VerificationError, buffers, verify_weights
+from zerofp4.launch.process_group import destroy_process_group, init_process_group
+
+def main():
+    world = init_process_group()
+    model, optimizer = build("nvfp4", parse_options(["--preset", "tiny"]), world.device)
+    named = dict(model.named_parameters())
+    assert verify_weights(model, optimizer) == {"nvfp4_weights": 8, "other_weights": 8}
+    for name, buffer in (part.split(":") for part in sys.argv[1:]):
+        raw = buffers(named[name])[buffer].view(torch.uint8)
+        kept = raw.clone()
+        if world.rank == world.world_size - 1:
+            raw.view(-1)[5 % raw.numel()] += 1
+        try:
+            verify_weights(model, optimizer)
+        except VerificationError as error:
+            print(f"rank {world.rank} raised: {error}", flush=True)
+        raw.copy_(kept)
+    verify_weights(model, optimizer)
+    destroy_process_group()
+
+main()  # a gloo group that an optimizer holds until the interpreter exits can abort there
+"""
+
+
+def test_verification_finds_a_single_wrong_byte(tmp_path):
+    script = tmp_path / "tamper.py"
+    script.write_text(TAMPER)
+    places = ["blocks.0.qkv.weight:rowwise_data", "blocks.1.down.weight:columnwise_scale", "norm.weight:data"]
+    finished = run_script([str(script), *places], 2, "torchrun")
+    assert finished.status == 0, finished.output
+    for rank in (0, 1):
+        assert finished.output.count(f"rank {rank} raised: 2 buffers are not what they have to be") == 3
+    for place in places:
+        name = place.replace(":", ".")
+        assert f"rank 1: {name} is not its master's cast: 1 of " in finished.output
+        assert f"rank 1: {name} differs from rank 0 in 1 of " in finished.output
+        assert f"rank 0: {name}" not in finished.output

@@ -1,0 +1,14 @@
+"""Casting sharded master weights to NVFP4: plans, and the functions that find theirs by themselves."""
+
+from zerofp4.cast.function import cast_master_weights_to_nvfp4
+from zerofp4.cast.gather import all_gather_nvfp4, post_all_gather_processing
+from zerofp4.cast.plan import CastPlan
+from zerofp4.cast.reduced_vector import MasterPiece
+
+__all__ = [
+    "CastPlan",
+    "MasterPiece",
+    "all_gather_nvfp4",
+    "cast_master_weights_to_nvfp4",
+    "post_all_gather_processing",
+]

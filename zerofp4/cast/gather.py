@@ -1,0 +1,162 @@
+"""Gathering packed codes from arbitrary shards, and what has to be done once they are there."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerofp4 import distributed
+from zerofp4.cast.plan_cache import (
+    attached,
+    find,
+    integers_fingerprint,
+    keep,
+    pin,
+    same_weights,
+    weights_fingerprint,
+)
+from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
+from zerofp4.cast.signature import check_same_weights, describe
+from zerofp4.distributed import OTHER, PRESENT, GroupReference, PackedGather, attempt
+from zerofp4.ops import TransposeStage, target_of
+from zerofp4.shard import Shard
+from zerofp4.storage import NVFP4Storage
+from zerofp4.tensors import NVFP4Tensor
+
+
+@dataclasses.dataclass
+class _GatherPlan:
+    """What all_gather_nvfp4 keeps with the first weight of a list."""
+
+    records: list[NVFP4Storage]
+    shards: list[Shard]
+    gather: PackedGather
+    fingerprint: list | None = None
+
+    @property
+    def group(self) -> GroupReference:
+        return self.gather.group
+
+
+@dataclasses.dataclass
+class _TransposePlan:
+    """What post_all_gather_processing keeps with the first weight of a list."""
+
+    records: list[NVFP4Storage]
+    stage: TransposeStage
+    fingerprint: list | None = None
+    group: GroupReference = dataclasses.field(default_factory=lambda: GroupReference(None))
+
+
+def all_gather_nvfp4(
+    model_weights: Sequence[NVFP4Tensor],
+    start_offsets: Sequence[int | None],
+    shard_numels: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give every rank the codes of all shards of all weights, in one all-gather of packed bytes.
+
+    Rank-local start_offsets[i] and shard_numels[i] say what this rank owns of weight i (None and 0 for
+    nothing); the shards of the group must cover every weight exactly once, at any offset. A byte at an odd
+    boundary is completed from both its owners. The first call with these weights and shards is a collective
+    agreement and allocates staging; both are kept with the first weight.
+
+    Raises TypeError or ValueError, the same on every rank, for invalid arguments, overlapping or missing
+    shards. An error on one rank in a later call raises RuntimeError on the others, and none changes a weight.
+    """
+    group = distributed.resolve_group(group)
+    fingerprint, _ = attempt(_fingerprint, model_weights, start_offsets, shard_numels)
+    plans = attached(model_weights, "gather_plans")
+    plan = find(plans, fingerprint, group)
+    if plan is not None:
+        plan.gather.run()
+    else:
+        parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
+        plan = _gather_checked(model_weights, parsed, error, plans, group)
+        plan.fingerprint = fingerprint
+    torch.autograd.graph.increment_version(model_weights)
+    keep(plans, plan)
+
+
+def _fingerprint(model_weights, start_offsets, shard_numels) -> list | None:
+    """What _check_gather and the addresses of a plan depend on; None for arguments that must be checked."""
+    integers = [integers_fingerprint(start_offsets), integers_fingerprint(shard_numels)]
+    parts = [weights_fingerprint(model_weights), *integers]
+    return None if None in parts else parts
+
+
+def _gather_checked(
+    model_weights, parsed, error: Exception | None, plans: list, group: dist.ProcessGroup | None
+) -> _GatherPlan:
+    """Gather what _check_gather made of the arguments; returns the plan, an old one or a new one."""
+    for plan in reversed(plans):
+        if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
+            fits = error is None and parsed[1] == plan.shards
+            plan.gather.bind_if_moved([record.rowwise_data for record in plan.records])
+            if plan.gather.run(PRESENT if fits else OTHER, error):
+                return plan
+            plans.remove(plan)  # every rank came with other shards
+            break
+    plan = _build_gather(parsed, error, group)
+    plan.gather.run()
+    return plan
+
+
+def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP4Storage], list[Shard]]:
+    check_lists(model_weights=model_weights, start_offsets=start_offsets, shard_numels=shard_numels)
+    if start_offsets is None or shard_numels is None:
+        raise TypeError("start_offsets and shard_numels must be lists, got None")
+    records = check_weights(model_weights)
+    shards = []
+    for i, (record, start, numel) in enumerate(zip(records, start_offsets, shard_numels, strict=True)):
+        if isinstance(numel, bool) or not isinstance(numel, int):
+            raise TypeError(f"shard_numels[{i}] must be an int, got {type(numel).__name__}")
+        if numel < 0:
+            raise ValueError(f"shard_numels[{i}] must not be negative, got {numel}")
+        shards.append(check_shard(f"shard {i}", weight_name(i, record), record, start, numel))
+    return records, shards
+
+
+def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | None) -> _GatherPlan:
+    if error is None and parsed[0]:
+        # What this rank cannot run must be known to all before any waits for the others.
+        _, error = attempt(target_of, parsed[0][0].device)
+    records, shards = parsed if error is None else ([], [])
+    gathered = distributed.exchange((describe(records), shards), error, group)
+    check_same_weights([weights for weights, _ in gathered])
+    rank_shards = [[Shard(*shard) for shard in of_rank] for _, of_rank in gathered]
+    names = [name for name, *_ in gathered[0][0]]
+    distributed.check_ownership(names, [record.shape.numel() for record in records], rank_shards)
+    buffers = [record.rowwise_data for record in records]
+    device = records[0].device if records else torch.device("cpu")
+    return _GatherPlan(records, shards, PackedGather(buffers, rank_shards, group, device))
+
+
+def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
+    """Columnwise data of every weight that has a columnwise buffer, from its gathered codes. One launch.
+
+    The columnwise scales are there already: the cast writes both sides. The weights' autograd versions
+    advance. A CUDA graph that a call is captured in uses the weights' buffers of that call in every replay;
+    they are kept alive with the first weight.
+
+    Raises TypeError or ValueError for anything but a list of distinct 2D-scaled weights on one device.
+    """
+    fingerprint, _ = attempt(weights_fingerprint, model_weights)
+    plans = attached(model_weights, "transpose_plans")
+    plan = find(plans, fingerprint, None)
+    if plan is None:
+        check_lists(model_weights=model_weights)
+        records = check_weights(model_weights)
+        pairs = [(r.rowwise_data, r.columnwise_data) for r in records if r.columnwise_data is not None]
+        plan = next((p for p in plans if same_weights(model_weights, p.records)), None)
+        if plan is None:
+            plan = _TransposePlan(records, TransposeStage(pairs))
+        else:
+            plan.stage.bind(pairs)
+        plan.fingerprint = fingerprint
+    plan.stage.run()
+    if plan.stage.captured:
+        pin(plan)
+    torch.autograd.graph.increment_version(model_weights)
+    keep(plans, plan)

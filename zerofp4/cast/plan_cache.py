@@ -1,0 +1,109 @@
+"""Plans that functions find by themselves: kept with the first weight, found by what a call was given.
+
+A call's fingerprint is all that the checks of its arguments and a plan's addresses depend on. A call with
+the fingerprint of one that was checked needs no check, and taking a fingerprint costs a fraction of the
+checks: a few attributes of each tensor, in loops that run in C. A function returns None where it meets a kind
+of argument that it does not know all about; such calls are always checked.
+"""
+
+from collections.abc import Sequence
+from operator import attrgetter
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.storage import NVFP4Storage, rebindings
+from zerofp4.tensors import NVFP4Tensor
+
+PLANS_PER_WEIGHT = 4
+"""Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
+
+_LISTS = {list, tuple}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, NoneType}
+_CODES = attrgetter("rowwise_data")
+_FACTS = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.numel,
+    torch.Tensor.dim,
+    torch.Tensor.is_contiguous,
+    attrgetter("dtype"),
+)
+
+
+def attached(model_weights: Any, kind: str) -> list:
+    """The plans kept with the first weight, the latest used last; they live as long as it does.
+
+    Plans whose process group was destroyed are dropped. An empty list for anything but a list of weights.
+    """
+    for weight in model_weights if isinstance(model_weights, list | tuple) else ():
+        if isinstance(weight, NVFP4Tensor):
+            plans = weight.record.attachments.setdefault(kind, [])
+            plans[:] = [plan for plan in plans if plan.group.is_alive()]
+            return plans
+    return []
+
+
+def find(plans: Sequence, fingerprint: list | None, group: dist.ProcessGroup | None) -> Any | None:
+    """The plan in this group whose last call had this fingerprint."""
+    for plan in reversed(plans) if fingerprint is not None else ():
+        if plan.fingerprint == fingerprint and plan.group.refers_to(group):
+            return plan
+    return None
+
+
+def keep(plans: list, plan: Any) -> None:
+    """Make `plan` the latest of the plans kept with a weight; the one unused for longest may go."""
+    others = [other for other in plans if other is not plan]
+    plans[:] = [*others[1 - PLANS_PER_WEIGHT :], plan]
+
+
+def pin(plan: Any) -> None:
+    """Keep a plan that is captured in a CUDA graph, which uses its memory in every replay, for as long as the
+    first weight lives, whatever becomes of it among the plans that calls find.
+    """
+    for record in plan.records[:1]:
+        record.attachments.setdefault("captured_plans", {})[id(plan)] = plan
+
+
+def same_weights(model_weights: Any, records: Sequence[NVFP4Storage]) -> bool:
+    """Whether these are the weights of those records, in the same order."""
+    return len(model_weights) == len(records) and all(
+        isinstance(weight, NVFP4Tensor) and weight.record is record
+        for weight, record in zip(model_weights, records, strict=True)
+    )
+
+
+def weights_fingerprint(weights: Any) -> list | None:
+    """Of a list of NVFP4 weights: their records, compared by identity, that none was rebound since, and where
+    their codes are, which may move behind a record (.data assigned, storage resized).
+    """
+    if type(weights) not in _LISTS or not set(map(type, weights)) <= {NVFP4Tensor}:
+        return None
+    records = list(map(attrgetter("record"), weights))
+    return [rebindings(), records, list(map(torch.Tensor.data_ptr, map(_CODES, records)))]
+
+
+def tensors_fingerprint(tensors: Any) -> list | None:
+    """Of a list of plain tensors and Nones: all but their values. Holds no tensor."""
+    if type(tensors) not in _LISTS:
+        return None
+    kinds = set(map(type, tensors))
+    if not kinds <= _PLAIN:
+        return None
+    present = tensors
+    if kinds != {torch.Tensor}:
+        kinds = list(map(type, tensors))
+        present = [tensor for tensor in tensors if tensor is not None]
+    facts = [list(map(fact, present)) for fact in _FACTS]
+    # An address says on which device it is, but that of an empty tensor.
+    empty = [tensor.device for tensor in present if not tensor.data_ptr()] if 0 in facts[0] else []
+    return [kinds, empty, *facts]
+
+
+def integers_fingerprint(integers: Any) -> list | None:
+    """Of a list of ints and Nones; a bool, which equals an int, is neither."""
+    if type(integers) not in _LISTS or not set(map(type, integers)) <= {int, NoneType}:
+        return None
+    return list(integers)

@@ -1,0 +1,247 @@
+"""What a caller asks to be cast, checked: every rule about the arguments of a cast stands here, once."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.format import BLOCK
+from zerofp4.shard import Shard, byte_range, check_bounds
+from zerofp4.storage import NVFP4Storage, check_buffer
+from zerofp4.tensors import NVFP4Tensor
+
+NONFINITE_POLICIES = ("skip", "raise")
+MASTER_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclasses.dataclass
+class CastRequest:
+    """Checked arguments of a cast on this rank.
+
+    codes[i]: the uint8 bytes shard.byte_range of weight i that this rank writes, None where it owns nothing.
+    amax_groups[i]: the index of weight i's amax group, 0 <= index < group count, numbered by first
+    appearance.
+    """
+
+    weights: list[NVFP4Tensor]
+    records: list[NVFP4Storage]
+    masters: list[torch.Tensor | None]
+    shards: list[Shard]
+    shard_codes: list[torch.Tensor | None] | None
+    amax_groups: list[int]
+    on_nonfinite: str
+    found_inf: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.records[0].device if self.records else torch.device("cpu")
+
+    def shard_tensors(self) -> dict[str, torch.Tensor]:
+        """Masters and shard buffers by what messages call them."""
+        lists = {"master_weights": self.masters, "fsdp_shard_model_weights": self.shard_codes or []}
+        return {
+            f"{name}[{i}]": tensor
+            for name, tensors in lists.items()
+            for i, tensor in enumerate(tensors)
+            if tensor is not None
+        }
+
+    def codes(self, i: int) -> torch.Tensor | None:
+        """The bytes of weight i that this rank writes, as they are bound now."""
+        if not self.shards[i].numel:
+            return None
+        if self.shard_codes is not None:
+            return self.shard_codes[i]
+        first, last = byte_range(self.shards[i])
+        return self.records[i].rowwise_data.view(-1)[first:last]
+
+
+def weight_name(i: int, record: NVFP4Storage) -> str:
+    return f"model_weights[{i}]" if record.name is None else f"model_weights[{i}] '{record.name}'"
+
+
+def check_lists(**lists: Sequence | None) -> None:
+    """Raises TypeError for what is not a list or tuple, ValueError where one's length is not the first's."""
+    count = None
+    for name, values in lists.items():
+        if values is None and count is not None:
+            continue
+        if not isinstance(values, list | tuple):
+            raise TypeError(f"{name} must be a list or tuple, got {type(values).__name__}")
+        count = len(values) if count is None else count
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries for {count} model_weights")
+
+
+def check_weights(model_weights: Sequence[NVFP4Tensor]) -> list[NVFP4Storage]:
+    """The records of distinct 2D-scaled weights on one device. Raises TypeError or ValueError."""
+    records, seen, codes = [], {}, {}
+    for i, weight in enumerate(model_weights):
+        if not isinstance(weight, NVFP4Tensor):
+            raise TypeError(f"model_weights[{i}] must be an NVFP4Tensor, got {type(weight).__name__}")
+        record = weight.record
+        name = weight_name(i, record)
+        if id(record) in seen:
+            raise ValueError(f"{name} is the same weight as model_weights[{seen[id(record)]}]")
+        if record.block != (BLOCK, BLOCK):
+            raise ValueError(f"{name} must have block (16, 16) to be cast from shards, got {record.block}")
+        if record.four_over_six is not None:
+            raise ValueError(
+                f"{name} is quantized with {record.four_over_six}, which a cast from shards cannot do: "
+                "it sees a part of a tile, and the choice needs the error of all of it"
+            )
+        if record.rowwise_data is None:
+            raise ValueError(f"{name} has no rowwise data to cast into")
+        if record.device != (records[0].device if records else record.device):
+            raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
+        pointer = record.rowwise_data.data_ptr()
+        if record.rowwise_data.numel() and codes.setdefault(pointer, i) != i:
+            raise ValueError(f"{name} has the same rowwise_data as model_weights[{codes[pointer]}]")
+        seen[id(record)] = i
+        records.append(record)
+    return records
+
+
+def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, numel: int) -> Shard:
+    """A shard of numel elements from start, inside its weight; an empty one for None."""
+    if start is None:
+        if numel:
+            raise ValueError(f"{what}: start_offset is None, but the shard has {numel} elements")
+        return Shard(0, 0)
+    if isinstance(start, bool) or not hasattr(start, "__index__"):
+        raise TypeError(f"{what}: start_offset must be an int or None, got {type(start).__name__}")
+    shard = Shard(operator.index(start), numel)
+    check_bounds(what, shard, name, record.shape.numel())
+    return shard if numel else Shard(0, 0)
+
+
+def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, start: int | None) -> Shard:
+    what, name = f"master_weights[{i}]", weight_name(i, record)
+    if (master is None) != (start is None):
+        given, missing = (
+            ("start_offsets", "master_weights") if master is None else ("master_weights", "start_offsets")
+        )
+        raise ValueError(
+            f"{missing}[{i}] is None, but {given}[{i}] is not; a rank that owns nothing passes None for both"
+        )
+    if master is None:
+        return Shard(0, 0)
+    if not isinstance(master, torch.Tensor) or master.dtype not in MASTER_DTYPES:
+        raise TypeError(
+            f"{what} must be a float32 or bfloat16 tensor, "
+            f"got {getattr(master, 'dtype', type(master).__name__)}"
+        )
+    if master.dim() != 1:
+        raise ValueError(f"{what} must be one-dimensional, got shape {tuple(master.shape)}")
+    if not master.is_contiguous():
+        raise ValueError(f"{what} must be contiguous, got stride {master.stride(0)}")
+    if master.device != record.device:
+        raise ValueError(f"{what} is on {master.device}, its weight {name} on {record.device}")
+    return check_shard(what, name, record, start, master.numel())
+
+
+def check_shard_codes(i: int, record: NVFP4Storage, shard: Shard, codes: torch.Tensor | None) -> None:
+    first, last = byte_range(shard)
+    if codes is None and last == first:
+        return
+    check_buffer(f"fsdp_shard_model_weights[{i}]", codes, (last - first,), torch.uint8, record.device)
+
+
+def number_groups(
+    records: list[NVFP4Storage], amax_groups: Sequence[Sequence[NVFP4Tensor]] | None
+) -> list[int]:
+    """The amax group of each weight; a weight in no list is a group of its own."""
+    positions = {id(record): i for i, record in enumerate(records)}
+    leader = list(range(len(records)))
+    grouped: set[int] = set()
+    if not isinstance(amax_groups, list | tuple | None):
+        raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")
+    for g, members in enumerate(amax_groups or ()):
+        if not isinstance(members, list | tuple):
+            raise TypeError(f"amax_groups[{g}] must be a list of weights, got {type(members).__name__}")
+        indices = []
+        for weight in members:
+            i = positions.get(id(weight.record)) if isinstance(weight, NVFP4Tensor) else None
+            if i is None:
+                raise ValueError(f"amax_groups[{g}] has a member that is not one of model_weights")
+            if i in grouped:
+                raise ValueError(
+                    f"amax_groups[{g}]: {weight_name(i, records[i])} is already in an amax group"
+                )
+            grouped.add(i)
+            indices.append(i)
+        for i in indices:
+            leader[i] = min(indices)
+    numbers = {first: n for n, first in enumerate(sorted(set(leader)))}
+    return [numbers[first] for first in leader]
+
+
+def check_request(
+    model_weights: Sequence[NVFP4Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
+    amax_groups: Sequence[Sequence[NVFP4Tensor]] | None,
+    on_nonfinite: str,
+    found_inf: torch.Tensor | None,
+    manual_post_all_gather_processing: bool = True,
+) -> CastRequest:
+    """Checks everything one rank can check alone. Raises TypeError or ValueError; changes nothing."""
+    if not manual_post_all_gather_processing:
+        raise ValueError(
+            "manual_post_all_gather_processing=False is not supported: gather the codes, then call "
+            "post_all_gather_processing"
+        )
+    if on_nonfinite not in NONFINITE_POLICIES:
+        raise ValueError(f"on_nonfinite must be one of {NONFINITE_POLICIES}, got {on_nonfinite!r}")
+    check_lists(
+        model_weights=model_weights,
+        master_weights=master_weights,
+        start_offsets=start_offsets,
+        fsdp_shard_model_weights=fsdp_shard_model_weights,
+    )
+    records = check_weights(model_weights)
+    shards = [
+        check_master(i, record, master, start)
+        for i, (record, master, start) in enumerate(zip(records, master_weights, start_offsets, strict=True))
+    ]
+    if fsdp_shard_model_weights is not None:
+        for i, (record, shard, codes) in enumerate(
+            zip(records, shards, fsdp_shard_model_weights, strict=True)
+        ):
+            check_shard_codes(i, record, shard, codes)
+    if found_inf is not None and records:
+        check_buffer("found_inf", found_inf, (1,), torch.float32, records[0].device)
+    return CastRequest(
+        list(model_weights),
+        records,
+        [master if shard.numel else None for master, shard in zip(master_weights, shards, strict=True)],
+        shards,
+        None if fsdp_shard_model_weights is None else list(fsdp_shard_model_weights),
+        number_groups(records, amax_groups),
+        on_nonfinite,
+        found_inf,
+    )
+
+
+def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
+    """Checks a request's tensors again, after any of them moved, and takes the weights' present records.
+
+    Raises TypeError or ValueError where something is not, but for its storage, what was checked before.
+    """
+    records = check_weights(request.weights)
+    for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):
+        for what in ("shape", "dtype", "device"):
+            if getattr(old, what) != getattr(new, what):
+                raise ValueError(
+                    f"{names[i]} must keep its {what} {getattr(old, what)}, now has {getattr(new, what)}: "
+                    "build a new plan"
+                )
+        if shard.numel:
+            now = check_master(i, new, request.masters[i], shard.start)
+            if now != shard:
+                raise ValueError(f"master_weights[{i}] must keep its {shard.numel} elements, has {now.numel}")
+            if request.shard_codes is not None:
+                check_shard_codes(i, new, shard, request.shard_codes[i])
+    request.records = records

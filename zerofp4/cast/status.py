@@ -1,0 +1,57 @@
+"""What the device says of the steps that it has finished, and waiting for it."""
+
+import ctypes
+
+import torch
+
+from zerofp4.ops import PEER_ERROR, is_capturing
+
+PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
+
+
+class StepStatus:
+    """The word that a step leaves when the ranks did not agree, and the end of the last step queued.
+
+    word: int32 [1] on the CPU, pinned for a GPU, that the device writes and only take() clears.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self.word = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        # A plain read of the memory: every step looks at it.
+        self._value = ctypes.c_int32.from_address(self.word.data_ptr())
+        self._done = torch.cuda.Event() if on_gpu else None
+
+    def is_capturing(self) -> bool:
+        """Whether the device's current stream is being captured in a CUDA graph."""
+        return is_capturing(self._device)
+
+    def step_queued(self) -> None:
+        """A whole step is on the device's current stream, which is not being captured; on the CPU it has been
+        done.
+        """
+        if self._done is None:
+            self.wait()
+        else:
+            self._done.record(torch.cuda.current_stream(self._device))
+
+    def take(self) -> RuntimeError | None:
+        """What kept the ranks from writing in a step that is done, once. Waits for nothing."""
+        status = self._value.value
+        if status == 0:
+            return None
+        self._value.value = 0
+        if status == PEER_ERROR:
+            return RuntimeError(PEER_MESSAGE)
+        return RuntimeError("the ranks are running different cast plans; no rank changed a weight")
+
+    def wait(self) -> None:
+        """Wait for the last step and raise what take() returns; nothing while a CUDA graph is captured."""
+        if self.is_capturing():
+            return
+        if self._done is not None:
+            self._done.synchronize()
+        error = self.take()
+        if error is not None:
+            raise error

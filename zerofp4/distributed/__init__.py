@@ -1,0 +1,29 @@
+"""What ranks tell each other: collectives, and agreement on errors."""
+
+from zerofp4.distributed.agreement import attempt, exchange
+from zerofp4.distributed.collectives import (
+    GroupReference,
+    all_gather_slices,
+    rank_and_size,
+    reduce_max,
+    reduce_scatter_slices,
+    resolve_group,
+)
+from zerofp4.distributed.ownership import check_disjoint, check_ownership
+from zerofp4.distributed.packed_gather import OTHER, PRESENT, PackedGather
+
+__all__ = [
+    "OTHER",
+    "PRESENT",
+    "GroupReference",
+    "PackedGather",
+    "all_gather_slices",
+    "attempt",
+    "check_disjoint",
+    "check_ownership",
+    "exchange",
+    "rank_and_size",
+    "reduce_max",
+    "reduce_scatter_slices",
+    "resolve_group",
+]

@@ -1,0 +1,76 @@
+"""Process groups, and the collectives of a plan and of an optimizer.
+
+A group is a torch.distributed process group, or None for a world of one.
+"""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group to communicate in: the default one for None when torch.distributed is initialized.
+
+    Raises ValueError when the calling process is not a member.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError("group was given, but torch.distributed is not initialized")
+        return None
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"group does not contain the calling process (global rank {dist.get_rank()})")
+    return group
+
+
+class GroupReference:
+    """A group that is not kept alive: its connections must close when the caller destroys it, not when the
+    last plan goes, which may be as late as the interpreter's own end.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._weak = None if group is None else weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup | None:
+        """The group. Raises RuntimeError when it was destroyed."""
+        if self._weak is None:
+            return None
+        group = self._weak()
+        if group is None:
+            raise RuntimeError("the process group that this was built for has been destroyed")
+        return group
+
+    def is_alive(self) -> bool:
+        return self._weak is None or self._weak() is not None
+
+    def refers_to(self, group: dist.ProcessGroup | None) -> bool:
+        return (None if self._weak is None else self._weak()) is group
+
+
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def reduce_max(vector: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """MAX all-reduce in place."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
+
+
+def all_gather_slices(
+    flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """All-gather in place: on entry a rank's own equal slice is valid, afterwards all slices are."""
+    rank, size = rank_and_size(group)
+    # torch 2.13 renamed both collectives and warns of the old names.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
+
+
+def reduce_scatter_slices(
+    output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """output = the sum over the ranks of this rank's equal slice of `flat`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, flat, group=group, async_op=async_op)

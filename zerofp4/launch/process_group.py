@@ -1,0 +1,139 @@
+"""The default process group, joined or made, and left again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Imported before there is a group: its functions have the default group as a default argument. Where
+# something else (torch.optim) imports it later, they keep that group, and its threads, until the interpreter
+# is torn down.
+import torch.distributed.nn.functional
+
+from zerofp4.launch import mpi
+from zerofp4.launch.place import Place, choose_device, mpirun_size, place_from_environment
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This process's place among the ranks of the default process group, and the device of its tensors."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
+# A strong reference would keep the group's connections open after it is destroyed.
+_joined: tuple[weakref.ref[dist.ProcessGroup], World] | None = None
+_groups = 0  # made so far: each has keys of its own in the store, or gloo would find the last one's addresses
+
+
+def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> World:
+    """Joins the default process group of torch.distributed, making it where there is none.
+
+    Under torchrun (RANK and WORLD_SIZE are set) this is torch's `env://`. Under mpirun of MPICH or Open MPI,
+    mpi4py says who is who; a program that uses MPI itself imports mpi4py.MPI first, or we finalize MPI here.
+    Otherwise the process is alone: a world of one over a store inside the process, with every collective.
+    When a group exists already, its record is returned.
+
+    backend: None for "nccl" where torch sees a GPU and "gloo" where not, or any backend string of torch.
+    timeout: how long a collective may wait for another rank before it raises.
+
+    Raises ValueError when the existing group has another backend than the one asked for. Raises RuntimeError
+    when a host has more ranks than GPUs (NCCL needs one each), when mpi4py is missing or is not of mpirun's
+    MPI, and when the ranks choose different backends; under mpirun every rank raises the same.
+    """
+    global _joined, _groups
+    if not dist.is_available():
+        raise RuntimeError("this torch was built without torch.distributed")
+    if dist.is_initialized():
+        return _existing_world(backend)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        place = place_from_environment(os.environ)
+        backend, device = choose_device(backend, place)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+    elif mpirun_size(os.environ) != 1:
+        place, backend, device, store = mpi.join_job(backend, timeout)
+    else:
+        place, store = Place(0, 1, 0, 1), dist.HashStore()
+        backend, device = choose_device(backend, place)
+
+    if place.local_size == place.world_size:
+        _use_loopback()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _groups += 1
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"zerofp4/{_groups}", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    world = World(place.rank, place.world_size, place.local_rank, device, backend)
+    _joined = (weakref.ref(dist.group.WORLD), world)
+    return world
+
+
+def destroy_process_group() -> None:
+    """Leaves the default process group. Raises RuntimeError when there is none.
+
+    Under mpirun rank 0 waits here, 10 seconds at most, until the others have left: its process holds the
+    store, and a slower rank may still be connecting to its peers.
+    """
+    global _joined
+    if not dist.is_initialized():
+        raise RuntimeError("destroy_process_group: there is no process group")
+    ours = _own_world() is not None
+    dist.destroy_process_group()
+    if ours:
+        mpi.leave_job(_groups)
+    _joined = None
+
+
+def _own_world() -> World | None:
+    """The record of the default process group, if it was made here."""
+    if _joined is None or _joined[0]() is not dist.group.WORLD:
+        return None
+    return _joined[1]
+
+
+def _existing_world(backend: str | None) -> World:
+    world = _own_world()
+    found = dist.get_backend() if world is None else world.backend
+    if backend not in (None, found):
+        raise ValueError(f"backend: {backend!r} asked for, but the existing process group uses {found!r}")
+    if world is not None:
+        return world
+    # A group that somebody else made. LOCAL_RANK is torchrun's name; the others are MPICH's and Open MPI's.
+    names = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_rank = next((os.environ[name] for name in names if name in os.environ), None)
+    world_size = dist.get_world_size()
+    if local_rank is None and world_size > 1:
+        raise RuntimeError(
+            f"the existing process group has {world_size} ranks, and none of {', '.join(names)} is set: "
+            "this rank's place on its host is unknown"
+        )
+    on_gpu = "nccl" in found
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return World(dist.get_rank(), world_size, int(local_rank or 0), device, found)
+
+
+def _use_loopback() -> None:
+    """With all ranks on one host gloo talks over loopback, whatever the host's name resolves to."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,0 +1,48 @@
+"""What the functions that quantize check of their arguments."""
+
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.storage import SIDES, scale_name
+from zerofp4.tensors.quantized_tensor import QuantizedTensor
+
+
+def detached(name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+    """An argument of one float32, or None, without its autograd history."""
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.float32 tensor, got {type(value).__name__}")
+    return None if value is None else value.detach()
+
+
+def check_values(x: torch.Tensor) -> None:
+    """Raises TypeError unless x can be quantized."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, QuantizedTensor):
+        raise TypeError(f"x must be a plain torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"x must have one of the dtypes {WEIGHT_DTYPES}, got {x.dtype}")
+
+
+def check_out(
+    out: QuantizedTensor,
+    wanted: type[QuantizedTensor],
+    x: torch.Tensor,
+    *,
+    block: tuple[int, int],
+    rowwise: bool,
+    columnwise: bool,
+    scale_layouts: Sequence[str],
+) -> None:
+    """Raises TypeError or ValueError unless x can be quantized into `out`, which has what is asked for."""
+    if not isinstance(out, wanted):
+        raise TypeError(f"out must be an {wanted.__name__}, got {type(out).__name__}")
+    for rule in ("shape", "dtype", "device"):
+        if getattr(out, rule) != getattr(x, rule):
+            raise ValueError(f"out must have x's {rule} {getattr(x, rule)}, got {getattr(out, rule)}")
+    if out.block != block:
+        raise ValueError(f"out must have block {block}, got {out.block}")
+    for side, asked in zip(SIDES, (rowwise, columnwise), strict=True):
+        for layout in scale_layouts if asked else ():
+            if getattr(out.record, scale_name(side, layout)) is None:
+                raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")

@@ -1,0 +1,260 @@
+"""quantize_grouped and GroupedNVFP4Tensor: groups of consecutive rows in one storage, for products with
+experts.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, FourOverSix
+from zerofp4.layout import ceil_div, columnwise_rows, round_up
+from zerofp4.ops import grouped_shapes
+from zerofp4.storage import (
+    BUFFERS,
+    NVFP4Buffers,
+    NVFP4Storage,
+    check_block,
+    check_layouts,
+    check_transform,
+    copy_names,
+    empty_buffers,
+)
+from zerofp4.tensors.arguments import check_values, detached
+from zerofp4.tensors.nvfp4 import NVFP4Tensor
+from zerofp4.tensors.quantized_tensor import wrap
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class GroupedNVFP4Tensor(NVFP4Buffers):
+    """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own with blocks
+    of 1x16. A buffer that does not exist is None.
+
+    With R = round_up(tokens + 15 * groups, 16) and S = round_up(tokens + 127 * groups, 128), which are room
+    for the groups however the tokens are split:
+
+    - rowwise_data uint8 [R, K/2] and rowwise_scale E4M3 [R, ceil(K/16)]: group g begins at row
+      data_offsets[g], a multiple of 16.
+    - rowwise_scale_expanded, rowwise_scale_swizzled E4M3 [S, round_up(ceil(K/16), 4)]: group g begins at row
+      scale_offsets[g], a multiple of 128.
+    - columnwise_data uint8 [K * R/2] and columnwise_scale E4M3 [K * R/16]: group g, of m rows, is a matrix
+      [K, round_up(m, 16)/2], of scales [K, ceil(m/16)], that begins at K * data_offsets[g]/2, of scales
+      K * data_offsets[g]/16. Columns of data past m/2 are those of rows of zeros.
+    - columnwise_scale_expanded, columnwise_scale_swizzled E4M3 [round_up(K, 128) * S/16]: group g is a matrix
+      [round_up(K, 128), round_up(ceil(m/16), 4)] that begins at round_up(K, 128) * scale_offsets[g]/16.
+    - amax and columnwise_amax float32 [groups], one tensor unless both copies exist and one of them is of the
+      transform; that of an empty group is 0.
+    - every byte that belongs to no group is 0: the padding of groups, and what follows the last one.
+
+    offsets, data_offsets, scale_offsets: int64 [groups + 1], the rows at which groups begin in x, the data
+    and the padded scales, and at which the last one ends.
+    splits: int32 or int64 [groups], the rows of each group. m_splits: the same as a tuple, where the host
+    knows them, else None.
+    error: int32 [1], 1 where a split is negative or their sum is not the number of tokens, and then all
+    groups are empty; else 0.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    m_splits: tuple[int, ...] | None
+    hadamard: bool
+    random_signs: bool
+    splits: torch.Tensor
+    error: torch.Tensor
+    offsets: torch.Tensor
+    data_offsets: torch.Tensor
+    scale_offsets: torch.Tensor
+
+    block = (1, BLOCK)
+
+    @property
+    def device(self) -> torch.device:
+        return self.error.device
+
+    def __len__(self) -> int:
+        """The number of groups."""
+        return self.splits.shape[0]
+
+    def __repr__(self) -> str:
+        fields = [f"shape={tuple(self.shape)}", f"groups={len(self)}", f"dtype={self.dtype}"]
+        return f"GroupedNVFP4Tensor({', '.join(fields)}, device={self.device})"
+
+    def check(self) -> None:
+        """Raises ValueError where the splits were not valid. Waits for the device."""
+        if self.error.item():
+            raise ValueError(
+                f"m_splits must not be negative and must sum to the {self.shape[0]} rows of x, got "
+                f"{self.splits.tolist()}"
+            )
+
+    def __getitem__(self, group: int) -> NVFP4Tensor:
+        """Group g as an NVFP4Tensor [m_splits[g], K] over the same memory. Only columnwise data of a group
+        without hadamard whose rows are not a multiple of 16 is a copy.
+
+        Raises ValueError where the host does not know the splits, and for an odd number of rows with a
+        columnwise copy without hadamard, which an NVFP4Tensor cannot have; IndexError past the last group.
+        """
+        splits = self._host_splits()
+        if not -len(splits) <= group < len(splits):
+            raise IndexError(f"group must be below {len(splits)}, got {group}")
+        group %= len(splits)
+        before = splits[:group]
+        data_row = sum(round_up(rows, BLOCK) for rows in before)
+        return self._view(group, data_row, sum(round_up(rows, ATOM_ROWS) for rows in before))
+
+    def tensors(self) -> list[NVFP4Tensor]:
+        """All groups as NVFP4Tensors (see `grouped[g]`)."""
+        tensors, data_row, scale_row = [], 0, 0
+        for group, rows in enumerate(self._host_splits()):
+            tensors.append(self._view(group, data_row, scale_row))
+            data_row += round_up(rows, BLOCK)
+            scale_row += round_up(rows, ATOM_ROWS)
+        return tensors
+
+    def _host_splits(self) -> tuple[int, ...]:
+        if self.m_splits is None:
+            raise ValueError(
+                f"m_splits are known on {self.device} only, and reading them would wait for it: give them as "
+                "a list or a CPU tensor to have groups as NVFP4Tensors"
+            )
+        return self.m_splits
+
+    def _view(self, group: int, data_row: int, scale_row: int) -> NVFP4Tensor:
+        rows, cols = self.m_splits[group], self.shape[1]
+        if rows % 2 and self.columnwise_data is not None and not self.hadamard:
+            raise ValueError(
+                f"group {group} has {rows} rows, but the columnwise copy of an NVFP4Tensor needs an even "
+                "number of them"
+            )
+        options = {"hadamard": self.hadamard, "random_signs": self.random_signs}
+        record = NVFP4Storage(torch.Size((rows, cols)), self.dtype, self.block, **options)
+        record.amax = self.amax[group : group + 1]
+        if self.columnwise_amax is not None:
+            own = self.columnwise_amax is not self.amax
+            record.columnwise_amax = self.columnwise_amax[group : group + 1] if own else record.amax
+        data, scale = (data_row, rows), (scale_row, round_up(rows, ATOM_ROWS))
+        places = {"data": data, "scale": data, "scale_expanded": scale, "scale_swizzled": scale}
+        for name, (first, size) in places.items():
+            buffer = getattr(self, f"rowwise_{name}")
+            if buffer is not None:
+                setattr(record, f"rowwise_{name}", buffer[first : first + size])
+        self._view_columnwise(record, data_row, scale_row)
+        return wrap(NVFP4Tensor, record)
+
+    def _view_columnwise(self, record: NVFP4Storage, data_row: int, scale_row: int) -> None:
+        rows, cols = record.matrix
+        blocks, padded_cols = ceil_div(rows, BLOCK), round_up(cols, ATOM_ROWS)
+        padded = (padded_cols * (scale_row // BLOCK), (padded_cols, round_up(blocks, ATOM_COLUMNS)))
+        places = {
+            "data": (cols * (data_row // 2), (cols, blocks * BLOCK // 2)),
+            "scale": (cols * (data_row // BLOCK), (cols, blocks)),
+            "scale_expanded": padded,
+            "scale_swizzled": padded,
+        }
+        for name, (first, shape) in places.items():
+            buffer = getattr(self, f"columnwise_{name}")
+            if buffer is not None:
+                matrix = buffer[first : first + shape[0] * shape[1]].view(shape)
+                if name == "data":
+                    matrix = matrix[:, : columnwise_rows(rows, self.hadamard) // 2].contiguous()
+                setattr(record, f"columnwise_{name}", matrix)
+
+
+def quantize_grouped(
+    x: torch.Tensor,
+    m_splits: Sequence[int] | torch.Tensor,
+    *,
+    block: tuple[int, int] = (1, BLOCK),
+    rowwise: bool = True,
+    columnwise: bool = False,
+    amax: torch.Tensor | None = None,
+    columnwise_amax: torch.Tensor | None = None,
+    hadamard: bool = False,
+    random_signs: bool = True,
+    stochastic_rounding: bool = False,
+    four_over_six: FourOverSix | None = None,
+    scale_layouts: Sequence[str] = ("compact",),
+) -> GroupedNVFP4Tensor:
+    """Quantize x [tokens, K] of float32, bfloat16 or float16, K even, in groups of consecutive rows, each
+    with an amax of its own: the bytes of every group are those of quantize(its rows, block=(1, 16), ...). One
+    launch for all groups, and a pass over x before it for the amaxes that are not given.
+
+    m_splits: the rows of each group, 0 included. On the host, a sequence of ints or a CPU tensor, they are
+    checked here, and copied to x's device without waiting for it. On x's device, int32 or int64 [groups],
+    nothing waits for them and the call can be captured in a CUDA graph; what is wrong with them is seen in
+    `error` and raised by `check()`. Under torch.compile a tensor counts as one on the device.
+    amax, columnwise_amax: float32 [groups] on x's device, to use in place of each group's own.
+    rowwise, columnwise, hadamard, random_signs, scale_layouts: as in quantize, but a columnwise copy takes
+    any number of rows, because groups are padded with rows of zeros to a multiple of 16.
+    block (16, 16), stochastic_rounding and four_over_six: not for groups.
+
+    The result has no autograd history. TypeError for a wrong dtype; ValueError for a wrong shape, option or
+    combination of options, and for host splits that are negative or do not sum to tokens; RuntimeError for
+    host splits while a CUDA graph is captured.
+    """
+    check_values(x)
+    check_block(block)
+    if tuple(block) != GroupedNVFP4Tensor.block:
+        raise ValueError(
+            f"block must be (1, 16) for groups, got {tuple(block)}: blocks of 16x16 are for weights, which "
+            "are tensors of their own"
+        )
+    if stochastic_rounding or four_over_six is not None:
+        name = "stochastic_rounding" if stochastic_rounding else "four_over_six"
+        raise ValueError(f"{name} is not there for groups: quantize each group by itself")
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise and columnwise are both False: there is nothing to hold")
+    check_transform(1, columnwise, hadamard, random_signs)
+    layouts = check_layouts(scale_layouts)
+    if x.dim() != 2:
+        raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
+    sizes = _host_sizes(m_splits, x.shape[0])
+    splits = m_splits.contiguous() if sizes is None else _on_device(sizes, x.device)
+    names = [*copy_names(layouts, ["rowwise"] * rowwise + ["columnwise"] * columnwise), "amax"]
+    names += ["columnwise_amax"] * (hadamard and rowwise)
+    shapes = grouped_shapes(x.shape[0], splits.shape[0], x.shape[1])
+    buffers = empty_buffers(NVFP4Storage, {name: shapes[name] for name in names}, x.device)
+    offsets = torch.empty((3, splits.shape[0] + 1), dtype=torch.int64, device=x.device)
+    error = torch.empty(1, dtype=torch.int32, device=x.device)
+    given = (detached("amax", amax), detached("columnwise_amax", columnwise_amax))
+    options = (hadamard, random_signs)
+    outputs = [buffers.get(name) for name in BUFFERS]
+    torch.ops.zerofp4.quantize_grouped(
+        x.detach().contiguous(), splits, *given, *options, *outputs, offsets, error
+    )
+    if columnwise:
+        buffers.setdefault("columnwise_amax", buffers["amax"])
+    return GroupedNVFP4Tensor(x.shape, x.dtype, sizes, *options, splits, error, *offsets.unbind(), **buffers)
+
+
+def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...] | None:
+    """Checked; None for those that are on a device."""
+    if isinstance(m_splits, torch.Tensor):
+        if m_splits.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        if m_splits.dim() != 1 or m_splits.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"m_splits must be a vector of int32 or int64, got {m_splits.dtype} {tuple(m_splits.shape)}"
+            )
+        m_splits = m_splits.tolist()
+    sizes = tuple(m_splits)
+    for group, rows in enumerate(sizes):
+        if not isinstance(rows, int):
+            raise TypeError(f"m_splits[{group}] must be an int, got {type(rows).__name__}")
+        if rows < 0:
+            raise ValueError(f"m_splits[{group}] must not be negative, got {rows}")
+    if sum(sizes) != tokens:
+        raise ValueError(f"m_splits must sum to the {tokens} rows of x, got {sum(sizes)}")
+    return sizes
+
+
+def _on_device(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(sizes, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        # A replay would read staging memory that has long gone back to the allocator.
+        raise RuntimeError(
+            "while a CUDA graph is captured m_splits must be on x's device, got them on the host"
+        )
+    # torch does not reuse pinned memory before the copies from it are done.
+    return torch.tensor(sizes, dtype=torch.int64).pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,147 @@
+"""Functions of lists of tensors, one launch for all of a list."""
+
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.format import BLOCK, WEIGHT_DTYPES
+from zerofp4.layout import scale_shape
+from zerofp4.storage import SIDES, check_block, scale_name
+from zerofp4.tensors.mxfp8 import MXFP8Tensor
+from zerofp4.tensors.mxfp8 import values_source as mxfp8_values_source
+from zerofp4.tensors.nvfp4 import NVFP4Tensor
+from zerofp4.tensors.nvfp4_values import side_matrix, values_source
+
+ScaleOf = tuple[torch.Tensor, tuple[int, int]]
+"""E4M3 scales (or their uint8 bytes), and the shape (rows, cols) of the matrix that they belong to."""
+
+
+def dequantize_many(
+    tensors: Sequence[NVFP4Tensor | MXFP8Tensor], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The values of NVFP4Tensors and MXFP8Tensors as plain tensors of their shapes, without autograd history.
+
+    tensors: all on one device. Those of one format and one dtype of values take one launch; in a captured
+    CUDA graph they may be 32 at most.
+    dtype: float32, bfloat16 or float16; by default each tensor's own.
+
+    Raises TypeError for what is neither; ValueError for another dtype, for tensors on several devices and for
+    an NVFP4Tensor whose only copy is columnwise with hadamard.
+    """
+    _check_tensors(tensors)
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
+    wanted = [(isinstance(tensor, MXFP8Tensor), dtype or tensor.dtype) for tensor in tensors]
+    values: dict[int, torch.Tensor] = {}
+    for is_mxfp8, each in dict.fromkeys(wanted):
+        members = [i for i, own in enumerate(wanted) if own == (is_mxfp8, each)]
+        make = _mxfp8_values if is_mxfp8 else _nvfp4_values
+        made = make([tensors[i] for i in members], each)
+        values |= {i: matrix.view(tensors[i].shape) for i, matrix in zip(members, made, strict=True)}
+    return [values[i] for i in range(len(tensors))]
+
+
+def _check_tensors(tensors: Sequence) -> None:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, NVFP4Tensor | MXFP8Tensor):
+            raise TypeError(
+                f"tensors[{i}] must be an NVFP4Tensor or an MXFP8Tensor, got {type(tensor).__name__}"
+            )
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"tensors[{i}] must be on {tensors[0].device}, as the first is, got {tensor.device}"
+            )
+
+
+def _nvfp4_values(tensors: Sequence[NVFP4Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Matrices, from one launch."""
+    sources = [values_source(tensor.record) for tensor in tensors]
+    data, scale, amax, block_rows, e4m3_max, columnwise = map(list, zip(*sources, strict=True))
+    options = ("compact", e4m3_max, columnwise)
+    return torch.ops.zerofp4.dequantize_many(data, scale, amax, block_rows, dtype, *options)
+
+
+def _mxfp8_values(tensors: Sequence[MXFP8Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Matrices, from one launch."""
+    sources = [mxfp8_values_source(tensor.record) for tensor in tensors]
+    data, scale, columnwise = map(list, zip(*sources, strict=True))
+    return torch.ops.zerofp4.dequantize_mxfp8_many(data, scale, columnwise, "compact", dtype)
+
+
+def swizzle_scales(
+    scales: Sequence[NVFP4Tensor | ScaleOf], *, columnwise: bool = False
+) -> list[torch.Tensor]:
+    """Compact scales in the order in which cuBLASLt and torch.nn.functional.scaled_mm read them.
+
+    scales: NVFP4Tensors, of which `columnwise` chooses the copy; or pairs (compact scale, (rows, cols)), the
+    scale of shape (rows, ceil(cols/16)) for 1x16 blocks and (ceil(rows/16), ceil(cols/16)) for 16x16 ones.
+    All on one device; in a captured CUDA graph 32 at most.
+
+    Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)) with zeros as padding; of a
+    tensor that has persistent swizzled scales those. Raises TypeError or ValueError for an item that is
+    neither, or a tensor without the copy.
+    """
+    return _change(scales, SIDES[int(columnwise)], None, "pad_scales")
+
+
+def unswizzle_scales(
+    scales: Sequence[NVFP4Tensor | ScaleOf],
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    columnwise: bool = False,
+) -> list[torch.Tensor]:
+    """The inverse of swizzle_scales: compact scales; what the padding holds does not matter.
+
+    scales: pairs (swizzled scale, (rows, cols)) of matrices with blocks of `block`; or NVFP4Tensors, which
+    have their own block, with persistent swizzled scales, of which `columnwise` chooses the copy.
+
+    Raises TypeError or ValueError for an item that is neither, or a tensor without such scales.
+    """
+    check_block(block)
+    return _change(scales, SIDES[int(columnwise)], block[0], "unpad_scales")
+
+
+def _change(scales, side: str, block_rows: int | None, operator: str) -> list[torch.Tensor]:
+    """block_rows is that of pairs; None where their shape tells it, as it does for compact scales."""
+    compact = operator == "pad_scales"
+    done: dict[int, torch.Tensor] = {}
+    arguments: dict[int, tuple] = {}
+    for i, item in enumerate(scales):
+        if not isinstance(item, NVFP4Tensor):
+            arguments[i] = _pair(f"scales[{i}]", item, block_rows)
+            continue
+        swizzled = getattr(item.record, scale_name(side, "swizzled"))
+        scale = getattr(item.record, scale_name(side, "compact")) if compact else swizzled
+        if scale is None:
+            missing = f"{side} copy" if compact else f"persistent swizzled {side} scales"
+            raise ValueError(f"scales[{i}] is an NVFP4Tensor that has no {missing}")
+        if compact and swizzled is not None:
+            done[i] = swizzled
+        else:
+            arguments[i] = (scale, *side_matrix(item.record, side), item.block[0])
+    if arguments:
+        columns = map(list, zip(*arguments.values(), strict=True))
+        made = getattr(torch.ops.zerofp4, operator)(*columns, "swizzled")
+        done |= dict(zip(arguments, made, strict=True))
+    return [done[i] for i in range(len(scales))]
+
+
+def _pair(name: str, item, block_rows: int | None) -> tuple[torch.Tensor, int, int, int]:
+    """(scale, rows, cols, block_rows)"""
+    try:
+        scale, (rows, cols) = item
+        shape = tuple(scale.shape)
+    except (TypeError, ValueError, AttributeError):
+        raise TypeError(
+            f"{name} must be an NVFP4Tensor or a pair (scale, (rows, cols)), got {type(item).__name__}"
+        ) from None
+    if block_rows is None:
+        shapes = {rows_of_block: scale_shape(rows, cols, rows_of_block) for rows_of_block in (1, BLOCK)}
+        fitting = [rows_of_block for rows_of_block, wanted in shapes.items() if wanted == shape]
+        if not fitting:
+            raise ValueError(
+                f"{name} must have shape {shapes[1]} or {shapes[BLOCK]} for a matrix of ({rows}, {cols}), "
+                f"got {shape}"
+            )
+        block_rows = fitting[0]
+    return scale, rows, cols, block_rows

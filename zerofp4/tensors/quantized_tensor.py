@@ -1,0 +1,277 @@
+"""QuantizedTensor: a torch.Tensor over a record of quantized bytes, whatever their format."""
+
+import copy
+from collections.abc import Callable
+from operator import attrgetter
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.storage import SIDES, Storage, note_rebinding, scale_name
+from zerofp4.tensors import products
+
+INIT_VAL = "high_precision_init_val"
+"""Where a record's attachments hold the value that convert_model quantized."""
+
+
+class QuantizedTensor(torch.Tensor):
+    """A torch.Tensor of a logical shape and dtype whose bytes, quantized, are in a storage record.
+
+    - Operations that are not named here dequantize and give plain tensors; gradients flow through them. So
+      do `.to(dtype)`, with the values of `dequantize(dtype)`, and views: a view is one of a dequantized copy,
+      and writing to it does not change the codes.
+    - F.linear, matmul, mm and @ save the quantized tensor for backward and dequantize it again there.
+    - clone, deepcopy, pickling and `.to(device)` copy every buffer. detach (so nn.Parameter(t), p.data,
+      p.detach(), state_dict()) shares the record: what is written or rebound through one is seen through all.
+    - copy_ from a tensor of the same format, shape and block copies bytes; any other copy_, fill_ and zero_
+      quantize into the existing buffers, whose addresses stay. Any other operation that writes raises.
+
+    torch does not let a subclass refuse `plain.data = t`, which breaks the plain tensor: give the module a
+    new nn.Parameter(t) instead.
+
+    A format is a subclass: the type of its records, and three functions of them.
+    """
+
+    record: Storage
+    _record_type: type[Storage]
+    _values_of: Callable[[Storage, torch.dtype], torch.Tensor]
+    """(record, dtype): in the record's shape, computed in float32, rounded once to dtype."""
+    _requantize: Callable[[Storage, torch.Tensor], None]
+    """(record, values that broadcast to its shape): quantized into the buffers that the record has."""
+    _copy_bytes: Callable[[Storage, Storage, bool], None]
+    """(target, source of the same scheme, non_blocking): fills the target without quantizing again."""
+
+    @staticmethod
+    def __new__(cls, record: Storage | tuple, *buffers: torch.Tensor):
+        """record: or (shape, context, names of buffers), with these buffers (see `wrap`)."""
+        if buffers:
+            shape, context, names = record
+            named = dict(zip(names, buffers, strict=True))
+            record = cls._record_type.from_buffers(torch.Size(shape), context, named)
+        properties = {"dtype": record.dtype, "device": record.device}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, record.shape, **properties)
+        tensor.record = record
+        return tensor
+
+    @property
+    def rowwise_data(self) -> torch.Tensor | None:
+        """The elements of the rowwise copy. Assigning rebinds: another buffer of that shape and dtype becomes
+        them.
+        """
+        return self.record.rowwise_data
+
+    @rowwise_data.setter
+    def rowwise_data(self, value: torch.Tensor) -> None:
+        self.record.rebind(value)
+
+    # The other fields of every record (see those of the format); a buffer that does not exist is None.
+    columnwise_data = property(attrgetter("record.columnwise_data"))
+    rowwise_scale = property(attrgetter("record.rowwise_scale"))
+    rowwise_scale_swizzled = property(attrgetter("record.rowwise_scale_swizzled"))
+    columnwise_scale = property(attrgetter("record.columnwise_scale"))
+    columnwise_scale_swizzled = property(attrgetter("record.columnwise_scale_swizzled"))
+    block = property(attrgetter("record.block"))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
+
+        Differentiable.
+        """
+        if dtype is not None and dtype != self.dtype:
+            return self.to(dtype)
+        return torch.dequantize(self)
+
+    def _describe(self) -> list[str]:
+        """The fields of repr between shape and requires_grad."""
+        fields = [f"{name}={getattr(self, name)}" for name in ("dtype", "block", "device")]
+        for side in SIDES:
+            buffers = {name: getattr(self.record, scale_name(side, name), None) for name in SCALE_LAYOUTS}
+            names = [name for name, buffer in buffers.items() if buffer is not None]
+            fields += [f"{side}={'+'.join(names)}"] if names else []
+        return fields
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        fields = [*self._describe(), *["requires_grad=True"] * self.requires_grad]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, {', '.join(fields)})"
+
+    def __setitem__(self, index, value) -> None:
+        raise RuntimeError("indexed assignment" + _writes(self))
+
+    def share_memory_(self) -> "QuantizedTensor":
+        for _, buffer in self.record.buffers():
+            buffer.share_memory_()
+        return self
+
+    def __copy__(self) -> "QuantizedTensor":
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict) -> "QuantizedTensor":
+        """Shares no buffer with self. Tensors that share a record, deepcopied together, share the new one."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"only an {type(self).__name__} that is a leaf of the autograd graph can be deepcopied"
+            )
+        if id(self.record) not in memo:
+            memo[id(self.record)] = _copy_record(self.record, torch.clone)
+        new = memo[id(self)] = type(self)(memo[id(self.record)]).requires_grad_(self.requires_grad)
+        new.grad = copy.deepcopy(self.grad, memo)
+        vars(new).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "record"})
+        return new
+
+    def __reduce_ex__(self, protocol):
+        names, context = self.__tensor_flatten__()
+        buffers = {name: getattr(self, name) for name in names}
+        for name, buffer in buffers.items():
+            if buffer.untyped_storage().nbytes() > buffer.nbytes:  # do not write all of a flat buffer
+                buffer = buffer.clone()
+            if buffer.dtype.is_floating_point and buffer.itemsize == 1:
+                buffer = buffer.view(torch.uint8)  # plain pickle writes float8 and cannot read it
+            buffers[name] = buffer
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        state = (tuple(self.shape), context, buffers, self.record.name, self.requires_grad, is_parameter)
+        return _rebuild_tensor, (type(self), *state)
+
+    def __tensor_flatten__(self):
+        return [name for name, _ in self.record.buffers()], self.record.context()
+
+    @classmethod
+    def __tensor_unflatten__(cls, buffers: dict, context: tuple, outer_size, outer_stride):
+        return cls(cls._record_type.from_buffers(torch.Size(outer_size), context, buffers))
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _FUNCTIONS and not kwargs.keys() & {"out", "out_dtype"}:
+                return _FUNCTIONS[func](*args, **kwargs)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _HANDLERS:
+            return _HANDLERS[func](*args, **kwargs)
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[index] if index < len(args) else kwargs.get(argument.name)
+                for leaf in tree_leaves(written):
+                    if isinstance(leaf, QuantizedTensor):
+                        raise RuntimeError(f"{func}" + _writes(leaf))
+        args, kwargs = tree_map_only(QuantizedTensor, _plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _writes(tensor: QuantizedTensor) -> str:
+    return (
+        f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: "
+        "compute the new values in a plain tensor and copy_ that, which requantizes"
+    )
+
+
+def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
+    """tensor.data = value makes the tensor share the record of another tensor of its format."""
+    if type(value) is not type(tensor):
+        raise TypeError(
+            f"data must be an {type(tensor).__name__}, got {type(value).__name__}: copy_ takes plain values, "
+            "and a model gets another dtype before its weights are converted"
+        )
+    torch.Tensor.data.__set__(tensor, value)
+    tensor.record = value.record
+    note_rebinding()
+
+
+_FUNCTIONS = {**products.FUNCTIONS, torch.Tensor.data.__set__: _set_data}
+
+
+def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parameter) -> QuantizedTensor:
+    dtype_of = cls._record_type.buffer_dtype
+    buffers = {name: buffer.view(dtype_of(name)) for name, buffer in buffers.items()}
+    tensor = cls.__tensor_unflatten__(buffers, context, shape, None)
+    tensor.record.name = name
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild_tensor])
+
+
+def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
+    """A tensor over the record. Also where torch.compile traces the call, which it does only for a
+    constructor of tensors and constants.
+    """
+    if not torch.compiler.is_compiling():
+        return cls(record)
+    buffers = dict(record.buffers())
+    return cls((tuple(record.shape), record.context(), tuple(buffers)), *buffers.values())
+
+
+# Handlers of __torch_dispatch__. Autograd is above them.
+
+
+def _copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
+    """A record of function(buffer) that also has a copy of the high-precision initial value."""
+    new = record.map(function)
+    if INIT_VAL in record.attachments:
+        new.attachments[INIT_VAL] = record.attachments[INIT_VAL].clone()
+    return new
+
+
+def _plain(tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return tensor._values_of(tensor.record, dtype or tensor.dtype)
+
+
+def _share(tensor):
+    with torch.inference_mode(tensor.is_inference()):  # what shares a version counter must be of one kind
+        return type(tensor)(tensor.record)
+
+
+def _clone(tensor, *, memory_format=None):
+    return type(tensor)(tensor.record.map(torch.clone))
+
+
+def _to_copy(tensor, *, dtype=None, device=None, non_blocking=False, **layout):
+    """Another dtype dequantizes, another device does not."""
+    if dtype is not None and dtype != tensor.dtype:
+        return _plain(tensor, dtype).to(device=device, non_blocking=non_blocking)
+    options = {"device": device or tensor.device, "non_blocking": non_blocking, "copy": True}
+    return type(tensor)(_copy_record(tensor.record, lambda buffer: buffer.to(**options)))
+
+
+def _copy_(target, source, non_blocking=False):
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(_plain(source, target.dtype), non_blocking)
+    if not isinstance(source, QuantizedTensor):
+        target._requantize(target.record, source)
+    elif source.record.scheme == target.record.scheme:
+        target._copy_bytes(target.record, source.record, non_blocking)
+    else:
+        target._requantize(target.record, _plain(source, target.dtype))
+    return target
+
+
+def _fill_(tensor, value):
+    tensor._requantize(tensor.record, torch.as_tensor(value))
+    return tensor
+
+
+def _zero_(tensor):
+    tensor.record.zero()
+    return tensor
+
+
+_aten = torch.ops.aten
+_HANDLERS = {
+    _aten.alias.default: _share,
+    _aten.clone.default: _clone,
+    _aten.copy_.default: _copy_,
+    _aten.dequantize.self: _plain,
+    _aten.detach.default: _share,
+    _aten.fill_.Scalar: _fill_,
+    _aten.fill_.Tensor: _fill_,
+    _aten._to_copy.default: _to_copy,
+    _aten.zero_.default: _zero_,
+}
