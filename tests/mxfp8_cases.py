@@ -77,7 +77,7 @@ def make(device="cpu", shape=(48, 80), **options):
 
 def assert_same(actual, expected, names=NAMES):
     for name in names:
-        mine, other = getattr(actual.record, name), getattr(expected.record, name)
+        mine, other = actual.record.buffer(name), expected.record.buffer(name)
         assert (mine is None) == (other is None), name
         if mine is not None:
             assert_bytes_equal(mine, other, name)

@@ -40,7 +40,7 @@ def check(x, mode, what: str, amaxes=(None, None), **kwargs):
     options = with_state(mode, x.device)
     record = make_record(x, mode, **kwargs)
     given = dict(zip(("amax", "columnwise_amax"), amaxes, strict=True))
-    if record.rowwise_data is None and record.hadamard:
+    if record.buffer("rowwise_data") is None and record.hadamard:
         del given["amax"]
     ops.quantize_into(x, record, rng_state=options.get("rng_state"), **given)
     assert_record_equals(

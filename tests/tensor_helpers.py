@@ -34,7 +34,7 @@ def make(device, shape=(48, 80), **options):
 
 def assert_record_equal(actual, expected, names=BUFFERS):
     for name in names:
-        mine, other = getattr(actual.record, name), getattr(expected.record, name)
+        mine, other = actual.record.buffer(name), expected.record.buffer(name)
         assert (mine is None) == (other is None), name
         if mine is not None:
             assert_bytes_equal(mine, other, name)

@@ -37,7 +37,7 @@ def test_bfloat16_masters_give_the_bytes_of_their_values(device, dtype):
         for weights in results[:-1]:
             for weight, expected in zip(weights, results[-1], strict=True):
                 for name, buffer in weight.record.buffers():
-                    assert_bytes_equal(buffer, getattr(expected.record, name), name)
+                    assert_bytes_equal(buffer, expected.record.buffer(name), name)
 
 
 def test_a_master_that_becomes_bfloat16_at_the_same_address(device):
@@ -157,9 +157,6 @@ def test_nonfinite_amaxes_that_were_left(device):
     check(weights[:1], masters[:1])
 
 
-def test_the_plan_of_the_function_has_no_pieces():
-    weights, masters, starts = make("cpu")
-    cast(weights, masters, starts)
-    with pytest.raises(RuntimeError, match="holds no masters between calls"):
-        weights[0].record.attachments["cast_plans"][0].master_pieces()
+def test_a_plan_of_a_rank_that_owns_nothing_has_no_pieces():
+    weights, _, _ = make("cpu")
     assert zerofp4.CastPlan(weights, [None, None], [None, None]).master_pieces() == []

@@ -115,7 +115,7 @@ class Model:
             by_reference = reference.quantize(whole.to(weight.dtype), amax=amaxes[i].reshape(1))
             assert_bytes_equal(weight.rowwise_data, by_reference.rowwise_data, f"weight {i}: codes")
             for name, buffer in weight.record.buffers():
-                assert_bytes_equal(buffer, getattr(expected.record, name), f"weight {i}: {name}")
+                assert_bytes_equal(buffer, expected.record.buffer(name), f"weight {i}: {name}")
 
     def snapshot(self) -> list[torch.Tensor]:
         return [b.view(torch.uint8).clone() for w in self.weights for _, b in w.record.buffers()]

@@ -67,7 +67,7 @@ def test_invalid_argument_on_one_rank_after_the_plan_was_built(world):
     message = "must be a float32 or bfloat16" if world.rank == 1 else "another rank could not take part"
     with pytest.raises(expected, match=message):
         zerofp4.cast_master_weights_to_nvfp4(model.weights, masters, model.starts)
-        model.weights[0].record.attachments["cast_plans"][0].check()
+        model.weights[0].record.attachments["cast_plans"][0].plan.check()
     model.check_untouched(before)
     cast_and_gather(model)
     model.check()
@@ -147,7 +147,7 @@ def test_one_rank_changes_shards_or_options_after_the_plan_was_built(world, what
     error = ValueError if world.rank == 1 else RuntimeError
     with pytest.raises(error, match=r"change on all ranks or on none|another rank could not take part"):
         zerofp4.cast_master_weights_to_nvfp4(model.weights, masters, starts, **options)
-        model.weights[0].record.attachments["cast_plans"][0].check()
+        model.weights[0].record.attachments["cast_plans"][0].plan.check()
     model.check_untouched(before)
     cast_and_gather(model)
     model.check()

@@ -45,9 +45,11 @@ def test_quantize_and_dequantize_trace_under_compile(device):
     def round_trip(x):
         record = allocate(x.shape, dtype=x.dtype, device=x.device, columnwise=False)
         ops.quantize_into(x, record)
-        scale = ZEROFP4.pad_scale(record.rowwise_scale, *x.shape, 16, "swizzled")
+        scale = ZEROFP4.pad_scale(record.buffer("rowwise_scale"), *x.shape, 16, "swizzled")
         return (
-            ZEROFP4.dequantize(record.rowwise_data, record.rowwise_scale, record.amax, 16, x.dtype),
+            ZEROFP4.dequantize(
+                record.buffer("rowwise_data"), record.buffer("rowwise_scale"), record.amax, 16, x.dtype
+            ),
             scale,
         )
 

@@ -55,7 +55,7 @@ def test_every_value_at_every_scale(device, dtype):
     x = blocks.reshape(-1, 8 * BLOCK).to(device)
     one = amaxes("1d", 1.0, device)
     record = check(x, NEAREST["1d"], f"{dtype} rows", one)
-    assert len(record.rowwise_scale.view(torch.uint8).unique()) == LARGEST_BYTE + 1
+    assert len(record.buffer("rowwise_scale").view(torch.uint8).unique()) == LARGEST_BYTE + 1
     check(x.T.contiguous(), NEAREST["1d"], f"{dtype} columns", one)
 
 

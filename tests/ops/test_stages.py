@@ -32,12 +32,14 @@ class ShardCase:
         self.reduced = torch.full((ops.HEADER_WORDS + 1 + tiles,), torch.nan, device=device)
         self.found_inf = torch.zeros(1, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        item = ops.CastItem(
-            self.record, self.master, self.shard, self.codes, ops.HEADER_WORDS + 1, ops.HEADER_WORDS
-        )
+        item = self.item(ops.HEADER_WORDS + 1, ops.HEADER_WORDS)
         self.stages = ops.CastStages(
             [item], self.reduced, hash=77, found_inf=self.found_inf, status=self.status
         )
+
+    def item(self, tile_offset: int, amax_offset: int) -> ops.CastItem:
+        places = (self.record.matrix, self.record.dtype, tile_offset, amax_offset)
+        return ops.CastItem(self.record, ops.MasterPiece(self.master, self.shard, *places), self.codes)
 
     @property
     def tile_amax(self) -> torch.Tensor:
@@ -136,7 +138,7 @@ def test_many_weights_in_one_plan(device):
         start, end = sorted(rng.integers(0, numel + 1, 2).tolist()) if i % 4 else (0, 0)
         c = ShardCase(device, shape, start, end - start, DTYPES[i % 3], "normal", i)
         cases.append(c)
-        items.append(ops.CastItem(c.record, c.master, c.shard, c.codes, total, ops.HEADER_WORDS + i // 2))
+        items.append(c.item(total, ops.HEADER_WORDS + i // 2))
         total += c.tile_amax.numel()
     reduced = torch.full((total,), torch.nan, device=device)
     stages = ops.CastStages(items, reduced)
@@ -145,7 +147,7 @@ def test_many_weights_in_one_plan(device):
     for i, (c, item) in enumerate(zip(cases, items, strict=True)):
         tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
         assert_bytes_equal(
-            reduced[item.tile_offset :][: tile_amax.numel()], tile_amax.flatten(), f"tile amax {i}"
+            reduced[item.piece.tile_offset :][: tile_amax.numel()], tile_amax.flatten(), f"tile amax {i}"
         )
     for g in range((len(shapes) + 1) // 2):
         members = cases[2 * g : 2 * g + 2]
@@ -155,8 +157,10 @@ def test_many_weights_in_one_plan(device):
     stages.cast()
     for i, (c, item) in enumerate(zip(cases, items, strict=True)):
         tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
-        amax = reduced[item.amax_offset].reshape(1)
+        amax = reduced[item.piece.amax_offset].reshape(1)
         expected = torch.full_like(c.codes, POISON)
         reference.partial_cast(c.master, c.shard.start, c.shape, c.dtype, tile_amax, amax, expected)
         assert_bytes_equal(c.codes, expected, f"codes {i}")
-        assert_bytes_equal(c.record.rowwise_scale, reference.block_scale(tile_amax, amax), f"scale {i}")
+        assert_bytes_equal(
+            c.record.buffer("rowwise_scale"), reference.block_scale(tile_amax, amax), f"scale {i}"
+        )

@@ -3,12 +3,12 @@
 from zerofp4.cast.function import cast_master_weights_to_nvfp4
 from zerofp4.cast.gather import all_gather_nvfp4, post_all_gather_processing
 from zerofp4.cast.plan import CastPlan
-from zerofp4.cast.reduced_vector import MasterPiece
+from zerofp4.cast.request import check_castable
 
 __all__ = [
     "CastPlan",
-    "MasterPiece",
     "all_gather_nvfp4",
     "cast_master_weights_to_nvfp4",
+    "check_castable",
     "post_all_gather_processing",
 ]

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerofp4 import distributed
 from zerofp4.cast.plan_cache import (
+    advance_versions,
     attached,
     find,
     integers_fingerprint,
@@ -22,7 +24,6 @@ from zerofp4.distributed import OTHER, PRESENT, GroupReference, PackedGather, at
 from zerofp4.ops import TransposeStage, target_of
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
-from zerofp4.tensors import NVFP4Tensor
 
 
 @dataclasses.dataclass
@@ -50,7 +51,7 @@ class _TransposePlan:
 
 
 def all_gather_nvfp4(
-    model_weights: Sequence[NVFP4Tensor],
+    model_weights: Sequence[Any],
     start_offsets: Sequence[int | None],
     shard_numels: Sequence[int],
     group: dist.ProcessGroup | None = None,
@@ -75,7 +76,7 @@ def all_gather_nvfp4(
         parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
         plan = _gather_checked(model_weights, parsed, error, plans, group)
         plan.fingerprint = fingerprint
-    torch.autograd.graph.increment_version(model_weights)
+    advance_versions(model_weights)
     keep(plans, plan)
 
 
@@ -93,7 +94,7 @@ def _gather_checked(
     for plan in reversed(plans):
         if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
             fits = error is None and parsed[1] == plan.shards
-            plan.gather.bind_if_moved([record.rowwise_data for record in plan.records])
+            plan.gather.bind_if_moved([record.rowwise.data for record in plan.records])
             if plan.gather.run(PRESENT if fits else OTHER, error):
                 return plan
             plans.remove(plan)  # every rank came with other shards
@@ -128,12 +129,12 @@ def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | No
     rank_shards = [[Shard(*shard) for shard in of_rank] for _, of_rank in gathered]
     names = [name for name, *_ in gathered[0][0]]
     distributed.check_ownership(names, [record.shape.numel() for record in records], rank_shards)
-    buffers = [record.rowwise_data for record in records]
+    buffers = [record.rowwise.data for record in records]
     device = records[0].device if records else torch.device("cpu")
     return _GatherPlan(records, shards, PackedGather(buffers, rank_shards, group, device))
 
 
-def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
+def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     """Columnwise data of every weight that has a columnwise buffer, from its gathered codes. One launch.
 
     The columnwise scales are there already: the cast writes both sides. The weights' autograd versions
@@ -148,7 +149,7 @@ def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
     if plan is None:
         check_lists(model_weights=model_weights)
         records = check_weights(model_weights)
-        pairs = [(r.rowwise_data, r.columnwise_data) for r in records if r.columnwise_data is not None]
+        pairs = [(r.rowwise.data, r.columnwise.data) for r in records if r.columnwise is not None]
         plan = next((p for p in plans if same_weights(model_weights, p.records)), None)
         if plan is None:
             plan = _TransposePlan(records, TransposeStage(pairs))
@@ -158,5 +159,5 @@ def post_all_gather_processing(model_weights: Sequence[NVFP4Tensor]) -> None:
     plan.stage.run()
     if plan.stage.captured:
         pin(plan)
-    torch.autograd.graph.increment_version(model_weights)
+    advance_versions(model_weights)
     keep(plans, plan)

@@ -1,28 +1,31 @@
 """Casting sharded master weights to NVFP4: CastPlan, a step of it stage by stage."""
 
-import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerofp4 import distributed
-from zerofp4.cast.addresses import ShardAddresses, WeightAddresses
-from zerofp4.cast.reduced_vector import Amaxes, MasterPiece, ReducedVector
+from zerofp4.cast.plan_cache import advance_versions
+from zerofp4.cast.reduced_vector import Amaxes, ReducedVector
 from zerofp4.cast.request import CastRequest, check_refresh, check_request
-from zerofp4.cast.signature import Signature, check_agreement, signature_of
-from zerofp4.cast.status import StepStatus
+from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
+from zerofp4.cast.status import PEER_MESSAGE, StepStatus
 from zerofp4.distributed import PackedGather, attempt
-from zerofp4.ops import CastItem, CastStages, TransposeStage, target_of
+from zerofp4.ops import CastItem, CastStages, MasterPiece, TransposeStage, target_of
 from zerofp4.shard import Shard
-from zerofp4.storage import NVFP4Storage
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.storage import Addresses, NVFP4Storage
+
+_built: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many plans this rank has begun to build in a group."""
 
 
 class CastPlan:
     """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
 
-    model_weights: NVFP4Tensors with block (16, 16), the same list on every rank.
+    model_weights: NVFP4Tensors, or their records, with block (16, 16), the same list on every rank.
     master_weights[i]: the 1D float32 or bfloat16 elements of weight i that this rank owns, start_offsets[i]
     the flat index of the first one; None and None where it owns nothing. Any offset and length will do, also
     inside a tile or a byte; no element may be owned twice. An element that no rank owns keeps its code and
@@ -54,13 +57,13 @@ class CastPlan:
 
     def __init__(
         self,
-        model_weights: Sequence[NVFP4Tensor],
+        model_weights: Sequence[Any],
         master_weights: Sequence[torch.Tensor | None],
         start_offsets: Sequence[int | None],
         group: dist.ProcessGroup | None = None,
         *,
         fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
-        amax_groups: Sequence[Sequence[NVFP4Tensor]] | None = None,
+        amax_groups: Sequence[Sequence[Any]] | None = None,
         on_nonfinite: str = "skip",
         found_inf: torch.Tensor | None = None,
     ):
@@ -68,12 +71,24 @@ class CastPlan:
         options = (fsdp_shard_model_weights, amax_groups, on_nonfinite, found_inf)
         self._build(*attempt(check_request, model_weights, master_weights, start_offsets, *options), group)
 
+    @classmethod
+    def from_request(
+        cls, request: CastRequest | None, error: Exception | None, group: dist.ProcessGroup | None
+    ) -> "CastPlan":
+        """The plan of arguments that were checked, or of the error that was found. Collective."""
+        plan = cls.__new__(cls)
+        plan._build(request, error, group)
+        return plan
+
+    # Building
+
     def _build(self, request: CastRequest | None, error: Exception | None, group) -> None:
         self.group = distributed.GroupReference(group)
         if error is None:
             # What this rank cannot run must be known to all before any waits for the others.
             _, error = attempt(target_of, request.device)
-        gathered = distributed.exchange(request and tuple(signature_of(request)), error, group)
+        number = _next_number(group)
+        gathered = distributed.exchange(request and tuple(signature_of(request, number)), error, group)
         signatures = [Signature(*signature) for signature in gathered]
         check_agreement(signatures)
         self._request = request
@@ -83,28 +98,45 @@ class CastPlan:
         for i, name in enumerate(self._names):
             distributed.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
         self._sharded = len(signatures) > 1
-        self._allocate()
-        plan_hash = int.from_bytes(hashlib.sha256(repr(signatures).encode()).digest()[:3], "big")
-        options = {"hash": plan_hash, "found_inf": self.found_inf, "status": self._status.word}
-        self._stages = CastStages(self._items(), self.reduced, **options)
-        self._transposes = TransposeStage(self._transpose_pairs())
-        self._watch_addresses()
-        self._amaxes = Amaxes.NONE
-        self._gather = None
-        self._captured: dict[int, torch.Tensor] = {}
-
-    def _allocate(self) -> None:
-        """The reduced vector and the flags."""
-        request, device = self._request, self._request.device
-        self._vector = ReducedVector(request.records, request.amax_groups, device)
+        self._vector = ReducedVector(request.records, request.amax_groups, request.device)
         self.reduced = self._vector.words
-        self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-        self.found_inf = self._own_found_inf if request.found_inf is None else request.found_inf
-        self._status = StepStatus(device)
+        self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=request.device)
+        self._status = StepStatus(request.device)
+        self._captured: dict[int, torch.Tensor] = {}
+        self._gather: PackedGather | None = None
+        self._amaxes = Amaxes.NONE
+        self._stages = CastStages(
+            self._items(),
+            self.reduced,
+            hash=plan_hash(signatures),
+            found_inf=self.found_inf,
+            status=self._status.word,
+        )
+        self._transposes = TransposeStage(self._transpose_pairs())
+        self._addresses = self._present_addresses()
 
     @property
     def records(self) -> list[NVFP4Storage]:
         return self._request.records
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        given = self._request.found_inf
+        return self._own_found_inf if given is None else given
+
+    def _items(self) -> list[CastItem]:
+        request, items = self._request, []
+        for i, record in enumerate(request.records):
+            offsets = self._vector.offsets(i)
+            piece = MasterPiece(request.masters[i], request.shards[i], record.matrix, record.dtype, *offsets)
+            items.append(CastItem(record, piece, request.codes(i)))
+        return items
+
+    def _transpose_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        records = self._request.records
+        return [(r.rowwise.data, r.columnwise.data) for r in records if r.columnwise is not None]
+
+    # Addresses
 
     def refresh(self) -> None:
         """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
@@ -121,40 +153,61 @@ class CastPlan:
     def _take_addresses(self) -> None:
         self._stages.bind(self._items(), self.found_inf)
         self._transposes.bind(self._transpose_pairs())
-        self._watch_addresses()
+        self._addresses = self._present_addresses()
 
-    def _watch_addresses(self) -> None:
+    def _present_addresses(self) -> Addresses:
         request = self._request
-        self._weights = WeightAddresses(self._names, request.weights, request.records)
-        self._shards = ShardAddresses(request.shard_tensors())
+        weights = dict(zip(self._names, request.weights, strict=True))
+        return Addresses(weights, request.shard_tensors())
 
-    def _items(self) -> list[CastItem]:
+    def find_moved(self, *, every: bool = True) -> RuntimeError | None:
+        """An error for the first weight, master or buffer that has moved since the plan took its address;
+        without `every` as far as a step looks.
+        """
+        return self._addresses.find_moved() if every else self._addresses.glance()
+
+    # For a function that finds its plan: the same weights and shards at every call, tensors of each
+    # call's own
+
+    def fits(self, request: CastRequest) -> bool:
+        """Whether a request for this plan's weights differs in nothing but where tensors are."""
+        mine = self._request
+        return (
+            request.shards == mine.shards
+            and request.amax_groups == mine.amax_groups
+            and request.on_nonfinite == mine.on_nonfinite
+        )
+
+    def adopt(self, request: CastRequest) -> None:
+        """Take the addresses of a request that fits. Not collective."""
+        self._request = request
+        self._take_addresses()
+
+    def let_go(self) -> None:
+        """Keep no master and no shard buffer, only their addresses."""
         request = self._request
-        return [
-            CastItem(
-                record, request.masters[i], request.shards[i], request.codes(i), *self._vector.offsets(i)
-            )
-            for i, record in enumerate(request.records)
-        ]
+        request.masters, request.shard_codes = [None] * len(request.records), None
+        self._addresses = Addresses({}, {})
 
-    def _transpose_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        records = self._request.records
-        return [(r.rowwise_data, r.columnwise_data) for r in records if r.columnwise_data is not None]
+    def decline(self) -> bool:
+        """Join the reduction of a step of the other ranks, so that no rank writes, because this rank has
+        other shards or options. Whether all ranks declined. Raises RuntimeError where a rank has an
+        error.
+        """
+        self._amaxes = Amaxes.NONE
+        self._stages.begin(error=True)
+        self._vector.decline()
+        self._reduce()
+        declined = self._vector.declined()
+        if declined is None:
+            raise RuntimeError(PEER_MESSAGE)
+        return declined
+
+    # Amaxes that an optimizer leaves
 
     def master_pieces(self) -> list[MasterPiece]:
-        """What this rank owns, one piece per weight, for an optimizer that leaves amaxes in `reduced`.
-
-        Raises RuntimeError for the plan of cast_master_weights_to_nvfp4, which holds no masters.
-        """
-        pieces = []
-        for item in self._items():
-            if item.shard.numel and item.master is None:
-                raise RuntimeError("this plan holds no masters between calls: build a CastPlan of your own")
-            if item.shard.numel:
-                record = item.record
-                offsets = (item.tile_offset, item.amax_offset)
-                pieces.append(MasterPiece(item.master, item.shard, record.matrix, record.dtype, *offsets))
-        return pieces
+        """What this rank owns, one piece per weight, for an optimizer that leaves amaxes in `reduced`."""
+        return [item.piece for item in self._items() if item.piece.shard.numel]
 
     def begin_update(self) -> None:
         """Clear `reduced` and write its header: the amaxes of every piece of master_pieces() may go in now.
@@ -176,38 +229,46 @@ class CastPlan:
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
         self._amaxes = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
 
+    # A step
+
     def step(self) -> None:
         """Amax (unless an update left it), one MAX all-reduce, scales, codes. Every rank of the group must
         call it. The weights are complete, and their autograd versions advance, in post().
 
-        Takes the host the same time for any number of weights. On a GPU it only queues work on the current
+        On a GPU it takes the host the same time for any number of weights, only queues work on the current
         stream, allocates nothing and can be captured in a CUDA graph, which then does in each replay what the
         captured step did, with or without its own amaxes.
 
-        A weight that was rebound (rowwise_data or .data assigned, another record) is noticed here. Masters
-        and shard buffers whose storage was exchanged (.data assigned) are looked at 256 in each step, in
-        turn, and all in check(), all_gather() and post(); until it is noticed, a step uses the storage that
-        the plan knows and keeps alive (unless it was freed in place, by resize_ of the storage itself). A
-        step that is being captured looks at everything.
+        Storage that has moved is noticed before anything is read or written: on the CPU all of it, on a GPU
+        weights that were rebound. A `.data` assigned to a master is noticed there in check() and post(),
+        and in a step that is being captured; until then a step uses the storage that the plan knows and
+        keeps alive.
 
         Where this rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged,
-        so that no rank writes; the others raise RuntimeError at their next check: on the CPU in this call, on
-        a GPU in check(), all_gather(), post() or, once it has done its own work, the next step().
+        so that no rank writes; the others raise RuntimeError as soon as they hear of it: on the CPU in
+        this call, on a GPU in check() or in a later step(), which then has done its own work.
         """
-        # What went wrong in an earlier step is old news to other ranks: this step is not to fail for it.
-        late = self._status.take()
-        self._run(self._weights.glance() or self._shards.glance())
+        late = self.run(self.find_moved(every=False))
         if late is not None:
             raise late
 
-    def _run(self, error: Exception | None, borrowed: Iterable[torch.Tensor | None] = ()) -> None:
-        """borrowed: what this step uses and the plan does not hold."""
+    def run(
+        self, error: Exception | None, borrowed: Iterable[torch.Tensor | None] = ()
+    ) -> RuntimeError | None:
+        """A step of a rank that has found an error, which is raised once it has joined the others, or None.
+
+        borrowed: what the step uses and the plan does not hold. Returns what is now known to have gone
+        wrong in an earlier step.
+        """
+        late = self._status.take()
+        if late is not None:
+            late = RuntimeError(f"an earlier step did not take place: {late}. This one did")
         capturing = self._status.is_capturing()
         if capturing and error is None:
-            error = self._find_moved()
+            error = self.find_moved()
         if error is not None:
             self._abstain()
-            raise error
+            raise error from (error.__cause__ or late)
         raises = self._request.on_nonfinite == "raise"
         if raises and capturing:
             raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
@@ -224,6 +285,12 @@ class CastPlan:
         if raises:
             self._status.wait()
             self._raise_nonfinite()
+        return late
+
+    @property
+    def held_for_graphs(self) -> bool:
+        """Whether a CUDA graph that was captured uses the plan."""
+        return bool(self._captured)
 
     def _hold(self, borrowed: Iterable[torch.Tensor | None]) -> None:
         """Keep alive what the graph that is being captured will use."""
@@ -242,6 +309,19 @@ class CastPlan:
         self._stages.begin(error=True)
         self._reduce()
 
+    def _raise_nonfinite(self) -> None:
+        if not self._vector.has_nonfinite():
+            return
+        bad = [self._names[i] for i in self._vector.nonfinite_weights()]
+        # The others were written, and post() may never come.
+        advance_versions(self._request.weights)
+        raise FloatingPointError(
+            f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
+            "these weights and their amax groups were not changed"
+        )
+
+    # After a step
+
     def check(self) -> None:
         """Wait for the last step and raise RuntimeError if a rank kept all from writing in it, or if any
         weight, master or shard buffer has moved since the plan took its address.
@@ -250,23 +330,9 @@ class CastPlan:
         wait for: synchronize with the replay first, then its errors are raised here.
         """
         self._status.wait()
-        error = self._find_moved()
+        error = self.find_moved()
         if error is not None:
             raise error
-
-    def _find_moved(self) -> RuntimeError | None:
-        return self._weights.find_moved() or self._shards.find_moved()
-
-    def _raise_nonfinite(self) -> None:
-        if not self._vector.has_nonfinite():
-            return
-        bad = [self._names[i] for i in self._vector.nonfinite_weights()]
-        # The others were written, and post() may never come.
-        torch.autograd.graph.increment_version(self._request.weights)
-        raise FloatingPointError(
-            f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
-            "these weights and their amax groups were not changed"
-        )
 
     def all_gather(self) -> None:
         """Give every rank the codes of all shards. Collective; waits for the step.
@@ -277,22 +343,32 @@ class CastPlan:
         self._status.wait()
         if not self._into_weights:
             raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
-        buffers = [record.rowwise_data for record in self._request.records]
+        buffers = [record.rowwise.data for record in self._request.records]
         if self._gather is None:
             numels = [record.shape.numel() for record in self._request.records]
             distributed.check_ownership(self._names, numels, self._rank_shards)
             device = self._request.device
             self._gather = PackedGather(buffers, self._rank_shards, self.group(), device)
         self._gather.bind_if_moved(buffers)
-        self._gather.run(error=self._find_moved())
+        self._gather.run(error=self.find_moved())
 
     def post(self) -> None:
         """Columnwise data of every weight that has some, from its rowwise data, in one launch; with it the
-        weights are complete. Waits for the step.
+        weights are complete. Only queues work on a GPU.
 
         The weights' autograd versions advance: as after any update in place, a backward pass through the old
-        values fails. (Not in the replay of a CUDA graph.) Raises RuntimeError as check() does.
+        values fails. (Not in the replay of a CUDA graph.) Raises RuntimeError if any weight, master or shard
+        buffer has moved; what other ranks found wrong is raised by check() or a later step().
         """
-        self.check()
+        error = self.find_moved()
+        if error is not None:
+            raise error
         self._transposes.run()
-        torch.autograd.graph.increment_version(self._request.weights)
+        advance_versions(self._request.weights)
+
+
+def _next_number(group: dist.ProcessGroup | None) -> int:
+    if group is None:
+        return 0
+    _built[group] = _built.get(group, 0) + 1
+    return _built[group]

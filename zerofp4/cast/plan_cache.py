@@ -14,15 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.storage import NVFP4Storage, rebindings
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.storage import NVFP4Storage, pointers, rebindings, record_of
 
 PLANS_PER_WEIGHT = 4
 """Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
 
 _LISTS = {list, tuple}
 _PLAIN = {torch.Tensor, torch.nn.Parameter, NoneType}
-_CODES = attrgetter("rowwise_data")
+_RECORDS = {NVFP4Storage}
 _FACTS = (
     torch.Tensor.data_ptr,
     torch.Tensor.numel,
@@ -38,8 +37,9 @@ def attached(model_weights: Any, kind: str) -> list:
     Plans whose process group was destroyed are dropped. An empty list for anything but a list of weights.
     """
     for weight in model_weights if isinstance(model_weights, list | tuple) else ():
-        if isinstance(weight, NVFP4Tensor):
-            plans = weight.record.attachments.setdefault(kind, [])
+        record = record_of(weight)
+        if record is not None:
+            plans = record.attachments.setdefault(kind, [])
             plans[:] = [plan for plan in plans if plan.group.is_alive()]
             return plans
     return []
@@ -67,22 +67,36 @@ def pin(plan: Any) -> None:
         record.attachments.setdefault("captured_plans", {})[id(plan)] = plan
 
 
-def same_weights(model_weights: Any, records: Sequence[NVFP4Storage]) -> bool:
+def same_weights(model_weights: Sequence[Any], records: Sequence[NVFP4Storage]) -> bool:
     """Whether these are the weights of those records, in the same order."""
     return len(model_weights) == len(records) and all(
-        isinstance(weight, NVFP4Tensor) and weight.record is record
-        for weight, record in zip(model_weights, records, strict=True)
+        record_of(weight) is record for weight, record in zip(model_weights, records, strict=True)
     )
+
+
+def advance_versions(model_weights: Sequence[Any]) -> None:
+    """As after any update in place, a backward pass through the old values of the weights fails."""
+    if set(map(type, model_weights)) <= _RECORDS:
+        return
+    torch.autograd.graph.increment_version([w for w in model_weights if isinstance(w, torch.Tensor)])
 
 
 def weights_fingerprint(weights: Any) -> list | None:
     """Of a list of NVFP4 weights: their records, compared by identity, that none was rebound since, and where
-    their codes are, which may move behind a record (.data assigned, storage resized).
+    their buffers are. On a GPU only codes are looked at, because storage does not move there but by assigning
+    .data, which nobody does to a buffer of scales.
     """
-    if type(weights) not in _LISTS or not set(map(type, weights)) <= {NVFP4Tensor}:
+    if type(weights) not in _LISTS:
         return None
-    records = list(map(attrgetter("record"), weights))
-    return [rebindings(), records, list(map(torch.Tensor.data_ptr, map(_CODES, records)))]
+    records = [record_of(weight) for weight in weights]
+    if not set(map(type, records)) <= _RECORDS:
+        return None
+    if records and records[0].device.type == "cuda":
+        buffers = [record.rowwise and record.rowwise.data for record in records]
+        buffers = [buffer for buffer in buffers if buffer is not None]
+    else:
+        buffers = [buffer for record in records for _, buffer in record.buffers()]
+    return [rebindings(), records, pointers(buffers)]
 
 
 def tensors_fingerprint(tensors: Any) -> list | None:

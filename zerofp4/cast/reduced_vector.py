@@ -2,36 +2,20 @@
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from zerofp4.format import BLOCK
+from zerofp4.format import BLOCK, FLOAT32_MAX
 from zerofp4.layout import ceil_div, round_up
-from zerofp4.ops import HEADER_WORDS
-from zerofp4.shard import Shard
+from zerofp4.ops import ERROR_WORD, HASH_WORD, HEADER_WORDS
 from zerofp4.storage import NVFP4Storage
 
 _VECTOR_WORDS = 4
 """A weight's tile amaxes begin at a multiple of it in the reduced vector, so that kernels read vectors."""
 
 
-class MasterPiece(NamedTuple):
-    """What this rank owns of a weight, and where its amaxes belong in CastPlan.reduced.
-
-    matrix, dtype: the weight's [rows, cols] and dtype. The amax of its tile (0, 0) is word tile_offset, those
-    of the others follow, row-major [ceil(rows/16), ceil(cols/16)]; the amax of its group is word amax_offset.
-    An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN
-    or Inf. Tile words, which were cleared, are written: on a rank every tile belongs to one piece. A group's
-    word is raised by maximum with what is there.
-    """
-
-    master: torch.Tensor
-    shard: Shard
-    matrix: tuple[int, int]
-    dtype: torch.dtype
-    tile_offset: int
-    amax_offset: int
+_DECLINED = 1.0
+"""In the error word: not an error, which is +inf, but a rank that asks for another plan. No rank writes."""
 
 
 class Amaxes(enum.Enum):
@@ -71,3 +55,15 @@ class ReducedVector:
         ends = [*self._tile_offsets[1:], self.words.numel()]
         spans = enumerate(zip(self._tile_offsets, ends, strict=True))
         return [i for i, (first, last) in spans if self.words[first:last].isinf().any()]
+
+    def decline(self) -> None:
+        """Of a vector with an error in its header, make one that asks for another plan."""
+        self.words[ERROR_WORD] = _DECLINED
+        self.words[HASH_WORD] = -FLOAT32_MAX  # below the hash of any rank that takes part or has an error
+
+    def declined(self) -> bool | None:
+        """After a reduction in which this rank declined: whether all did; None where a rank has an error.
+        Waits for the device.
+        """
+        error_word, hash_word = self.words[[ERROR_WORD, HASH_WORD]].tolist()
+        return hash_word == -FLOAT32_MAX if error_word == _DECLINED else None

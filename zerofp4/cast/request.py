@@ -3,13 +3,13 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from zerofp4.format import BLOCK
 from zerofp4.shard import Shard, byte_range, check_bounds
-from zerofp4.storage import NVFP4Storage, check_buffer
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.storage import NVFP4Storage, check_buffer, record_of
 
 NONFINITE_POLICIES = ("skip", "raise")
 MASTER_DTYPES = (torch.float32, torch.bfloat16)
@@ -24,7 +24,8 @@ class CastRequest:
     appearance.
     """
 
-    weights: list[NVFP4Tensor]
+    weights: list[Any]
+    """As given: NVFP4Tensors, or records."""
     records: list[NVFP4Storage]
     masters: list[torch.Tensor | None]
     shards: list[Shard]
@@ -38,14 +39,15 @@ class CastRequest:
         return self.records[0].device if self.records else torch.device("cpu")
 
     def shard_tensors(self) -> dict[str, torch.Tensor]:
-        """Masters and shard buffers by what messages call them."""
+        """Masters, shard buffers and found_inf by what messages call them."""
         lists = {"master_weights": self.masters, "fsdp_shard_model_weights": self.shard_codes or []}
-        return {
+        given = {
             f"{name}[{i}]": tensor
             for name, tensors in lists.items()
             for i, tensor in enumerate(tensors)
             if tensor is not None
         }
+        return given if self.found_inf is None else {**given, "found_inf": self.found_inf}
 
     def codes(self, i: int) -> torch.Tensor | None:
         """The bytes of weight i that this rank writes, as they are bound now."""
@@ -54,7 +56,7 @@ class CastRequest:
         if self.shard_codes is not None:
             return self.shard_codes[i]
         first, last = byte_range(self.shards[i])
-        return self.records[i].rowwise_data.view(-1)[first:last]
+        return self.records[i].rowwise.data.view(-1)[first:last]
 
 
 def weight_name(i: int, record: NVFP4Storage) -> str:
@@ -74,30 +76,36 @@ def check_lists(**lists: Sequence | None) -> None:
             raise ValueError(f"{name} has {len(values)} entries for {count} model_weights")
 
 
-def check_weights(model_weights: Sequence[NVFP4Tensor]) -> list[NVFP4Storage]:
-    """The records of distinct 2D-scaled weights on one device. Raises TypeError or ValueError."""
+def check_castable(name: str, record: NVFP4Storage) -> None:
+    """Raises ValueError for a weight that masters cannot be cast into: what may be cast is said here."""
+    if record.block != (BLOCK, BLOCK):
+        raise ValueError(f"{name} must have block (16, 16) to be cast from shards, got {record.block}")
+    if record.four_over_six is not None:
+        raise ValueError(
+            f"{name} is quantized with {record.four_over_six}, which a cast from shards cannot do: "
+            "it sees a part of a tile, and the choice needs the error of all of it"
+        )
+    if record.rowwise is None or record.rowwise.data is None:
+        raise ValueError(f"{name} has no rowwise data to cast into")
+
+
+def check_weights(model_weights: Sequence[Any]) -> list[NVFP4Storage]:
+    """The records of distinct weights on one device that can be cast into. Raises TypeError or ValueError."""
     records, seen, codes = [], {}, {}
     for i, weight in enumerate(model_weights):
-        if not isinstance(weight, NVFP4Tensor):
+        record = record_of(weight)
+        if not isinstance(record, NVFP4Storage):
             raise TypeError(f"model_weights[{i}] must be an NVFP4Tensor, got {type(weight).__name__}")
-        record = weight.record
         name = weight_name(i, record)
         if id(record) in seen:
             raise ValueError(f"{name} is the same weight as model_weights[{seen[id(record)]}]")
-        if record.block != (BLOCK, BLOCK):
-            raise ValueError(f"{name} must have block (16, 16) to be cast from shards, got {record.block}")
-        if record.four_over_six is not None:
-            raise ValueError(
-                f"{name} is quantized with {record.four_over_six}, which a cast from shards cannot do: "
-                "it sees a part of a tile, and the choice needs the error of all of it"
-            )
-        if record.rowwise_data is None:
-            raise ValueError(f"{name} has no rowwise data to cast into")
+        check_castable(name, record)
+        record.check()
         if record.device != (records[0].device if records else record.device):
             raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
-        pointer = record.rowwise_data.data_ptr()
-        if record.rowwise_data.numel() and codes.setdefault(pointer, i) != i:
-            raise ValueError(f"{name} has the same rowwise_data as model_weights[{codes[pointer]}]")
+        data = record.rowwise.data
+        if data.numel() and codes.setdefault(data.data_ptr(), i) != i:
+            raise ValueError(f"{name} has the same rowwise_data as model_weights[{codes[data.data_ptr()]}]")
         seen[id(record)] = i
         records.append(record)
     return records
@@ -148,9 +156,7 @@ def check_shard_codes(i: int, record: NVFP4Storage, shard: Shard, codes: torch.T
     check_buffer(f"fsdp_shard_model_weights[{i}]", codes, (last - first,), torch.uint8, record.device)
 
 
-def number_groups(
-    records: list[NVFP4Storage], amax_groups: Sequence[Sequence[NVFP4Tensor]] | None
-) -> list[int]:
+def number_groups(records: list[NVFP4Storage], amax_groups: Sequence[Sequence[Any]] | None) -> list[int]:
     """The amax group of each weight; a weight in no list is a group of its own."""
     positions = {id(record): i for i, record in enumerate(records)}
     leader = list(range(len(records)))
@@ -162,7 +168,8 @@ def number_groups(
             raise TypeError(f"amax_groups[{g}] must be a list of weights, got {type(members).__name__}")
         indices = []
         for weight in members:
-            i = positions.get(id(weight.record)) if isinstance(weight, NVFP4Tensor) else None
+            record = record_of(weight)
+            i = None if record is None else positions.get(id(record))
             if i is None:
                 raise ValueError(f"amax_groups[{g}] has a member that is not one of model_weights")
             if i in grouped:
@@ -178,11 +185,11 @@ def number_groups(
 
 
 def check_request(
-    model_weights: Sequence[NVFP4Tensor],
+    model_weights: Sequence[Any],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None],
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
-    amax_groups: Sequence[Sequence[NVFP4Tensor]] | None,
+    amax_groups: Sequence[Sequence[Any]] | None,
     on_nonfinite: str,
     found_inf: torch.Tensor | None,
     manual_post_all_gather_processing: bool = True,
@@ -211,8 +218,7 @@ def check_request(
             zip(records, shards, fsdp_shard_model_weights, strict=True)
         ):
             check_shard_codes(i, record, shard, codes)
-    if found_inf is not None and records:
-        check_buffer("found_inf", found_inf, (1,), torch.float32, records[0].device)
+    check_found_inf(found_inf, records)
     return CastRequest(
         list(model_weights),
         records,
@@ -244,4 +250,10 @@ def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
                 raise ValueError(f"master_weights[{i}] must keep its {shard.numel} elements, has {now.numel}")
             if request.shard_codes is not None:
                 check_shard_codes(i, new, shard, request.shard_codes[i])
+    check_found_inf(request.found_inf, records)
     request.records = records
+
+
+def check_found_inf(found_inf: torch.Tensor | None, records: Sequence[NVFP4Storage]) -> None:
+    if found_inf is not None and records:
+        check_buffer("found_inf", found_inf, (1,), torch.float32, records[0].device)

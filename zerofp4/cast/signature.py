@@ -1,5 +1,6 @@
 """What ranks tell each other before they cast or gather, and what must then be the same on all of them."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,38 +9,69 @@ from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
 
-class Signature(NamedTuple):
-    """What a rank tells the others to build a plan. All but the last two must be the same on all ranks."""
+class Description(NamedTuple):
+    """A weight, as all ranks must have it in its place of the list."""
 
-    weights: list[tuple[str, tuple[int, ...], str]]
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Signature(NamedTuple):
+    """What a rank tells the others to build a plan. All but `shards` and `into_weights` must be the same."""
+
+    weights: list[Description]
     amax_groups: list[int]
     on_nonfinite: str
+    number: int
+    """How many plans this rank has built in the group: two plans of the same weights have different
+    hashes.
+    """
     shards: list[Shard]
     into_weights: bool
 
 
-def describe(records: Sequence[NVFP4Storage]) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of each weight."""
-    return [(weight_name(i, r), tuple(r.shape), str(r.dtype)) for i, r in enumerate(records)]
+def describe(records: Sequence[NVFP4Storage]) -> list[Description]:
+    return [Description(weight_name(i, r), tuple(r.shape), str(r.dtype)) for i, r in enumerate(records)]
 
 
-def signature_of(request: CastRequest) -> Signature:
-    options = (request.amax_groups, request.on_nonfinite)
-    return Signature(describe(request.records), *options, request.shards, request.shard_codes is None)
+def signature_of(request: CastRequest, number: int) -> Signature:
+    return Signature(
+        describe(request.records),
+        request.amax_groups,
+        request.on_nonfinite,
+        number,
+        request.shards,
+        request.shard_codes is None,
+    )
 
 
-def check_same_weights(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+def plan_hash(signatures: Sequence[Signature]) -> int:
+    """An integer below 2**24, which a float32 word holds exactly."""
+    return int.from_bytes(hashlib.sha256(repr(signatures).encode()).digest()[:3], "big")
+
+
+def check_same_weights(descriptions: Sequence[Sequence[Description]]) -> None:
     """Raises ValueError, the same on every rank, where a rank's weights are not those of rank 0."""
     first = descriptions[0]
     for rank, other in enumerate(descriptions):
         if len(other) != len(first):
             raise ValueError(f"rank 0 has {len(first)} model_weights, rank {rank} has {len(other)}")
-        for (name, *mine), (_, *theirs) in zip(first, other, strict=True):
-            if mine != theirs:
-                raise ValueError(
-                    f"{name} must be the same on all ranks, but has shape {mine[0]} and dtype {mine[1]} "
-                    f"on rank 0, {theirs[0]} and {theirs[1]} on rank {rank}"
-                )
+        for mine, theirs in zip(first, other, strict=True):
+            check_same_weight(Description(*mine), Description(*theirs), rank)
+
+
+def check_same_weight(mine: Description, theirs: Description, rank: int) -> None:
+    if mine[1:] != theirs[1:]:
+        raise ValueError(
+            f"{mine.name} must be the same on all ranks, but has shape {mine.shape} and dtype {mine.dtype} "
+            f"on rank 0, {theirs.shape} and {theirs.dtype} on rank {rank}"
+        )
+    if mine.name != theirs.name:
+        raise ValueError(
+            f"model_weights must be in the same order on all ranks, but {mine.name} of rank 0 is "
+            f"{theirs.name} on rank {rank}"
+        )
 
 
 def check_agreement(signatures: Sequence[Signature]) -> None:

@@ -8,6 +8,15 @@ from zerofp4.ops import PEER_ERROR, is_capturing
 
 PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
 
+_retired: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+"""Pinned words of plans that are gone, with the end of what was queued to write them: torch does not know
+that kernels write to them, and would give the memory to others.
+"""
+
+
+def _release_finished() -> None:
+    _retired[:] = [(event, word) for event, word in _retired if not event.query()]
+
 
 class StepStatus:
     """The word that a step leaves when the ranks did not agree, and the end of the last step queued.
@@ -22,6 +31,12 @@ class StepStatus:
         # A plain read of the memory: every step looks at it.
         self._value = ctypes.c_int32.from_address(self.word.data_ptr())
         self._done = torch.cuda.Event() if on_gpu else None
+        if on_gpu:
+            _release_finished()
+
+    def __del__(self) -> None:
+        if getattr(self, "_done", None) is not None:
+            _retired.append((self._done, self.word))
 
     def is_capturing(self) -> bool:
         """Whether the device's current stream is being captured in a CUDA graph."""

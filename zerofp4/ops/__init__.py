@@ -16,9 +16,10 @@ from zerofp4.ops.stages import (
     PLAN_MISMATCH,
     CastItem,
     CastStages,
+    MasterPiece,
     TransposeStage,
 )
-from zerofp4.ops.update import AdamWItem, AdamWStage, AmaxPlace, adamw_options
+from zerofp4.ops.update import AdamWItem, AdamWStage, adamw_options
 
 __all__ = [
     "ERROR_WORD",
@@ -28,9 +29,9 @@ __all__ = [
     "PLAN_MISMATCH",
     "AdamWItem",
     "AdamWStage",
-    "AmaxPlace",
     "CastItem",
     "CastStages",
+    "MasterPiece",
     "TransposeStage",
     "adamw_options",
     "build_info",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 
 import zerofp4._C as _C
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.storage import Side
 
 OLDEST_CAPABILITY = (8, 0)
 
@@ -81,6 +83,16 @@ class StreamUse:
 
 def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def data_address(side: Side | None) -> int:
+    return 0 if side is None else address(side.data)
+
+
+def scale_addresses(side: Side | None) -> list[int]:
+    """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
+    scales = {} if side is None else side.scales
+    return [address(scales.get(layout)) for layout in SCALE_LAYOUTS]
 
 
 def build_info() -> dict:

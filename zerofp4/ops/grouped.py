@@ -5,10 +5,18 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import ceil_div, check_matrix, round_up
-from zerofp4.ops.device import DTYPE_CODES, address, target_of
-from zerofp4.ops.operator import backend, check_amaxes, check_bytes, check_scale
-from zerofp4.ops.stages import SIDES
-from zerofp4.storage import BUFFERS, check_buffer, check_transform
+from zerofp4.ops.device import DTYPE_CODES, address, data_address, scale_addresses, target_of
+from zerofp4.ops.operator import (
+    backend,
+    check_bytes,
+    check_complete,
+    check_given_amaxes,
+    check_own_amaxes,
+    check_scale,
+    named_sides,
+    own_amaxes,
+)
+from zerofp4.storage import BUFFERS, Sides, check_buffer, check_transform, scale_name
 
 torch.library.define(
     "zerofp4::quantize_grouped",
@@ -59,33 +67,29 @@ def _check_inputs(x, splits) -> None:
     check_buffer("m_splits", splits, splits.shape, splits.dtype, x.device)
 
 
-def _check_buffers(x, groups: int, buffers) -> None:
+def _check_buffers(x, groups: int, sides: Sides) -> None:
     shapes = grouped_shapes(x.shape[0], groups, x.shape[1])
-    for side, scale_names in SIDES.items():
-        data, scales = buffers[f"{side}_data"], [buffers[name] for name in scale_names]
-        if (data is None) != all(scale is None for scale in scales):
-            raise ValueError(f"{side}_data and at least one buffer of its scales must be given together")
-        if data is not None:
-            check_bytes(f"{side}_data", data, shapes[f"{side}_data"], torch.uint8, x.device)
-        for name, scale in zip(scale_names, scales, strict=True):
-            if scale is not None:
-                check_scale(name, scale, shapes[name], x.device)
-    if buffers["rowwise_data"] is None and buffers["columnwise_data"] is None:
-        raise ValueError("rowwise and columnwise are both False: there is nothing to write")
+    check_complete(sides)
+    for side, copy in sides.sides():
+        check_bytes(f"{side}_data", copy.data, shapes[f"{side}_data"], torch.uint8, x.device)
+        for layout, scale in copy.scales.items():
+            name = scale_name(side, layout)
+            check_scale(name, scale, shapes[name], x.device)
 
 
-def _check(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, *outputs) -> dict:
-    """The buffers by name."""
+def _check(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, *outputs) -> Sides:
+    """The buffers as sides."""
     *buffers, offsets, error = outputs
-    named = dict(zip(BUFFERS, buffers, strict=True))
+    sides = named_sides(BUFFERS, buffers)
     _check_inputs(x, splits)
     groups = splits.shape[0]
-    check_transform(1, named["columnwise_data"] is not None, hadamard, random_signs)
-    _check_buffers(x, groups, named)
-    check_amaxes(x, groups, given_amax, given_columnwise_amax, hadamard, named)
+    check_transform(1, sides.columnwise is not None, hadamard, random_signs)
+    _check_buffers(x, groups, sides)
+    check_given_amaxes(x.device, groups, given_amax, given_columnwise_amax, hadamard, sides)
+    check_own_amaxes(x.device, groups, hadamard, sides, *buffers[-2:])
     check_buffer("offsets", offsets, (3, groups + 1), torch.int64, x.device)
     check_buffer("error", error, (1,), torch.int32, x.device)
-    return named
+    return sides
 
 
 @backend("quantize_grouped")
@@ -98,15 +102,11 @@ def _quantize_grouped(x, splits, given_amax, given_columnwise_amax, hadamard, ra
     [1], 1 where a split is negative or their sum is not the number of rows; then the storage is all zeros.
     """
     given = (given_amax, given_columnwise_amax)
-    buffers = _check(x, splits, *given, hadamard, random_signs, *outputs)
+    sides = _check(x, splits, *given, hadamard, random_signs, *outputs)
     *_, offsets, error = outputs
     rows = _C.GroupSplits(address(splits), splits.dtype == torch.int64, splits.shape[0], x.shape[0])
     target = target_of(x.device)
-    # Where the amaxes of x and where those of its transform are kept; None where nothing needs them.
-    amax, columnwise_amax = buffers["amax"], buffers["columnwise_amax"]
-    if hadamard and columnwise_amax is None:
-        amax, columnwise_amax = None, amax
-    kept = ((amax, given_amax), (columnwise_amax, given_columnwise_amax))
+    kept = tuple(zip(own_amaxes(hadamard, sides), given, strict=True))
     matrix = (x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape)
     missing = [address(buffer if value is None else None) for buffer, value in kept]
     if any(missing):
@@ -120,10 +120,10 @@ def _quantize_grouped(x, splits, given_amax, given_columnwise_amax, hadamard, ra
         random_signs=random_signs,
         amax=address(columnwise_used if used is None else used),
         columnwise_amax=address(columnwise_used),
-        rowwise_data=address(buffers["rowwise_data"]),
-        columnwise_data=address(buffers["columnwise_data"]),
-        rowwise_scale=[address(buffers[name]) for name in SIDES["rowwise"]],
-        columnwise_scale=[address(buffers[name]) for name in SIDES["columnwise"]],
+        rowwise_data=data_address(sides.rowwise),
+        columnwise_data=data_address(sides.columnwise),
+        rowwise_scale=scale_addresses(sides.rowwise),
+        columnwise_scale=scale_addresses(sides.columnwise),
         stored_amax=stored[0],
         stored_columnwise_amax=stored[1],
     )

@@ -1,9 +1,11 @@
 """What all operators share: their registration and the checks of arguments that several take."""
 
+from collections.abc import Sequence
+
 import torch
 
 from zerofp4.format import BLOCK, SCALE_DTYPE
-from zerofp4.storage import check_buffer
+from zerofp4.storage import Sides, check_buffer, sides_of
 
 
 def backend(name: str):
@@ -28,20 +30,59 @@ def check_scale(name: str, scale: torch.Tensor, shape: tuple[int, int], device: 
     check_bytes(name, scale, shape, SCALE_DTYPE, device)
 
 
-def check_amaxes(x, count: int, given_amax, given_columnwise_amax, hadamard, buffers) -> None:
-    """Those given and those of the buffers, `count` of each: one, or one for every group."""
-    for name, given in (("amax", given_amax), ("columnwise_amax", given_columnwise_amax)):
+def is_plain_call(x: torch.Tensor) -> bool:
+    """Whether nobody but the backend would see the call of an operator on x: no tracing, no mode, no
+    subclass. Then the backend is called as it is, which saves the host most of a call's time.
+    """
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.device.type in ("cpu", "cuda")
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+    )
+
+
+def named_sides(names: Sequence[str], buffers: Sequence[torch.Tensor | None]) -> Sides:
+    """The buffers that an operator was given, as sides."""
+    present = {name: buffer for name, buffer in zip(names, buffers, strict=True) if buffer is not None}
+    return Sides(**sides_of(present))
+
+
+def check_complete(sides: Sides) -> None:
+    """Raises ValueError unless there is a side, and each has elements and scales."""
+    for name, side in sides.sides():
+        if side.data is None or not side.scales:
+            raise ValueError(f"{name}_data and at least one buffer of its scales must be given together")
+    if sides.rowwise is None and sides.columnwise is None:
+        raise ValueError("rowwise_data and columnwise_data are both None: there is nothing to write")
+
+
+def check_given_amaxes(device, count: int, amax, columnwise_amax, hadamard: bool, sides: Sides) -> None:
+    """Those to use in place of the input's own, `count` of each: one, or one for every group."""
+    for name, given in (("amax", amax), ("columnwise_amax", columnwise_amax)):
         if given is not None:
-            check_buffer(name, given, (count,), torch.float32, x.device)
-    if given_columnwise_amax is not None and not hadamard:
+            check_buffer(name, given, (count,), torch.float32, device)
+    if columnwise_amax is not None and not hadamard:
         raise ValueError(
             "columnwise_amax is that of the Hadamard transform, but hadamard is False: both copies have amax"
         )
-    two = hadamard and buffers["rowwise_data"] is not None
-    if given_amax is not None and hadamard and not two:
+    if amax is not None and hadamard and sides.rowwise is None:
         raise ValueError("amax is that of the rowwise copy, but none is asked for: give columnwise_amax")
-    check_buffer("amax", buffers["amax"], (count,), torch.float32, x.device)
-    if two != (buffers["columnwise_amax"] is not None):
+
+
+def check_own_amaxes(device, count: int, hadamard: bool, sides: Sides, amax, columnwise_amax) -> None:
+    """Those that an operator is given to write to."""
+    check_buffer("amax", amax, (count,), torch.float32, device)
+    two = hadamard and sides.rowwise is not None
+    if two != (columnwise_amax is not None):
         raise ValueError("a second amax belongs to a rowwise copy with a transformed columnwise one, only")
     if two:
-        check_buffer("columnwise_amax", buffers["columnwise_amax"], (count,), torch.float32, x.device)
+        check_buffer("columnwise_amax", columnwise_amax, (count,), torch.float32, device)
+
+
+def own_amaxes(hadamard: bool, sides: Sides) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Where the amax of the input and where that of its transform is kept; None where nothing needs it."""
+    if not hadamard:
+        return sides.amax, None
+    return sides.rowwise and sides.rowwise.amax, sides.columnwise_amax

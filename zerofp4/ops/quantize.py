@@ -3,12 +3,21 @@
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
+from zerofp4.format import WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
-from zerofp4.ops.device import DTYPE_CODES, address, target_of
-from zerofp4.ops.operator import backend, check_amaxes, check_block_rows, check_scale
-from zerofp4.ops.stages import SIDES
-from zerofp4.storage import BUFFERS, NVFP4Storage, check_buffer, check_transform
+from zerofp4.ops.device import DTYPE_CODES, address, data_address, scale_addresses, target_of
+from zerofp4.ops.operator import (
+    backend,
+    check_block_rows,
+    check_complete,
+    check_given_amaxes,
+    check_own_amaxes,
+    check_scale,
+    is_plain_call,
+    named_sides,
+    own_amaxes,
+)
+from zerofp4.storage import BUFFERS, NVFP4Storage, Sides, check_buffer, check_transform, scale_name
 
 _OPTIONS = "Tensor? rng_state, int e4m3_max, str error"
 _SCALES = "Tensor({})? {side}_scale, Tensor({})? {side}_scale_expanded, Tensor({})? {side}_scale_swizzled"
@@ -48,21 +57,16 @@ def _check_input(x, block_rows, rng_state, e4m3_max, error) -> None:
         )
 
 
-def _check_sides(x, block_rows, hadamard, buffers) -> None:
+def _check_sides(x, block_rows, hadamard, sides: Sides) -> None:
     rows, cols = x.shape
-    check_matrix(rows, cols, columnwise=buffers["columnwise_data"] is not None and not hadamard)
-    for side, m, k in (("rowwise", rows, cols), ("columnwise", cols, columnwise_rows(rows, hadamard))):
-        data = buffers[f"{side}_data"]
-        if data is not None:
-            check_buffer(f"{side}_data", data, packed_shape(m, k), torch.uint8, x.device)
-        scales = [buffers[name] for name in SIDES[side]]
-        if (data is None) != all(scale is None for scale in scales):
-            raise ValueError(f"{side}_data and at least one buffer of its scales must be given together")
-        for name, scale, layout in zip(SIDES[side], scales, SCALE_LAYOUTS, strict=True):
-            if scale is not None:
-                check_scale(name, scale, scale_shape(m, k, block_rows, layout), x.device)
-    if buffers["rowwise_data"] is None and buffers["columnwise_data"] is None:
-        raise ValueError("rowwise_data and columnwise_data are both None: there is nothing to write")
+    check_matrix(rows, cols, columnwise=sides.columnwise is not None and not hadamard)
+    stored = {"rowwise": (rows, cols), "columnwise": (cols, columnwise_rows(rows, hadamard))}
+    check_complete(sides)
+    for name, side in sides.sides():
+        check_buffer(f"{name}_data", side.data, packed_shape(*stored[name]), torch.uint8, x.device)
+        for layout, scale in side.scales.items():
+            shape = scale_shape(*stored[name], block_rows, layout)
+            check_scale(scale_name(name, layout), scale, shape, x.device)
 
 
 def _check_quantize(
@@ -77,16 +81,17 @@ def _check_quantize(
     error,
     skip,
     *buffers,
-) -> dict[str, torch.Tensor | None]:
-    """The buffers by name."""
-    named = dict(zip(BUFFERS, buffers, strict=True))
+) -> Sides:
+    """The buffers as sides."""
+    sides = named_sides(BUFFERS, buffers)
     _check_input(x, block_rows, rng_state, e4m3_max, error)
-    check_transform(block_rows, named["columnwise_data"] is not None, hadamard, random_signs)
-    _check_sides(x, block_rows, hadamard, named)
+    check_transform(block_rows, sides.columnwise is not None, hadamard, random_signs)
+    _check_sides(x, block_rows, hadamard, sides)
     if skip is not None:
         check_buffer("skip", skip, (1,), torch.float32, x.device)
-    check_amaxes(x, 1, given_amax, given_columnwise_amax, hadamard, named)
-    return named
+    check_given_amaxes(x.device, 1, given_amax, given_columnwise_amax, hadamard, sides)
+    check_own_amaxes(x.device, 1, hadamard, sides, *buffers[-2:])
+    return sides
 
 
 # Backends
@@ -104,8 +109,7 @@ def _amax_pass(target, x, random_signs, skip, amax, hadamard_amax) -> None:
     _C.tensor_amax(target, x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape, random_signs, *outputs)
 
 
-@backend("quantize")
-def _quantize(
+def _run(
     x,
     block_rows,
     given_amax,
@@ -116,15 +120,11 @@ def _quantize(
     e4m3_max,
     error,
     skip,
-    *buffers,
+    sides: Sides,
 ) -> None:
-    options = (rng_state, e4m3_max, error, skip)
-    given = (given_amax, given_columnwise_amax)
-    buffers = _check_quantize(x, block_rows, *given, hadamard, random_signs, *options, *buffers)
+    """Quantize x [M, K]; the arguments have been checked."""
     # Where the amax of x and where that of its transform is kept; None where nothing needs it.
-    amax, columnwise_amax = buffers["amax"], buffers["columnwise_amax"]
-    if hadamard and columnwise_amax is None:
-        amax, columnwise_amax = None, amax
+    amax, columnwise_amax = own_amaxes(hadamard, sides)
     kept = ((amax, given_amax), (columnwise_amax, given_columnwise_amax))
     if x.numel() == 0:
         for buffer, value in kept:
@@ -151,14 +151,19 @@ def _quantize(
         amax=address(columnwise_used if used is None else used),
         columnwise_amax=address(columnwise_used),
         skip=address(skip),
-        rowwise_data=address(buffers["rowwise_data"]),
-        columnwise_data=address(buffers["columnwise_data"]),
-        rowwise_scale=[address(buffers[name]) for name in SIDES["rowwise"]],
-        columnwise_scale=[address(buffers[name]) for name in SIDES["columnwise"]],
+        rowwise_data=data_address(sides.rowwise),
+        columnwise_data=data_address(sides.columnwise),
+        rowwise_scale=scale_addresses(sides.rowwise),
+        columnwise_scale=scale_addresses(sides.columnwise),
         stored_amax=stored[0],
         stored_columnwise_amax=stored[1],
     )
     _C.quantize(target, arguments)
+
+
+@backend("quantize")
+def _quantize(x, block_rows, *arguments) -> None:
+    _run(x, block_rows, *arguments[:8], _check_quantize(x, block_rows, *arguments))
 
 
 @torch.library.register_fake("zerofp4::quantize")
@@ -239,9 +244,7 @@ def quantize_into(
     amax, columnwise_amax: float32 [1], to use in place of x's own. rng_state: int64 [2], rounding is
     stochastic then. skip: float32 [1], nothing is written where it is not 0.
     """
-    buffers = dict(record.buffers())
-    torch.ops.zerofp4.quantize(
-        x.reshape(record.matrix),
+    options = (
         record.block[0],
         amax,
         columnwise_amax,
@@ -250,5 +253,15 @@ def quantize_into(
         rng_state,
         *choice_arguments(record.four_over_six),
         skip,
-        *[buffers.get(name) for name in BUFFERS],
     )
+    matrix = x.reshape(record.matrix)
+    if not is_plain_call(x):
+        buffers = dict(record.buffers())
+        torch.ops.zerofp4.quantize(matrix, *options, *[buffers.get(name) for name in BUFFERS])
+        return
+    # The record's own buffers were checked when it was made.
+    _check_input(matrix, record.block[0], rng_state, *options[-3:-1])
+    if skip is not None:
+        check_buffer("skip", skip, (1,), torch.float32, x.device)
+    check_given_amaxes(x.device, 1, amax, columnwise_amax, record.hadamard, record)
+    _run(matrix, *options, record)

@@ -9,11 +9,9 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4 import storage
-from zerofp4.format import SCALE_LAYOUTS
-from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, target_of
+from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, scale_addresses, target_of
 from zerofp4.shard import Shard
-from zerofp4.storage import NVFP4Storage, scale_name
+from zerofp4.storage import NVFP4Storage
 
 HEADER_WORDS: int = _C.HEADER_WORDS
 ERROR_WORD: int = _C.ERROR_WORD
@@ -21,49 +19,53 @@ HASH_WORD: int = _C.HASH_WORD
 PEER_ERROR: int = _C.PEER_ERROR
 PLAN_MISMATCH: int = _C.PLAN_MISMATCH
 
-SIDES = {side: tuple(scale_name(side, layout) for layout in SCALE_LAYOUTS) for side in storage.SIDES}
-"""By side, the fields for its scales."""
 
+class MasterPiece(NamedTuple):
+    """What this rank owns of a weight, and where its amaxes belong in a plan's reduced vector.
 
-class CastItem(NamedTuple):
-    """One weight of a cast: its record, what this rank owns of it, and where its amaxes lie in the reduced
-    vector.
+    matrix, dtype: the weight's [rows, cols] and dtype. The amax of its tile (0, 0) is word tile_offset, those
+    of the others follow, row-major [ceil(rows/16), ceil(cols/16)]; the amax of its group is word amax_offset.
+    An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN
+    or Inf. Tile words, which were cleared, are written: on a rank every tile belongs to one piece. A group's
+    word is raised by maximum with what is there.
     """
 
-    record: NVFP4Storage
     master: torch.Tensor | None
+    """None where the rank owns nothing, and between the calls of a function that keeps no masters."""
     shard: Shard
-    codes: torch.Tensor | None
-    """uint8 bytes shard.byte_range of the packed weight; None where the rank owns nothing."""
+    matrix: tuple[int, int]
+    dtype: torch.dtype
     tile_offset: int
     amax_offset: int
 
 
-def weight_descriptor(
-    buffers: dict,
-    master,
-    shard: Shard,
-    shape,
-    dtypes,
-    codes: int,
-    tile_offset: int,
-    amax_offset: int,
-) -> _C.WeightDescriptor:
+class CastItem(NamedTuple):
+    """One weight of a cast."""
+
+    record: NVFP4Storage
+    piece: MasterPiece
+    codes: torch.Tensor | None
+    """uint8 bytes shard.byte_range of the packed weight; None where the rank owns nothing."""
+
+
+def _weight_descriptor(item: CastItem) -> _C.WeightDescriptor:
+    record, piece = item.record, item.piece
+    master_dtype = torch.float32 if piece.master is None else piece.master.dtype
     return _C.WeightDescriptor(
-        master=address(master),
-        start=shard.start,
-        numel=shard.numel,
-        rows=shape[0],
-        cols=shape[1],
-        master_dtype=DTYPE_CODES[dtypes[0]],
-        weight_dtype=DTYPE_CODES[dtypes[1]],
-        codes=codes,
-        amax=address(buffers.get("amax")),
-        columnwise_amax=address(buffers.get("columnwise_amax")),
-        rowwise_scale=[address(buffers.get(name)) for name in SIDES["rowwise"]],
-        columnwise_scale=[address(buffers.get(name)) for name in SIDES["columnwise"]],
-        tile_offset=tile_offset,
-        amax_offset=amax_offset,
+        master=address(piece.master),
+        start=piece.shard.start,
+        numel=piece.shard.numel,
+        rows=piece.matrix[0],
+        cols=piece.matrix[1],
+        master_dtype=DTYPE_CODES[master_dtype],
+        weight_dtype=DTYPE_CODES[piece.dtype],
+        codes=address(item.codes),
+        amax=address(record.amax),
+        columnwise_amax=address(None if record.columnwise_amax is record.amax else record.columnwise_amax),
+        rowwise_scale=scale_addresses(record.rowwise),
+        columnwise_scale=scale_addresses(record.columnwise),
+        tile_offset=piece.tile_offset,
+        amax_offset=piece.amax_offset,
     )
 
 
@@ -159,19 +161,11 @@ class CastStages:
 
         Nothing has changed when it raises (RuntimeError, while a CUDA graph is captured).
         """
-        weights = []
-        for item in items:
-            dtypes = (torch.float32 if item.master is None else item.master.dtype, item.record.dtype)
-            buffers, matrix = dict(item.record.buffers()), item.record.matrix
-            codes = address(item.codes)
-            offsets = (item.tile_offset, item.amax_offset)
-            weights.append(
-                weight_descriptor(buffers, item.master, item.shard, matrix, dtypes, codes, *offsets)
-            )
+        weights = [_weight_descriptor(item) for item in items]
         plan = _C.CastPlan(weights=weights, found_inf=address(found_inf), **self._options)
         self._table.load(plan, len(weights))
         self._streams.forget()
-        self._plan = plan
+        self._plan, self._found_inf = plan, found_inf
 
     def hold(self) -> None:
         """The stages are being captured in a CUDA graph: the table that it reads is never loaded again."""
@@ -179,7 +173,8 @@ class CastStages:
 
     def target(self) -> _C.Target:
         """Where the stages run now: on the current stream."""
-        self._streams.note((self._reduced, *self._table.memory[-1:]))
+        flags = () if self._found_inf is None else (self._found_inf,)
+        self._streams.note((self._reduced, *flags, *self._table.memory[-1:]))
         return target_of(self.device)
 
     def begin(self, error: bool = False) -> None:

@@ -8,21 +8,11 @@ import torch
 import zerofp4._C as _C
 from zerofp4.layout import ceil_div
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.stages import MasterPiece
 from zerofp4.shard import Shard
 
 ROW = 128
 """Columns of the matrix that a tensor without tiles is taken for: those of a kernel's strip."""
-
-
-class AmaxPlace(NamedTuple):
-    """Which part of which weight a master is, and where its amaxes lie in the reduced vector."""
-
-    shard: Shard
-    matrix: tuple[int, int]
-    dtype: torch.dtype
-    """The weight's: amaxes are of masters rounded to it."""
-    tile_offset: int
-    amax_offset: int
 
 
 class AdamWItem(NamedTuple):
@@ -37,13 +27,14 @@ class AdamWItem(NamedTuple):
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
     gradient_dtype: torch.dtype
-    place: AmaxPlace | None
+    piece: MasterPiece | None
+    """What it is of a weight, where its amaxes are wanted."""
 
 
 def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
     numel = item.master.numel()
-    whole = AmaxPlace(Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
-    shard, (rows, cols), dtype, tile_offset, amax_offset = item.place or whole
+    whole = MasterPiece(None, Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
+    _, shard, (rows, cols), dtype, tile_offset, amax_offset = item.piece or whole
     return _C.AdamWDescriptor(
         master=address(item.master),
         exp_avg=address(item.exp_avg),
@@ -63,7 +54,7 @@ def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
 class AdamWStage:
     """AdamW for a list of tensors: begin() per parameter group, then one update().
 
-    reduced: the vector that the amaxes of items with a place go to, cleared since the last update: words of
+    reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
     tiles with owned elements are written, words of amax groups raised.
 
     Masters, moments and gradients that do not lie at a vector's alignment (4 columns) are accessed element by

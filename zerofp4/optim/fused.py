@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.cast import CastPlan, MasterPiece
-from zerofp4.ops import AdamWItem, AdamWStage, AmaxPlace, adamw_options
+from zerofp4.cast import CastPlan
+from zerofp4.ops import AdamWItem, AdamWStage, MasterPiece, adamw_options
 from zerofp4.optim import fused_checks as checks
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
@@ -218,7 +218,7 @@ class FusedAdamW(torch.optim.Optimizer):
         piece = (self._pieces or {}).get(p)
         tensors = [state[key] if state else None for key in checks.STATE]
         dtype = torch.float32 if gradient is None else gradient.dtype
-        return AdamWItem(p, *tensors, dtype, None if piece is None else AmaxPlace(*piece[1:]))
+        return AdamWItem(p, *tensors, dtype, piece)
 
     def _run(self, members: list[_Member], options: list) -> None:
         """options: adamw_options of each group."""

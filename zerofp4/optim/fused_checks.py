@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerofp4.cast import MasterPiece
+from zerofp4.ops import MasterPiece
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")

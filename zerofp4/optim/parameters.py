@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.format import BLOCK, WEIGHT_DTYPES
+from zerofp4.cast import check_castable
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.tensors import NVFP4Tensor
 
 NOT_ELEMENTWISE = {
@@ -60,19 +61,10 @@ def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
         if parameter.device != parameters[0].device:
             raise ValueError(f"{name} is on {parameter.device}, {names[0]} on {parameters[0].device}")
         if isinstance(parameter, NVFP4Tensor) and parameter.requires_grad:
-            check_nvfp4(parameter, name)
+            check_castable(name, parameter.record)
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError("params: no parameter requires a gradient")
     check_distinct_storage(parameters, names)
-
-
-def check_nvfp4(weight: NVFP4Tensor, name: str) -> None:
-    if tuple(weight.block) != (BLOCK, BLOCK):
-        raise ValueError(
-            f"{name} must have block (16, 16) to be cast from sharded masters, got {weight.block}"
-        )
-    if weight.rowwise_data is None:
-        raise ValueError(f"{name} has no rowwise data to cast into")
 
 
 def check_distinct_storage(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:

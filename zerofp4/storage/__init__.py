@@ -1,37 +1,44 @@
-"""Records of quantized tensors: which buffers they have and what those mean."""
+"""Records of quantized tensors: which buffers they have, what those mean, and whether they are where they
+were.
+"""
 
+from zerofp4.storage.addresses import Addresses, pointers
+from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
+from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
 from zerofp4.storage.record import (
-    BUFFERS,
-    SIDES,
-    NVFP4Buffers,
-    NVFP4Storage,
     Storage,
-    allocate,
-    check_block,
     check_buffer,
     check_layouts,
-    check_transform,
-    copy_names,
-    empty_buffers,
+    check_sides,
+    empty_buffer,
     note_rebinding,
     rebindings,
-    scale_name,
+    record_of,
 )
+from zerofp4.storage.sides import BUFFERS, SIDES, Side, Sides, scale_name, side_names, sides_of
 
 __all__ = [
     "BUFFERS",
     "SIDES",
-    "NVFP4Buffers",
+    "Addresses",
+    "MXFP8Storage",
     "NVFP4Storage",
+    "Side",
+    "Sides",
     "Storage",
     "allocate",
+    "allocate_mxfp8",
     "check_block",
     "check_buffer",
     "check_layouts",
+    "check_sides",
     "check_transform",
-    "copy_names",
-    "empty_buffers",
+    "empty_buffer",
     "note_rebinding",
+    "pointers",
     "rebindings",
+    "record_of",
     "scale_name",
+    "side_names",
+    "sides_of",
 ]

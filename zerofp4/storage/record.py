@@ -1,40 +1,24 @@
-"""Records of quantized tensors: which buffers they have and what those mean.
+"""Records of quantized tensors: what every format has.
 
 Plans, adapters and groups work on records; tensors are autograd and torch sugar over one.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
-from zerofp4.format import BLOCK, E4M3_MAX, SCALE_DTYPE, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
-from zerofp4.layout import as_matrix, check_matrix, columnwise_rows, packed_shape, scale_shape
-
-SIDES = ("rowwise", "columnwise")
-
-
-def scale_name(side: str, layout: str) -> str:
-    """The field for the scales of a side in a layout."""
-    return f"{side}_scale" if layout == "compact" else f"{side}_scale_{layout}"
-
-
-def copy_names(layouts: Sequence[str], sides: Sequence[str] = SIDES) -> tuple[str, ...]:
-    """The fields for copies with scales in these layouts."""
-    fields = {side: [f"{side}_data", *(scale_name(side, layout) for layout in layouts)] for side in sides}
-    return tuple(name for side in sides for name in fields[side])
-
-
-BUFFERS = (*copy_names(SCALE_LAYOUTS), "amax", "columnwise_amax")
-"""The fields of NVFP4Buffers, in the order in which operators take them."""
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.layout import as_matrix
+from zerofp4.storage.sides import SIDES, Side, Sides, scale_name, sides_of
 
 _rebindings = 0
 
 
 def rebindings() -> int:
-    """How often a record was copied or rebound, or a tensor given another record: a plan that saw this number
-    knows that none of its weights has moved since.
+    """How often a record was copied or rebound, or a tensor given another record: who saw this number
+    knows that no record has got other buffers since.
     """
     return _rebindings
 
@@ -44,39 +28,17 @@ def note_rebinding() -> None:
     _rebindings += 1
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Copies:
-    """A rowwise and a columnwise copy with what every format has; a buffer that does not exist is None."""
-
-    rowwise_data: torch.Tensor | None = None
-    rowwise_scale: torch.Tensor | None = None
-    rowwise_scale_swizzled: torch.Tensor | None = None
-    columnwise_data: torch.Tensor | None = None
-    columnwise_scale: torch.Tensor | None = None
-    columnwise_scale_swizzled: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class NVFP4Buffers(Copies):
-    """What NVFP4 has, as one tensor or in groups."""
-
-    rowwise_scale_expanded: torch.Tensor | None = None
-    columnwise_scale_expanded: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
-    columnwise_amax: torch.Tensor | None = None
-
-
 @dataclasses.dataclass(eq=False)
-class Storage(Copies):
+class Storage(Sides):
     """Buffers of a quantized tensor with logical `shape` and `dtype`, [M, K] after flattening to two
     dimensions.
 
-    rowwise_data may be rebound to another view of the same shape (`rebind`); every other buffer is allocated
+    rowwise.data may be rebound to another view of the same shape (`rebind`); every other buffer is allocated
     once. A format is a subclass.
     """
 
-    buffer_names: ClassVar[tuple[str, ...]]
-    """The fields that are buffers."""
+    layouts: ClassVar[tuple[str, ...]]
+    """The layouts of scales that the format has."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -90,9 +52,20 @@ class Storage(Copies):
         raise NotImplementedError
 
     @classmethod
-    def from_buffers(cls, shape: torch.Size, context: tuple, buffers: dict[str, torch.Tensor]) -> "Storage":
-        """The inverse of shape, context() and buffers()."""
+    def from_context(cls, shape: torch.Size, context: tuple) -> "Storage":
+        """A record without buffers: the inverse of shape and context()."""
         raise NotImplementedError
+
+    @classmethod
+    def from_buffers(cls, shape: torch.Size, context: tuple, buffers: dict[str, torch.Tensor]) -> "Storage":
+        """The inverse of shape, context() and buffers(). Raises TypeError or ValueError for a buffer that
+        is not what the record must have.
+        """
+        record = cls.from_context(shape, context)
+        for name, side in sides_of(buffers).items():
+            setattr(record, name, side)
+        record.check()
+        return record
 
     def context(self) -> tuple:
         """What a record is besides its shape, buffers, name and attachments."""
@@ -112,18 +85,40 @@ class Storage(Copies):
     def device(self) -> torch.device:
         return next(buffer for _, buffer in self.buffers()).device
 
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Existing buffers by name."""
-        for name in self.buffer_names:
-            buffer = getattr(self, name)
-            if buffer is not None:
-                yield name, buffer
+    def data_shape(self, side: str) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def scale_shape(self, side: str, layout: str) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def allocate_side(self, name: str, layouts: Sequence[str], device, amax: torch.Tensor | None) -> None:
+        """Give the record a side with uninitialized buffers."""
+        data = empty_buffer(self.data_shape(name), self.buffer_dtype(f"{name}_data"), device)
+        dtype = self.buffer_dtype(f"{name}_scale")
+        scales = {layout: empty_buffer(self.scale_shape(name, layout), dtype, device) for layout in layouts}
+        setattr(self, name, Side(data, scales, amax))
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError for a buffer that kernels could not trust: not of its shape or
+        dtype, not contiguous, or not on the device of the first.
+        """
+        for name, side in self.sides():
+            if side.data is not None:
+                self._check_buffer(f"{name}_data", side.data, self.data_shape(name))
+            for layout, scale in side.scales.items():
+                self._check_buffer(scale_name(name, layout), scale, self.scale_shape(name, layout))
+            if side.amax is not None:
+                self._check_buffer("amax" if name == "rowwise" else "columnwise_amax", side.amax, (1,))
+
+    def _check_buffer(self, name: str, buffer: torch.Tensor, shape: Sequence[int]) -> None:
+        check_buffer(name, buffer, shape, self.buffer_dtype(name), self.device)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Storage":
         """A record whose buffers are function(buffer), with no attachment."""
         note_rebinding()  # where a module moves to another device, its weights get such a record
-        buffers = {name: function(buffer) for name, buffer in self.buffers()}
-        new = self.from_buffers(self.shape, self.context(), buffers)
+        new = self.from_context(self.shape, self.context())
+        for name, side in sides_of({name: function(buffer) for name, buffer in self.buffers()}).items():
+            setattr(new, name, side)
         new.name = self.name
         return new
 
@@ -131,16 +126,13 @@ class Storage(Copies):
         """Make another buffer the codes of this tensor. Its contents are taken as they are.
 
         Raises TypeError or ValueError unless it is contiguous, of the shape and dtype that the format gives
-        rowwise_data, on the record's device.
+        rowwise_data, on the record's device, and the record has a rowwise copy.
         """
-        dtype = self.buffer_dtype("rowwise_data")
-        check_buffer("rowwise_data", rowwise_data, self.data_shape(), dtype, self.device)
-        self.rowwise_data = rowwise_data
+        if self.rowwise is None:
+            raise ValueError("rowwise_data cannot be rebound: there is no rowwise copy")
+        self._check_buffer("rowwise_data", rowwise_data, self.data_shape("rowwise"))
+        self.rowwise.data = rowwise_data
         note_rebinding()
-
-    def data_shape(self) -> tuple[int, int]:
-        """Of rowwise_data."""
-        raise NotImplementedError
 
     def zero(self) -> None:
         """Make it hold zeros: in every format these are codes, scales and amaxes of zero bytes."""
@@ -148,71 +140,20 @@ class Storage(Copies):
             buffer.view(torch.uint8).zero_()
 
 
-@dataclasses.dataclass(eq=False)
-class NVFP4Storage(Storage, NVFP4Buffers):
-    """rowwise_data uint8 [M, K/2]; columnwise_data uint8 [K, M/2], the packed transpose; *_scale E4M3,
-    compact; *_scale_expanded and *_scale_swizzled E4M3, padded (layout.scale_shape); amax and columnwise_amax
-    float32 [1], one tensor unless both copies exist and one of them is of the transform.
+def record_of(tensor: Any) -> Any:
+    """The record of a quantized tensor, or the record itself that was given in its place; None for what is
+    neither.
     """
-
-    buffer_names: ClassVar = BUFFERS
-
-    block: tuple[int, int]
-    hadamard: bool = dataclasses.field(default=False, kw_only=True)
-    """The columnwise copy is of the Hadamard transform along M: uint8 [K, round_up(M, 16)/2]."""
-    random_signs: bool = dataclasses.field(default=True, kw_only=True)
-    """The transform's; True where there is none."""
-    four_over_six: FourOverSix | None = dataclasses.field(default=None, kw_only=True)
-
-    @property
-    def e4m3_max(self) -> int:
-        """What dequantization divides by is 6 times this."""
-        return int(E4M3_MAX) if self.four_over_six is None else self.four_over_six.e4m3_max
-
-    @classmethod
-    def buffer_dtype(cls, name: str) -> torch.dtype:
-        return SCALE_DTYPE if "scale" in name else torch.float32 if "amax" in name else torch.uint8
-
-    @classmethod
-    def from_buffers(cls, shape, context, buffers) -> "NVFP4Storage":
-        dtype, block, tied, hadamard, random_signs, four_over_six = context
-        record = cls(shape, dtype, block, hadamard=hadamard, random_signs=random_signs, **buffers)
-        record.four_over_six = four_over_six and FourOverSix(*four_over_six)
-        if tied:
-            record.columnwise_amax = record.amax
-        return record
-
-    def context(self) -> tuple:
-        """(dtype, block, whether columnwise_amax is amax itself, hadamard, random_signs, the fields of
-        four_over_six or None)
-        """
-        tied = self.columnwise_amax is not None and self.columnwise_amax is self.amax
-        four_over_six = self.four_over_six and (self.four_over_six.e4m3_max, self.four_over_six.error)
-        return self.dtype, self.block, tied, self.hadamard, self.random_signs, four_over_six
-
-    @property
-    def scheme(self) -> tuple:
-        return NVFP4Storage, self.shape, self.block, self.hadamard, self.random_signs, self.e4m3_max
-
-    def data_shape(self) -> tuple[int, int]:
-        return packed_shape(*self.matrix)
-
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Existing buffers by name. columnwise_amax is left out where it is amax itself."""
-        for name, buffer in super().buffers():
-            if not (name == "columnwise_amax" and buffer is self.amax):
-                yield name, buffer
+    if isinstance(tensor, Storage):
+        return tensor
+    return getattr(tensor, "record", None) if isinstance(tensor, torch.Tensor) else None
 
 
-def empty_buffers(format: type[Storage], shapes: dict[str, Sequence[int]], device) -> dict[str, torch.Tensor]:
-    """Uninitialized buffers of a format, by field."""
-    buffers = {}
-    for name, shape in shapes.items():
-        dtype = format.buffer_dtype(name)
-        stored = torch.uint8 if dtype.itemsize == 1 else dtype  # inductor has no float8_e8m0fnu
-        buffer = torch.empty(shape, dtype=stored, device=device)
-        buffers[name] = buffer if dtype == stored else buffer.view(dtype)
-    return buffers
+def empty_buffer(shape: Sequence[int], dtype: torch.dtype, device) -> torch.Tensor:
+    """An uninitialized buffer of a record."""
+    stored = torch.uint8 if dtype.itemsize == 1 else dtype  # inductor has no float8_e8m0fnu
+    buffer = torch.empty(shape, dtype=stored, device=device)
+    return buffer if dtype == stored else buffer.view(dtype)
 
 
 def check_buffer(
@@ -243,60 +184,8 @@ def check_layouts(scale_layouts: Sequence[str], known: tuple[str, ...] = SCALE_L
     return tuple(layout for layout in known if layout == "compact" or layout in scale_layouts)
 
 
-def check_block(block: tuple[int, int]) -> None:
-    if tuple(block) not in ((BLOCK, BLOCK), (1, BLOCK)):
-        raise ValueError(f"block must be (16, 16) or (1, 16), got {tuple(block)}")
-
-
-def check_transform(block_rows: int, columnwise: bool, hadamard: bool, random_signs: bool) -> None:
-    """Raises ValueError for a transform that NVFP4 has not."""
-    if not hadamard:
-        if not random_signs:
-            raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
-        return
-    if block_rows != 1:
-        raise ValueError(
-            f"hadamard=True needs blocks of 1x16, got {block_rows}x16: both copies share the scale of a "
-            "tile, and the transform is of the columnwise copy only"
-        )
-    if not columnwise:
-        raise ValueError("hadamard=True transforms the columnwise copy, but none is asked for")
-
-
-def allocate(
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    block: tuple[int, int] = (BLOCK, BLOCK),
-    rowwise: bool = True,
-    columnwise: bool = True,
-    scale_layouts: Sequence[str] = ("compact",),
-    hadamard: bool = False,
-    random_signs: bool = True,
-    four_over_six: FourOverSix | None = None,
-) -> NVFP4Storage:
-    """Uninitialized buffers for a tensor of `shape`.
-
-    Raises TypeError for a dtype that cannot be quantized and ValueError for a shape, block, layout or
-    transform that NVFP4 has not, or when neither copy is asked for.
-    """
-    if dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
-    check_block(block)
+def check_sides(rowwise: bool, columnwise: bool) -> list[str]:
+    """The names of the copies asked for. Raises ValueError when it is neither."""
     if not (rowwise or columnwise):
         raise ValueError("rowwise and columnwise are both False: there is nothing to hold")
-    check_transform(block[0], columnwise, hadamard, random_signs)
-    layouts = check_layouts(scale_layouts)
-    rows, cols = as_matrix(shape)
-    check_matrix(rows, cols, columnwise=columnwise and not hadamard)
-    options = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": four_over_six}
-    stored_rows = columnwise_rows(rows, hadamard)
-    shapes = {name: (1,) for name in ["amax"] + ["columnwise_amax"] * (hadamard and rowwise)}
-    for side, m, k in [("rowwise", rows, cols)] * rowwise + [("columnwise", cols, stored_rows)] * columnwise:
-        shapes[f"{side}_data"] = packed_shape(m, k)
-        shapes |= {scale_name(side, layout): scale_shape(m, k, block[0], layout) for layout in layouts}
-    buffers = empty_buffers(NVFP4Storage, shapes, device)
-    if columnwise:
-        buffers.setdefault("columnwise_amax", buffers["amax"])
-    return NVFP4Storage(torch.Size(shape), dtype, tuple(block), **options, **buffers)
+    return [side for side, asked in zip(SIDES, (rowwise, columnwise), strict=True) if asked]

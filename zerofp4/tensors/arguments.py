@@ -44,5 +44,5 @@ def check_out(
         raise ValueError(f"out must have block {block}, got {out.block}")
     for side, asked in zip(SIDES, (rowwise, columnwise), strict=True):
         for layout in scale_layouts if asked else ():
-            if getattr(out.record, scale_name(side, layout)) is None:
+            if out.record.buffer(scale_name(side, layout)) is None:
                 raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")

@@ -12,21 +12,28 @@ from zerofp4.layout import ceil_div, columnwise_rows, round_up
 from zerofp4.ops import grouped_shapes
 from zerofp4.storage import (
     BUFFERS,
-    NVFP4Buffers,
     NVFP4Storage,
+    Side,
+    Sides,
     check_block,
     check_layouts,
+    check_sides,
     check_transform,
-    copy_names,
-    empty_buffers,
+    empty_buffer,
+    scale_name,
+    sides_of,
 )
 from zerofp4.tensors.arguments import check_values, detached
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
 from zerofp4.tensors.quantized_tensor import wrap
 
 
+def _buffer(name: str) -> property:
+    return property(lambda groups: groups.buffer(name))
+
+
 @dataclasses.dataclass(eq=False, repr=False)
-class GroupedNVFP4Tensor(NVFP4Buffers):
+class GroupedNVFP4Tensor(Sides):
     """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own with blocks
     of 1x16. A buffer that does not exist is None.
 
@@ -66,6 +73,15 @@ class GroupedNVFP4Tensor(NVFP4Buffers):
     scale_offsets: torch.Tensor
 
     block = (1, BLOCK)
+
+    rowwise_data = _buffer("rowwise_data")
+    rowwise_scale = _buffer("rowwise_scale")
+    rowwise_scale_expanded = _buffer("rowwise_scale_expanded")
+    rowwise_scale_swizzled = _buffer("rowwise_scale_swizzled")
+    columnwise_data = _buffer("columnwise_data")
+    columnwise_scale = _buffer("columnwise_scale")
+    columnwise_scale_expanded = _buffer("columnwise_scale_expanded")
+    columnwise_scale_swizzled = _buffer("columnwise_scale_swizzled")
 
     @property
     def device(self) -> torch.device:
@@ -121,43 +137,47 @@ class GroupedNVFP4Tensor(NVFP4Buffers):
 
     def _view(self, group: int, data_row: int, scale_row: int) -> NVFP4Tensor:
         rows, cols = self.m_splits[group], self.shape[1]
-        if rows % 2 and self.columnwise_data is not None and not self.hadamard:
+        if rows % 2 and self.columnwise is not None and not self.hadamard:
             raise ValueError(
                 f"group {group} has {rows} rows, but the columnwise copy of an NVFP4Tensor needs an even "
                 "number of them"
             )
         options = {"hadamard": self.hadamard, "random_signs": self.random_signs}
         record = NVFP4Storage(torch.Size((rows, cols)), self.dtype, self.block, **options)
-        record.amax = self.amax[group : group + 1]
-        if self.columnwise_amax is not None:
-            own = self.columnwise_amax is not self.amax
-            record.columnwise_amax = self.columnwise_amax[group : group + 1] if own else record.amax
-        data, scale = (data_row, rows), (scale_row, round_up(rows, ATOM_ROWS))
-        places = {"data": data, "scale": data, "scale_expanded": scale, "scale_swizzled": scale}
-        for name, (first, size) in places.items():
-            buffer = getattr(self, f"rowwise_{name}")
-            if buffer is not None:
-                setattr(record, f"rowwise_{name}", buffer[first : first + size])
-        self._view_columnwise(record, data_row, scale_row)
+        if self.rowwise is not None:
+            record.rowwise = self._rowwise(rows, data_row, scale_row)
+        if self.columnwise is not None:
+            record.columnwise = self._columnwise(rows, data_row, scale_row)
+        for name, side in record.sides():
+            side.amax = getattr(self, name).amax[group : group + 1]
+        if record.rowwise is not None and self.columnwise_amax is self.amax:
+            record.columnwise.amax = record.rowwise.amax
         return wrap(NVFP4Tensor, record)
 
-    def _view_columnwise(self, record: NVFP4Storage, data_row: int, scale_row: int) -> None:
-        rows, cols = record.matrix
-        blocks, padded_cols = ceil_div(rows, BLOCK), round_up(cols, ATOM_ROWS)
-        padded = (padded_cols * (scale_row // BLOCK), (padded_cols, round_up(blocks, ATOM_COLUMNS)))
-        places = {
-            "data": (cols * (data_row // 2), (cols, blocks * BLOCK // 2)),
-            "scale": (cols * (data_row // BLOCK), (cols, blocks)),
-            "scale_expanded": padded,
-            "scale_swizzled": padded,
+    def _rowwise(self, rows: int, data_row: int, scale_row: int) -> Side:
+        padded = slice(scale_row, scale_row + round_up(rows, ATOM_ROWS))
+        own = slice(data_row, data_row + rows)
+        scales = {
+            layout: scale[own if layout == "compact" else padded]
+            for layout, scale in self.rowwise.scales.items()
         }
-        for name, (first, shape) in places.items():
-            buffer = getattr(self, f"columnwise_{name}")
-            if buffer is not None:
-                matrix = buffer[first : first + shape[0] * shape[1]].view(shape)
-                if name == "data":
-                    matrix = matrix[:, : columnwise_rows(rows, self.hadamard) // 2].contiguous()
-                setattr(record, f"columnwise_{name}", matrix)
+        return Side(self.rowwise.data[own], scales)
+
+    def _columnwise(self, rows: int, data_row: int, scale_row: int) -> Side:
+        cols, blocks = self.shape[1], ceil_div(rows, BLOCK)
+        padded_cols = round_up(cols, ATOM_ROWS)
+
+        def matrix(buffer: torch.Tensor, first: int, shape: tuple[int, int]) -> torch.Tensor:
+            return buffer[first : first + shape[0] * shape[1]].view(shape)
+
+        compact = (cols * (data_row // BLOCK), (cols, blocks))
+        padded = (padded_cols * (scale_row // BLOCK), (padded_cols, round_up(blocks, ATOM_COLUMNS)))
+        scales = {
+            layout: matrix(scale, *(compact if layout == "compact" else padded))
+            for layout, scale in self.columnwise.scales.items()
+        }
+        data = matrix(self.columnwise.data, cols * (data_row // 2), (cols, blocks * BLOCK // 2))
+        return Side(data[:, : columnwise_rows(rows, self.hadamard) // 2].contiguous(), scales)
 
 
 def quantize_grouped(
@@ -202,29 +222,45 @@ def quantize_grouped(
     if stochastic_rounding or four_over_six is not None:
         name = "stochastic_rounding" if stochastic_rounding else "four_over_six"
         raise ValueError(f"{name} is not there for groups: quantize each group by itself")
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise and columnwise are both False: there is nothing to hold")
+    sides = check_sides(rowwise, columnwise)
     check_transform(1, columnwise, hadamard, random_signs)
     layouts = check_layouts(scale_layouts)
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
     sizes = _host_sizes(m_splits, x.shape[0])
     splits = m_splits.contiguous() if sizes is None else _on_device(sizes, x.device)
-    names = [*copy_names(layouts, ["rowwise"] * rowwise + ["columnwise"] * columnwise), "amax"]
-    names += ["columnwise_amax"] * (hadamard and rowwise)
-    shapes = grouped_shapes(x.shape[0], splits.shape[0], x.shape[1])
-    buffers = empty_buffers(NVFP4Storage, {name: shapes[name] for name in names}, x.device)
+    groups = _allocate(sides, layouts, hadamard, grouped_shapes(x.shape[0], splits.shape[0], x.shape[1]), x)
     offsets = torch.empty((3, splits.shape[0] + 1), dtype=torch.int64, device=x.device)
     error = torch.empty(1, dtype=torch.int32, device=x.device)
     given = (detached("amax", amax), detached("columnwise_amax", columnwise_amax))
     options = (hadamard, random_signs)
+    buffers = dict(groups.buffers())
     outputs = [buffers.get(name) for name in BUFFERS]
     torch.ops.zerofp4.quantize_grouped(
         x.detach().contiguous(), splits, *given, *options, *outputs, offsets, error
     )
-    if columnwise:
-        buffers.setdefault("columnwise_amax", buffers["amax"])
-    return GroupedNVFP4Tensor(x.shape, x.dtype, sizes, *options, splits, error, *offsets.unbind(), **buffers)
+    return GroupedNVFP4Tensor(
+        x.shape,
+        x.dtype,
+        sizes,
+        *options,
+        splits,
+        error,
+        *offsets.unbind(),
+        rowwise=groups.rowwise,
+        columnwise=groups.columnwise,
+    )
+
+
+def _allocate(
+    sides: Sequence[str], layouts: Sequence[str], hadamard: bool, shapes: dict, x: torch.Tensor
+) -> Sides:
+    """Uninitialized buffers of all groups."""
+    names = [f"{side}_data" for side in sides]
+    names += [scale_name(side, layout) for side in sides for layout in layouts]
+    names += ["amax"] + ["columnwise_amax"] * (hadamard and len(sides) == 2)
+    buffers = {name: empty_buffer(shapes[name], NVFP4Storage.buffer_dtype(name), x.device) for name in names}
+    return Sides(**sides_of(buffers))
 
 
 def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...] | None:

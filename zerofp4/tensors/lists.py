@@ -6,11 +6,11 @@ import torch
 
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.storage import SIDES, check_block, scale_name
+from zerofp4.storage import SIDES, Side, check_block
 from zerofp4.tensors.mxfp8 import MXFP8Tensor
 from zerofp4.tensors.mxfp8 import values_source as mxfp8_values_source
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
-from zerofp4.tensors.nvfp4_values import side_matrix, values_source
+from zerofp4.tensors.nvfp4_values import values_source
 
 ScaleOf = tuple[torch.Tensor, tuple[int, int]]
 """E4M3 scales (or their uint8 bytes), and the shape (rows, cols) of the matrix that they belong to."""
@@ -110,15 +110,16 @@ def _change(scales, side: str, block_rows: int | None, operator: str) -> list[to
         if not isinstance(item, NVFP4Tensor):
             arguments[i] = _pair(f"scales[{i}]", item, block_rows)
             continue
-        swizzled = getattr(item.record, scale_name(side, "swizzled"))
-        scale = getattr(item.record, scale_name(side, "compact")) if compact else swizzled
-        if scale is None:
+        copy: Side | None = getattr(item.record, side)
+        swizzled = None if copy is None else copy.scales.get("swizzled")
+        if (copy if compact else swizzled) is None:
             missing = f"{side} copy" if compact else f"persistent swizzled {side} scales"
             raise ValueError(f"scales[{i}] is an NVFP4Tensor that has no {missing}")
         if compact and swizzled is not None:
             done[i] = swizzled
         else:
-            arguments[i] = (scale, *side_matrix(item.record, side), item.block[0])
+            scale = copy.scales["compact"] if compact else swizzled
+            arguments[i] = (scale, *item.record.side_matrix(side), item.block[0])
     if arguments:
         columns = map(list, zip(*arguments.values(), strict=True))
         made = getattr(torch.ops.zerofp4, operator)(*columns, "swizzled")

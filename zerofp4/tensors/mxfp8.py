@@ -1,69 +1,26 @@
 """MXFP8Tensor; quantize_mxfp8 makes one."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
-from zerofp4.format import (
-    BLOCK,
-    MXFP8_BLOCK,
-    MXFP8_DATA_DTYPE,
-    MXFP8_SCALE_DTYPE,
-    MXFP8_SCALE_LAYOUTS,
-    WEIGHT_DTYPES,
+from zerofp4.format import BLOCK, MXFP8_SCALE_DTYPE, MXFP8_SCALE_LAYOUTS, WEIGHT_DTYPES
+from zerofp4.storage import (
+    SIDES,
+    MXFP8Storage,
+    Side,
+    allocate_mxfp8,
+    check_layouts,
+    check_sides,
+    side_names,
 )
-from zerofp4.layout import as_matrix, mxfp8_scale_shape
-from zerofp4.storage import SIDES, Storage, check_layouts, copy_names, empty_buffers, scale_name
 from zerofp4.tensors.arguments import check_out, check_values, detached
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, wrap
 
 
-@dataclasses.dataclass(eq=False)
-class MXFP8Storage(Storage):
-    """rowwise_data and columnwise_data E4M3 [M, K], the latter not transposed; rowwise_scale E8M0
-    [M, ceil(K/32)]; columnwise_scale E8M0 [ceil(M/32), K]; *_scale_swizzled E8M0, padded
-    (layout.mxfp8_scale_shape).
-    """
-
-    block: ClassVar[tuple[int, int]] = (1, MXFP8_BLOCK)
-    buffer_names: ClassVar = copy_names(MXFP8_SCALE_LAYOUTS)
-
-    @classmethod
-    def buffer_dtype(cls, name: str) -> torch.dtype:
-        return MXFP8_SCALE_DTYPE if "scale" in name else MXFP8_DATA_DTYPE
-
-    @classmethod
-    def from_buffers(cls, shape, context, buffers) -> "MXFP8Storage":
-        return cls(shape, *context, **buffers)
-
-    def context(self) -> tuple:
-        """(dtype,)"""
-        return (self.dtype,)
-
-    @property
-    def scheme(self) -> tuple:
-        return MXFP8Storage, self.shape
-
-    def data_shape(self) -> tuple[int, int]:
-        return self.matrix
-
-
-def _allocate(x: torch.Tensor, sides: Sequence[str], layouts: Sequence[str]) -> MXFP8Storage:
-    """Uninitialized buffers to quantize x into."""
-    matrix = as_matrix(x.shape)
-    shapes = {f"{side}_data": matrix for side in sides}
-    for side in sides:
-        for layout in layouts:
-            shape = mxfp8_scale_shape(*matrix, side == "columnwise", layout)
-            shapes[scale_name(side, layout)] = shape
-    return MXFP8Storage(x.shape, x.dtype, **empty_buffers(MXFP8Storage, shapes, x.device))
-
-
 def _quantize_into(record: MXFP8Storage, x: torch.Tensor, skip: torch.Tensor | None = None) -> None:
     """Quantize x, a contiguous tensor of the record's shape, into the record's buffers."""
-    buffers = [getattr(record, name) for name in record.buffer_names]
+    buffers = [record.buffer(name) for name in side_names(MXFP8_SCALE_LAYOUTS)]
     # As bytes: inductor has no float8_e8m0fnu.
     buffers = [None if buffer is None else buffer.view(torch.uint8) for buffer in buffers]
     torch.ops.zerofp4.quantize_mxfp8(x.reshape(record.matrix), skip, *buffers)
@@ -77,9 +34,8 @@ def _requantize(record: MXFP8Storage, values: torch.Tensor) -> None:
 
 def values_source(record: MXFP8Storage) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """(data, compact scale, columnwise) of the copy that gives the values."""
-    if record.rowwise_data is not None:
-        return record.rowwise_data, record.rowwise_scale, False
-    return record.columnwise_data, record.columnwise_scale, True
+    copy = record.rowwise or record.columnwise
+    return copy.data, copy.scales["compact"], record.rowwise is None
 
 
 def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
@@ -90,13 +46,12 @@ def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
 
 def _swizzled_scale(record: MXFP8Storage, side: str) -> torch.Tensor:
     """The persistent buffer if there is one, else made from the compact scales."""
-    buffer = getattr(record, scale_name(side, "swizzled"))
-    if buffer is not None:
-        return buffer
-    compact = getattr(record, scale_name(side, "compact"))
-    if compact is None:
+    copy: Side | None = getattr(record, side)
+    if copy is None:
         raise ValueError(f"this tensor has no {side} copy, so it has no {side} scales")
-    raw = compact.view(torch.uint8)
+    if "swizzled" in copy.scales:
+        return copy.scales["swizzled"]
+    raw = copy.scales["compact"].view(torch.uint8)
     raw = raw.t().contiguous() if side == "columnwise" else raw
     # As scales of NVFP4 would be that has as many blocks in a row.
     rows, columns = raw.shape
@@ -106,19 +61,18 @@ def _swizzled_scale(record: MXFP8Storage, side: str) -> torch.Tensor:
 
 def _copy_bytes(target: MXFP8Storage, source: MXFP8Storage, non_blocking: bool = False) -> None:
     """Raises ValueError, before anything is written, where the source lacks a copy that the target has."""
-    wanted = [side for side in SIDES if getattr(target, f"{side}_data") is not None]
-    for side in wanted:
-        if getattr(source, f"{side}_data") is None:
+    for name, _ in target.sides():
+        if getattr(source, name) is None:
             raise ValueError(
-                f"the source has no {side} copy, and its other one does not determine it: "
-                f"quantize the original values with {side}=True"
+                f"the source has no {name} copy, and its other one does not determine it: "
+                f"quantize the original values with {name}=True"
             )
-    for side in wanted:
-        for name in (f"{side}_data", f"{side}_scale"):
-            getattr(target, name).copy_(getattr(source, name), non_blocking)
-        swizzled = getattr(target, scale_name(side, "swizzled"))
-        if swizzled is not None:
-            swizzled.copy_(_swizzled_scale(source, side), non_blocking)
+    for name, side in target.sides():
+        given: Side = getattr(source, name)
+        side.data.copy_(given.data, non_blocking)
+        side.scales["compact"].copy_(given.scales["compact"], non_blocking)
+        if "swizzled" in side.scales:
+            side.scales["swizzled"].copy_(_swizzled_scale(source, name), non_blocking)
 
 
 class MXFP8Tensor(QuantizedTensor):
@@ -168,12 +122,12 @@ def quantize_mxfp8(
     """
     check_values(x)
     layouts = check_layouts(scale_layouts, MXFP8_SCALE_LAYOUTS)
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise and columnwise are both False: there is nothing to hold")
+    sides = check_sides(rowwise, columnwise)
     if skip is not None and out is None:
         raise ValueError("skip keeps what out has, but there is no out")
     if out is None:
-        record = _allocate(x, ["rowwise"] * rowwise + ["columnwise"] * columnwise, layouts)
+        options = {"dtype": x.dtype, "device": x.device, "sides": sides, "scale_layouts": layouts}
+        record = allocate_mxfp8(x.shape, **options)
     else:
         wanted = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": layouts}
         check_out(out, MXFP8Tensor, x, block=MXFP8Storage.block, **wanted)

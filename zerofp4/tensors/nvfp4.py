@@ -11,7 +11,7 @@ from zerofp4.layout import as_matrix
 from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block, check_layouts
 from zerofp4.tensors import nvfp4_values
 from zerofp4.tensors.arguments import check_out, check_values, detached
-from zerofp4.tensors.quantized_tensor import INIT_VAL, QuantizedTensor, wrap
+from zerofp4.tensors.quantized_tensor import INIT_VAL, QuantizedTensor, buffer_property, wrap
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -25,8 +25,8 @@ class NVFP4Tensor(QuantizedTensor):
     _requantize = staticmethod(nvfp4_values.requantize)
     _copy_bytes = staticmethod(nvfp4_values.copy_bytes)
 
-    rowwise_scale_expanded = property(attrgetter("record.rowwise_scale_expanded"))
-    columnwise_scale_expanded = property(attrgetter("record.columnwise_scale_expanded"))
+    rowwise_scale_expanded = buffer_property("rowwise_scale_expanded")
+    columnwise_scale_expanded = buffer_property("columnwise_scale_expanded")
     amax = property(attrgetter("record.amax"))
     columnwise_amax = property(attrgetter("record.columnwise_amax"))
     hadamard = property(attrgetter("record.hadamard"))

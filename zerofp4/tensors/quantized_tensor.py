@@ -7,12 +7,16 @@ from operator import attrgetter
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zerofp4.format import SCALE_LAYOUTS
-from zerofp4.storage import SIDES, Storage, note_rebinding, scale_name
+from zerofp4.storage import Storage, note_rebinding
 from zerofp4.tensors import products
 
 INIT_VAL = "high_precision_init_val"
 """Where a record's attachments hold the value that convert_model quantized."""
+
+
+def buffer_property(name: str) -> property:
+    """The property of a tensor that is a buffer of its record."""
+    return property(lambda tensor: tensor.record.buffer(name))
 
 
 class QuantizedTensor(torch.Tensor):
@@ -59,18 +63,18 @@ class QuantizedTensor(torch.Tensor):
         """The elements of the rowwise copy. Assigning rebinds: another buffer of that shape and dtype becomes
         them.
         """
-        return self.record.rowwise_data
+        return self.record.buffer("rowwise_data")
 
     @rowwise_data.setter
     def rowwise_data(self, value: torch.Tensor) -> None:
         self.record.rebind(value)
 
-    # The other fields of every record (see those of the format); a buffer that does not exist is None.
-    columnwise_data = property(attrgetter("record.columnwise_data"))
-    rowwise_scale = property(attrgetter("record.rowwise_scale"))
-    rowwise_scale_swizzled = property(attrgetter("record.rowwise_scale_swizzled"))
-    columnwise_scale = property(attrgetter("record.columnwise_scale"))
-    columnwise_scale_swizzled = property(attrgetter("record.columnwise_scale_swizzled"))
+    # The other buffers of every record (see those of the format); one that does not exist is None.
+    columnwise_data = buffer_property("columnwise_data")
+    rowwise_scale = buffer_property("rowwise_scale")
+    rowwise_scale_swizzled = buffer_property("rowwise_scale_swizzled")
+    columnwise_scale = buffer_property("columnwise_scale")
+    columnwise_scale_swizzled = buffer_property("columnwise_scale_swizzled")
     block = property(attrgetter("record.block"))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -85,11 +89,7 @@ class QuantizedTensor(torch.Tensor):
     def _describe(self) -> list[str]:
         """The fields of repr between shape and requires_grad."""
         fields = [f"{name}={getattr(self, name)}" for name in ("dtype", "block", "device")]
-        for side in SIDES:
-            buffers = {name: getattr(self.record, scale_name(side, name), None) for name in SCALE_LAYOUTS}
-            names = [name for name, buffer in buffers.items() if buffer is not None]
-            fields += [f"{side}={'+'.join(names)}"] if names else []
-        return fields
+        return [*fields, *(f"{name}={'+'.join(side.scales)}" for name, side in self.record.sides())]
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
         fields = [*self._describe(), *["requires_grad=True"] * self.requires_grad]
@@ -122,8 +122,8 @@ class QuantizedTensor(torch.Tensor):
         return new
 
     def __reduce_ex__(self, protocol):
-        names, context = self.__tensor_flatten__()
-        buffers = {name: getattr(self, name) for name in names}
+        context = self.record.context()
+        buffers = dict(self.record.buffers())
         for name, buffer in buffers.items():
             if buffer.untyped_storage().nbytes() > buffer.nbytes:  # do not write all of a flat buffer
                 buffer = buffer.clone()

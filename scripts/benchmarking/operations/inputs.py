@@ -45,5 +45,6 @@ def amax_pass(x: torch.Tensor, amax: torch.Tensor | None, hadamard_amax: torch.T
 
 def without_compact_scales(tensor: zerofp4.NVFP4Tensor) -> zerofp4.NVFP4Tensor:
     """The tensor with its padded scales only, as the operators can write it and quantize() does not."""
-    tensor.record.rowwise_scale = tensor.record.columnwise_scale = None
+    for _, side in tensor.record.sides():
+        del side.scales["compact"]
     return tensor

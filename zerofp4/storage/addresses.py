@@ -1,0 +1,78 @@
+"""Has storage moved? Whoever holds addresses asks here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerofp4.storage.record import rebindings, record_of
+
+
+def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The addresses of plain tensors, at the price of a loop in C."""
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+class Addresses:
+    """The addresses of the buffers of records and of plain tensors, when this was made.
+
+    weights: by what messages call them, quantized tensors or records. tensors: likewise, plain ones.
+
+    On the CPU torch moves storages in place (share_memory_, pickling to another process, resize_), and no
+    alias protects what was there: every step looks at every address. On a GPU storage does not move under
+    its tensor; what is exchanged (.data assigned, a weight rebound) stays alive here until it is noticed,
+    so that a step need only ask one counter.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]):
+        self._weights = list(weights.items())
+        self._records = [record_of(weight) for weight in weights.values()]
+        self._plain = dict(tensors)
+        self._take(*self._present())
+        self._aliases = [tensor.detach() for tensor in self._tensors if tensor.is_cuda]
+        self._on_gpu = bool(self._aliases)
+
+    def glance(self) -> RuntimeError | None:
+        """What a step asks before it reads or writes: an error for the first thing that is known to have
+        moved.
+        """
+        if self._on_gpu and self._rebindings == rebindings():
+            return None
+        return self.find_moved()
+
+    def find_moved(self) -> RuntimeError | None:
+        """An error for the first thing that has moved. Looks at all."""
+        if self._rebindings != rebindings():
+            for (name, weight), record in zip(self._weights, self._records, strict=True):
+                if record_of(weight) is not record:
+                    return self._moved(f"{name}: rowwise_data")
+            names, tensors = self._present()
+            if len(names) != len(self._names):
+                return self._moved("the buffers of a weight")
+        else:
+            names, tensors = self._names, self._tensors
+        now = pointers(tensors)
+        if now != self._pointers:
+            first = next(i for i, p in enumerate(now) if p != self._pointers[i])
+            return self._moved(names[first])
+        self._take(names, tensors)
+        return None
+
+    def _present(self) -> tuple[list[str], list[torch.Tensor]]:
+        names, tensors = [], []
+        for (name, _), record in zip(self._weights, self._records, strict=True):
+            for field, buffer in record.buffers():
+                names.append(f"{name}: {field}")
+                tensors.append(buffer)
+        return [*names, *self._plain], [*tensors, *self._plain.values()]
+
+    def _take(self, names: list[str], tensors: list[torch.Tensor]) -> None:
+        self._names, self._tensors = names, tensors
+        self._pointers = pointers(tensors)
+        self._rebindings = rebindings()
+
+    def _moved(self, what: str) -> RuntimeError:
+        self._rebindings = -1  # the next glance finds it again
+        return RuntimeError(
+            f"{what} has moved since the plan was built; call refresh() to take its new address"
+        )

@@ -1,0 +1,58 @@
+"""Records in MXFP8."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from zerofp4.format import MXFP8_BLOCK, MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE, MXFP8_SCALE_LAYOUTS
+from zerofp4.layout import mxfp8_scale_shape
+from zerofp4.storage.record import Storage
+
+
+@dataclasses.dataclass(eq=False)
+class MXFP8Storage(Storage):
+    """rowwise.data and columnwise.data E4M3 [M, K], the latter not transposed; compact scales E8M0, rowwise
+    [M, ceil(K/32)] and columnwise [ceil(M/32), K]; swizzled ones padded (layout.mxfp8_scale_shape).
+    """
+
+    layouts: ClassVar = MXFP8_SCALE_LAYOUTS
+    block: ClassVar[tuple[int, int]] = (1, MXFP8_BLOCK)
+
+    @classmethod
+    def buffer_dtype(cls, name: str) -> torch.dtype:
+        return MXFP8_SCALE_DTYPE if "scale" in name else MXFP8_DATA_DTYPE
+
+    @classmethod
+    def from_context(cls, shape, context) -> "MXFP8Storage":
+        return cls(shape, *context)
+
+    def context(self) -> tuple:
+        """(dtype,)"""
+        return (self.dtype,)
+
+    @property
+    def scheme(self) -> tuple:
+        return MXFP8Storage, self.shape
+
+    def data_shape(self, side: str) -> tuple[int, int]:
+        return self.matrix
+
+    def scale_shape(self, side: str, layout: str) -> tuple[int, int]:
+        return mxfp8_scale_shape(*self.matrix, side == "columnwise", layout)
+
+
+def allocate_mxfp8(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    sides: Sequence[str],
+    scale_layouts: Sequence[str],
+) -> MXFP8Storage:
+    """Uninitialized buffers for a tensor of `shape`. Raises ValueError for fewer than two dimensions."""
+    record = MXFP8Storage(torch.Size(shape), dtype)
+    for side in sides:
+        record.allocate_side(side, scale_layouts, device, None)
+    return record

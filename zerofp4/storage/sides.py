@@ -1,0 +1,107 @@
+"""A quantized matrix as up to two copies: the sides of a record, and how their buffers are called in a
+list.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from zerofp4.format import SCALE_LAYOUTS
+
+SIDES = ("rowwise", "columnwise")
+
+
+def scale_name(side: str, layout: str) -> str:
+    """What operators, files and messages call the scales of a side in a layout."""
+    return f"{side}_scale" if layout == "compact" else f"{side}_scale_{layout}"
+
+
+def side_names(layouts: Sequence[str]) -> tuple[str, ...]:
+    """The names of the buffers of both sides with scales in these layouts, without amaxes."""
+    return tuple(
+        name for side in SIDES for name in (f"{side}_data", *(scale_name(side, layout) for layout in layouts))
+    )
+
+
+BUFFERS = (*side_names(SCALE_LAYOUTS), "amax", "columnwise_amax")
+"""The names of all buffers that NVFP4 can have, in the order in which operators take them."""
+
+_SCALES = {scale_name(side, layout): (side, layout) for side in SIDES for layout in SCALE_LAYOUTS}
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Side:
+    """One copy of a quantized matrix.
+
+    data: its elements; None where no whole copy of them exists. scales: by layout, "compact" among them
+    unless only a kernel reads them. amax: float32, NVFP4's second level; None in a format that has none.
+    """
+
+    data: torch.Tensor | None
+    scales: dict[str, torch.Tensor]
+    amax: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Sides:
+    """A rowwise and a columnwise copy; None for one that does not exist."""
+
+    rowwise: Side | None = None
+    columnwise: Side | None = None
+
+    def sides(self) -> Iterator[tuple[str, Side]]:
+        """Existing sides by name."""
+        for name in SIDES:
+            side = getattr(self, name)
+            if side is not None:
+                yield name, side
+
+    @property
+    def amax(self) -> torch.Tensor | None:
+        """That of the rowwise copy, or of the only one."""
+        side = self.rowwise or self.columnwise
+        return None if side is None else side.amax
+
+    @property
+    def columnwise_amax(self) -> torch.Tensor | None:
+        return None if self.columnwise is None else self.columnwise.amax
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A buffer by its name out of BUFFERS; None where it does not exist."""
+        if name in ("amax", "columnwise_amax"):
+            return getattr(self, name)
+        side, layout = _SCALES.get(name) or (name.removesuffix("_data"), None)
+        copy: Side | None = getattr(self, side)
+        if copy is None:
+            return None
+        return copy.data if layout is None else copy.scales.get(layout)
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Existing buffers by name, each once: columnwise_amax is left out where it is amax itself."""
+        for name, side in self.sides():
+            if side.data is not None:
+                yield f"{name}_data", side.data
+            for layout in SCALE_LAYOUTS:
+                if layout in side.scales:
+                    yield scale_name(name, layout), side.scales[layout]
+        if self.amax is not None:
+            yield "amax", self.amax
+        if self.columnwise_amax is not self.amax and self.columnwise_amax is not None:
+            yield "columnwise_amax", self.columnwise_amax
+
+
+def sides_of(buffers: dict[str, torch.Tensor]) -> dict[str, Side]:
+    """The inverse of buffers(): sides by name, to build a record of."""
+    sides = {}
+    for side in SIDES:
+        scales = {
+            layout: buffers[scale_name(side, layout)]
+            for layout in SCALE_LAYOUTS
+            if scale_name(side, layout) in buffers
+        }
+        if f"{side}_data" in buffers or scales:
+            sides[side] = Side(buffers.get(f"{side}_data"), scales, buffers.get("amax"))
+    if "columnwise" in sides and "columnwise_amax" in buffers:
+        sides["columnwise"].amax = buffers["columnwise_amax"]
+    return sides
