@@ -22,6 +22,23 @@ struct Float16 {
     uint16_t bits;
 };
 
+// Calls body(T{}), where T stores an element of that dtype. The body may be one for the GPU only or for the
+// host only, which the compiler is not to mind.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class Body>
+ZEROFP4_HD void with_dtype(DType dtype, const Body& body) {
+    switch (dtype) {
+        case DType::kFloat32:
+            return body(float{});
+        case DType::kBFloat16:
+            return body(BFloat16{});
+        case DType::kFloat16:
+            return body(Float16{});
+    }
+}
+
 ZEROFP4_HD float load_float(float x) { return x; }
 ZEROFP4_HD float load_float(BFloat16 x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
 ZEROFP4_HD float load_float(Float16 x) {
@@ -39,16 +56,16 @@ ZEROFP4_HD float load_float(Float16 x) {
 }
 
 // Rounding to a dtype and back, nearest even, NaN staying NaN: what a weight of that dtype would hold.
-template <DType kTo>
+template <class T>
 ZEROFP4_HD float round_to(float x);
 
 template <>
-ZEROFP4_HD float round_to<DType::kFloat32>(float x) {
+ZEROFP4_HD float round_to<float>(float x) {
     return x;
 }
 
 template <>
-ZEROFP4_HD float round_to<DType::kBFloat16>(float x) {
+ZEROFP4_HD float round_to<BFloat16>(float x) {
 #if ZEROFP4_DEVICE_CODE
     return __bfloat162float(__float2bfloat16_rn(x));
 #else
@@ -59,7 +76,7 @@ ZEROFP4_HD float round_to<DType::kBFloat16>(float x) {
 }
 
 template <>
-ZEROFP4_HD float round_to<DType::kFloat16>(float x) {
+ZEROFP4_HD float round_to<Float16>(float x) {
 #if ZEROFP4_DEVICE_CODE
     return __half2float(__float2half_rn(x));
 #else
@@ -76,15 +93,21 @@ ZEROFP4_HD float round_to<DType::kFloat16>(float x) {
 #endif
 }
 
-// The stored bits of a float that round_to<kTo> has already made representable.
+ZEROFP4_HD float round_to(DType to, float x) {
+    if (to == DType::kBFloat16) return round_to<BFloat16>(x);
+    if (to == DType::kFloat16) return round_to<Float16>(x);
+    return x;
+}
+
+// The stored bits of a float that round_to<T> has already made representable.
 ZEROFP4_HD BFloat16 to_bfloat16(float x) {
-    return {static_cast<uint16_t>(to_bits(round_to<DType::kBFloat16>(x)) >> 16)};
+    return {static_cast<uint16_t>(to_bits(round_to<BFloat16>(x)) >> 16)};
 }
 ZEROFP4_HD Float16 to_float16(float x) {
 #if ZEROFP4_DEVICE_CODE
     return {__half_as_ushort(__float2half_rn(x))};
 #else
-    const float r = round_to<DType::kFloat16>(x);
+    const float r = round_to<Float16>(x);
     const uint32_t bits = to_bits(r);
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t finite = to_bits(from_bits(magnitude) * from_bits(15u << 23)) >> 13;  // times 2^-112

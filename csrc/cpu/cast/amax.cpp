@@ -57,14 +57,8 @@ void amax_of_units(const CastTable& table, const WeightDescriptor& weight, int64
 void partial_amax(const CastTable& table, int threads) {
     parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads,
                    kPatchGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
-                       switch (weight.master_dtype) {
-                           case DType::kFloat32:
-                               return amax_of_units<float>(table, weight, begin, end);
-                           case DType::kBFloat16:
-                               return amax_of_units<BFloat16>(table, weight, begin, end);
-                           case DType::kFloat16:
-                               return amax_of_units<Float16>(table, weight, begin, end);
-                       }
+                       with_dtype(weight.master_dtype,
+                                  [&](auto t) { amax_of_units<decltype(t)>(table, weight, begin, end); });
                    });
 }
 

@@ -20,7 +20,8 @@ void load_encode(const CastTable& table, const WeightDescriptor& weight, const P
     spread(tile, encode);
 }
 
-template <class T, DType kRound>
+// T is the type of a master's elements, W that of the weight's.
+template <class T, class W>
 void cast_units(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
     const TensorScale tensor = tensor_scale(group_amax(table, weight));
     for (int64_t unit = begin; unit < end; ++unit) {
@@ -34,29 +35,16 @@ void cast_units(const CastTable& table, const WeightDescriptor& weight, int64_t 
         for (int64_t r = 0; r < patch.rows; ++r) {
             const T* row = view.data + r * view.stride;
             if (whole) {
-                encode_row<kRound>(row, encode,
-                                   weight.codes + ((first + r * weight.cols) / 2 - weight.start / 2));
+                encode_row<W>(row, encode, weight.codes + ((first + r * weight.cols) / 2 - weight.start / 2));
                 continue;
             }
             const ColumnRange owned = owned_in_patch(weight, patch, patch.row + r);
             if (owned.begin >= owned.end) continue;
             uint8_t packed[kPatchBytes];
-            encode_row<kRound>(row, encode, packed);
+            encode_row<W>(row, encode, packed);
             const int64_t byte = (first + r * weight.cols + owned.begin) / 2 - weight.start / 2;
             store_codes(packed, owned.begin, owned.end, weight.codes + byte);
         }
-    }
-}
-
-template <class T>
-void cast_from(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
-    switch (weight.weight_dtype) {
-        case DType::kFloat32:
-            return cast_units<T, DType::kFloat32>(table, weight, begin, end);
-        case DType::kBFloat16:
-            return cast_units<T, DType::kBFloat16>(table, weight, begin, end);
-        case DType::kFloat16:
-            return cast_units<T, DType::kFloat16>(table, weight, begin, end);
     }
 }
 
@@ -67,14 +55,11 @@ void partial_cast(const CastTable& table, int threads) {
     parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads,
                    kPatchGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
                        if (is_skipped(table, group_amax(table, weight))) return;
-                       switch (weight.master_dtype) {
-                           case DType::kFloat32:
-                               return cast_from<float>(table, weight, begin, end);
-                           case DType::kBFloat16:
-                               return cast_from<BFloat16>(table, weight, begin, end);
-                           case DType::kFloat16:
-                               return cast_from<Float16>(table, weight, begin, end);
-                       }
+                       with_dtype(weight.master_dtype, [&](auto t) {
+                           with_dtype(weight.weight_dtype, [&](auto w) {
+                               cast_units<decltype(t), decltype(w)>(table, weight, begin, end);
+                           });
+                       });
                    });
 }
 

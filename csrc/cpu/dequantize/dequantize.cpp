@@ -175,14 +175,7 @@ void decode_units(const DequantizeDescriptor& item, int64_t begin, int64_t end) 
 void dequantize(const DequantizeTable& table, DType dtype, int threads) {
     parallel_items(table.items, table.count, &DequantizeDescriptor::unit_begin, table.units, threads,
                    kUnitGrain, [dtype](const DequantizeDescriptor& item, int64_t begin, int64_t end) {
-                       switch (dtype) {
-                           case DType::kFloat32:
-                               return decode_units<float>(item, begin, end);
-                           case DType::kBFloat16:
-                               return decode_units<BFloat16>(item, begin, end);
-                           case DType::kFloat16:
-                               return decode_units<Float16>(item, begin, end);
-                       }
+                       with_dtype(dtype, [&](auto t) { decode_units<decltype(t)>(item, begin, end); });
                    });
 }
 

@@ -71,14 +71,7 @@ void dequantize_mxfp8(const Mxfp8DequantizeTable& table, DType dtype, int thread
     parallel_items(table.items, table.count, &Mxfp8DequantizeDescriptor::unit_begin, table.units, threads,
                    kTileGrain * kTileRows,
                    [dtype](const Mxfp8DequantizeDescriptor& item, int64_t begin, int64_t end) {
-                       switch (dtype) {
-                           case DType::kFloat32:
-                               return dequantize_rows<float>(item, begin, end);
-                           case DType::kBFloat16:
-                               return dequantize_rows<BFloat16>(item, begin, end);
-                           case DType::kFloat16:
-                               return dequantize_rows<Float16>(item, begin, end);
-                       }
+                       with_dtype(dtype, [&](auto t) { dequantize_rows<decltype(t)>(item, begin, end); });
                    });
 }
 

@@ -117,14 +117,7 @@ void quantize_mxfp8(const Mxfp8Args& args, int threads) {
     const int64_t across = ceil_div(walked(args, args.cols), kTileCols);
     const int64_t tiles = ceil_div(walked(args, args.rows), kTileRows) * across;
     parallel_shares(tiles, threads, kTileGrain, [&](int64_t begin, int64_t end) {
-        switch (args.dtype) {
-            case DType::kFloat32:
-                return quantize_tiles<float>(args, across, begin, end);
-            case DType::kBFloat16:
-                return quantize_tiles<BFloat16>(args, across, begin, end);
-            case DType::kFloat16:
-                return quantize_tiles<Float16>(args, across, begin, end);
-        }
+        with_dtype(args.dtype, [&](auto t) { quantize_tiles<decltype(t)>(args, across, begin, end); });
     });
 }
 

@@ -37,22 +37,11 @@ Most most_of_patches(const AmaxArgs& args, int64_t begin, int64_t end) {
     return most;
 }
 
-Most most_of_patches(const AmaxArgs& args, int64_t begin, int64_t end) {
-    switch (args.dtype) {
-        case DType::kFloat32:
-            return most_of_patches<float>(args, begin, end);
-        case DType::kBFloat16:
-            return most_of_patches<BFloat16>(args, begin, end);
-        case DType::kFloat16:
-            return most_of_patches<Float16>(args, begin, end);
-    }
-    return {};
-}
-
 }  // namespace
 
 void raise_amaxes(const AmaxArgs& args, int64_t begin, int64_t end) {
-    const Most most = most_of_patches(args, begin, end);
+    Most most{};
+    with_dtype(args.dtype, [&](auto t) { most = most_of_patches<decltype(t)>(args, begin, end); });
     if (args.amax) raise_to(args.amax, amax_of_bits(most.plain));
     if (args.hadamard_amax) raise_to(args.hadamard_amax, amax_of_bits(most.transformed));
 }

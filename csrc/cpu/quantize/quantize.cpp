@@ -189,17 +189,7 @@ void quantize_tiles(const QuantizeArgs& args, int64_t input_rows, int64_t begin,
     const int64_t tiles_per_row = ceil_div(args.cols, kTile);
     for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / tiles_per_row * kTile, col = i % tiles_per_row * kTile;
-        switch (args.dtype) {
-            case DType::kFloat32:
-                quantize_tile<float>(job, row, col);
-                break;
-            case DType::kBFloat16:
-                quantize_tile<BFloat16>(job, row, col);
-                break;
-            case DType::kFloat16:
-                quantize_tile<Float16>(job, row, col);
-                break;
-        }
+        with_dtype(args.dtype, [&](auto t) { quantize_tile<decltype(t)>(job, row, col); });
     }
 }
 

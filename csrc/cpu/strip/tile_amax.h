@@ -8,9 +8,8 @@ namespace zerofp4::cpu::ZEROFP4_ISA {
 
 // Magnitude in the weight's dtype; what is not finite is inf.
 ZEROFP4_HD float rounded_magnitude(float x, DType weight_dtype) {
-    if (weight_dtype == DType::kBFloat16) x = round_to<DType::kBFloat16>(x);
-    if (weight_dtype == DType::kFloat16) x = round_to<DType::kFloat16>(x);
-    return x <= kFloatMax ? x : kInf;
+    const float rounded = round_to(weight_dtype, x);
+    return rounded <= kFloatMax ? rounded : kInf;
 }
 
 // The tile amaxes of a patch go to the reduced vector, if it has words for them; returns the largest.

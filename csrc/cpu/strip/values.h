@@ -48,7 +48,7 @@ ZEROFP4_HD void prefetch_values(const T* in, int64_t cols) {
 }
 
 ZEROFP4_HD void round_to_bfloat16(Values& values) {
-    for (int i = 0; i < kPatchElements; ++i) values[i] = round_to<DType::kBFloat16>(values[i]);
+    for (int i = 0; i < kPatchElements; ++i) values[i] = round_to<BFloat16>(values[i]);
 }
 
 // The Hadamard transform of every column.

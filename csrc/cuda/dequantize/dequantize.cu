@@ -239,14 +239,7 @@ void dequantize_as(const DequantizeTable& table, const DequantizeDescriptor* hos
 
 void dequantize(const DequantizeTable& table, DType dtype, const DequantizeDescriptor* host,
                 cudaStream_t stream) {
-    switch (dtype) {
-        case DType::kFloat32:
-            return dequantize_as<float>(table, host, stream);
-        case DType::kBFloat16:
-            return dequantize_as<BFloat16>(table, host, stream);
-        case DType::kFloat16:
-            return dequantize_as<Float16>(table, host, stream);
-    }
+    with_dtype(dtype, [&](auto t) { dequantize_as<decltype(t)>(table, host, stream); });
 }
 
 }  // namespace zerofp4::cuda

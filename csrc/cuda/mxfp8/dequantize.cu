@@ -160,14 +160,7 @@ void dequantize_as(const Mxfp8DequantizeTable& table, const Mxfp8DequantizeDescr
 
 void dequantize_mxfp8(const Mxfp8DequantizeTable& table, DType dtype, const Mxfp8DequantizeDescriptor* host,
                       cudaStream_t stream) {
-    switch (dtype) {
-        case DType::kFloat32:
-            return dequantize_as<float>(table, host, stream);
-        case DType::kBFloat16:
-            return dequantize_as<BFloat16>(table, host, stream);
-        case DType::kFloat16:
-            return dequantize_as<Float16>(table, host, stream);
-    }
+    with_dtype(dtype, [&](auto t) { dequantize_as<decltype(t)>(table, host, stream); });
 }
 
 }  // namespace zerofp4::cuda

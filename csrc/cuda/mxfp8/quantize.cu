@@ -260,14 +260,7 @@ void quantize_as(const Mxfp8Args& args, cudaStream_t stream) {
 }  // namespace
 
 void quantize_mxfp8(const Mxfp8Args& args, cudaStream_t stream) {
-    switch (args.dtype) {
-        case DType::kFloat32:
-            return quantize_as<float>(args, stream);
-        case DType::kBFloat16:
-            return quantize_as<BFloat16>(args, stream);
-        case DType::kFloat16:
-            return quantize_as<Float16>(args, stream);
-    }
+    with_dtype(args.dtype, [&](auto t) { quantize_as<decltype(t)>(args, stream); });
 }
 
 }  // namespace zerofp4::cuda

@@ -31,14 +31,7 @@ void tensor_amax_as(const AmaxArgs& args, cudaStream_t stream) {
 void tensor_amax(const AmaxArgs& args, cudaStream_t stream) {
     launch("tensor_amax", clear_amaxes_kernel, 1, stream, args);
     if (args.rows == 0 || args.cols == 0) return;
-    switch (args.dtype) {
-        case DType::kFloat32:
-            return tensor_amax_as<float>(args, stream);
-        case DType::kBFloat16:
-            return tensor_amax_as<BFloat16>(args, stream);
-        case DType::kFloat16:
-            return tensor_amax_as<Float16>(args, stream);
-    }
+    with_dtype(args.dtype, [&](auto t) { tensor_amax_as<decltype(t)>(args, stream); });
 }
 
 }  // namespace zerofp4::cuda

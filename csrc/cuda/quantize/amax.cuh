@@ -58,7 +58,7 @@ __device__ __forceinline__ void raise_amaxes(const AmaxArgs& args, uint32_t inde
     }
     if (args.amax) raise_group(args.amax, amax_of_bits(bits));
     if constexpr (kTransform) {
-        const float rounded = round_to<DType::kBFloat16>(quarter(from_bits(transformed)));
+        const float rounded = round_to<BFloat16>(quarter(from_bits(transformed)));
         raise_group(args.hadamard_amax, amax_of_bits(magnitude_bits(rounded)));
     }
 }

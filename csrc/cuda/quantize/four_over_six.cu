@@ -228,14 +228,7 @@ void quantize_blocks_as(const QuantizeArgs& args, cudaStream_t stream) {
 }  // namespace
 
 void quantize_blocks(const QuantizeArgs& args, cudaStream_t stream) {
-    switch (args.dtype) {
-        case DType::kFloat32:
-            return quantize_blocks_as<float>(args, stream);
-        case DType::kBFloat16:
-            return quantize_blocks_as<BFloat16>(args, stream);
-        case DType::kFloat16:
-            return quantize_blocks_as<Float16>(args, stream);
-    }
+    with_dtype(args.dtype, [&](auto t) { quantize_blocks_as<decltype(t)>(args, stream); });
 }
 
 }  // namespace zerofp4::cuda

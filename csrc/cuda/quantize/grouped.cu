@@ -140,25 +140,11 @@ void quantize_grouped_as(const GroupedArgs& args, cudaStream_t stream) {
 void grouped_amax(const GroupedAmaxArgs& args, cudaStream_t stream) {
     launch("grouped_amax", clear_amaxes_kernel, 1, stream, args);
     if (args.whole.rows == 0 || args.whole.cols == 0) return;
-    switch (args.whole.dtype) {
-        case DType::kFloat32:
-            return grouped_amax_as<float>(args, stream);
-        case DType::kBFloat16:
-            return grouped_amax_as<BFloat16>(args, stream);
-        case DType::kFloat16:
-            return grouped_amax_as<Float16>(args, stream);
-    }
+    with_dtype(args.whole.dtype, [&](auto t) { grouped_amax_as<decltype(t)>(args, stream); });
 }
 
 void quantize_grouped(const GroupedArgs& args, cudaStream_t stream) {
-    switch (args.whole.dtype) {
-        case DType::kFloat32:
-            return quantize_grouped_as<float>(args, stream);
-        case DType::kBFloat16:
-            return quantize_grouped_as<BFloat16>(args, stream);
-        case DType::kFloat16:
-            return quantize_grouped_as<Float16>(args, stream);
-    }
+    with_dtype(args.whole.dtype, [&](auto t) { quantize_grouped_as<decltype(t)>(args, stream); });
 }
 
 }  // namespace zerofp4::cuda

@@ -45,14 +45,7 @@ void quantize_as(const QuantizeArgs& args, cudaStream_t stream) {
 
 template <class Rounding>
 void quantize_by(const QuantizeArgs& args, cudaStream_t stream) {
-    switch (args.dtype) {
-        case DType::kFloat32:
-            return quantize_as<float, Rounding>(args, stream);
-        case DType::kBFloat16:
-            return quantize_as<BFloat16, Rounding>(args, stream);
-        case DType::kFloat16:
-            return quantize_as<Float16, Rounding>(args, stream);
-    }
+    with_dtype(args.dtype, [&](auto t) { quantize_as<decltype(t), Rounding>(args, stream); });
 }
 
 }  // namespace zerofp4::cuda

@@ -114,14 +114,8 @@ __device__ __forceinline__ void load_step_as(const WeightDescriptor& weight, con
 template <bool kLastUse>
 __device__ __forceinline__ void load_step(const WeightDescriptor& weight, const Strip& strip, int64_t row,
                                           StepValues& values) {
-    switch (weight.master_dtype) {
-        case DType::kFloat32:
-            return load_step_as<float, kLastUse>(weight, strip, row, values);
-        case DType::kBFloat16:
-            return load_step_as<BFloat16, kLastUse>(weight, strip, row, values);
-        case DType::kFloat16:
-            return load_step_as<Float16, kLastUse>(weight, strip, row, values);
-    }
+    with_dtype(weight.master_dtype,
+               [&](auto t) { load_step_as<decltype(t), kLastUse>(weight, strip, row, values); });
 }
 
 template <typename T>
@@ -133,12 +127,6 @@ __device__ __forceinline__ void round_step_to(StepValues& values) {
 __device__ __forceinline__ void round_step(DType dtype, StepValues& values) {
     if (dtype == DType::kBFloat16) round_step_to<BFloat16>(values);
     if (dtype == DType::kFloat16) round_step_to<Float16>(values);
-}
-
-__device__ __forceinline__ float round_one(DType dtype, float x) {
-    if (dtype == DType::kBFloat16) return round_to<DType::kBFloat16>(x);
-    if (dtype == DType::kFloat16) return round_to<DType::kFloat16>(x);
-    return x;
 }
 
 }  // namespace zerofp4::cuda

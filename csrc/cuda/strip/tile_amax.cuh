@@ -13,7 +13,7 @@ __device__ __forceinline__ float tile_amax_of(DType weight_dtype, uint32_t lane_
 #pragma unroll
     for (int mask = 1; mask < kTileLanes; mask *= 2)
         lane_bits = max(lane_bits, __shfl_xor_sync(kAllLanes, lane_bits, mask));
-    return round_one(weight_dtype, amax_of_bits(lane_bits));
+    return round_to(weight_dtype, amax_of_bits(lane_bits));
 }
 
 // Writes the amax of this lane's tile of a strip that starts in `row`; `lane_col` is the lane's first column.
