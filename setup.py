@@ -101,10 +101,8 @@ class Build(build_ext):
         ]
         jobs += [
             (cxx, source, "host", [*HOST_FLAGS, *defines])
-            for source in sorted((CSRC / "dispatch").glob("*.cpp"))
+            for source in [*sorted((CSRC / "dispatch").glob("*.cpp")), CSRC / "cuda" / "table.cpp"]
         ]
-        if not cuda:
-            jobs.append((cxx, CSRC / "cuda" / "unavailable.cpp", "host", HOST_FLAGS))
         for source in sorted((CSRC / "cpu").rglob("*.cpp")):
             if source.name == "select.cpp":
                 jobs.append((cxx, source, "host", HOST_FLAGS))

@@ -23,7 +23,7 @@ void grouped_amax(const Target& target, uintptr_t input, int dtype, int64_t rows
     const GroupedAmaxArgs args{whole, splits};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.grouped_amax(args, threads); },
-        [&](cudaStream_t stream) { cuda::grouped_amax(args, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.grouped_amax(args, stream); });
 }
 
 void quantize_grouped(const Target& target, const QuantizeArgs& whole, const GroupSplits& splits,
@@ -31,7 +31,7 @@ void quantize_grouped(const Target& target, const QuantizeArgs& whole, const Gro
     const GroupedArgs args{whole, splits, pointer<int64_t>(offsets), pointer<int32_t>(error)};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.quantize_grouped(args, threads); },
-        [&](cudaStream_t stream) { cuda::quantize_grouped(args, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize_grouped(args, stream); });
 }
 
 }  // namespace

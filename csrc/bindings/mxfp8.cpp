@@ -24,7 +24,7 @@ void quantize_mxfp8(const Target& target, uintptr_t input, int dtype, int64_t ro
                          pointer<uint8_t>(columnwise[2])};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.quantize_mxfp8(args, threads); },
-        [&](cudaStream_t stream) { cuda::quantize_mxfp8(args, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize_mxfp8(args, stream); });
 }
 
 void dequantize_mxfp8(const Target& target, uintptr_t data, uintptr_t scale, int64_t rows, int64_t cols,

@@ -18,7 +18,7 @@ void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows,
                         pointer<float>(hadamard_amax)};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.tensor_amax(args, threads); },
-        [&](cudaStream_t stream) { cuda::tensor_amax(args, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.tensor_amax(args, stream); });
 }
 
 QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t cols, int block_rows,
@@ -55,7 +55,7 @@ QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t col
 void quantize(const Target& target, const QuantizeArgs& args) {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.quantize(args, threads); },
-        [&](cudaStream_t stream) { cuda::quantize(args, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize(args, stream); });
 }
 
 void convert(const Target& target, uintptr_t input, float factor, int64_t numel, int format,
@@ -64,7 +64,7 @@ void convert(const Target& target, uintptr_t input, float factor, int64_t numel,
                            pointer<void>(output)};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.convert(args, threads); },
-        [&](cudaStream_t stream) { cuda::convert(args, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.convert(args, stream); });
 }
 
 }  // namespace

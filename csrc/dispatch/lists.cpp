@@ -70,7 +70,9 @@ DequantizeList::DequantizeList(bool on_cpu, std::vector<DequantizeDescriptor> it
 void DequantizeList::run(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.dequantize(table_, dtype_, threads); },
-        [&](cudaStream_t stream) { cuda::dequantize(table_, dtype_, items_.data(), stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            k.dequantize(table_, dtype_, items_.data(), stream);
+        });
 }
 
 Mxfp8DequantizeDescriptor mxfp8_dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t output,
@@ -95,7 +97,9 @@ Mxfp8DequantizeList::Mxfp8DequantizeList(bool on_cpu, std::vector<Mxfp8Dequantiz
 void Mxfp8DequantizeList::run(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.dequantize_mxfp8(table_, dtype_, threads); },
-        [&](cudaStream_t stream) { cuda::dequantize_mxfp8(table_, dtype_, items_.data(), stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            k.dequantize_mxfp8(table_, dtype_, items_.data(), stream);
+        });
 }
 
 ScaleLayoutDescriptor scale_layout_descriptor(uintptr_t input, uintptr_t output, int64_t rows,
@@ -123,8 +127,8 @@ void ScaleLayoutList::run(const Target& target) const {
     dispatch(
         target,
         [&](const cpu::Kernels& k, int threads) { (pad_ ? k.pad_scale : k.unpad_scale)(table_, threads); },
-        [&](cudaStream_t stream) {
-            (pad_ ? cuda::pad_scale : cuda::unpad_scale)(table_, items_.data(), stream);
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            (pad_ ? k.pad_scale : k.unpad_scale)(table_, items_.data(), stream);
         });
 }
 

@@ -69,25 +69,29 @@ void CastPlan::begin(const Target& target, bool error) const {
     const float word = error ? kInf : 0.0f;
     dispatch(
         target, [&](const cpu::Kernels&, int) { cpu::cast_begin(table_, word); },
-        [&](cudaStream_t stream) { cuda::cast_begin(table_, word, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.cast_begin(table_, word, stream); });
 }
 
 void CastPlan::amax(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.partial_amax(table_, threads); },
-        [&](cudaStream_t stream) { cuda::partial_amax(table_, weights_.data(), stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            k.partial_amax(table_, weights_.data(), stream);
+        });
 }
 
 void CastPlan::scale(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.fused_scale(table_, threads); },
-        [&](cudaStream_t stream) { cuda::fused_scale(table_, weights_.data(), stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.fused_scale(table_, weights_.data(), stream); });
 }
 
 void CastPlan::cast(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.partial_cast(table_, threads); },
-        [&](cudaStream_t stream) { cuda::partial_cast(table_, weights_.data(), stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            k.partial_cast(table_, weights_.data(), stream);
+        });
 }
 
 void CastPlan::begin_amax(const Target& target) const {
@@ -125,7 +129,7 @@ void TransposePlan::set_device_descriptors(uintptr_t address) {
 void TransposePlan::run(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.transpose(table_, threads); },
-        [&](cudaStream_t stream) { cuda::transpose(table_, items_.data(), stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.transpose(table_, items_.data(), stream); });
 }
 
 }  // namespace zerofp4

@@ -2,6 +2,7 @@
 // Where an operation runs, and the choice between the CPU and the CUDA side.
 
 #include <cstdint>
+#include <stdexcept>
 
 #include "cpu/kernels.h"
 #include "cuda/kernels.h"
@@ -16,15 +17,31 @@ struct Target {
     bool is_cpu() const { return device < 0; }
 };
 
-// Calls on_cpu(kernels, threads) or, with the target's device current, on_cuda(stream).
+// Makes a device current for as long as it lives.
+class DeviceGuard {
+  public:
+    DeviceGuard(const cuda::Kernels& kernels, int device)
+        : kernels_(kernels), previous_(kernels.enter_device(device)) {}
+    ~DeviceGuard() { kernels_.leave_device(previous_); }
+    DeviceGuard(const DeviceGuard&) = delete;
+    DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+  private:
+    const cuda::Kernels& kernels_;
+    int previous_;
+};
+
+// Calls on_cpu(kernels, threads) or, with the target's device current, on_cuda(kernels, stream).
 template <class OnCpu, class OnCuda>
 void dispatch(const Target& target, OnCpu on_cpu, OnCuda on_cuda) {
     if (target.is_cpu()) {
         on_cpu(cpu::kernels(), target.threads);
         return;
     }
-    const cuda::DeviceGuard guard(target.device);
-    on_cuda(reinterpret_cast<cudaStream_t>(target.stream));
+    const cuda::Kernels* kernels = cuda::kernels();
+    if (kernels == nullptr) throw std::runtime_error("zerofp4 was built without CUDA");
+    const DeviceGuard guard(*kernels, target.device);
+    on_cuda(*kernels, reinterpret_cast<cudaStream_t>(target.stream));
 }
 
 }  // namespace zerofp4

@@ -39,16 +39,16 @@ void AdamWPlan::begin(const Target& target, const AdamWOptions& options, int64_t
                 steps_[first + i] = adamw_scalars(options, tensors_[first + i], gradient);
             }
         },
-        [&](cudaStream_t stream) {
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
             const int64_t count = static_cast<int64_t>(gradients.size());
-            cuda::adamw_begin(table_, options, first, gradients.data(), count, stream);
+            k.adamw_begin(table_, options, first, gradients.data(), count, stream);
         });
 }
 
 void AdamWPlan::update(const Target& target) const {
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.adamw_update(table_, threads); },
-        [&](cudaStream_t stream) { cuda::adamw_update(table_, stream); });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.adamw_update(table_, stream); });
 }
 
 }  // namespace zerofp4

@@ -1,7 +1,7 @@
 // The start of a step: the reduced vector is cleared, then raised to the amaxes of what this rank owns.
 
+#include "common/args/cast.h"
 #include "cuda/device/raise.cuh"
-#include "cuda/kernels.h"
 #include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {

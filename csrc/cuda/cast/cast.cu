@@ -1,9 +1,9 @@
 // Masters to packed codes, with the scales of the reduced amaxes. Only bytes and nibbles of the shard are
 // written.
 
+#include "common/args/cast.h"
 #include "common/scale.h"
 #include "cuda/format/convert.cuh"
-#include "cuda/kernels.h"
 #include "cuda/strip/master_strip.cuh"
 
 namespace zerofp4::cuda {

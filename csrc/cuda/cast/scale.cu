@@ -7,7 +7,6 @@
 #include "common/scale.h"
 #include "cuda/device/units.cuh"
 #include "cuda/device/vector.cuh"
-#include "cuda/kernels.h"
 
 namespace zerofp4::cuda {
 namespace {

@@ -5,7 +5,6 @@
 #include "cuda/device/lists.cuh"
 #include "cuda/format/decode.cuh"
 #include "cuda/format/nibbles.cuh"
-#include "cuda/kernels.h"
 
 namespace zerofp4::cuda {
 namespace {

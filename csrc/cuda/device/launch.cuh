@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/kernels.h"
+#include "common/bits.h"
 
 namespace zerofp4::cuda {
 

@@ -29,10 +29,6 @@ struct Share {
     int64_t end;
 };
 
-// Strips of a block. One that works on a list reads where in it it begins; more turns make up for that.
-template <bool kSingle>
-constexpr int kShareStrips = kSingle ? kWarps : kBlockStrips;
-
 template <int kPerBlock>
 __device__ __forceinline__ Share block_share(int64_t units) {
     static_assert(kPerBlock % kWarps == 0, "as many turns for every warp");

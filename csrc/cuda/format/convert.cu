@@ -4,7 +4,6 @@
 #include "cuda/device/units.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/format/convert.cuh"
-#include "cuda/kernels.h"
 
 namespace zerofp4::cuda {
 namespace {

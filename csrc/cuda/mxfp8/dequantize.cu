@@ -1,7 +1,7 @@
 // MXFP8 dequantize: either copy, compact or swizzled scales.
 
+#include "common/args/mxfp8.h"
 #include "cuda/device/lists.cuh"
-#include "cuda/kernels.h"
 #include "cuda/mxfp8/units.cuh"
 
 namespace zerofp4::cuda {

@@ -1,7 +1,8 @@
 // MXFP8 quantize: rowwise, columnwise or both from one reading.
 
+#include "common/args/mxfp8.h"
+#include "common/args/quantize.h"
 #include "cuda/format/convert.cuh"
-#include "cuda/kernels.h"
 #include "cuda/mxfp8/units.cuh"
 
 namespace zerofp4::cuda {

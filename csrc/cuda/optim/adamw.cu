@@ -7,7 +7,6 @@
 
 #include "common/adamw.h"
 #include "cuda/device/raise.cuh"
-#include "cuda/kernels.h"
 #include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {

@@ -1,6 +1,6 @@
 // The largest magnitude of a matrix and that of its transform along the columns, in one pass.
 
-#include "cuda/kernels.h"
+#include "common/args/quantize.h"
 #include "cuda/quantize/amax.cuh"
 
 namespace zerofp4::cuda {

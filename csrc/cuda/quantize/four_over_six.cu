@@ -6,7 +6,6 @@
 #include "cuda/format/convert.cuh"
 #include "cuda/format/magnitudes.cuh"
 #include "cuda/format/transform.cuh"
-#include "cuda/kernels.h"
 
 namespace zerofp4::cuda {
 namespace {

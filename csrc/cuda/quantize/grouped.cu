@@ -2,8 +2,8 @@
 // knows the splits: there are as many blocks as the worst of them need, and those that are left over in
 // quantize_grouped clear what belongs to no group.
 
+#include "common/args/grouped.h"
 #include "cuda/device/groups.cuh"
-#include "cuda/kernels.h"
 #include "cuda/quantize/amax.cuh"
 #include "cuda/quantize/tile.cuh"
 

@@ -1,6 +1,6 @@
 // Quantization, rounding to nearest; what needs more than that is compiled elsewhere.
 
-#include "cuda/kernels.h"
+#include "common/args/quantize.h"
 #include "cuda/quantize/kernel.cuh"
 
 namespace zerofp4::cuda {

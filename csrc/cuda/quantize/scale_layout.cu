@@ -5,7 +5,6 @@
 #include "common/args/scale_layout.h"
 #include "cuda/device/lists.cuh"
 #include "cuda/device/vector.cuh"
-#include "cuda/kernels.h"
 
 namespace zerofp4::cuda {
 namespace {

@@ -14,6 +14,10 @@ constexpr int kStepRows = 8;
 constexpr int kTileLanes = kBlock / kLaneColumns;
 static_assert(kLanes * kLaneColumns == kStripColumns && kBlock % kStepRows == 0);
 
+// Strips of a block. One that works on a list reads where in it it begins; more turns make up for that.
+template <bool kSingle>
+constexpr int kShareStrips = kSingle ? kWarps : kBlockStrips;
+
 using StepValues = float[kStepRows][kLaneColumns];
 
 // How the elements of a strip can be read: a vector per lane and row; two vectors, out of which the lane's
