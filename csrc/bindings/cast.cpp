@@ -46,10 +46,9 @@ void bind_cast(py::module_& m) {
         .def(py::init(&transpose_descriptor), "input"_a, "output"_a, "rows"_a, "cols"_a);
 
     py::class_<CastPlan>(m, "CastPlan")
-        .def(py::init<bool, std::vector<WeightDescriptor>, uintptr_t, int64_t, float, bool, uintptr_t,
-                      uintptr_t>(),
-             py::kw_only(), "on_cpu"_a, "weights"_a, "reduced"_a, "reduced_numel"_a, "hash"_a,
-             "skip_nonfinite"_a, "found_inf"_a, "status"_a)
+        .def(py::init<bool, std::vector<WeightDescriptor>, uintptr_t, int64_t, float, uintptr_t, uintptr_t>(),
+             py::kw_only(), "on_cpu"_a, "weights"_a, "reduced"_a, "reduced_numel"_a, "hash"_a, "found_inf"_a,
+             "status"_a)
         .def("descriptor_bytes", [](const CastPlan& plan) { return py::bytes(plan.descriptor_bytes()); })
         .def("set_device_descriptors", &CastPlan::set_device_descriptors)
         .def("begin", &CastPlan::begin, "target"_a, "error"_a, NoGil())

@@ -39,15 +39,13 @@ void partition(bool on_cpu, std::vector<WeightDescriptor>& weights, CastTable& t
 }
 
 CastPlan::CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced,
-                   int64_t reduced_numel, float hash, bool skip_nonfinite, uintptr_t found_inf,
-                   uintptr_t status)
+                   int64_t reduced_numel, float hash, uintptr_t found_inf, uintptr_t status)
     : on_cpu_(on_cpu), weights_(std::move(weights)) {
     partition(on_cpu, weights_, table_);
     if (!on_cpu_) table_.weights = nullptr;
     table_.reduced = reinterpret_cast<float*>(reduced);
     table_.reduced_numel = reduced_numel;
     table_.hash = hash;
-    table_.skip_nonfinite = skip_nonfinite;
     table_.found_inf = reinterpret_cast<float*>(found_inf);
     table_.status = reinterpret_cast<int32_t*>(status);
 }

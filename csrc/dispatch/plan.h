@@ -23,7 +23,7 @@ void partition(bool on_cpu, std::vector<WeightDescriptor>& weights, CastTable& t
 class CastPlan {
   public:
     CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced, int64_t reduced_numel,
-             float hash, bool skip_nonfinite, uintptr_t found_inf, uintptr_t status);
+             float hash, uintptr_t found_inf, uintptr_t status);
 
     // Bytes of the descriptors, to be copied to the device; and where they are there. A CPU plan and a plan
     // of one weight need no such copy.

@@ -138,7 +138,6 @@ class CastStages:
         reduced: torch.Tensor,
         *,
         hash: int = 0,
-        skip_nonfinite: bool = True,
         found_inf: torch.Tensor | None = None,
         status: torch.Tensor | None = None,
     ):
@@ -148,7 +147,6 @@ class CastStages:
             "reduced": reduced.data_ptr(),
             "reduced_numel": reduced.numel(),
             "hash": float(hash),
-            "skip_nonfinite": skip_nonfinite,
             "status": address(status),
         }
         self._reduced = reduced

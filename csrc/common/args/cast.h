@@ -62,10 +62,8 @@ struct CastTable {
     float* reduced;              // header words, group amaxes, tile amaxes
     int64_t reduced_numel;
     float hash;
-    int32_t skip_nonfinite;  // 1: a group whose amax is inf is left alone and found_inf set; 0: quantized
-                             // with amax inf
-    float* found_inf;        // float[1], or null
-    int32_t* status;         // int32[1] that the host can read (pinned for CUDA), or null
+    float* found_inf;  // float[1], or null
+    int32_t* status;   // int32[1] that the host can read (pinned for CUDA), or null
 };
 
 // True when no rank reported an error and all run this plan.
@@ -79,10 +77,9 @@ ZEROFP4_HD float group_amax(const CastTable& table, const WeightDescriptor& weig
     return table.reduced[weight.amax_offset];
 }
 
-// True for the weights of a group with a NaN or an Inf in a master, when those are to keep what they have.
-ZEROFP4_HD bool is_skipped(const CastTable& table, float group_amax) {
-    return table.skip_nonfinite && group_amax == kInf;
-}
+// True for the weights of a group with a NaN or an Inf in a master: they keep what they have, and found_inf
+// is set.
+ZEROFP4_HD bool is_skipped(float group_amax) { return group_amax == kInf; }
 
 // The part of a row that a shard owns: columns [begin, end), empty when begin >= end.
 struct ColumnRange {

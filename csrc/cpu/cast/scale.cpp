@@ -45,7 +45,7 @@ Group transposed(const Group& group) {
 
 void scale_groups(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
     const float amax = group_amax(table, weight);
-    if (is_skipped(table, amax)) {
+    if (is_skipped(amax)) {
         const float one = 1.0f;
         if (table.found_inf) __atomic_store(table.found_inf, &one, __ATOMIC_RELAXED);
         return;

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
         const WeightDescriptor& weight = cursor.item();
         if (moved) {
             const float amax = group_amax(table, weight);
-            skipped = is_skipped(table, amax);
+            skipped = is_skipped(amax);
             tensor = tensor_scale(amax);
         }
         if (skipped) continue;

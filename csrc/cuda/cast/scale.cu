@@ -149,7 +149,7 @@ __device__ __forceinline__ void scale_unit(const CastTable& table, const WeightD
                                            int64_t local) {
     const float amax = group_amax(table, weight);
     const bool first = local == 0 && lane_index() == 0;
-    if (is_skipped(table, amax)) {
+    if (is_skipped(amax)) {
         if (first && table.found_inf) *table.found_inf = 1.0f;
         return;
     }
