@@ -3,14 +3,18 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/bits.h"
 
 namespace zerofp4 {
 
+// Callers compare them, to know whether they must be copied again: no byte of T may be padding, which nobody
+// sets.
 template <class T>
 std::string bytes_of(const std::vector<T>& values) {
+    static_assert(std::has_unique_object_representations_v<T>);
     return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
 }
 

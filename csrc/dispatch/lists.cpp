@@ -48,7 +48,7 @@ DequantizeDescriptor dequantize_descriptor(uintptr_t data, uintptr_t scale, uint
     item.rows = rows;
     item.cols = cols;
     item.columnwise = columnwise;
-    item.factor = decode_factor(static_cast<float>(e4m3_max));
+    item.factor_bits = to_bits(decode_factor(static_cast<float>(e4m3_max)));
     item.scale_pitch = static_cast<uint32_t>(pitch);
     item.scale_shift = shift_of(block_rows, layout);
     item.swizzled = layout == kSwizzled;

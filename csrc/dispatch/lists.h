@@ -17,6 +17,9 @@ namespace zerofp4 {
 template <class Item>
 class ItemList {
   public:
+    ItemList(const ItemList&) = delete;
+    ItemList& operator=(const ItemList&) = delete;
+
     // A list for CUDA of more than kArgumentItems items needs its descriptors in device memory: these bytes,
     // copied there before the launch.
     std::string descriptor_bytes() const { return bytes_of(items_); }

@@ -20,8 +20,11 @@ int64_t partition_strips(ShardGeometry& weight, int64_t begin);
 void partition(bool on_cpu, std::vector<WeightDescriptor>& weights, CastTable& table);
 
 // The stages of a cast for a list of weights. Holds addresses only; whoever builds it keeps the memory alive.
+// Not copied, as no plan or list is: its table points into itself.
 class CastPlan {
   public:
+    CastPlan(const CastPlan&) = delete;
+    CastPlan& operator=(const CastPlan&) = delete;
     CastPlan(bool on_cpu, std::vector<WeightDescriptor> weights, uintptr_t reduced, int64_t reduced_numel,
              float hash, uintptr_t found_inf, uintptr_t status);
 
@@ -48,6 +51,8 @@ class CastPlan {
 // The packed transposes of a list of weights in one launch.
 class TransposePlan {
   public:
+    TransposePlan(const TransposePlan&) = delete;
+    TransposePlan& operator=(const TransposePlan&) = delete;
     TransposePlan(bool on_cpu, std::vector<TransposeDescriptor> items);
 
     std::string descriptor_bytes() const;

@@ -12,6 +12,9 @@ namespace zerofp4 {
 // AdamW for a list of tensors. Holds addresses only; whoever builds it keeps the memory alive.
 class AdamWPlan {
   public:
+    AdamWPlan(const AdamWPlan&) = delete;
+    AdamWPlan& operator=(const AdamWPlan&) = delete;
+
     // `reduced` is the vector that the amaxes of tensors with a tile_offset >= 0 go to.
     AdamWPlan(bool on_cpu, std::vector<AdamWDescriptor> tensors, uintptr_t reduced);
 

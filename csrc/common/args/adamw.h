@@ -13,6 +13,7 @@ struct AdamWDescriptor : ShardGeometry {
     float* exp_avg_sq;
     float* step;  // float[1]: how many updates there were
     DType gradient_dtype;
+    int32_t gradient_padding;
 };
 
 // The options of a parameter group.

@@ -30,6 +30,7 @@ struct ShardGeometry {
     int64_t rows;
     int64_t cols;        // even
     DType weight_dtype;  // masters are rounded to it before anything else
+    int32_t padding;     // 0, as everywhere: descriptors are compared byte by byte
     // Of tile (0, 0)'s amax, row-major [ceil(rows/16), ceil(cols/16)]; negative when no tile amax is wanted.
     int64_t tile_offset;
     int64_t amax_offset;  // of the amax of this weight's group
@@ -43,6 +44,7 @@ struct ShardGeometry {
 struct WeightDescriptor : ShardGeometry {
     const void* master;  // the owned elements; null when there are none
     DType master_dtype;
+    int32_t master_padding;
     uint8_t* codes;  // the byte that holds element `start`, that is byte start / 2 of the packed weight
     float* amax;     // float[1], or null
     float* columnwise_amax;                    // float[1], or null

@@ -16,12 +16,14 @@ struct DequantizeDescriptor {
     int64_t rows;
     int64_t cols;
     int32_t columnwise;
-    float factor;          // decode_factor(e4m3_max), scale.h
+    uint32_t factor_bits;  // of decode_factor(e4m3_max), scale.h
     uint32_t scale_pitch;  // of a row of `scale`
     int32_t scale_shift;   // 4 where 16 rows share a row of `scale`, else 0
     int32_t swizzled;
     int32_t aligned;  // whole vectors of a lane of the CUDA kernel lie at multiples of their size
     int64_t unit_begin;
+
+    ZEROFP4_HD float factor() const { return from_bits(factor_bits); }
 
     // Of the scale byte of row i of the stored matrix and scale column j.
     ZEROFP4_HD int64_t scale_offset(int64_t i, int64_t j) const {

@@ -15,6 +15,7 @@ struct ScaleLayoutDescriptor {
     int32_t shift;       // 4 where 16 rows of the matrix share a compact row, else 0
     ScaleLayout layout;  // of the padded side: kExpanded or kSwizzled
     int32_t aligned;     // 16 bytes of a compact row lie at multiples of 16, and so do the buffers
+    int32_t padding;
     int64_t unit_begin;
 };
 

@@ -92,7 +92,7 @@ ZEROFP4_HD void row_factors(const DequantizeDescriptor& item, int64_t row, const
     for (int64_t b = 0; b < blocks; ++b)
         bytes[b] = item.scale[item.scale_offset(row, piece.col / kBlock + b)];
     float block[kRowBlocks];
-    for (int b = 0; b < kRowBlocks; ++b) block[b] = block_decode_by(bytes[b], *item.amax, item.factor);
+    for (int b = 0; b < kRowBlocks; ++b) block[b] = block_decode_by(bytes[b], *item.amax, item.factor());
     for (int b = 0; b < kRowBlocks; ++b) {
         for (int i = 0; i < kBlock; ++i) factors[b * kBlock + i] = block[b];
     }
@@ -122,7 +122,7 @@ ZEROFP4_HD void column_factors(const DequantizeDescriptor& item, int64_t row, co
     uint8_t bytes[kValueColumns] = {};
     for (int64_t i = 0; i < piece.cols; ++i)
         bytes[i] = item.scale[item.scale_offset(piece.col + i, row / kBlock)];
-    for (int i = 0; i < kValueColumns; ++i) factors[i] = block_decode_by(bytes[i], *item.amax, item.factor);
+    for (int i = 0; i < kValueColumns; ++i) factors[i] = block_decode_by(bytes[i], *item.amax, item.factor());
 }
 
 // The piece's bytes of the stored matrix, which has its columns as rows, transposed: [pair of rows][column].

@@ -60,7 +60,7 @@ __device__ __forceinline__ void dequantize_whole_rows(const DequantizeDescriptor
         float mine[kScales], factors[kStepRows];
 #pragma unroll
         for (int i = 0; i < kScales; ++i, scale += step * kSharing) {
-            mine[i] = block_decode_by(*scale, amax, item.factor);
+            mine[i] = block_decode_by(*scale, amax, item.factor());
         }
 #pragma unroll
         for (int r = 0; r < kStepRows; ++r) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void dequantize_cut_rows(const DequantizeDescriptor& 
         const uint32_t byte = in_global(item.scale)[item.scale_offset(i, col / kBlock)];
         const uint32_t codes = load4(in_global(item.data) + (i * item.cols + col) / 2, count / 2);
         uint32_t words[4];
-        decode_vector<T>(codes, block_decode_by(byte, amax, item.factor), words);
+        decode_vector<T>(codes, block_decode_by(byte, amax, item.factor()), words);
         uint8_t* output = in_global(static_cast<uint8_t*>(item.output)) + (i * item.cols + col) * sizeof(T);
         store16(output, words, count * static_cast<int>(sizeof(T)));
     }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_factors(const DequantizeDescriptor& item, u
         for (int k = 0; k < kVector<T>; ++k) {
             const bool inside = kAligned || first + k < item.cols;
             const uint32_t byte = inside ? scale[static_cast<uint64_t>(step) * k] : 0u;
-            factors[v][k] = block_decode_by(byte, amax, item.factor);
+            factors[v][k] = block_decode_by(byte, amax, item.factor());
         }
     }
 }

@@ -47,6 +47,14 @@ inline int64_t resident_blocks(const char* operation, int64_t work_blocks, int p
     return std::max<int64_t>(1, std::min(work_blocks, most));
 }
 
+// The first dimension of a grid, which has at most 2^31 - 1 blocks.
+inline unsigned grid_size(const char* operation, int64_t blocks) {
+    if (blocks > INT32_MAX)
+        throw std::runtime_error(std::string(operation) + ": " + std::to_string(blocks) +
+                                 " thread blocks are more than a grid can have, 2^31 - 1");
+    return static_cast<unsigned>(blocks);
+}
+
 template <typename... Params, typename... Args>
 void launch(const char* operation, void (*kernel)(Params...), dim3 blocks, cudaStream_t stream,
             const Args&... args) {
@@ -65,7 +73,7 @@ void launch(const char* operation, void (*kernel)(Params...), dim3 blocks, cudaS
 template <typename... Params, typename... Args>
 void launch(const char* operation, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
             const Args&... args) {
-    launch(operation, kernel, dim3(static_cast<unsigned>(blocks)), stream, args...);
+    launch(operation, kernel, dim3(grid_size(operation, blocks)), stream, args...);
 }
 
 }  // namespace zerofp4::cuda

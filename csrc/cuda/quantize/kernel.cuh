@@ -38,7 +38,7 @@ void quantize_as(const QuantizeArgs& args, cudaStream_t stream) {
     uint32_t shift = 0;
     while (args.columnwise_data && shift < kMostShift && int64_t{1} << shift < down) ++shift;
     const int64_t bands = ceil_div(down, int64_t{1} << shift), y = std::min(bands, kMostY);
-    const dim3 grid(static_cast<unsigned>(ceil_div(args.cols, kTileCols) << shift), static_cast<unsigned>(y),
+    const dim3 grid(grid_size("quantize", ceil_div(args.cols, kTileCols) << shift), static_cast<unsigned>(y),
                     static_cast<unsigned>(ceil_div(bands, y)));
     launch("quantize", kernel, grid, stream, args, shift);
 }
