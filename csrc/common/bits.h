@@ -30,6 +30,14 @@ ZEROFP4_HD float from_bits(uint32_t bits) {
 constexpr float kInf = __builtin_huge_valf();
 constexpr float kFloatMax = 3.40282346638528859812e+38f;
 
+// Magnitudes are compared as integers: the bits of non-negative floats sort like the floats, and those of
+// NaN, which a maximum of floats would drop, above those of infinity.
+constexpr uint32_t kInfBits = 0x7f800000u;
+ZEROFP4_HD uint32_t magnitude_bits(float x) { return to_bits(x) & 0x7fffffffu; }
+
+// A maximum of magnitude bits as an amax: what is not finite counts as infinity.
+ZEROFP4_HD float amax_of_bits(uint32_t bits) { return from_bits(bits < kInfBits ? bits : kInfBits); }
+
 ZEROFP4_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 ZEROFP4_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

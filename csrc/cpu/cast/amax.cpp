@@ -11,7 +11,7 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
-ZEROFP4_HD uint32_t magnitude_bits(float x) { return to_bits(x) & 0x7fffffffu; }
+using zerofp4::magnitude_bits;
 ZEROFP4_HD uint16_t magnitude_bits(BFloat16 x) { return x.bits & 0x7fffu; }
 ZEROFP4_HD uint16_t magnitude_bits(Float16 x) { return x.bits & 0x7fffu; }
 

@@ -16,6 +16,7 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 
 ZEROFP4_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+ZEROFP4_HD uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // Calls body(begin, end) on equal consecutive shares of [0, units), each of at least `grain` units: waking a
 // thread for less costs more than it saves.

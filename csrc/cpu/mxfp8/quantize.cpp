@@ -22,12 +22,6 @@ void load_tile(const Mxfp8Args& args, const Tile& tile, Values& values) {
     }
 }
 
-// Magnitudes are compared as bits: NaN sorts above inf.
-ZEROFP4_HD uint32_t larger(uint32_t amax, float x) {
-    const uint32_t bits = to_bits(x) & 0x7fffffffu;
-    return bits > amax ? bits : amax;
-}
-
 // Amaxes of blocks to scale bytes and factors.
 template <int kCount>
 ZEROFP4_HD void scale_blocks(const uint32_t (&amax)[kCount], uint8_t (&scale)[kCount],
@@ -53,7 +47,7 @@ void quantize_rowwise(const Mxfp8Args& args, const Tile& tile, const Values& val
     for (int b = 0; b < kTileRows * kRowBlocks; ++b) {
         const float* block = &values[0][0] + b * kMxfp8Block;
         amax[b] = 0;
-        for (int i = 0; i < kMxfp8Block; ++i) amax[b] = larger(amax[b], block[i]);
+        for (int i = 0; i < kMxfp8Block; ++i) amax[b] = larger(amax[b], magnitude_bits(block[i]));
     }
     uint8_t scale[kTileRows * kRowBlocks];
     float factor[kTileRows * kRowBlocks];
@@ -81,7 +75,7 @@ void quantize_rowwise(const Mxfp8Args& args, const Tile& tile, const Values& val
 void quantize_columnwise(const Mxfp8Args& args, const Tile& tile, const Values& values) {
     uint32_t amax[kTileCols] = {};
     for (int r = 0; r < kTileRows; ++r) {
-        for (int c = 0; c < kTileCols; ++c) amax[c] = larger(amax[c], values[r][c]);
+        for (int c = 0; c < kTileCols; ++c) amax[c] = larger(amax[c], magnitude_bits(values[r][c]));
     }
     uint8_t scale[kTileCols];
     float encode[kTileCols];

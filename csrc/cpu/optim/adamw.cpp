@@ -14,11 +14,6 @@ namespace {
 // above Inf.
 using ColumnBits = uint32_t[kStripColumns];
 
-ZEROFP4_HD void raise_bits(uint32_t& most, float x) {
-    const uint32_t bits = to_bits(x) & 0x7fffffffu;
-    most = bits > most ? bits : most;
-}
-
 // `count` elements next to each other; `most` has their columns. Not inlined: GCC would forget that the
 // arrays do not overlap.
 template <class G, bool kAmax>
@@ -30,20 +25,17 @@ __attribute__((noinline)) void update_elements(const AdamWStep step, const G* __
         float p = master[i], m = exp_avg[i], v = exp_avg_sq[i];
         adamw_element(step, load_float(gradient[i]), p, m, v);
         master[i] = p, exp_avg[i] = m, exp_avg_sq[i] = v;
-        if constexpr (kAmax) raise_bits(most[i], p);
+        if constexpr (kAmax) most[i] = larger(most[i], magnitude_bits(p));
     }
 }
 
 void read_elements(const float* __restrict master, int64_t count, uint32_t* __restrict most) {
-    for (int64_t i = 0; i < count; ++i) raise_bits(most[i], master[i]);
+    for (int64_t i = 0; i < count; ++i) most[i] = larger(most[i], magnitude_bits(master[i]));
 }
 
 float tile_magnitude(const ColumnBits& most, int64_t t) {
     uint32_t bits = 0;
-    for (int c = 0; c < kBlock; ++c) {
-        const uint32_t column = most[t * kBlock + c];
-        bits = column > bits ? column : bits;
-    }
+    for (int c = 0; c < kBlock; ++c) bits = larger(bits, most[t * kBlock + c]);
     return from_bits(bits);
 }
 

@@ -63,16 +63,6 @@ ZEROFP4_HD void transform_columns(DType dtype, uint32_t signs, Values& values) {
     round_to_bfloat16(values);
 }
 
-// Magnitudes are compared as bits, where NaN is above inf.
-ZEROFP4_HD uint32_t magnitude_bits(float x) { return to_bits(x) & 0x7fffffffu; }
-ZEROFP4_HD uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-// NaN counts as inf.
-ZEROFP4_HD float amax_of_bits(uint32_t bits) {
-    const float magnitude = from_bits(bits);
-    return magnitude <= kFloatMax ? magnitude : kInf;
-}
-
 // out[i] = the larger of in[2 i] and in[2 i + 1].
 template <int kCount>
 ZEROFP4_HD void halve(const uint32_t (&in)[2 * kCount], uint32_t (&out)[kCount]) {

@@ -13,10 +13,9 @@ namespace {
 
 constexpr int kTransposeBlocksPerSm = 3;
 constexpr int kLaneRows = 8;  // a thread reads 8 rows of 32 codes, 16 bytes each
-constexpr int kLaneCols = 32;
+constexpr int kLaneCodes = 32;
 constexpr int kTileWords = kBlockTile / 8;  // of a row of the tile
-constexpr int kLanesAcross = kBlockTile / kLaneCols;
-constexpr int kVectorWords = 4;
+constexpr int kLanesAcross = kBlockTile / kLaneCodes;
 constexpr int kPasses = kBlockTile / (kThreads / kLanesAcross);
 static_assert(kThreads / kLanesAcross * kLaneRows == kBlockTile && kLanesAcross * kVectorWords == kTileWords);
 
@@ -26,7 +25,7 @@ struct Tile {
     alignas(16) uint32_t words[kBlockTile][kTileWords];
 
     __device__ __forceinline__ uint32_t& word(int row, int i) {
-        return words[row][i ^ (row / kLaneCols * kVectorWords)];
+        return words[row][i ^ (row / kLaneCodes * kVectorWords)];
     }
     __device__ __forceinline__ const uint4& vector(int row, int i) {
         return *reinterpret_cast<const uint4*>(&word(row, i * kVectorWords));
@@ -34,14 +33,14 @@ struct Tile {
 };
 
 // What a block does: the tile's first row and column, and how much of it exists.
-struct Place {
+struct TilePlace {
     int64_t row;
     int64_t col;
     int rows;
     int cols;
 };
 
-__device__ __forceinline__ Place place_of(const TransposeDescriptor& item, int64_t tile) {
+__device__ __forceinline__ TilePlace place_of(const TransposeDescriptor& item, int64_t tile) {
     const uint32_t local = static_cast<uint32_t>(tile - item.tile_begin);
     const uint32_t down = static_cast<uint32_t>(ceil_div(item.rows, kBlockTile));
     const uint32_t across = local / down;
@@ -51,9 +50,9 @@ __device__ __forceinline__ Place place_of(const TransposeDescriptor& item, int64
 }
 
 template <bool kWhole>
-__device__ __forceinline__ void load_tile(const TransposeDescriptor& item, const Place& at, Tile& tile) {
+__device__ __forceinline__ void load_tile(const TransposeDescriptor& item, const TilePlace& at, Tile& tile) {
     const int first_row = static_cast<int>(threadIdx.x) / kLanesAcross * kLaneRows;
-    const int first_col = static_cast<int>(threadIdx.x) % kLanesAcross * kLaneCols;
+    const int first_col = static_cast<int>(threadIdx.x) % kLanesAcross * kLaneCodes;
     const int64_t pitch = item.cols / 2;
     const uint8_t* input = in_global(item.input) + (at.row + first_row) * pitch + (at.col + first_col) / 2;
     uint32_t rows[kLaneRows][kVectorWords];
@@ -62,7 +61,7 @@ __device__ __forceinline__ void load_tile(const TransposeDescriptor& item, const
         if constexpr (kWhole) {
             load_words<true>(input + i * pitch, rows[i]);
         } else {
-            const int count = first_row + i < at.rows ? clamp_count(at.cols - first_col, kLaneCols) / 2 : 0;
+            const int count = first_row + i < at.rows ? clamp_count(at.cols - first_col, kLaneCodes) / 2 : 0;
             load16(input + i * pitch, count, rows[i]);
         }
     }
@@ -78,7 +77,7 @@ __device__ __forceinline__ void load_tile(const TransposeDescriptor& item, const
 }
 
 template <bool kWhole>
-__device__ __forceinline__ void store_tile(const TransposeDescriptor& item, const Place& at, Tile& tile) {
+__device__ __forceinline__ void store_tile(const TransposeDescriptor& item, const TilePlace& at, Tile& tile) {
     const int64_t pitch = item.rows / 2;
     const int i = static_cast<int>(threadIdx.x) % kLanesAcross;
     uint8_t* output = in_global(item.output) + at.col * pitch + at.row / 2 + 16 * i;
@@ -105,9 +104,9 @@ __global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
         table.items, table.count, table.tiles, table.tile_items, single);
     cursor.seek(blockIdx.x);
     const TransposeDescriptor& item = cursor.item();
-    const Place at = place_of(item, blockIdx.x);
-    const bool whole = at.rows == kBlockTile && at.cols == kBlockTile && item.cols % kLaneCols == 0 &&
-                       item.rows % kLaneCols == 0 && is_aligned(item.input, 16) &&
+    const TilePlace at = place_of(item, blockIdx.x);
+    const bool whole = at.rows == kBlockTile && at.cols == kBlockTile && item.cols % kLaneCodes == 0 &&
+                       item.rows % kLaneCodes == 0 && is_aligned(item.input, 16) &&
                        is_aligned(item.output, 16);
     if (whole) {
         load_tile<true>(item, at, tile);

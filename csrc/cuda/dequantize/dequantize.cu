@@ -12,17 +12,17 @@ namespace {
 constexpr int kDequantizeBlocksPerSm = 4;
 static_assert(kUnitWarps == kWarps);
 
-// A piece of the matrix: pieces lie side by side along its rows, a warp has one.
-struct Place {
+// Where a piece of the matrix begins: pieces lie side by side along its rows, a warp has one.
+struct Piece {
     uint32_t row;
     uint32_t col;
 };
 
-__device__ __forceinline__ Place place_of(const DequantizeDescriptor& item, uint32_t rows, uint32_t cols) {
-    const uint32_t piece = (blockIdx.x - static_cast<uint32_t>(item.unit_begin)) * kWarps + warp_index();
+__device__ __forceinline__ Piece piece_of(const DequantizeDescriptor& item, uint32_t rows, uint32_t cols) {
+    const uint32_t index = (blockIdx.x - static_cast<uint32_t>(item.unit_begin)) * kWarps + warp_index();
     const uint32_t across = (static_cast<uint32_t>(item.cols) + cols - 1) / cols;
-    const uint32_t down = piece / across;
-    return {down * rows, (piece - down * across) * cols};
+    const uint32_t down = index / across;
+    return {down * rows, (index - down * across) * cols};
 }
 
 // Rowwise: a warp has 16 rows of 512 bytes of output, each lane 16 bytes in all of them.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void dequantize_whole_rows(const DequantizeDescriptor
 #pragma unroll
         for (int r = 0; r < kStepRows; ++r, output += pitch) {
             uint32_t words[4];
-            decode_vector<T>(codes[r], factors[r], words);
+            decode_vector<T>(codes[r], [&](int) { return factors[r]; }, words);
             *reinterpret_cast<uint4*>(output) = make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
@@ -85,7 +85,8 @@ __device__ __forceinline__ void dequantize_cut_rows(const DequantizeDescriptor& 
         const uint32_t byte = in_global(item.scale)[item.scale_offset(i, col / kBlock)];
         const uint32_t codes = load4(in_global(item.data) + (i * item.cols + col) / 2, count / 2);
         uint32_t words[4];
-        decode_vector<T>(codes, block_decode_by(byte, amax, item.factor()), words);
+        const float factor = block_decode_by(byte, amax, item.factor());
+        decode_vector<T>(codes, [&](int) { return factor; }, words);
         uint8_t* output = in_global(static_cast<uint8_t*>(item.output)) + (i * item.cols + col) * sizeof(T);
         store16(output, words, count * static_cast<int>(sizeof(T)));
     }
@@ -93,7 +94,7 @@ __device__ __forceinline__ void dequantize_cut_rows(const DequantizeDescriptor& 
 
 template <typename T>
 __device__ __forceinline__ void dequantize_rowwise(const DequantizeDescriptor& item) {
-    const Place at = place_of(item, kWarpRows, kWarpBytes / sizeof(T));
+    const Piece at = piece_of(item, kWarpRows, kWarpBytes / sizeof(T));
     const uint32_t col = at.col + lane_index() * kVector<T>;
     if (at.row >= item.rows) return;
     if (item.aligned && at.row + kWarpRows <= item.rows) {
@@ -107,11 +108,11 @@ __device__ __forceinline__ void dequantize_rowwise(const DequantizeDescriptor& i
 // loads 8 columns by 16 rows. They are the columns of one vector of output, or of two that lie kVectorStep
 // apart, so that eight lanes store whole lines.
 
-constexpr int kLaneRows = 16;
-constexpr int kLaneCols = 8;
+constexpr int kPatchRows = 16;
+constexpr int kPatchColumns = 8;
 
 template <typename T>
-constexpr int kLaneVectors = kLaneCols / kVector<T>;
+constexpr int kLaneVectors = kPatchColumns / kVector<T>;
 
 template <typename T>
 constexpr uint32_t kVectorStep = 8 * kVector<T>;
@@ -126,11 +127,11 @@ __device__ __forceinline__ uint32_t vector_col(const DequantizeDescriptor& item,
 // The lane's codes, a column's in two words.
 template <typename T, bool kAligned>
 __device__ __forceinline__ void load_columns(const DequantizeDescriptor& item, uint32_t row, uint32_t col,
-                                             uint32_t (&codes)[2][kLaneCols]) {
+                                             uint32_t (&codes)[2][kPatchColumns]) {
     const uint32_t pitch = static_cast<uint32_t>(item.rows) / 2;
-    const int bytes = clamp_count(item.rows - row, kLaneRows) / 2;
+    const int bytes = clamp_count(item.rows - row, kPatchRows) / 2;
 #pragma unroll
-    for (int k = 0; k < kLaneCols; ++k) {
+    for (int k = 0; k < kPatchColumns; ++k) {
         const uint32_t at = vector_col<T, kAligned>(item, col, k / kVector<T>) + k % kVector<T>;
         const uint8_t* data = in_global(item.data) + static_cast<uint64_t>(at) * pitch + row / 2;
         if constexpr (kAligned) {
@@ -167,19 +168,20 @@ __device__ __forceinline__ void load_factors(const DequantizeDescriptor& item, u
 template <typename T, bool kAligned>
 __device__ __forceinline__ void dequantize_columns(const DequantizeDescriptor& item, uint32_t row,
                                                    uint32_t col) {
-    uint32_t codes[2][kLaneCols];
+    uint32_t codes[2][kPatchColumns];
     load_columns<T, kAligned>(item, row, col, codes);
     float factors[kLaneVectors<T>][kVector<T>];
     load_factors<T, kAligned>(item, row, col, factors);
     const uint64_t pitch = static_cast<uint64_t>(item.cols) * sizeof(T);
     uint8_t* output = in_global(static_cast<uint8_t*>(item.output)) + row * pitch;
 #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r, output += pitch) {
+    for (int r = 0; r < kPatchRows; ++r, output += pitch) {
         if (r % 8 == 0) transpose_nibbles(codes[r / 8]);
 #pragma unroll
         for (int v = 0; v < kLaneVectors<T>; ++v) {
             uint32_t words[4];
-            decode_vector<T>(codes[r / 8][r % 8] >> (4 * kVector<T> * v), factors[v], words);
+            decode_vector<T>(
+                codes[r / 8][r % 8] >> (4 * kVector<T> * v), [&](int k) { return factors[v][k]; }, words);
             const uint32_t first = vector_col<T, kAligned>(item, col, v);
             uint8_t* to = output + static_cast<uint64_t>(first) * sizeof(T);
             if constexpr (kAligned) {
@@ -193,8 +195,8 @@ __device__ __forceinline__ void dequantize_columns(const DequantizeDescriptor& i
 
 template <typename T>
 __device__ __forceinline__ void dequantize_columnwise(const DequantizeDescriptor& item) {
-    const Place at = place_of(item, kWarpSquare, kWarpSquare);
-    const uint32_t row = at.row + lane_index() / 8 * kLaneRows;
+    const Piece at = piece_of(item, kWarpSquare, kWarpSquare);
+    const uint32_t row = at.row + lane_index() / 8 * kPatchRows;
     const uint32_t col = at.col + lane_index() % 8 * kVector<T>;
     if (row >= item.rows) return;
     if (item.aligned) {

@@ -1,9 +1,13 @@
 #pragma once
 // Work units: which of them a warp does, and to which item of a table (a weight, a transpose) a unit belongs.
 
+#include "common/layout.h"
 #include "cuda/device/launch.cuh"
 
 namespace zerofp4::cuda {
+
+// Of a strip (layout.h) a lane has so many neighbouring columns.
+constexpr int kLaneColumns = kStripColumns / kLanes;
 
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kLanes; }

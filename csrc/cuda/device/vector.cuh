@@ -121,6 +121,11 @@ __device__ __forceinline__ void load_shifted_words(const T* p, uint32_t (&words)
 template <typename T>
 constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 
+// A vector of 16 bytes, in words and in elements.
+constexpr int kVectorWords = 4;
+template <typename T>
+constexpr int kVector = kVectorWords * kPerWord<T>;
+
 // Words holding one float each, or two 16-bit elements, the first in the low half.
 template <typename T, int kWords>
 __device__ __forceinline__ void unpack(const uint32_t (&words)[kWords],

@@ -3,16 +3,9 @@
 
 #include "common/e2m1.h"
 #include "common/e4m3.h"
+#include "cuda/format/nibbles.cuh"
 
 namespace zerofp4::cuda {
-
-// Bytes of two words; unlike __byte_perm it can fill a byte with another one's sign, by bit 3 of its nibble.
-template <uint32_t kSelector>
-__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high) {
-    uint32_t result;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "n"(kSelector));
-    return result;
-}
 
 // Four codes in 16 bits, x[0] in the lowest nibble. A NaN must be positive, as every NaN is that an
 // arithmetic instruction of the GPU gives.

@@ -3,8 +3,8 @@
 // of a strip, where it needs any, and makes codes of the rows of a strip and of the blocks along its columns.
 
 #include "common/args/quantize.h"
+#include "cuda/device/units.cuh"
 #include "cuda/format/encode.cuh"
-#include "cuda/strip/matrix_strip.cuh"
 
 namespace zerofp4::cuda {
 
@@ -27,12 +27,12 @@ struct Nearest {
 
     // The codes of four neighbours.
     template <typename T>
-    static __device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kLaneCols / kPerWord<T>],
+    static __device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kLaneColumns / kPerWord<T>],
                                                           float factor, bool regular, Bytes) {
         if constexpr (kPerWord<T> == 2) {
             if (regular) return encode_four<T>(words, factor);
         }
-        float x[kLaneCols];
+        float x[kLaneColumns];
         unpack<T>(words, x);
         return convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
     }

@@ -4,9 +4,9 @@
 
 #include "common/args/quantize.h"
 #include "common/stochastic.h"
+#include "cuda/device/units.cuh"
 #include "cuda/format/encode.cuh"
 #include "cuda/format/magnitudes.cuh"
-#include "cuda/strip/matrix_strip.cuh"
 
 namespace zerofp4::cuda {
 
@@ -96,9 +96,9 @@ class Stochastic {
 
     // The codes of four neighbours in the low half.
     template <typename T>
-    static __device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kLaneCols / kPerWord<T>],
+    static __device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kLaneColumns / kPerWord<T>],
                                                           float factor, bool regular, Bytes random) {
-        float x[kLaneCols];
+        float x[kLaneColumns];
         unpack<T>(words, x);
         // One byte each of the elements 0, 2, 1 and 3.
         uint32_t codes =
@@ -106,9 +106,9 @@ class Stochastic {
                             code_pair(fabsf(x[1]) * factor, fabsf(x[3]) * factor, odd_bytes(random)));
         codes = or_masked<0x08080808u>(codes, signs_of<T>(words));
         if (!regular) {
-            const float order[kLaneCols] = {x[0], x[2], x[1], x[3]};
+            const float order[kLaneColumns] = {x[0], x[2], x[1], x[3]};
 #pragma unroll
-            for (int i = 0; i < kLaneCols; ++i) {
+            for (int i = 0; i < kLaneColumns; ++i) {
                 if (order[i] != order[i]) codes = (codes & ~(0xffu << (8 * i))) | 7u << (8 * i);
             }
         }
@@ -119,13 +119,13 @@ class Stochastic {
     static __device__ __forceinline__ void encode_block(const float (&x)[kBlock], float factor, bool regular,
                                                         const Bytes (&random)[kBlock / 4],
                                                         uint32_t (&codes)[2]) {
-        uint32_t words[kBlock / 4][kLaneCols];
+        uint32_t words[kBlock / 4][kLaneColumns];
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r) words[r / kLaneCols][r % kLaneCols] = to_bits(x[r]);
+        for (int r = 0; r < kBlock; ++r) words[r / kLaneColumns][r % kLaneColumns] = to_bits(x[r]);
         if (!regular) {
 #pragma unroll
             for (int r = 0; r < kBlock; ++r) {
-                if (x[r] != x[r]) words[r / kLaneCols][r % kLaneCols] = kInfBits;
+                if (x[r] != x[r]) words[r / kLaneColumns][r % kLaneColumns] = kInfBits;
             }
         }
 #pragma unroll
@@ -170,7 +170,7 @@ class Stochastic {
 
     // Of a warp: the bytes of a strip row by row, or a vector for each column of a lane.
     static __device__ __forceinline__ uint4* buffer() {
-        __shared__ uint4 vectors[kWarps][kLaneCols][kLanes];
+        __shared__ uint4 vectors[kWarps][kLaneColumns][kLanes];
         return vectors[warp_index()][0];
     }
 
@@ -182,11 +182,11 @@ class Stochastic {
         if (line % kBlock == 0) {
             const uint64_t group = first / kBlock, step = lines * (line / kBlock);
 #pragma unroll
-            for (int i = 0; i < kLaneCols; ++i)
+            for (int i = 0; i < kLaneColumns; ++i)
                 store(to + i * kLanes, random_bytes(state_, group + i * step, stream).words);
         } else {
 #pragma unroll 1
-            for (int i = 0; i < kLaneCols; ++i, first += lines * line) {
+            for (int i = 0; i < kLaneColumns; ++i, first += lines * line) {
                 // The end of one group of 16 and the beginning of the next.
                 uint32_t both[8], words[4];
 #pragma unroll
@@ -208,7 +208,7 @@ class Stochastic {
 
     // The signs of the elements 0, 2, 1 and 3, each in all bits of its byte.
     template <typename T>
-    static __device__ __forceinline__ uint32_t signs_of(const uint32_t (&words)[kLaneCols / kPerWord<T>]) {
+    static __device__ __forceinline__ uint32_t signs_of(const uint32_t (&words)[kLaneColumns / kPerWord<T>]) {
         if constexpr (kPerWord<T> == 2) {
             return permute<0xfbd9>(words[0], words[1]);
         } else {

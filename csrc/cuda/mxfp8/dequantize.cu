@@ -2,6 +2,7 @@
 
 #include "common/args/mxfp8.h"
 #include "cuda/device/lists.cuh"
+#include "cuda/format/decode.cuh"
 #include "cuda/mxfp8/units.cuh"
 
 namespace zerofp4::cuda {
@@ -13,47 +14,7 @@ static_assert(kUnitWarps == kWarps);
 
 template <typename T>
 constexpr int kUnitCols = kWarpBytes / static_cast<int>(sizeof(T));
-static_assert(kUnitCols<float> == kLanes * kLaneCols<float>);
-
-// Four bytes to floats.
-__device__ __forceinline__ void e4m3_to_four(uint32_t codes, float (&x)[4]) {
-#if __CUDA_ARCH__ >= 890
-    uint32_t halves[2];
-    asm("{\n"
-        "    .reg .b16 low, high;\n"
-        "    mov.b32 {low, high}, %2;\n"
-        "    cvt.rn.f16x2.e4m3x2 %0, low;\n"
-        "    cvt.rn.f16x2.e4m3x2 %1, high;\n"
-        "}\n"
-        : "=r"(halves[0]), "=r"(halves[1])
-        : "r"(codes));
-    unpack<Float16>(halves, x);
-#else
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = signed_e4m3_to_float(codes >> (8 * i) & 0xffu);
-#endif
-}
-
-// A lane's vector of bytes, element i times factor(i), as elements of T.
-template <typename T, typename Factor>
-__device__ __forceinline__ void decode_vector(const uint32_t (&codes)[kLaneCols<T> / 4], const Factor& factor,
-                                              uint32_t (&words)[kLaneWords]) {
-    float x[kLaneCols<T>];
-#pragma unroll
-    for (int i = 0; i < kLaneCols<T>; i += 4) {
-        float four[4];
-        e4m3_to_four(codes[i / 4], four);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[i + k] = four[k] * factor(i + k);
-    }
-#pragma unroll
-    for (int i = 0; i < kLaneWords; ++i) {
-        float values[kPerWord<T>];
-#pragma unroll
-        for (int k = 0; k < kPerWord<T>; ++k) values[k] = x[kPerWord<T> * i + k];
-        words[i] = pack_word<T>(values);
-    }
-}
+static_assert(kUnitCols<float> == kLanes * kVector<float>);
 
 // The factors of a lane's rows. They are in one group of 32, and so 16 bytes apart in swizzled scales.
 template <typename Lane>
@@ -73,35 +34,35 @@ __device__ __forceinline__ void rowwise_factors(const Mxfp8DequantizeDescriptor&
 // The factors of a lane's columns, which are in one group of 32, too.
 template <bool kWhole, typename T>
 __device__ __forceinline__ void columnwise_factors(const Mxfp8DequantizeDescriptor& item, const Unit& unit,
-                                                   int64_t col, int count, float (&decode)[kLaneCols<T>]) {
+                                                   int64_t col, int count, float (&decode)[kVector<T>]) {
     const int64_t block = unit.row / kMxfp8Block;
-    uint32_t words[kLaneCols<T> / 4] = {};
+    uint32_t words[kVector<T> / 4] = {};
     const uint8_t* scale = in_global(item.scale);
     if (item.swizzled) {
         const uint8_t* p = scale + swizzled_offset(col, block, ceil_div(item.rows, kMxfp8Block));
 #pragma unroll
-        for (int i = 0; i < kLaneCols<T>; ++i) {
+        for (int i = 0; i < kVector<T>; ++i) {
             if (i < count) words[i / 4] |= static_cast<uint32_t>(p[16 * i]) << (8 * (i % 4));
         }
     } else {
         load_vector<kWhole, false>(scale + block * item.cols + col, count, words);
     }
 #pragma unroll
-    for (int i = 0; i < kLaneCols<T>; ++i) decode[i] = mxfp8_decode(words[i / 4] >> (8 * (i % 4)) & 0xffu);
+    for (int i = 0; i < kVector<T>; ++i) decode[i] = mxfp8_decode(words[i / 4] >> (8 * (i % 4)) & 0xffu);
 }
 
 template <typename T, bool kColumnwise, bool kWhole>
 __device__ __forceinline__ void dequantize_unit(const Mxfp8DequantizeDescriptor& item, const Unit& unit) {
-    const int64_t col = unit.col + lane_index() * kLaneCols<T>;
-    const Extent<kSteps, kLaneCols<T>, kWhole> extent(item.rows - unit.row, item.cols - col);
+    const int64_t col = unit.col + lane_index() * kVector<T>;
+    const Extent<kSteps, kVector<T>, kWhole> extent(item.rows - unit.row, item.cols - col);
     const int64_t first = unit.row * item.cols + col;
     const uint8_t* data = in_global(item.data) + first;
-    uint32_t codes[kSteps][kLaneCols<T> / 4];
+    uint32_t codes[kSteps][kVector<T> / 4];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s, data += item.cols)
         load_vector<kWhole, false>(data, extent.count(s), codes[s]);
 
-    float decode[kColumnwise ? kLaneCols<T> : kSteps];
+    float decode[kColumnwise ? kVector<T> : kSteps];
     if constexpr (kColumnwise) {
         columnwise_factors<kWhole, T>(item, unit, col, extent.count(0), decode);
     } else {
@@ -110,7 +71,7 @@ __device__ __forceinline__ void dequantize_unit(const Mxfp8DequantizeDescriptor&
     T* output = in_global(static_cast<T*>(item.output)) + first;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s, output += item.cols) {
-        uint32_t words[kLaneWords];
+        uint32_t words[kVectorWords];
         decode_vector<T>(codes[s], [&](int i) { return decode[kColumnwise ? i : s]; }, words);
         store_vector<kWhole>(output, extent.count(s), words);
     }

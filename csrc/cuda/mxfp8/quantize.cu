@@ -3,6 +3,7 @@
 #include "common/args/mxfp8.h"
 #include "common/args/quantize.h"
 #include "cuda/format/convert.cuh"
+#include "cuda/format/magnitudes.cuh"
 #include "cuda/mxfp8/units.cuh"
 
 namespace zerofp4::cuda {
@@ -21,32 +22,8 @@ constexpr int kDown = kLanes / kAcross<kColumnwise>;
 template <bool kColumnwise>
 constexpr int kUnitRows = kDown<kColumnwise> * kSteps;
 template <typename T, bool kColumnwise>
-constexpr int kUnitCols = kAcross<kColumnwise> * kLaneCols<T>;
+constexpr int kUnitCols = kAcross<kColumnwise> * kVector<T>;
 static_assert(kUnitRows<true> == kMxfp8Block && kMxfp8Block % kUnitRows<false> == 0);
-
-// The larger magnitude of each element of two words, of either sign; NaN if one is. From sm_86 on the
-// instruction takes the magnitudes itself, and gives the result the product of the signs.
-#if __CUDA_ARCH__ >= 860
-#define ZEROFP4_MAX "max.NaN.xorsign.abs."
-#else
-#define ZEROFP4_MAX "max.NaN."
-#endif
-template <typename T>
-__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
-#if __CUDA_ARCH__ < 860
-    constexpr uint32_t kMagnitude = kPerWord<T> == 1 ? 0x7fffffffu : 0x7fff7fffu;
-    a &= kMagnitude, b &= kMagnitude;
-#endif
-    uint32_t result;
-    if constexpr (std::is_same_v<T, float>) {
-        asm(ZEROFP4_MAX "f32 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    } else if constexpr (std::is_same_v<T, BFloat16>) {
-        asm(ZEROFP4_MAX "bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    } else {
-        asm(ZEROFP4_MAX "f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    }
-    return result;
-}
 
 // Of kWords words in each of kWords lanes that are kStride apart, the largest of every word: lane i of them
 // gets word i.
@@ -59,7 +36,7 @@ __device__ __forceinline__ uint32_t share_largest(uint32_t (&words)[kWords]) {
         for (int i = 0; i < distance; ++i) {
             const uint32_t kept = upper ? words[i + distance] : words[i];
             const uint32_t given = upper ? words[i] : words[i + distance];
-            words[i] = larger<T>(kept, __shfl_xor_sync(kAllLanes, given, distance * kStride));
+            words[i] = larger_magnitudes<T>(kept, __shfl_xor_sync(kAllLanes, given, distance * kStride));
         }
     }
     return words[0];
@@ -104,18 +81,18 @@ struct LaneUnit {
     int64_t first_row;  // of the unit
     int64_t row;        // the lane's first; the others follow kStepRows apart
     int64_t col;
-    Extent<kSteps, kLaneCols<T>, kWhole> extent;
+    Extent<kSteps, kVector<T>, kWhole> extent;
 
     __device__ __forceinline__ LaneUnit(const Mxfp8Args& args, const Unit& unit)
         : first_row(unit.row),
           row(unit.row + lane_index() / kAcross<kColumnwise>),
-          col(unit.col + lane_index() % kAcross<kColumnwise> * kLaneCols<T>),
+          col(unit.col + lane_index() % kAcross<kColumnwise> * kVector<T>),
           extent((args.rows - row + kStepRows - 1) / kStepRows, args.cols - col) {}
 };
 
 template <typename T, typename Lane>
 __device__ __forceinline__ void load_unit(const Mxfp8Args& args, const Lane& lane,
-                                          uint32_t (&words)[kSteps][kLaneWords]) {
+                                          uint32_t (&words)[kSteps][kVectorWords]) {
     const T* p = static_cast<const T*>(args.input) + lane.row * args.cols + lane.col;
     const int64_t pitch = Lane::kStepRows * args.cols;
 #pragma unroll
@@ -139,22 +116,23 @@ __device__ __forceinline__ void store_row(uint8_t* p, int count, const float (&x
 // Makes and stores the scales of the blocks along the rows; encode gets the factors of this lane's rows.
 template <typename T, typename Lane>
 __device__ __forceinline__ void rowwise_scales(const Mxfp8Args& args, const Lane& lane,
-                                               const uint32_t (&words)[kSteps][kLaneWords],
+                                               const uint32_t (&words)[kSteps][kVectorWords],
                                                float (&encode)[kSteps]) {
-    constexpr int kBlockLanes = kMxfp8Block / kLaneCols<T>;  // that share a block: as many as words of amaxes
+    constexpr int kBlockLanes = kMxfp8Block / kVector<T>;  // that share a block: as many as words of amaxes
     uint32_t amax[kBlockLanes];
 #pragma unroll
     for (int s = 0; s < kSteps; s += kPerWord<T>) {
         uint32_t row[kPerWord<T>];
 #pragma unroll
         for (int k = 0; k < kPerWord<T>; ++k) {
-            const uint32_t (&x)[kLaneWords] = words[s + k];
-            row[k] = larger<T>(larger<T>(x[0], x[1]), larger<T>(x[2], x[3]));
+            const uint32_t (&x)[kVectorWords] = words[s + k];
+            row[k] = larger_magnitudes<T>(larger_magnitudes<T>(x[0], x[1]), larger_magnitudes<T>(x[2], x[3]));
         }
         if constexpr (kPerWord<T> == 1) {
             amax[s] = row[0];
         } else {  // the amaxes of two rows in one word
-            amax[s / 2] = larger<T>(__byte_perm(row[0], row[1], 0x5410), __byte_perm(row[0], row[1], 0x7632));
+            amax[s / 2] = larger_magnitudes<T>(__byte_perm(row[0], row[1], 0x5410),
+                                               __byte_perm(row[0], row[1], 0x7632));
         }
     }
     uint32_t scale[kPerWord<T>];
@@ -176,19 +154,20 @@ __device__ __forceinline__ void rowwise_scales(const Mxfp8Args& args, const Lane
 // The same for the blocks along the columns, and this lane's columns.
 template <typename T, typename Lane>
 __device__ __forceinline__ void columnwise_scales(const Mxfp8Args& args, const Lane& lane,
-                                                  const uint32_t (&words)[kSteps][kLaneWords],
-                                                  float (&encode)[kLaneCols<T>]) {
-    uint32_t amax[kLaneWords];
+                                                  const uint32_t (&words)[kSteps][kVectorWords],
+                                                  float (&encode)[kVector<T>]) {
+    uint32_t amax[kVectorWords];
 #pragma unroll
-    for (int i = 0; i < kLaneWords; ++i) {
+    for (int i = 0; i < kVectorWords; ++i) {
         amax[i] = words[0][i];
 #pragma unroll
-        for (int s = 1; s < kSteps; ++s) amax[i] = larger<T>(amax[i], words[s][i]);
+        for (int s = 1; s < kSteps; ++s) amax[i] = larger_magnitudes<T>(amax[i], words[s][i]);
     }
-    static_assert(Lane::kStepRows == kLaneWords, "as many lanes share a column as there are words of amaxes");
+    static_assert(Lane::kStepRows == kVectorWords,
+                  "as many lanes share a column as there are words of amaxes");
     uint32_t scale[kPerWord<T>];
     scales_of_word<T>(share_largest<T, kAcross<true>>(amax), scale);
-    gather_encode<T, kAcross<true>, kLaneWords>(scale, encode);
+    gather_encode<T, kAcross<true>, kVectorWords>(scale, encode);
 
     const int64_t block = lane.first_row / kMxfp8Block, blocks = ceil_div(args.rows, kMxfp8Block);
     const int64_t first = lane.col + lane_index() / kAcross<true> * kPerWord<T>;
@@ -205,9 +184,9 @@ __device__ __forceinline__ void columnwise_scales(const Mxfp8Args& args, const L
 template <typename T, bool kRowwise, bool kColumnwise, bool kWhole>
 __device__ __forceinline__ void quantize_unit(const Mxfp8Args& args, const Unit& unit) {
     const LaneUnit<T, kColumnwise, kWhole> lane(args, unit);
-    uint32_t words[kSteps][kLaneWords];
+    uint32_t words[kSteps][kVectorWords];
     load_unit<T>(args, lane, words);
-    float row_encode[kSteps], column_encode[kLaneCols<T>];
+    float row_encode[kSteps], column_encode[kVector<T>];
     if constexpr (kRowwise) rowwise_scales<T>(args, lane, words, row_encode);
     if constexpr (kColumnwise) columnwise_scales<T>(args, lane, words, column_encode);
 
@@ -215,7 +194,7 @@ __device__ __forceinline__ void quantize_unit(const Mxfp8Args& args, const Unit&
 #pragma unroll
     for (int s = 0; s < kSteps; ++s, offset += lane.kStepRows * args.cols) {
         const int count = lane.extent.count(s);
-        float x[kLaneCols<T>];
+        float x[kVector<T>];
         unpack<T>(words[s], x);
         if constexpr (kRowwise)
             store_row<kWhole>(args.rowwise_data + offset, count, x, [&](int) { return row_encode[s]; });
@@ -232,9 +211,9 @@ __global__ void __launch_bounds__(kThreads, kColumnwise ? kColumnwiseBlocksPerSm
     if (is_skipped(args.skip)) return;
     constexpr int kRows = kUnitRows<kColumnwise>, kCols = kUnitCols<T, kColumnwise>;
     const Unit unit = unit_of_warp<kRows, kCols>(blockIdx.x, across);
-    const bool aligned = args.cols % kLaneCols<T> == 0 && is_aligned(args.input, 4 * kLaneWords) &&
-                         is_aligned(args.rowwise_data, kLaneCols<T>) &&
-                         is_aligned(args.columnwise_data, kLaneCols<T>);
+    const bool aligned = args.cols % kVector<T> == 0 && is_aligned(args.input, 4 * kVectorWords) &&
+                         is_aligned(args.rowwise_data, kVector<T>) &&
+                         is_aligned(args.columnwise_data, kVector<T>);
     const bool whole = aligned && unit.row + kRows <= args.rows && unit.col + kCols <= args.cols;
     if (__all_sync(kAllLanes, whole)) {
         quantize_unit<T, kRowwise, kColumnwise, true>(args, unit);

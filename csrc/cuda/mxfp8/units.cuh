@@ -8,11 +8,6 @@
 
 namespace zerofp4::cuda {
 
-constexpr int kLaneWords = 4;
-
-template <typename T>
-constexpr int kLaneCols = kLaneWords * kPerWord<T>;
-
 struct Unit {
     int64_t row, col;
 };

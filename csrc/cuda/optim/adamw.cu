@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) adamw_begin_kernel(const __grid_cons
 
 // The arrays of a tensor at this lane's first element of a strip, which a masked lane may not own.
 template <typename G>
-struct Place {
+struct LaneArrays {
     int64_t index;  // of that element, counted from the first owned one
     float* master;
     float* exp_avg;
@@ -47,8 +47,8 @@ struct Place {
 };
 
 template <typename G>
-__device__ __forceinline__ Place<G> place_of(const AdamWDescriptor& tensor, const AdamWStep& step,
-                                             int64_t row, int64_t col) {
+__device__ __forceinline__ LaneArrays<G> arrays_of(const AdamWDescriptor& tensor, const AdamWStep& step,
+                                                   int64_t row, int64_t col) {
     const int64_t index = row * tensor.cols + col - tensor.start;
     return {index, in_global(tensor.master) + index, in_global(tensor.exp_avg) + index,
             in_global(tensor.exp_avg_sq) + index, in_global(static_cast<const G*>(step.gradient)) + index};
@@ -56,10 +56,10 @@ __device__ __forceinline__ Place<G> place_of(const AdamWDescriptor& tensor, cons
 
 // Whether a lane's four elements of every row can be read as one vector from each array.
 template <typename G>
-__device__ __forceinline__ bool has_vectors(const AdamWDescriptor& tensor, const Place<G>& place) {
-    return tensor.cols % kLaneColumns == 0 && is_aligned(place.master, 16) && is_aligned(place.exp_avg, 16) &&
-           is_aligned(place.exp_avg_sq, 16) &&
-           is_aligned(place.gradient, kLaneColumns * static_cast<int>(sizeof(G)));
+__device__ __forceinline__ bool has_vectors(const AdamWDescriptor& tensor, const LaneArrays<G>& arrays) {
+    return tensor.cols % kLaneColumns == 0 && is_aligned(arrays.master, 16) &&
+           is_aligned(arrays.exp_avg, 16) && is_aligned(arrays.exp_avg_sq, 16) &&
+           is_aligned(arrays.gradient, kLaneColumns * static_cast<int>(sizeof(G)));
 }
 
 // A lane's elements of one row.
@@ -84,23 +84,23 @@ __device__ __forceinline__ void load_master(const float* p, float (&values)[kLan
 }
 
 template <typename G>
-__device__ __forceinline__ void load_vectors(const Place<G>& place, int64_t offset, Values& values) {
-    load_last_use(place.gradient + offset, values.gradient);
-    load_last_use(place.exp_avg_sq + offset, values.exp_avg_sq);
-    load_last_use(place.exp_avg + offset, values.exp_avg);
-    load_master(place.master + offset, values.master);
+__device__ __forceinline__ void load_vectors(const LaneArrays<G>& arrays, int64_t offset, Values& values) {
+    load_last_use(arrays.gradient + offset, values.gradient);
+    load_last_use(arrays.exp_avg_sq + offset, values.exp_avg_sq);
+    load_last_use(arrays.exp_avg + offset, values.exp_avg);
+    load_master(arrays.master + offset, values.master);
 }
 
 template <typename G>
-__device__ __forceinline__ void load_masked(const Place<G>& place, int64_t offset, const LaneRange& owned,
-                                            Values& values) {
+__device__ __forceinline__ void load_masked(const LaneArrays<G>& arrays, int64_t offset,
+                                            const LaneRange& owned, Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
         const bool has = owned.has(k);
-        values.gradient[k] = has ? load_float(place.gradient[offset + k]) : 0.0f;
-        values.exp_avg_sq[k] = has ? place.exp_avg_sq[offset + k] : 0.0f;
-        values.exp_avg[k] = has ? place.exp_avg[offset + k] : 0.0f;
-        values.master[k] = has ? place.master[offset + k] : 0.0f;
+        values.gradient[k] = has ? load_float(arrays.gradient[offset + k]) : 0.0f;
+        values.exp_avg_sq[k] = has ? arrays.exp_avg_sq[offset + k] : 0.0f;
+        values.exp_avg[k] = has ? arrays.exp_avg[offset + k] : 0.0f;
+        values.master[k] = has ? arrays.master[offset + k] : 0.0f;
     }
 }
 
@@ -111,21 +111,22 @@ __device__ __forceinline__ float4 vector_of(const float (&values)[kLaneColumns])
 // The moments leave the cache first, the master is what a cast reads next. (A plain store of a vector made of
 // floats is split into stores of its floats.)
 template <typename G>
-__device__ __forceinline__ void store_vectors(const Place<G>& place, int64_t offset, const Values& values) {
-    __stcs(reinterpret_cast<float4*>(place.exp_avg_sq + offset), vector_of(values.exp_avg_sq));
-    __stcs(reinterpret_cast<float4*>(place.exp_avg + offset), vector_of(values.exp_avg));
-    __stcg(reinterpret_cast<float4*>(place.master + offset), vector_of(values.master));
+__device__ __forceinline__ void store_vectors(const LaneArrays<G>& arrays, int64_t offset,
+                                              const Values& values) {
+    __stcs(reinterpret_cast<float4*>(arrays.exp_avg_sq + offset), vector_of(values.exp_avg_sq));
+    __stcs(reinterpret_cast<float4*>(arrays.exp_avg + offset), vector_of(values.exp_avg));
+    __stcg(reinterpret_cast<float4*>(arrays.master + offset), vector_of(values.master));
 }
 
 template <typename G>
-__device__ __forceinline__ void store_masked(const Place<G>& place, int64_t offset, const LaneRange& owned,
-                                             const Values& values) {
+__device__ __forceinline__ void store_masked(const LaneArrays<G>& arrays, int64_t offset,
+                                             const LaneRange& owned, const Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
         if (!owned.has(k)) continue;
-        place.exp_avg_sq[offset + k] = values.exp_avg_sq[k];
-        place.exp_avg[offset + k] = values.exp_avg[k];
-        place.master[offset + k] = values.master[k];
+        arrays.exp_avg_sq[offset + k] = values.exp_avg_sq[k];
+        arrays.exp_avg[offset + k] = values.exp_avg[k];
+        arrays.master[offset + k] = values.master[k];
     }
 }
 
@@ -154,8 +155,8 @@ __device__ __forceinline__ bool is_whole(const ShardGeometry& tensor, int64_t ro
 template <typename G>
 __device__ __forceinline__ uint32_t update_strip(const AdamWDescriptor& tensor, const AdamWStep& step,
                                                  int64_t row, int64_t col, int64_t lane_col) {
-    const Place<G> place = place_of<G>(tensor, step, row, lane_col);
-    const bool aligned = has_vectors(tensor, place);
+    const LaneArrays<G> arrays = arrays_of<G>(tensor, step, row, lane_col);
+    const bool aligned = has_vectors(tensor, arrays);
     const int64_t pitch = tensor.cols;
     uint32_t bits = 0;
     if (aligned && is_whole(tensor, row, col)) {
@@ -163,32 +164,32 @@ __device__ __forceinline__ uint32_t update_strip(const AdamWDescriptor& tensor, 
         for (int first = 0; first < kBlock; first += kUpdateRows) {
             Values values[kUpdateRows];
 #pragma unroll
-            for (int r = 0; r < kUpdateRows; ++r) load_vectors(place, (first + r) * pitch, values[r]);
+            for (int r = 0; r < kUpdateRows; ++r) load_vectors(arrays, (first + r) * pitch, values[r]);
 #pragma unroll
             for (int r = 0; r < kUpdateRows; ++r) {
                 update_values(step, values[r]);
                 bits = raised(bits, values[r].master);
-                store_vectors(place, (first + r) * pitch, values[r]);
+                store_vectors(arrays, (first + r) * pitch, values[r]);
             }
         }
         return bits;
     }
 #pragma unroll 1
     for (int r = 0; r < kBlock; ++r) {
-        const LaneRange owned = lane_range(tensor, place.index + r * pitch, lane_col);
+        const LaneRange owned = lane_range(tensor, arrays.index + r * pitch, lane_col);
         const bool vectors = aligned && owned.begin == 0 && owned.end == kLaneColumns;
         Values values;
         if (vectors) {
-            load_vectors(place, r * pitch, values);
+            load_vectors(arrays, r * pitch, values);
         } else {
-            load_masked(place, r * pitch, owned, values);
+            load_masked(arrays, r * pitch, owned, values);
         }
         update_values(step, values);
         bits = raised(bits, values.master, owned);
         if (vectors) {
-            store_vectors(place, r * pitch, values);
+            store_vectors(arrays, r * pitch, values);
         } else {
-            store_masked(place, r * pitch, owned, values);
+            store_masked(arrays, r * pitch, owned, values);
         }
     }
     return bits;

@@ -22,7 +22,7 @@ template <typename T>
 __device__ __forceinline__ uint32_t transformed_bits(const StripWords<T>& words, uint32_t signs) {
     uint32_t bits = 0;
 #pragma unroll
-    for (int k = 0; k < kLaneCols; ++k) {
+    for (int k = 0; k < kLaneColumns; ++k) {
         float x[kBlock];
         column_values<T>(words, k, x);
         // Constant signs become negations inside of the first additions.
@@ -52,7 +52,7 @@ __device__ __forceinline__ void raise_amaxes(const AmaxArgs& args, uint32_t inde
             static_cast<int64_t>(static_cast<uint32_t>(strip) - down * across) * kStripColumns;
         StripWords<T> words;
         load_strip<T>({static_cast<const T*>(args.input), args.rows, args.cols},
-                      {static_cast<int64_t>(down) * kBlock, col + lane_index() * kLaneCols}, words);
+                      {static_cast<int64_t>(down) * kBlock, col + lane_index() * kLaneColumns}, words);
         bits = max(bits, strip_bits<T>(words));
         if constexpr (kTransform) transformed = max(transformed, transformed_bits<T>(words, args.signs));
     }

@@ -10,7 +10,7 @@ namespace zerofp4::cuda {
 // Writes the codes and the scale of the lane's column k.
 __device__ __forceinline__ void keep_column(TileBuffers& tile, int k, int strip, uint32_t byte,
                                             const uint32_t (&codes)[2]) {
-    const int column = lane_index() * kLaneCols + k;
+    const int column = lane_index() * kLaneColumns + k;
     tile.set_column(column, strip, codes[0], codes[1]);
     tile.columnwise_scale[column][strip] = static_cast<uint8_t>(byte);
 }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, con
                 if constexpr (std::is_same_v<T, Rounded>) {
                     both[r] = words[r][pair];
                 } else {
-                    float x[kLaneCols];
+                    float x[kLaneColumns];
                     unpack<T>(words[r], x);
                     both[r] = pack_word<BFloat16>({x[2 * pair], x[2 * pair + 1]});
                 }
@@ -139,7 +139,7 @@ __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, con
         }
     } else {
 #pragma unroll
-        for (int k = 0; k < kLaneCols; ++k) {
+        for (int k = 0; k < kLaneColumns; ++k) {
             float x[kBlock];
             column_values<T>(words, k, x);
             encode_column(x, scales, rounding, k, strip, tile);

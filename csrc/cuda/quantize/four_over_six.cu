@@ -5,6 +5,7 @@
 #include "cuda/device/units.cuh"
 #include "cuda/format/convert.cuh"
 #include "cuda/format/magnitudes.cuh"
+#include "cuda/format/scale_block.cuh"
 #include "cuda/format/transform.cuh"
 
 namespace zerofp4::cuda {
@@ -118,19 +119,6 @@ __device__ __forceinline__ uint32_t four_over_six(const float (&x)[kBlock], floa
     return take_four ? scales.four : scales.six;
 }
 
-// The scale of block j of stored row i, in every layout; 0 past the edges.
-__device__ __forceinline__ void store_scale(const Copy& copy, bool tiles, int64_t i, int64_t j,
-                                            uint32_t scale) {
-    const int64_t columns = copy.scale_columns(), pitch = round_up(columns, kAtomColumns);
-    const bool exists = i < copy.rows && j < columns;
-    const uint8_t byte = exists ? static_cast<uint8_t>(scale) : 0;
-    if (copy.scales[kCompact] && exists && (!tiles || i % kBlock == 0))
-        copy.scales[kCompact][(tiles ? i / kBlock : i) * columns + j] = byte;
-    if (i >= round_up(copy.rows, kAtomRows) || j >= pitch) return;
-    if (copy.scales[kExpanded]) copy.scales[kExpanded][i * pitch + j] = byte;
-    if (copy.scales[kSwizzled]) copy.scales[kSwizzled][swizzled_offset(i, j, columns)] = byte;
-}
-
 __device__ __forceinline__ void store_block(const Copy& copy, int64_t i, int64_t j, const BlockCodes& codes) {
     if (!copy.data || i >= copy.rows) return;
     const int count = clamp_count(copy.cols - j * kBlock, kBlock) / 2;
@@ -175,8 +163,7 @@ __device__ __forceinline__ void store_values(const QuantizeArgs& args, int64_t i
 }
 
 template <typename T, bool kColumnwise, bool kTiles>
-__global__ void __launch_bounds__(kThreads)
-    quantize_blocks_kernel(const __grid_constant__ QuantizeArgs args) {
+__global__ void __launch_bounds__(kThreads) four_over_six_kernel(const __grid_constant__ QuantizeArgs args) {
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;
     if (blockIdx.x == 0 && threadIdx.x == 0) store_amaxes(args);
@@ -195,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
     BlockCodes codes;
     const uint32_t scale = four_over_six<kTiles>(x, amax, tensor, args.choice, codes);
     store_block(copy, i, j, codes);
-    store_scale(copy, kTiles, i, j, scale);
+    write_scale(copy.rows, copy.scale_columns(), kTiles, i, j, scale, copy.scales);
     if constexpr (!kColumnwise) {
         if (args.values) store_values<T>(args, i, j, codes, block_decode(scale, amax, args.choice.e4m3_max));
     }
@@ -203,31 +190,32 @@ __global__ void __launch_bounds__(kThreads)
         if (!args.columnwise_data) return;
         transpose_tile(codes);
         const int64_t column = j * kBlock + lane_index() % kHalf;
-        store_block(columnwise_copy(args), column, down, codes);
-        store_scale(columnwise_copy(args), kTiles, column, down, scale);
+        const Copy transpose = columnwise_copy(args);
+        store_block(transpose, column, down, codes);
+        write_scale(transpose.rows, transpose.scale_columns(), kTiles, column, down, scale, transpose.scales);
     }
 }
 
 template <typename T, bool kColumnwise, bool kTiles>
-void launch_blocks(const QuantizeArgs& args, cudaStream_t stream) {
+void launch_four_over_six(const QuantizeArgs& args, cudaStream_t stream) {
     const int64_t rows = round_up(kColumnwise ? args.cols : args.rows, kAtomRows);
     const int64_t cols = round_up(kColumnwise ? args.rows : args.cols, kAtomRows);
     const int64_t tiles = rows / kBlock * (cols / kBlock);
-    launch("quantize", quantize_blocks_kernel<T, kColumnwise, kTiles>, ceil_div(tiles, 2 * kWarps), stream,
+    launch("quantize", four_over_six_kernel<T, kColumnwise, kTiles>, ceil_div(tiles, 2 * kWarps), stream,
            args);
 }
 
 template <typename T>
-void quantize_blocks_as(const QuantizeArgs& args, cudaStream_t stream) {
-    if (args.block_rows == kBlock) return launch_blocks<T, false, true>(args, stream);
-    if (args.rowwise_data || args.values) launch_blocks<T, false, false>(args, stream);
-    if (args.columnwise_data) launch_blocks<T, true, false>(args, stream);
+void four_over_six_as(const QuantizeArgs& args, cudaStream_t stream) {
+    if (args.block_rows == kBlock) return launch_four_over_six<T, false, true>(args, stream);
+    if (args.rowwise_data || args.values) launch_four_over_six<T, false, false>(args, stream);
+    if (args.columnwise_data) launch_four_over_six<T, true, false>(args, stream);
 }
 
 }  // namespace
 
-void quantize_blocks(const QuantizeArgs& args, cudaStream_t stream) {
-    with_dtype(args.dtype, [&](auto t) { quantize_blocks_as<decltype(t)>(args, stream); });
+void quantize_four_over_six(const QuantizeArgs& args, cudaStream_t stream) {
+    with_dtype(args.dtype, [&](auto t) { four_over_six_as<decltype(t)>(args, stream); });
 }
 
 }  // namespace zerofp4::cuda

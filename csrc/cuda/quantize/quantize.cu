@@ -5,11 +5,11 @@
 
 namespace zerofp4::cuda {
 
-void quantize_stochastic(const QuantizeArgs& args, cudaStream_t stream);  // stochastic.cu
-void quantize_blocks(const QuantizeArgs& args, cudaStream_t stream);      // four_over_six.cu
+void quantize_stochastic(const QuantizeArgs& args, cudaStream_t stream);     // stochastic.cu
+void quantize_four_over_six(const QuantizeArgs& args, cudaStream_t stream);  // four_over_six.cu
 
 void quantize(const QuantizeArgs& args, cudaStream_t stream) {
-    if (args.choice.e4m3_max > 0.0f) return quantize_blocks(args, stream);
+    if (args.choice.e4m3_max > 0.0f) return quantize_four_over_six(args, stream);
     if (args.rng_state) return quantize_stochastic(args, stream);
     quantize_by<Nearest>(args, stream);
 }

@@ -9,7 +9,7 @@
 
 namespace zerofp4::cuda {
 
-constexpr int kBlockLanes = kBlock / kLaneCols;
+constexpr int kBlockLanes = kBlock / kLaneColumns;
 constexpr int kScaleBytes = 128;  // E4M3 without a sign
 static_assert(2 * kScaleBytes == kThreads && kTileStrips % kWarps == 0);
 
@@ -67,14 +67,13 @@ struct RowPairs {
     uint32_t pairs[kBlock / 2];  // their signs mean nothing
 
     __device__ __forceinline__ void set(int p, const uint32_t (&a)[2], const uint32_t (&b)[2]) {
-        const uint32_t upper = largest_magnitudes<T>(a[0], a[1]), lower = largest_magnitudes<T>(b[0], b[1]);
-        pairs[p] =
-            largest_magnitudes<T>(__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632));
+        const uint32_t upper = larger_magnitudes<T>(a[0], a[1]), lower = larger_magnitudes<T>(b[0], b[1]);
+        pairs[p] = larger_magnitudes<T>(__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632));
     }
     __device__ __forceinline__ void exchange(int p, int from, bool second, int mask) {
         const uint32_t keep = second ? pairs[from + 1] : pairs[from];
         const uint32_t give = second ? pairs[from] : pairs[from + 1];
-        pairs[p] = largest_magnitudes<T>(keep, __shfl_xor_sync(kAllLanes, give, mask));
+        pairs[p] = larger_magnitudes<T>(keep, __shfl_xor_sync(kAllLanes, give, mask));
     }
     __device__ __forceinline__ uint32_t bits(int slot) const {
         return widened<T>((slot % 2 ? pairs[slot / 2] >> 16 : pairs[slot / 2]) & 0x7fffu);
@@ -132,7 +131,7 @@ __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Strip
         return;
     }
     const int rows = clamp_count(args.rows - at.row, kBlock);
-    const int cols = clamp_count(args.cols - at.col, kLaneCols);
+    const int cols = clamp_count(args.cols - at.col, kLaneColumns);
 #pragma unroll
     for (int r = 0; r < kBlock; ++r, p += pitch) {
         if (r < rows && cols > 0) p[0] = static_cast<uint8_t>(fours[r]);
@@ -145,10 +144,10 @@ template <typename T>
 __device__ __forceinline__ void write_values(const QuantizeArgs& args, const StripPlace& at, int r,
                                              uint32_t four, float decode) {
     T* p = static_cast<T*>(args.values) + (at.row + r) * args.cols + at.col;
-    const int count = at.row + r < args.rows ? clamp_count(args.cols - at.col, kLaneCols) : 0;
-    float x[kLaneCols];
+    const int count = at.row + r < args.rows ? clamp_count(args.cols - at.col, kLaneColumns) : 0;
+    float x[kLaneColumns];
 #pragma unroll
-    for (int k = 0; k < kLaneCols; ++k) x[k] = e2m1_to_float(four >> (4 * k) & 15u) * decode;
+    for (int k = 0; k < kLaneColumns; ++k) x[k] = e2m1_to_float(four >> (4 * k) & 15u) * decode;
     if constexpr (kPerWord<T> == 1) {
         store16(reinterpret_cast<uint8_t*>(p), {to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3])},
                 4 * count);
@@ -233,11 +232,11 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
         }
     }
     if constexpr (kKeeps) {
-        uint32_t columns[kLaneCols][2];
+        uint32_t columns[kLaneColumns][2];
         transpose_codes(fours, columns);
 #pragma unroll
-        for (int k = 0; k < kLaneCols; ++k)
-            tile.set_column(lane_index() * kLaneCols + k, strip, columns[k][0], columns[k][1]);
+        for (int k = 0; k < kLaneColumns; ++k)
+            tile.set_column(lane_index() * kLaneColumns + k, strip, columns[k][0], columns[k][1]);
     }
 }
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
     Rounding rounding(args);
 #pragma unroll 1
     for (int strip = warp_index(); strip < kTileStrips; strip += kWarps) {
-        const StripPlace at = {row + strip * kBlock, col + lane_index() * kLaneCols};
+        const StripPlace at = {row + strip * kBlock, col + lane_index() * kLaneColumns};
         // Before the input is there: together the two would take too many registers.
         if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, args.cols);
         StripWords<T> words;

@@ -9,10 +9,9 @@
 
 namespace zerofp4::cuda {
 
-constexpr int kLaneColumns = 4;
 constexpr int kStepRows = 8;
 constexpr int kTileLanes = kBlock / kLaneColumns;
-static_assert(kLanes * kLaneColumns == kStripColumns && kBlock % kStepRows == 0);
+static_assert(kBlock % kStepRows == 0);
 
 // Strips of a block. One that works on a list reads where in it it begins; more turns make up for that.
 template <bool kSingle>

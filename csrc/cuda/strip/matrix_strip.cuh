@@ -9,9 +9,6 @@
 
 namespace zerofp4::cuda {
 
-constexpr int kLaneCols = 4;
-static_assert(kLanes * kLaneCols == kStripColumns);
-
 template <typename T>
 struct Matrix {
     const T* data;
@@ -26,27 +23,27 @@ struct StripPlace {
 
 // A lane's elements of a strip as they were read; 0 past the edges.
 template <typename T>
-using StripWords = uint32_t[kBlock][kLaneCols / kPerWord<T>];
+using StripWords = uint32_t[kBlock][kLaneColumns / kPerWord<T>];
 
 // Returns whether all lanes' elements exist, so that every row could be read by vectors.
 template <typename T>
 __device__ __forceinline__ bool load_strip(const Matrix<T>& x, const StripPlace& at, StripWords<T>& words) {
     const T* input = x.data + at.row * x.cols + at.col;
-    const int64_t strip_end = at.col + (kLanes - lane_index()) * kLaneCols;
-    if (at.row + kBlock <= x.rows && strip_end <= x.cols && x.cols % kLaneCols == 0 &&
-        is_aligned(x.data, kLaneCols * static_cast<int>(sizeof(T)))) {
+    const int64_t strip_end = at.col + (kLanes - lane_index()) * kLaneColumns;
+    if (at.row + kBlock <= x.rows && strip_end <= x.cols && x.cols % kLaneColumns == 0 &&
+        is_aligned(x.data, kLaneColumns * static_cast<int>(sizeof(T)))) {
 #pragma unroll
         for (int r = 0; r < kBlock; ++r) load_words<true>(input + r * x.cols, words[r]);
         return true;
     }
     const int rows = clamp_count(x.rows - at.row, kBlock);
-    const int cols = clamp_count(x.cols - at.col, kLaneCols);
+    const int cols = clamp_count(x.cols - at.col, kLaneColumns);
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) {
-        float values[kLaneCols];
+        float values[kLaneColumns];
         load_elements(input + r * x.cols, r < rows ? cols : 0, values);
 #pragma unroll
-        for (int i = 0; i < kLaneCols / kPerWord<T>; ++i) {
+        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) {
             if constexpr (kPerWord<T> == 1) {
                 words[r][i] = to_bits(values[i]);
             } else {
@@ -64,7 +61,8 @@ __device__ __forceinline__ uint32_t strip_bits(const StripWords<T>& words) {
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) {
 #pragma unroll
-        for (int i = 0; i < kLaneCols / kPerWord<T>; ++i) most = largest<T>(most, magnitudes<T>(words[r][i]));
+        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i)
+            most = largest<T>(most, magnitudes<T>(words[r][i]));
     }
     if constexpr (kPerWord<T> == 1) {
         return most;
@@ -78,7 +76,7 @@ template <typename T>
 __device__ __forceinline__ void column_values(const StripWords<T>& words, int k, float (&x)[kBlock]) {
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) {
-        float row[kLaneCols];
+        float row[kLaneColumns];
         unpack<T>(words[r], row);
         x[r] = row[k];
     }
