@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "cpu/device/float_mode.h"
 #include "cpu/kernels.h"
 #include "cuda/kernels.h"
 
@@ -35,6 +36,7 @@ class DeviceGuard {
 template <class OnCpu, class OnCuda>
 void dispatch(const Target& target, OnCpu on_cpu, OnCuda on_cuda) {
     if (target.is_cpu()) {
+        const cpu::FloatMode mode;
         on_cpu(cpu::kernels(), target.threads);
         return;
     }

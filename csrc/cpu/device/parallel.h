@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include "common/bits.h"
+#include "cpu/device/float_mode.h"
 
 #ifndef ZEROFP4_ISA
 #error "compile with -DZEROFP4_ISA=baseline, avx2 or avx512"
@@ -29,6 +30,7 @@ void parallel_shares(int64_t units, int threads, int64_t grain, const Body& body
     }
 #pragma omp parallel num_threads(static_cast<int>(shares))
     {
+        const FloatMode mode;
         const int64_t team = omp_get_num_threads(), mine = omp_get_thread_num();
         body(units * mine / team, units * (mine + 1) / team);
     }
