@@ -1,0 +1,169 @@
+"""python -m zerofp4: its options, and what `info` says of installations that there are none of here."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import zerofp4
+from zerofp4.inspect import info, main
+
+mpi_library = info._mpi_library
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100f", "sm_120f", "compute_90"]
+
+
+@pytest.fixture(autouse=True)
+def no_mpi_is_asked(monkeypatch):
+    """It takes a process."""
+    monkeypatch.setattr(info, "_mpi_library", lambda: "MPI of a test")
+
+
+def built_for(monkeypatch, architectures, *devices, unusable=None):
+    """The extension was compiled for these architectures, and torch sees these GPUs: (name, capability)."""
+    gpus = [{"name": name, "capability": capability, "usable": True} for name, capability in devices]
+    cuda = {"compiled": bool(architectures), "version": "13.0", "architectures": architectures}
+    build = {"cpu": {"compiled": ["baseline"], "running": "baseline"}, "cuda": cuda | {"devices": gpus}}
+
+    def check(index):
+        if unusable is not None:
+            raise RuntimeError(unusable)
+
+    monkeypatch.setattr(info, "build_info", lambda: build)
+    monkeypatch.setattr(info, "check_cuda", check)
+
+
+def shown(capsys, *arguments) -> tuple[int, str]:
+    code = main(["info", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_the_module_runs():
+    command = [sys.executable, "-m", "zerofp4", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, f"zerofp4 {zerofp4.__version__}\n"), run.stderr
+
+
+def test_info_of_this_machine(capsys):
+    code, text = shown(capsys)
+    problems = [line for line in text.splitlines() if line.startswith("problem: ")]
+    assert code == (1 if problems else 0)
+    running = zerofp4.build_info()["cpu"]["running"]
+    assert f"CPU kernels           {running}, out of " in text
+    assert f"torch                 {torch.__version__}, " in text
+    assert "MPI of a test" in text or "no mpi4py" in text
+
+
+def test_json_is_what_collect_returns(capsys):
+    _, text = shown(capsys, "--json")
+    assert json.loads(text) == json.loads(json.dumps(info.collect()))
+    assert list(json.loads(text)) == [
+        *("zerofp4", "python", "platform", "torch", "cpu", "cuda", "gpus"),
+        *("distributed", "environment", "problems"),
+    ]
+
+
+def test_variables_that_are_set_are_shown(monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("CXX", raising=False)
+    _, text = shown(capsys)
+    assert "OMP_NUM_THREADS       '3' (threads of operations on the CPU)" in text
+    assert "CXX                   not set (" in text
+
+
+def test_gpus_that_can_run(monkeypatch, capsys):
+    built_for(monkeypatch, ARCHITECTURES, ("H200", (9, 0)), ("B200", (10, 0)), ("later", (11, 0)))
+    code, text = shown(capsys)
+    assert code == 0 and text.endswith("\nno problem found\n")
+    assert "GPU 0                 H200, compute capability 9.0: runs sm_90\n" in text
+    assert "GPU 1                 B200, compute capability 10.0: runs sm_100f\n" in text
+    assert "GPU 2                 later, compute capability 11.0: runs compute_90\n" in text
+
+
+def test_a_gpu_that_the_package_refuses_is_a_problem(monkeypatch, capsys):
+    built_for(monkeypatch, [], ("H200", (9, 0)), unusable="zerofp4 was built without CUDA")
+    code, text = shown(capsys)
+    assert code == 1
+    assert "CUDA kernels          not compiled in\n" in text
+    assert text.endswith("\nproblem: GPU 0 cannot be used: zerofp4 was built without CUDA\n")
+
+
+def test_a_gpu_that_there_is_no_code_for_is_a_problem(monkeypatch, capsys):
+    built_for(monkeypatch, ["sm_90", "compute_90"], ("A100", (8, 0)))
+    code, text = shown(capsys, "--json")
+    (gpu,) = json.loads(text)["gpus"]
+    assert code == 1 and gpu["usable"] is False and gpu["code"] is None
+    assert gpu["reason"] == (
+        "the extension has no code for compute capability 8.0, only for sm_90, compute_90"
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((7, 5), None),
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_80"),
+        ((9, 0), "sm_90"),
+        ((10, 3), "sm_100f"),
+        ((12, 1), "sm_120f"),
+        ((13, 0), "compute_90"),
+    ],
+)
+def test_code_for_a_capability(capability, expected):
+    assert info.code_for(capability, ARCHITECTURES) == expected
+
+
+def test_an_instruction_set_that_is_not_there_is_a_problem(monkeypatch, capsys):
+    def refuse():
+        raise RuntimeError("ZEROFP4_CPU_ISA: this build runs baseline on this processor, not 'neon'")
+
+    monkeypatch.setattr(info, "build_info", refuse)
+    code, text = shown(capsys)
+    assert code == 1
+    assert "CPU kernels           none, out of none\n" in text
+    assert "problem: RuntimeError: ZEROFP4_CPU_ISA: this build runs baseline" in text
+
+
+def test_a_torch_without_process_groups(monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    _, text = shown(capsys)
+    assert "process groups        none: this torch was built without torch.distributed\n" in text
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("MPICH Version:\t4.2.3\nMPICH Release date: ...\n", "MPICH Version: 4.2.3"),
+        ("Open MPI v4.1.4, package: Debian", "Open MPI v4.1.4"),
+        ("", None),
+    ],
+)
+def test_the_mpi_library_is_named_in_short(monkeypatch, output, expected):
+    monkeypatch.setattr(info.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=output))
+    assert mpi_library() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["inform"], "argument COMMAND: invalid choice: 'inform'"),
+        (["info", "--js"], "unrecognized arguments: --js"),
+    ],
+)
+def test_wrong_options(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"]])
+def test_help_says_what_the_exit_codes_mean(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 0
+    assert "  1  done, and something was found wrong" in capsys.readouterr().out

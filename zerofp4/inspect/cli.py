@@ -1,0 +1,42 @@
+"""The command line of `python -m zerofp4`: one module for each subcommand."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from zerofp4 import __version__
+from zerofp4.inspect import info
+
+COMMANDS = {"info": info}
+"""By name, modules with SUMMARY, DESCRIPTION, add_options(parser) and run(options), which returns the exit
+code.
+"""
+
+EPILOG = """\
+exit codes:
+  0  done, and nothing was found wrong
+  1  done, and something was found wrong: the output says what
+  2  the command line was wrong
+"""
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m zerofp4", **_about("Tools for an installation of ZeroFP4."))
+    parser.add_argument("--version", action="version", version=f"zerofp4 {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.SUMMARY, **_about(command.DESCRIPTION))
+        command.add_options(own)
+    return parser.parse_args(arguments)
+
+
+def _about(description: str) -> dict[str, Any]:
+    """What every parser says and does."""
+    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EPILOG}
+    return {"description": description, "allow_abbrev": False, **layout}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, sys.argv's by default. Returns the exit code; a wrong one raises SystemExit(2)."""
+    options = parse_options(arguments)
+    return COMMANDS[options.command].run(options)

@@ -1,0 +1,219 @@
+"""The subcommand `info`: what is installed here, and what of it this machine can run."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofp4 import __version__
+from zerofp4.ops import build_info, check_cuda
+
+SUMMARY = "versions, what was compiled in, and what this machine can run"
+DESCRIPTION = """\
+Show the versions of ZeroFP4, Python and torch; what was compiled into the extension; the CPU instruction set
+that it uses, and which of the GPUs it can run on; which process groups can be made; and the environment
+variables that matter. What is found wrong is listed last.
+"""
+
+ENVIRONMENT = {
+    "ZEROFP4_CPU_ISA": "the CPU instruction set to use in place of the best one",
+    "ZEROFP4_CUDA": "when building: 0 leaves CUDA out",
+    "NVCC": "when building: the CUDA compiler in place of the one on the PATH",
+    "CXX": "when building: the C++ compiler in place of g++",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that torch sees; empty for none",
+    "OMP_NUM_THREADS": "threads of operations on the CPU",
+    "RANK": "set by torchrun: this process among all",
+    "WORLD_SIZE": "set by torchrun: how many there are",
+    "LOCAL_RANK": "set by torchrun: this process among those of its host",
+    "LOCAL_WORLD_SIZE": "set by torchrun: how many there are on this host",
+    "MASTER_ADDR": "where the processes meet",
+    "GLOO_SOCKET_IFNAME": "the network interface of gloo",
+    "NCCL_SOCKET_IFNAME": "the network interface of NCCL",
+}
+"""What they do, by name."""
+
+# In a process of its own, because importing mpi4py.MPI loads the MPI library for good.
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+_ASK_MPI_SECONDS = 30
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    facts = collect()
+    print(json.dumps(facts, indent=2) if options.json else "\n".join(lines(facts)))
+    return 1 if facts["problems"] else 0
+
+
+def collect() -> dict[str, Any]:
+    """All that `info` shows, for json. "problems" are sentences about what does not work but should."""
+    problems: list[str] = []
+    build = _attempt(build_info, problems)
+    return {
+        "zerofp4": {"version": __version__, "path": str(Path(__file__).parents[1])},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "platform": platform.platform(),
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
+        "cpu": _cpu(build),
+        "cuda": None if build is None else {k: v for k, v in build["cuda"].items() if k != "devices"},
+        "gpus": [] if build is None else _gpus(build["cuda"], problems),
+        "distributed": _distributed(),
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "problems": problems,
+    }
+
+
+def _attempt(function: Callable[[], Any], problems: list[str]) -> Any:
+    """Its result, or None and a problem more."""
+    try:
+        return function()
+    except Exception as error:  # whatever it is, the other facts are still worth showing
+        problems.append(f"{type(error).__name__}: {error}")
+        return None
+
+
+def _cpu(build: dict[str, Any] | None) -> dict[str, Any]:
+    isas = {"compiled": [], "running": None} if build is None else build["cpu"]
+    return {"machine": platform.machine(), "cores": _cores(), "threads": torch.get_num_threads(), **isas}
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus(cuda: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    gpus = []
+    for index, device in enumerate(cuda["devices"]):
+        reason = _why_unusable(index, device["capability"], cuda["architectures"])
+        code = None if reason else code_for(device["capability"], cuda["architectures"])
+        gpus.append({"index": index, **device, "usable": reason is None, "code": code, "reason": reason})
+        if reason is not None:
+            problems.append(f"GPU {index} cannot be used: {reason}")
+    return gpus
+
+
+def _why_unusable(index: int, capability: Sequence[int], architectures: Sequence[str]) -> str | None:
+    try:
+        check_cuda(index)
+    except RuntimeError as error:
+        return str(error)
+    if code_for(capability, architectures) is None:
+        wanted = f"compute capability {capability[0]}.{capability[1]}"
+        return f"the extension has no code for {wanted}, only for {', '.join(architectures)}"
+    return None
+
+
+def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | None:
+    """The architecture, out of those compiled in, whose code a GPU runs; None when there is none.
+
+    Machine code (sm_90) runs on its own major version from its minor version on. PTX (compute_90) runs on
+    that version and on all that are newer, and is compiled when it is first used.
+    """
+    usable = []
+    for name in architectures:
+        kind, major, minor = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name).groups()
+        version, own = (int(major), int(minor)), tuple(capability)
+        if version <= own and (kind == "compute" or version[0] == own[0]):
+            usable.append((kind == "sm", version, name))
+    return max(usable)[2] if usable else None
+
+
+def _distributed() -> dict[str, Any]:
+    available = dist.is_available()
+    nccl = available and dist.is_nccl_available()
+    return {
+        "available": available,
+        "gloo": available and dist.is_gloo_available(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+        "mpi4py": _version_of("mpi4py"),
+        "mpi": None if _version_of("mpi4py") is None else _mpi_library(),
+        "mpirun": shutil.which("mpirun"),
+    }
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _mpi_library() -> str | None:
+    """The first words of the library that mpi4py loads; None when it finds none."""
+    command = [sys.executable, "-c", _ASK_MPI]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_MPI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    first = re.split(r"[,\n\0]", asked.stdout.strip())[0]
+    return " ".join(first.split()) or None
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts for a person, a line each."""
+    cpu, cuda, torch_build = facts["cpu"], facts["cuda"], facts["torch"]
+    shown = [
+        ("zerofp4", f"{facts['zerofp4']['version']}, in {facts['zerofp4']['path']}"),
+        ("Python", f"{facts['python']['version']}, {facts['python']['executable']}"),
+        ("platform", facts["platform"]),
+        ("torch", f"{torch_build['version']}, CUDA {torch_build['cuda'] or 'no'}"),
+        ("CPU", f"{cpu['machine']}, {cpu['cores']} cores, {cpu['threads']} threads"),
+        ("CPU kernels", f"{cpu['running'] or 'none'}, out of {', '.join(cpu['compiled']) or 'none'}"),
+        ("CUDA kernels", _shown_cuda(cuda)),
+        *((f"GPU {gpu['index']}", _shown_gpu(gpu)) for gpu in facts["gpus"]),
+        *([] if facts["gpus"] else [("GPUs", "none that torch sees")]),
+        *_shown_distributed(facts["distributed"]),
+    ]
+    width = max(map(len, [*(name for name, _ in shown), *ENVIRONMENT]))
+    text = [f"{name:{width}}  {value}" for name, value in shown]
+    text += ["", "environment:"]
+    for name, what in ENVIRONMENT.items():
+        value = facts["environment"][name]
+        text.append(f"{name:{width}}  {'not set' if value is None else repr(value)} ({what})")
+    text += ["", *(f"problem: {problem}" for problem in facts["problems"])]
+    return text if facts["problems"] else [*text, "no problem found"]
+
+
+def _shown_cuda(cuda: dict[str, Any] | None) -> str:
+    if cuda is None:
+        return "unknown"
+    if not cuda["compiled"]:
+        return "not compiled in"
+    return f"for {', '.join(cuda['architectures'])}, compiled by CUDA {cuda['version']}"
+
+
+def _shown_gpu(gpu: dict[str, Any]) -> str:
+    name = f"{gpu['name']}, compute capability {gpu['capability'][0]}.{gpu['capability'][1]}"
+    return f"{name}: " + (f"runs {gpu['code']}" if gpu["usable"] else "cannot be used")
+
+
+def _shown_distributed(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if not found["available"]:
+        return [("process groups", "none: this torch was built without torch.distributed")]
+    mpi = "no mpi4py" if found["mpi4py"] is None else f"mpi4py {found['mpi4py']}"
+    if found["mpi4py"] is not None:
+        mpi += f", {found['mpi'] or 'which finds no MPI library'}"
+    return [
+        ("gloo", "yes" if found["gloo"] else "no"),
+        ("NCCL", found["nccl"] or "no"),
+        ("MPI", f"{mpi}; {'no mpirun on the PATH' if found['mpirun'] is None else found['mpirun']}"),
+    ]
