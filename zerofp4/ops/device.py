@@ -95,7 +95,7 @@ def scale_addresses(side: Side | None) -> list[int]:
     return [address(scales.get(layout)) for layout in SCALE_LAYOUTS]
 
 
-def build_info() -> dict:
+def build_info() -> dict[str, dict]:
     """What was compiled in and what this machine can run.
 
     {"cpu": {"compiled": [instruction sets], "running": the one in use},

@@ -1,0 +1,49 @@
+"""What a type checker says to somebody who uses the package."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerofp4
+
+ROOT = Path(__file__).parents[2]
+CALLER = ROOT / "tests" / "typing" / "uses_public_names.py"
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    for name in ("RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):  # it is to be alone
+        environment.pop(name, None)
+    command = (sys.executable, *command)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_mypy_accepts_a_caller_of_every_public_name():
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed: pip install mypy")
+    checked = run("-m", "mypy")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_caller_runs():
+    finished = run(str(CALLER))
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_the_caller_uses_every_public_name():
+    tree = ast.parse(CALLER.read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    public = {*zerofp4.__all__, *zerofp4.optim.__all__, "init_process_group", "destroy_process_group"}
+    assert public <= used, f"not in {CALLER.name}: {sorted(public - used)}"
+
+
+def test_the_package_says_that_it_has_types():
+    assert (Path(zerofp4.__file__).parent / "py.typed").exists()

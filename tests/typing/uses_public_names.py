@@ -1,0 +1,142 @@
+"""Every public name, used as a caller would: mypy checks it, and main() runs on the CPU in a world of one.
+
+`assert_type` says what type a caller sees. Where a buffer may not exist the caller has to look, and so do we.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import zerofp4
+from zerofp4 import FourOverSix, GroupedNVFP4Tensor, MXFP8Tensor, NVFP4Tensor
+from zerofp4.launch import World
+from zerofp4.nn import ConversionReport
+
+
+def tensors() -> None:
+    x = torch.randn(64, 32, dtype=torch.bfloat16)
+    t = zerofp4.quantize(
+        x, block=(1, 16), columnwise=True, hadamard=True, scale_layouts=["compact", "swizzled"]
+    )
+    assert_type(t, NVFP4Tensor)
+    assert_type(t.dequantize(), Tensor)
+    assert_type(t.dequantize(torch.float32), Tensor)
+    assert_type(t.expanded_scale(), Tensor)
+    assert_type(t.swizzled_scale(columnwise=True), Tensor)
+    assert t.rowwise_data is not None
+    assert_type(t.rowwise_data, Tensor)
+    buffers: list[Tensor] = [
+        t.rowwise_scale,
+        t.columnwise_data,
+        t.columnwise_scale,
+        t.amax,
+        t.columnwise_amax,
+    ]
+    block: tuple[int, int] = t.block
+    assert block == (1, 16) and all(buffer.numel() for buffer in buffers)
+    assert isinstance(t.get_high_precision_init_val(), Tensor | None)
+    assert_type(
+        zerofp4.quantize(x, block=(1, 16), stochastic_rounding=True, generator=torch.Generator()), NVFP4Tensor
+    )
+
+    choice = FourOverSix(e4m3_max=256, error="mse")
+    assert_type(choice.e4m3_max, int)
+    assert_type(zerofp4.quantize(x, four_over_six=choice, amax=torch.ones(1)), NVFP4Tensor)
+    skip = torch.zeros(1)
+    weight = zerofp4.empty(
+        (64, 32), dtype=torch.bfloat16, device="cpu", scale_layouts=("compact", "swizzled")
+    )
+    assert_type(zerofp4.quantize(x, columnwise=True, out=weight, skip=skip), NVFP4Tensor)
+    assert_type(zerofp4.quantize_dequantize(x, block=(16, 16)), Tensor)
+
+    m = zerofp4.quantize_mxfp8(x, rowwise=True, columnwise=True)
+    assert_type(m, MXFP8Tensor)
+    assert_type(m.swizzled_scale(), Tensor)
+    assert_type(zerofp4.dequantize_many([weight, m], torch.float32), list[Tensor])
+    swizzled = zerofp4.swizzle_scales([weight, (t.rowwise_scale, (64, 32))])
+    assert_type(swizzled, list[Tensor])
+    assert_type(zerofp4.unswizzle_scales([(swizzled[1], (64, 32))], block=(1, 16)), list[Tensor])
+
+
+def groups() -> None:
+    x = torch.randn(64, 32, dtype=torch.bfloat16)
+    grouped = zerofp4.quantize_grouped(x, [40, 0, 24])
+    assert_type(grouped, GroupedNVFP4Tensor)
+    assert_type(len(grouped), int)
+    assert_type(grouped[0], NVFP4Tensor)
+    assert_type(grouped.tensors(), list[NVFP4Tensor])
+    assert_type(grouped.m_splits, tuple[int, ...] | None)
+    grouped.check()
+    assert_type(zerofp4.quantize_grouped(x, torch.tensor([40, 24])), GroupedNVFP4Tensor)
+
+
+def own_step() -> None:
+    weights = [zerofp4.empty((32, 32)), zerofp4.empty((16, 32))]
+    masters: list[Tensor | None] = [torch.randn(1024), torch.randn(512)]
+    starts: list[int | None] = [0, 0]
+    found_inf = torch.zeros(1)
+    plan = zerofp4.CastPlan(
+        weights, masters, starts, amax_groups=[weights], on_nonfinite="skip", found_inf=found_inf
+    )
+    plan.refresh()
+    plan.step()
+    plan.all_gather()
+    plan.post()
+    plan.check()
+    assert_type(plan.found_inf, Tensor)
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, None, found_inf=found_inf)
+    zerofp4.all_gather_nvfp4(weights, starts, [1024, 512])
+    zerofp4.post_all_gather_processing(weights)
+
+
+def training() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    report = zerofp4.convert_model(model, lambda module, name: name != "2")
+    assert_type(report, ConversionReport)
+    assert_type(report.converted, list[str])
+    assert_type(report.skipped, dict[str, str])
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    model(torch.randn(4, 32)).square().mean().backward()
+    assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    assert_type(optimizer.found_inf, Tensor)
+    state = optimizer.state_dict()
+    assert_type(state, dict[str, Any])
+    optimizer.load_state_dict(state)
+    assert_type(optimizer.gathered_masters(), list[Tensor | None])
+    assert_type(optimizer.gathered_bytes_per_step(), dict[str, int])
+
+
+def fused_adamw() -> None:
+    weight, master = zerofp4.empty((32, 32)), torch.randn(1024)
+    plan = zerofp4.CastPlan([weight], [master], [0])
+    optimizer = zerofp4.optim.FusedAdamW([master], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer.offer_amaxes(plan)
+    master.grad = torch.randn(1024)
+    optimizer.step()
+    assert_type(optimizer.amaxes_outdated(), bool)
+    plan.step()
+
+
+def main() -> None:
+    world = zerofp4.launch.init_process_group(timeout=timedelta(seconds=60))
+    assert_type(world, World)
+    assert_type((world.rank, world.world_size, world.local_rank), tuple[int, int, int])
+    assert_type((world.device, world.backend), tuple[torch.device, str])
+    for part in (tensors, groups, own_step, training, fused_adamw):
+        part()
+    zerofp4.launch.destroy_process_group()
+    assert_type(zerofp4.build_info(), dict[str, dict[Any, Any]])
+    assert_type(zerofp4.__version__, str)
+
+
+if __name__ == "__main__":
+    main()
