@@ -1,6 +1,8 @@
-# Sourced by test.sh and demo.sh. setup_environment EXTRA leaves in $PYTHON an interpreter that imports this checkout's
-# zerofp4, up to date and with what that extra names, and puts its programs on the PATH. That is python3 where it has
-# the package already, else .venv in the repository. torch is installed only where python3 has none.
+# Sourced by test.sh and demo.sh. setup_environment EXTRA PACKAGE leaves in $PYTHON an interpreter that imports zerofp4,
+# has what that extra names, and has its programs on the PATH. That is python3 where it has the package already, else
+# .venv in the repository, with this checkout installed. torch is installed only where python3 has none. PACKAGE says
+# whose zerofp4 it may be: `checkout` for this one's alone, up to date, or `any` for one that was installed from
+# elsewhere too.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TORCH=torch==2.13.0
@@ -39,6 +41,20 @@ sys.exit(found.parent != pathlib.Path(sys.argv[1], "zerofp4"))
 EOF
 }
 
+# imports_package PYTHON: does it import zerofp4, extension and all, wherever from?
+imports_package() {
+    (cd / && "$1" -c 'import zerofp4') 2>/dev/null
+}
+
+# serves PYTHON PACKAGE: can that Python be used as it is?
+serves() {
+    if package_is_ours "$1"; then
+        extension_is_current "$1"
+    else
+        [[ $2 == any ]] && imports_package "$1"
+    fi
+}
+
 # extension_is_current PYTHON: is there one for this Python, newer than its sources?
 extension_is_current() {
     "$1" - "$ROOT" <<'EOF' 2>/dev/null
@@ -60,7 +76,11 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, requires
 
-for line in requires("zerofp4") or []:
+try:
+    lines = requires("zerofp4") or []
+except PackageNotFoundError:  # it is on PYTHONPATH, and nothing says what it wants
+    lines = []
+for line in lines:
     requirement, _, marker = line.partition(";")
     extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
     if extra and extra[1] == sys.argv[1]:
@@ -97,12 +117,12 @@ install() {
 }
 
 setup_environment() {
-    local extra=$1 outer wanted
+    local extra=$1 package=$2 outer wanted
     outer=$(command -v python3) || fail "there is no python3 on the PATH"
     "$outer" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "Python 3.10 is needed, this is $("$outer" -V)"
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     PYTHON=$ROOT/.venv/bin/python
-    if has_torch "$outer" && package_is_ours "$outer"; then
+    if has_torch "$outer" && { package_is_ours "$outer" || serves "$outer" "$package"; }; then
         PYTHON=$outer
     else
         "$PYTHON" -c '' 2>/dev/null || make_venv "$outer"
@@ -111,7 +131,7 @@ setup_environment() {
         say "installing $TORCH"
         "$PYTHON" -m pip install --quiet "$TORCH" || fail "$TORCH could not be installed"
     fi
-    if ! package_is_ours "$PYTHON" || ! extension_is_current "$PYTHON"; then
+    if ! serves "$PYTHON" "$package"; then
         install "$PYTHON" "$extra"
     fi
     mapfile -t wanted < <(missing "$PYTHON" "$extra")
@@ -121,5 +141,5 @@ setup_environment() {
             say "could not be installed, going on without what is missing of: ${wanted[*]}"
     fi
     export PATH=$(dirname "$PYTHON"):$PATH
-    say "using $PYTHON"
+    say "using $PYTHON and $(cd / && "$PYTHON" -c 'import zerofp4; print(*zerofp4.__path__)')"
 }

@@ -2,9 +2,10 @@
 # Set up an environment and run every check: ruff, clang-format, then pytest, which takes the arguments given here.
 # Uses GPUs where there are some. Ends with TESTS PASSED, or with TESTS FAILED and a status other than 0.
 set -euo pipefail
-trap 'status=$?; ((status == 0)) && echo "TESTS PASSED" || echo "TESTS FAILED"; exit $status' EXIT
+. "$(dirname "${BASH_SOURCE[0]}")/verdict.sh"
+verdict TESTS
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
-setup_environment test
+setup_environment test checkout
 cd "$ROOT"
 
 failed=()
@@ -24,3 +25,4 @@ fi
 say "pytest"
 "$PYTHON" -m pytest "$@" || failed+=(pytest)
 ((${#failed[@]} == 0)) || fail "failed: ${failed[*]}"
+passed

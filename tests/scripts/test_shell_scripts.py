@@ -1,0 +1,165 @@
+"""demo.sh and test.sh: what they say last however they end, and whose zerofp4 they take."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+VERDICTS = {"demo.sh": "DEMO", "test.sh": "TESTS"}
+
+# In place of setup_env.sh: nothing is set up, and the Python is the one below.
+SETUP = """
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+say() { printf -- '-- %s\\n' "$*"; }
+fail() { printf 'error: %s\\n' "$*" >&2; exit 1; }
+has() { false; }
+setup_environment() { PYTHON=$ROOT/python; PATH=$ROOT:$PATH; }
+"""
+
+# The command that takes long (pytest, torchrun) leaves its pid, and runs until `done` says how it ends.
+PYTHON = """#!/usr/bin/env bash
+cd "$(dirname "${BASH_SOURCE[0]}")"
+[[ $1 == -m ]] || { echo "2 0"; exit; }
+trap 'exit 2' INT
+printf '%s\\n' "$@" >arguments
+echo $$ >draft && mv draft pid
+until [[ -e done ]]; do sleep 0.05; done
+exit "$(cat done)"
+"""
+
+
+class StandIn:
+    """A copy of a script in a repository of its own, at work; `folder` is that repository."""
+
+    def __init__(self, folder: Path, script: str, *arguments: str):
+        self.folder, self.verdict = folder, VERDICTS[script]
+        (folder / "scripts").mkdir()
+        (folder / "csrc").mkdir()
+        for name in (script, "verdict.sh"):
+            shutil.copy(SCRIPTS / name, folder / "scripts" / name)
+        (folder / "scripts" / "setup_env.sh").write_text(SETUP)
+        for name, text in (("python", PYTHON), ("clang-format", "#!/bin/sh\n")):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        self.process = subprocess.Popen(
+            ["bash", str(folder / "scripts" / script), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def child(self) -> int:
+        """The pid of the command it waits for."""
+        path = self.folder / "pid"
+        deadline = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return int(path.read_text())
+
+    def end_child(self, status: int) -> None:
+        (self.folder / "draft").write_text(str(status))
+        (self.folder / "draft").rename(self.folder / "done")
+
+    def end(self) -> tuple[int, str]:
+        """Its status, and the last line it printed."""
+        output, _ = self.process.communicate(timeout=20)
+        return self.process.returncode, (output.splitlines() or [""])[-1]
+
+
+@pytest.fixture(params=VERDICTS)
+def stand_in(request, tmp_path):
+    made = StandIn(tmp_path, request.param)
+    yield made
+    made.end_child(1)
+    made.process.kill()
+    made.process.communicate(timeout=20)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # dead, and not yet waited for
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_last_line_and_the_status_are_those_of_the_command(stand_in, status):
+    stand_in.end_child(status)
+    code, last = stand_in.end()
+    assert (code == 0, last) == (status == 0, f"{stand_in.verdict} {'FAILED' if status else 'PASSED'}")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_killed_script_has_not_passed_and_ends_what_it_started(stand_in, name):
+    child = stand_in.child()
+    stand_in.process.send_signal(getattr(signal, name))
+    code, last = stand_in.end()
+    assert code != 0 and last == f"{stand_in.verdict} FAILED"
+    deadline = time.monotonic() + 5
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(child)
+
+
+def test_a_script_that_cannot_say_anything_any_more(stand_in):
+    child = stand_in.child()
+    stand_in.process.kill()
+    os.kill(child, signal.SIGTERM)
+    code, last = stand_in.end()
+    assert code == -signal.SIGKILL and "PASSED" not in last
+
+
+def test_an_interrupted_script_has_not_passed_even_if_its_command_has(stand_in):
+    stand_in.child()
+    stand_in.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    stand_in.end_child(0)
+    assert stand_in.end() == (130, f"{stand_in.verdict} FAILED")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_a_killed_command_has_not_passed(stand_in, name):
+    os.kill(stand_in.child(), getattr(signal, name))
+    code, last = stand_in.end()
+    assert code != 0 and last == f"{stand_in.verdict} FAILED"
+
+
+def test_an_interrupt_from_the_terminal_ends_both(stand_in):
+    stand_in.child()
+    os.killpg(stand_in.process.pid, signal.SIGINT)
+    code, last = stand_in.end()
+    assert code != 0 and last == f"{stand_in.verdict} FAILED"
+
+
+# Whose zerofp4
+
+FAKE_TORCH = "__version__ = '2.13.0'\n"
+
+
+def serves(folder: Path, package: str) -> bool:
+    """Would setup_env.sh take this Python as it is, with that folder first on its path?"""
+    command = (
+        f'. "{SCRIPTS}/setup_env.sh"; has_torch "{sys.executable}" && serves "{sys.executable}" {package}'
+    )
+    return (
+        subprocess.run(["bash", "-c", command], env=os.environ | {"PYTHONPATH": str(folder)}).returncode == 0
+    )
+
+
+@pytest.mark.parametrize(("source", "works"), [("", True), ("raise ImportError('no extension')\n", False)])
+def test_the_demo_takes_an_installed_package_that_can_be_imported(tmp_path, source, works):
+    for name, text in (("torch", FAKE_TORCH), ("zerofp4", source)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    assert serves(tmp_path, "any") == works
+    assert not serves(tmp_path, "checkout"), "the tests are of this checkout"
