@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 
@@ -83,3 +84,6 @@ def why_no_cuda() -> str | None:
     if not zerofp4.build_info()["cuda"]["compiled"]:
         return "zerofp4 was built without CUDA"
     return None
+
+
+needs_gpu = pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))

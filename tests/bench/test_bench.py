@@ -17,7 +17,7 @@ from benchmarking.operations import OPERATIONS, SHOWN, peers
 from benchmarking.session import ROOT, Session
 from benchmarking.targets import KINDS
 from benchmarking.workloads import Tensors, chosen, llama, square
-from helpers import assert_bytes_equal, why_no_cuda
+from helpers import assert_bytes_equal, needs_gpu
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--size", "64", "--scale", "200", "--repeats", "1", "--threads", "2"]
@@ -110,7 +110,7 @@ def test_a_stage_alone_in_more_scale_layouts(stage, tmp_path, quick_copies):
     assert list(rows) == [f"{stage}/64+swizzled"]
 
 
-@pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
+@needs_gpu
 def test_launches_and_memory_on_a_gpu(tmp_path):
     options = ["--device", "cuda", "--scale", "16", "--repeats", "5", "--output", str(tmp_path)]
     bench.main(["host", *options])

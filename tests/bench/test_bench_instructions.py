@@ -121,7 +121,7 @@ def fake_ncu(tmp_path, monkeypatch):
     (folder / "metrics").write_text("Metric Name\n" + "\n".join(f"{name}  Counter  inst" for name in known))
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H200)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: H200)
 
     def make(fails: bool = False, code: int = 0) -> Path:
         script = folder / "ncu"
@@ -198,7 +198,7 @@ def events(monkeypatch):
         (torch.cuda, "_sleep"),
     ):
         monkeypatch.setattr(module, name, lambda *_, name=name: found.append(name))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     return found
 
 

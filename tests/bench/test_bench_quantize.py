@@ -12,7 +12,7 @@ from benchmarking.clock import Clock
 from benchmarking.operations import OPERATIONS
 from benchmarking.session import Session
 from benchmarking.targets import KINDS, TARGETS
-from helpers import why_no_cuda
+from helpers import needs_gpu
 
 import zerofp4
 
@@ -167,7 +167,7 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.json"))
 
 
-@pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
+@needs_gpu
 @pytest.mark.parametrize("operation", ["quantize", "dequantize", "swizzle", "hadamard", "mxfp8", "grouped"])
 def test_rows_on_a_gpu(operation, tmp_path):
     rows = measure(operation, tmp_path, "--no-peers", device="cuda")

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from cast_cases import check, check_transposes, make
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
 from zerofp4 import reference
@@ -329,7 +329,7 @@ def test_bad_gather():
         zerofp4.all_gather_nvfp4(weights, starts, [9792.0, 256])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_shard_on_another_device_than_its_weight():
     weight = zerofp4.empty((16, 16), device="cuda")
     refused(ValueError, "is on cpu, its weight .* on cuda:0", [weight], [torch.zeros(256)], [0])

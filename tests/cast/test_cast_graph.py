@@ -10,14 +10,12 @@ import weakref
 import pytest
 import torch
 from cast_cases import check, check_transposes, make
-from helpers import assert_bytes_equal, why_no_cuda
+from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
 from zerofp4.cast.plan_cache import PLANS_PER_WEIGHT
 
 cast = zerofp4.cast_master_weights_to_nvfp4
-
-needs_gpu = pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ import re
 import pytest
 import torch
 from cast_cases import check, make
-from helpers import assert_bytes_equal, why_no_cuda
+from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
 from zerofp4 import reference
 
 cast = zerofp4.cast_master_weights_to_nvfp4
-
-needs_gpu = pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
 
 
 # Storage that moves
@@ -259,6 +257,7 @@ def test_memory_of_a_plan_waits_for_other_streams(count):
     check(weights, masters)
 
 
+@needs_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_plan_on_another_gpu_than_the_current_one():
     weights, masters, starts = make("cuda:1")

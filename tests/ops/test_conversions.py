@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_bytes_equal, why_no_cuda, without_nan_payloads
+from helpers import assert_bytes_equal, needs_gpu, without_nan_payloads
 
 from zerofp4 import reference
 
@@ -57,7 +57,7 @@ def test_opcheck(device):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
+@needs_gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_conversions_of_all_floats(format):
     for first in range(-(1 << 31), 1 << 31, CHUNK):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_bytes_equal, assert_values_equal, why_no_cuda
+from helpers import assert_bytes_equal, assert_values_equal, needs_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from mxfp8_cases import NAMES, SHAPES, Guarded, expected_buffers
@@ -146,7 +146,7 @@ def test_compiled_round_trip(device, backend):
         assert_bytes_equal(actual, expected, "compiled")
 
 
-@pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
+@needs_gpu
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (64, 96), (33, 100)])
 def test_round_trip_in_a_captured_graph(shape):
     x = torch.randn(shape, device="cuda")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import needs_gpu
 from optim_cases import (
     make_net,
     make_parameters,
@@ -118,9 +119,8 @@ def test_bad_arguments(device, case):
         ZeroFP4Optimizer(params, **options)
 
 
+@needs_gpu
 def test_parameters_on_different_devices():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cuda", "cpu")]
     with pytest.raises(ValueError, match=r"\[1\] is on cpu, .*\[0\] on cuda:0"):
         ZeroFP4Optimizer(parameters)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import ALL, FORMATS, addresses, assert_record_equal, e4m3_max, same_format, values
 
 import zerofp4
@@ -264,7 +264,7 @@ def test_compiled_stochastic_rounding_draws_anew_at_every_call(device):
     assert not torch.equal(compiled(x).rowwise_data, compiled(x).rowwise_data)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_cuda_graph_refreshes_a_weight_or_not(options, stochastic):
