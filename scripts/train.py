@@ -25,11 +25,11 @@ from gpt import GPT, PRESETS, parameter_groups
 from report import KINDS, Recorder, draw, write_summary
 from text import Batches, Text
 from torch import nn
-from verify import VerificationError, verify_weights
 
 import zerofp4
 from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
 from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.testing import VerificationError, verify_model
 
 # Class and arguments; without an lr the preset's is the default.
 OPTIMIZERS = {
@@ -195,7 +195,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         "seconds": time.perf_counter() - start,
         "tokens_per_second": tokens * step / training_seconds,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "verified": verify_weights(model, optimizer),
+        "verified": verify_model(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
     }
 

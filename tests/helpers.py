@@ -9,6 +9,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import zerofp4
+from zerofp4.testing import assert_bytes_equal, first_difference
+
+__all__ = [
+    "assert_bytes_equal",
+    "assert_values_equal",
+    "first_difference",
+    "needs_gpu",
+    "poisoned_allocations",
+    "why_no_cuda",
+    "without_nan_payloads",
+]
+
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
@@ -23,32 +36,6 @@ def poisoned_allocations() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """None when dtype, shape and every byte agree, else a phrase that names the first element that differs.
-
-    Bytes are compared, not values: -0.0 differs from 0.0, and a NaN equals itself.
-    """
-    if actual.dtype != expected.dtype:
-        return f"dtype {actual.dtype}, expected {expected.dtype}"
-    if actual.shape != expected.shape:
-        return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    found, wanted = _element_bytes(actual), _element_bytes(expected)
-    wrong = (found != wanted).any(dim=1).nonzero().flatten()
-    if not len(wrong):
-        return None
-    first = int(wrong[0])
-    where = [int(index) for index in torch.unravel_index(wrong[0], actual.shape)]
-    shown = [_show(tensor, raw, first) for tensor, raw in ((actual, found), (expected, wanted))]
-    return (
-        f"{len(wrong)} of {len(found)} elements differ, the first at {where}: {shown[0]}, expected {shown[1]}"
-    )
-
-
-def assert_bytes_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    difference = first_difference(actual, expected)
-    assert difference is None, f"{what}: {difference}"
-
-
 def without_nan_payloads(tensor: torch.Tensor) -> torch.Tensor:
     """With the same NaN everywhere: IEEE 754 leaves its sign and payload to the hardware."""
     return torch.where(tensor.isnan(), torch.nan, tensor)
@@ -59,28 +46,11 @@ def assert_values_equal(actual: torch.Tensor, expected: torch.Tensor, what: str)
     assert_bytes_equal(without_nan_payloads(actual), without_nan_payloads(expected), what)
 
 
-def _element_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [numel, itemsize], on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).reshape(-1, tensor.element_size())
-
-
-def _show(tensor: torch.Tensor, raw: torch.Tensor, index: int) -> str:
-    """The bytes of an element as one hexadecimal number and, unless it is a plain byte, its value."""
-    text = "0x" + bytes(raw[index].flip(0).tolist()).hex()
-    if tensor.dtype == torch.uint8:
-        return text
-    value = tensor.detach().cpu().contiguous().reshape(-1)[index]
-    return f"{text} ({value.to(torch.float64).item() if tensor.is_floating_point() else value.item()})"
-
-
 @functools.cache
 def why_no_cuda() -> str | None:
     """Why nothing can be tested with CUDA here, or None when it can."""
     if not torch.cuda.is_available():
         return "no GPU: torch.cuda.is_available() is false"
-    import zerofp4  # here, not above: whether the extension is built matters only with a GPU
-
     if not zerofp4.build_info()["cuda"]["compiled"]:
         return "zerofp4 was built without CUDA"
     return None
