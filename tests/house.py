@@ -33,6 +33,7 @@ ROOMS = (
     "storage",
     "reference",
     "shard",
+    "version",
     "layout",
     "format",
 )

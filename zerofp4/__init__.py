@@ -1,7 +1,5 @@
 """NVFP4 model weights over sharded FP32 master weights."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from zerofp4 import launch, optim
 from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
@@ -20,11 +18,7 @@ from zerofp4.tensors import (
     swizzle_scales,
     unswizzle_scales,
 )
-
-try:
-    __version__ = version("zerofp4")
-except PackageNotFoundError:  # a source tree that was built in place and never installed
-    __version__ = "unknown"
+from zerofp4.version import VERSION as __version__
 
 __all__ = [
     "CastPlan",
@@ -32,6 +26,7 @@ __all__ = [
     "GroupedNVFP4Tensor",
     "MXFP8Tensor",
     "NVFP4Tensor",
+    "__version__",
     "all_gather_nvfp4",
     "build_info",
     "cast_master_weights_to_nvfp4",

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from zerofp4 import __version__
 from zerofp4.inspect import info
+from zerofp4.version import VERSION
 
 COMMANDS = {"info": info}
 """By name, modules with SUMMARY, DESCRIPTION, add_options(parser) and run(options), which returns the exit
@@ -22,7 +22,7 @@ exit codes:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m zerofp4", **_about("Tools for an installation of ZeroFP4."))
-    parser.add_argument("--version", action="version", version=f"zerofp4 {__version__}")
+    parser.add_argument("--version", action="version", version=f"zerofp4 {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.SUMMARY, **_about(command.DESCRIPTION))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4 import __version__
 from zerofp4.ops import build_info, check_cuda
+from zerofp4.version import VERSION
 
 SUMMARY = "versions, what was compiled in, and what this machine can run"
 DESCRIPTION = """\
@@ -68,7 +68,7 @@ def collect() -> dict[str, Any]:
     problems: list[str] = []
     build = _attempt(build_info, problems)
     return {
-        "zerofp4": {"version": __version__, "path": str(Path(__file__).parents[1])},
+        "zerofp4": {"version": VERSION, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
