@@ -9,9 +9,10 @@ from tensor_helpers import values
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.tensors.mxfp8 import MXFP8Storage
+from zerofp4.format import MXFP8_SCALE_LAYOUTS
+from zerofp4.storage import side_names
 
-NAMES = MXFP8Storage.buffer_names
+NAMES = side_names(MXFP8_SCALE_LAYOUTS)
 ALL = {"columnwise": True, "scale_layouts": ["swizzled"]}
 
 # Cut blocks, vectors and warps of every kind, and several swizzle atoms.

@@ -22,7 +22,7 @@ from zerofp4.cast.plan_cache import (
 )
 from zerofp4.cast.request import CastRequest, check_request
 from zerofp4.distributed import GroupReference, attempt, resolve_group
-from zerofp4.storage import NVFP4Storage, pointers
+from zerofp4.storage import Addresses, NVFP4Storage, pointers
 
 
 def cast_master_weights_to_nvfp4(
@@ -92,6 +92,10 @@ class _KeptPlan:
     @property
     def group(self) -> GroupReference:
         return self.plan.group
+
+    @property
+    def addresses(self) -> Addresses:
+        return self.plan.addresses
 
     @property
     def records(self) -> list[NVFP4Storage]:

@@ -16,6 +16,7 @@ from zerofp4.cast.plan_cache import (
     keep,
     pin,
     same_weights,
+    weights_addresses,
     weights_fingerprint,
 )
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
@@ -23,7 +24,7 @@ from zerofp4.cast.signature import check_same_weights, describe
 from zerofp4.distributed import OTHER, PRESENT, GroupReference, PackedGather, attempt
 from zerofp4.ops import TransposeStage, target_of
 from zerofp4.shard import Shard
-from zerofp4.storage import NVFP4Storage
+from zerofp4.storage import Addresses, NVFP4Storage
 
 
 @dataclasses.dataclass
@@ -33,6 +34,7 @@ class _GatherPlan:
     records: list[NVFP4Storage]
     shards: list[Shard]
     gather: PackedGather
+    addresses: Addresses
     fingerprint: list | None = None
 
     @property
@@ -46,6 +48,7 @@ class _TransposePlan:
 
     records: list[NVFP4Storage]
     stage: TransposeStage
+    addresses: Addresses
     fingerprint: list | None = None
     group: GroupReference = dataclasses.field(default_factory=lambda: GroupReference(None))
 
@@ -95,6 +98,7 @@ def _gather_checked(
         if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
             fits = error is None and parsed[1] == plan.shards
             plan.gather.bind_if_moved([record.rowwise.data for record in plan.records])
+            plan.addresses = weights_addresses(plan.records)
             if plan.gather.run(PRESENT if fits else OTHER, error):
                 return plan
             plans.remove(plan)  # every rank came with other shards
@@ -131,7 +135,8 @@ def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | No
     distributed.check_ownership(names, [record.shape.numel() for record in records], rank_shards)
     buffers = [record.rowwise.data for record in records]
     device = records[0].device if records else torch.device("cpu")
-    return _GatherPlan(records, shards, PackedGather(buffers, rank_shards, group, device))
+    gather = PackedGather(buffers, rank_shards, group, device)
+    return _GatherPlan(records, shards, gather, weights_addresses(records))
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
@@ -152,9 +157,10 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
         pairs = [(r.rowwise.data, r.columnwise.data) for r in records if r.columnwise is not None]
         plan = next((p for p in plans if same_weights(model_weights, p.records)), None)
         if plan is None:
-            plan = _TransposePlan(records, TransposeStage(pairs))
+            plan = _TransposePlan(records, TransposeStage(pairs), weights_addresses(records))
         else:
             plan.stage.bind(pairs)
+            plan.addresses = weights_addresses(records)
         plan.fingerprint = fingerprint
     plan.stage.run()
     if plan.stage.captured:

@@ -113,7 +113,7 @@ class CastPlan:
             status=self._status.word,
         )
         self._transposes = TransposeStage(self._transpose_pairs())
-        self._addresses = self._present_addresses()
+        self.addresses = self._present_addresses()
 
     @property
     def records(self) -> list[NVFP4Storage]:
@@ -153,18 +153,18 @@ class CastPlan:
     def _take_addresses(self) -> None:
         self._stages.bind(self._items(), self.found_inf)
         self._transposes.bind(self._transpose_pairs())
-        self._addresses = self._present_addresses()
+        self.addresses = self._present_addresses()
 
-    def _present_addresses(self) -> Addresses:
+    def _present_addresses(self, *, hold: bool = True) -> Addresses:
         request = self._request
         weights = dict(zip(self._names, request.weights, strict=True))
-        return Addresses(weights, request.shard_tensors())
+        return Addresses(weights, request.shard_tensors(), hold=hold)
 
     def find_moved(self, *, every: bool = True) -> RuntimeError | None:
         """An error for the first weight, master or buffer that has moved since the plan took its address;
         without `every` as far as a step looks.
         """
-        return self._addresses.find_moved() if every else self._addresses.glance()
+        return self.addresses.find_moved() if every else self.addresses.glance()
 
     # For a function that finds its plan: the same weights and shards at every call, tensors of each
     # call's own
@@ -187,7 +187,7 @@ class CastPlan:
         """Keep no master and no shard buffer, only their addresses."""
         request = self._request
         request.masters, request.shard_codes = [None] * len(request.records), None
-        self._addresses = Addresses({}, {})
+        self.addresses = self._present_addresses(hold=False)
 
     def decline(self) -> bool:
         """Join the reduction of a step of the other ranks, so that no rank writes, because this rank has

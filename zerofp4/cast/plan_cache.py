@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.storage import NVFP4Storage, pointers, rebindings, record_of
+from zerofp4.storage import Addresses, NVFP4Storage, pointers, rebindings, record_of
 
 PLANS_PER_WEIGHT = 4
 """Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
@@ -46,10 +46,10 @@ def attached(model_weights: Any, kind: str) -> list:
 
 
 def find(plans: Sequence, fingerprint: list | None, group: dist.ProcessGroup | None) -> Any | None:
-    """The plan in this group whose last call had this fingerprint."""
+    """The plan in this group whose last call had this fingerprint, and whose weights have not moved since."""
     for plan in reversed(plans) if fingerprint is not None else ():
         if plan.fingerprint == fingerprint and plan.group.refers_to(group):
-            return plan
+            return plan if plan.addresses.glance() is None else None
     return None
 
 
@@ -82,21 +82,23 @@ def advance_versions(model_weights: Sequence[Any]) -> None:
 
 
 def weights_fingerprint(weights: Any) -> list | None:
-    """Of a list of NVFP4 weights: their records, compared by identity, that none was rebound since, and where
-    their buffers are. On a GPU only codes are looked at, because storage does not move there but by assigning
-    .data, which nobody does to a buffer of scales.
+    """Of a list of NVFP4 weights: their records, compared by identity, and that none was rebound since.
+    On a GPU also where their codes are, which may be exchanged behind a record (.data assigned); on the
+    CPU `find` asks for the addresses of all.
     """
     if type(weights) not in _LISTS:
         return None
-    records = [record_of(weight) for weight in weights]
+    records = list(map(record_of, weights))
     if not set(map(type, records)) <= _RECORDS:
         return None
-    if records and records[0].device.type == "cuda":
-        buffers = [record.rowwise and record.rowwise.data for record in records]
-        buffers = [buffer for buffer in buffers if buffer is not None]
-    else:
-        buffers = [buffer for record in records for _, buffer in record.buffers()]
-    return [rebindings(), records, pointers(buffers)]
+    on_gpu = records and records[0].device.type == "cuda"
+    codes = [r.rowwise.data for r in records if r.rowwise is not None] if on_gpu else []
+    return [rebindings(), records, pointers(codes)]
+
+
+def weights_addresses(records: Sequence[NVFP4Storage]) -> Addresses:
+    """Where the buffers of weights are, for a plan that is kept and not to keep more than it must."""
+    return Addresses({f"model_weights[{i}]": record for i, record in enumerate(records)}, {}, hold=False)
 
 
 def tensors_fingerprint(tensors: Any) -> list | None:

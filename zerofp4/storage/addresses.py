@@ -17,6 +17,8 @@ class Addresses:
     """The addresses of the buffers of records and of plain tensors, when this was made.
 
     weights: by what messages call them, quantized tensors or records. tensors: likewise, plain ones.
+    hold: keep alive what a GPU may still use; without it whoever asks looks at codes in some other way
+    before a step.
 
     On the CPU torch moves storages in place (share_memory_, pickling to another process, resize_), and no
     alias protects what was there: every step looks at every address. On a GPU storage does not move under
@@ -24,13 +26,13 @@ class Addresses:
     so that a step need only ask one counter.
     """
 
-    def __init__(self, weights: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]):
+    def __init__(self, weights: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, hold: bool = True):
         self._weights = list(weights.items())
         self._records = [record_of(weight) for weight in weights.values()]
         self._plain = dict(tensors)
         self._take(*self._present())
-        self._aliases = [tensor.detach() for tensor in self._tensors if tensor.is_cuda]
-        self._on_gpu = bool(self._aliases)
+        self._on_gpu = any(tensor.is_cuda for tensor in self._tensors)
+        self._aliases = [tensor.detach() for tensor in self._tensors] if hold and self._on_gpu else []
 
     def glance(self) -> RuntimeError | None:
         """What a step asks before it reads or writes: an error for the first thing that is known to have

@@ -1,12 +1,27 @@
 """Products of quantized tensors, and dequantize, as autograd sees them: what __torch_function__ replaces.
 
-The products save the quantized tensor as it is, so that the dequantized weight lives no longer than one GEMM.
-Inside them __torch_function__ is off: what touches a quantized tensor there dequantizes it. (torch.compile
-merges the dequantizations of forward and backward, and saves one.)
+The products save the quantized tensor as it is, so that the dequantized weight lives no longer than one
+GEMM, and take its values from the record: each trip through __torch_dispatch__ would cost the host more
+than most kernels take. (torch.compile traces those trips; it merges the dequantizations of forward and
+backward, and saves one.)
 """
 
 import torch
 from torch.nn import functional as F
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    return hasattr(type(tensor), "_values_of")
+
+
+def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The values that a product computes with, as a plain tensor of dtype (by default the tensor's) without
+    history.
+    """
+    if not is_quantized(tensor) or torch.compiler.is_compiling():
+        tensor = tensor.detach()  # autocast would cache its copy of a leaf
+        return tensor if dtype is None else tensor.to(dtype)
+    return tensor._values_of(tensor.record, dtype or tensor.dtype)
 
 
 class Dequantize(torch.autograd.Function):
@@ -14,7 +29,7 @@ class Dequantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.dequantize(tensor)
+        return torch.dequantize(tensor) if torch.compiler.is_compiling() else plain(tensor)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
@@ -29,7 +44,7 @@ class Linear(torch.autograd.Function):
         x_needs, weight_needs, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return F.linear(x, weight.detach(), bias)  # detached: autocast would cache its copy of a leaf
+        return F.linear(plain(x), plain(weight), bias)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -39,9 +54,9 @@ class Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         with torch._C.DisableTorchFunctionSubclass():
             if weight is not None:
-                grad_x = (grad @ weight.to(grad.dtype)).to(x_dtype)
+                grad_x = (grad @ plain(weight, grad.dtype)).to(x_dtype)
             if x is not None:
-                grad_weight = (rows.t() @ x.to(grad.dtype).reshape(-1, x.shape[-1])).to(weight_dtype)
+                grad_weight = (rows.t() @ plain(x, grad.dtype).reshape(-1, x.shape[-1])).to(weight_dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0).to(bias_dtype)
         return grad_x, grad_weight, grad_bias
@@ -55,7 +70,7 @@ class MatMul(torch.autograd.Function):
         a_needs, b_needs = ctx.needs_input_grad
         ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
         ctx.a, ctx.b = (a.shape, a.dtype), (b.shape, b.dtype)
-        return torch.matmul(a.detach(), b.detach())
+        return torch.matmul(plain(a), plain(b))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -69,10 +84,10 @@ class MatMul(torch.autograd.Function):
         grad_a = grad_b = None
         with torch._C.DisableTorchFunctionSubclass():
             if b is not None:
-                grad_a = grad @ b.to(grad.dtype).reshape(right).mT
+                grad_a = grad @ plain(b, grad.dtype).reshape(right).mT
                 grad_a = grad_a.sum_to_size(left).reshape(a_shape).to(a_dtype)
             if a is not None:
-                a = a.to(grad.dtype).reshape(left)
+                a = plain(a, grad.dtype).reshape(left)
                 if len(right) == 2:  # one matrix for all batches: one product over all their rows
                     a, grad = a.reshape(-1, left[-1]), grad.reshape(-1, right[-1])
                 grad_b = (a.mT @ grad).sum_to_size(right).reshape(b_shape).to(b_dtype)
