@@ -17,7 +17,7 @@ else
 fi
 if command -v clang-format >/dev/null; then
     say "clang-format"
-    find csrc \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 |
+    find csrc tests/native \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 |
         xargs -0 clang-format --dry-run -Werror || failed+=(clang-format)
 else
     say "clang-format is not here: not run"

@@ -1,4 +1,4 @@
-// Operations on one matrix: its amaxes, its quantization; conversions element by element.
+// Operations on one matrix: its amaxes, its quantization.
 
 #include "bindings/bindings.h"
 #include "common/hadamard.h"
@@ -58,15 +58,6 @@ void quantize(const Target& target, const QuantizeArgs& args) {
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize(args, stream); });
 }
 
-void convert(const Target& target, uintptr_t input, float factor, int64_t numel, int format,
-             uintptr_t output) {
-    const ConvertArgs args{pointer<const float>(input), factor, numel, static_cast<Format>(format),
-                           pointer<void>(output)};
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.convert(args, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.convert(args, stream); });
-}
-
 }  // namespace
 
 void bind_quantize(py::module_& m) {
@@ -78,7 +69,6 @@ void bind_quantize(py::module_& m) {
              "columnwise_scale"_a = Addresses{}, "stored_amax"_a = 0, "stored_columnwise_amax"_a = 0);
     m.def("tensor_amax", &tensor_amax, NoGil());
     m.def("quantize", &quantize, NoGil());
-    m.def("convert", &convert, NoGil());
 }
 
 }  // namespace zerofp4::bindings

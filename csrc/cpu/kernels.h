@@ -4,7 +4,6 @@
 
 #include "common/args/adamw.h"
 #include "common/args/cast.h"
-#include "common/args/convert.h"
 #include "common/args/grouped.h"
 #include "common/args/mxfp8.h"
 #include "common/args/scale_layout.h"
@@ -26,7 +25,6 @@ struct Kernels {
     void (*dequantize)(const DequantizeTable&, DType, int threads);
     void (*pad_scale)(const ScaleLayoutTable&, int threads);
     void (*unpad_scale)(const ScaleLayoutTable&, int threads);
-    void (*convert)(const ConvertArgs&, int threads);
     void (*quantize_mxfp8)(const Mxfp8Args&, int threads);
     void (*dequantize_mxfp8)(const Mxfp8DequantizeTable&, DType, int threads);
     void (*adamw_update)(const AdamWTable&, int threads);

@@ -18,7 +18,6 @@ void quantize_grouped(const GroupedArgs&, int threads);
 void dequantize(const DequantizeTable&, DType, int threads);
 void pad_scale(const ScaleLayoutTable&, int threads);
 void unpad_scale(const ScaleLayoutTable&, int threads);
-void convert(const ConvertArgs&, int threads);
 void quantize_mxfp8(const Mxfp8Args&, int threads);
 void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, int threads);
 void adamw_update(const AdamWTable&, int threads);
@@ -36,7 +35,6 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &dequantize,
                         &pad_scale,
                         &unpad_scale,
-                        &convert,
                         &quantize_mxfp8,
                         &dequantize_mxfp8,
                         &adamw_update};

@@ -4,7 +4,6 @@
 
 #include "common/args/adamw.h"
 #include "common/args/cast.h"
-#include "common/args/convert.h"
 #include "common/args/grouped.h"
 #include "common/args/mxfp8.h"
 #include "common/args/scale_layout.h"
@@ -34,7 +33,6 @@ struct Kernels {
     void (*dequantize)(const DequantizeTable&, DType, const DequantizeDescriptor* host, cudaStream_t stream);
     void (*pad_scale)(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t stream);
     void (*unpad_scale)(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t stream);
-    void (*convert)(const ConvertArgs&, cudaStream_t stream);
     void (*quantize_mxfp8)(const Mxfp8Args&, cudaStream_t stream);
     void (*dequantize_mxfp8)(const Mxfp8DequantizeTable&, DType, const Mxfp8DequantizeDescriptor* host,
                              cudaStream_t stream);

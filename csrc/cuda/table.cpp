@@ -20,7 +20,6 @@ void quantize_grouped(const GroupedArgs&, cudaStream_t);
 void dequantize(const DequantizeTable&, DType, const DequantizeDescriptor* host, cudaStream_t);
 void pad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t);
 void unpad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t);
-void convert(const ConvertArgs&, cudaStream_t);
 void quantize_mxfp8(const Mxfp8Args&, cudaStream_t);
 void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, const Mxfp8DequantizeDescriptor* host,
                       cudaStream_t);
@@ -29,11 +28,10 @@ void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t first, const ui
 void adamw_update(const AdamWTable&, cudaStream_t);
 
 const Kernels* kernels() {
-    static constexpr Kernels kTable = {&enter_device,     &leave_device, &cast_begin,       &partial_amax,
-                                       &fused_scale,      &partial_cast, &transpose,        &tensor_amax,
-                                       &quantize,         &grouped_amax, &quantize_grouped, &dequantize,
-                                       &pad_scale,        &unpad_scale,  &convert,          &quantize_mxfp8,
-                                       &dequantize_mxfp8, &adamw_begin,  &adamw_update};
+    static constexpr Kernels kTable = {
+        &enter_device, &leave_device, &cast_begin,     &partial_amax,     &fused_scale,      &partial_cast,
+        &transpose,    &tensor_amax,  &quantize,       &grouped_amax,     &quantize_grouped, &dequantize,
+        &pad_scale,    &unpad_scale,  &quantize_mxfp8, &dequantize_mxfp8, &adamw_begin,      &adamw_update};
     return &kTable;
 }
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from helpers import assert_bytes_equal, needs_gpu, without_nan_payloads
+from native import FORMATS, Conversions
 
 from zerofp4 import reference
 
-FORMATS = ["e2m1", "e4m3", "bfloat16", "float16"]
 CHUNK = 1 << 26
 
 
@@ -29,8 +29,13 @@ def chosen_bits() -> torch.Tensor:
     return (upper[:, None] + lower).flatten().to(torch.int32)
 
 
-def check(x: torch.Tensor, format: str) -> None:
-    found = torch.ops.zerofp4.convert(x, format)
+@pytest.fixture(scope="module")
+def convert(device, tmp_path_factory) -> Conversions:
+    return Conversions(device, tmp_path_factory.mktemp("native"))
+
+
+def check(convert: Conversions, x: torch.Tensor, format: str) -> None:
+    found = convert(x, format)
     same = canonical(found).view(torch.int16 if found.dtype.itemsize == 2 else torch.uint8)
     wanted = canonical(expected(x, format)).view(same.dtype)
     if not torch.equal(same, wanted):
@@ -41,33 +46,22 @@ def check(x: torch.Tensor, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_conversions_of_chosen_floats(device, format):
-    check(chosen_bits().view(torch.float32).to(device), format)
+def test_conversions_of_chosen_floats(convert, device, format):
+    check(convert, chosen_bits().view(torch.float32).to(device), format)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("numel", [0, 1, 3, 7, 1026])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_conversions_of_any_length_and_alignment(device, format, numel, offset):
-    check(torch.randn(numel + offset, device=device)[offset:], format)
-
-
-def test_opcheck(device):
-    torch.library.opcheck(torch.ops.zerofp4.convert.default, (torch.randn(7, device=device), "e2m1"))
+def test_conversions_of_any_length_and_alignment(convert, device, format, numel, offset):
+    check(convert, torch.randn(numel + offset, device=device)[offset:], format)
 
 
 @pytest.mark.slow
 @needs_gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_conversions_of_all_floats(format):
+def test_conversions_of_all_floats(format, tmp_path):
+    convert = Conversions(torch.device("cuda"), tmp_path)
     for first in range(-(1 << 31), 1 << 31, CHUNK):
         bits = torch.arange(first, first + CHUNK, dtype=torch.int32, device="cuda")
-        check(bits.view(torch.float32), format)
-
-
-def test_conversion_refuses_what_it_cannot_take(device):
-    x = torch.zeros(4, 4, device=device)
-    with pytest.raises(ValueError, match="format must be one of"):
-        torch.ops.zerofp4.convert(x, "e5m2")
-    with pytest.raises(ValueError, match="contiguous float32"):
-        torch.ops.zerofp4.convert(x.t()[1:], "e2m1")
+        check(convert, bits.view(torch.float32), format)

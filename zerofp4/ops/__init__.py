@@ -4,7 +4,7 @@ device.py says where a call runs, stages.py and update.py have the stages of pla
 operator on given tensors each: schema, fake and backends.
 """
 
-from zerofp4.ops import convert, dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
+from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.device import build_info, check_cuda, is_capturing, target_of
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.quantize import choice_arguments, draw_rng_state, quantize_into

@@ -1,14 +1,14 @@
-// Floats to other formats, element by element, with the conversions that the other kernels use.
-
-#include "common/args/convert.h"
-#include "cuda/device/units.cuh"
+#include "conversions.h"
 #include "cuda/device/vector.cuh"
 #include "cuda/format/convert.cuh"
 
-namespace zerofp4::cuda {
+using namespace zerofp4;
+using namespace zerofp4::cuda;
+
 namespace {
 
-constexpr int kConvertBlocksPerSm = 8;
+constexpr int kThreads = 256;
+constexpr int kBlocks = 4096;
 constexpr int kLaneElements = 4;
 
 __device__ __forceinline__ void store_codes(const float (&x)[kLaneElements], uint8_t* output, int count) {
@@ -23,28 +23,27 @@ __device__ __forceinline__ void store_halves(const float (&x)[kLaneElements], ui
     store8(output, {pack_word<T>({x[0], x[1]}), pack_word<T>({x[2], x[3]})}, 2 * count);
 }
 
-__global__ void __launch_bounds__(kThreads) convert_kernel(const __grid_constant__ ConvertArgs args) {
-    wait_for_previous_kernel();
+__global__ void __launch_bounds__(kThreads)
+    convert_kernel(const float* input, float factor, int64_t numel, int format, uint8_t* output) {
     const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kLaneElements;
     const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kLaneElements;
-    for (int64_t i = first; i < args.numel; i += stride) {
-        const int count = clamp_count(args.numel - i, kLaneElements);
+    for (int64_t i = first; i < numel; i += stride) {
+        const int count = clamp_count(numel - i, kLaneElements);
         float x[kLaneElements];
-        load_elements(args.input + i, count, x);
+        load_elements(input + i, count, x);
 #pragma unroll
-        for (int k = 0; k < kLaneElements; ++k) x[k] *= args.factor;
-        uint8_t* output = static_cast<uint8_t*>(args.output);
-        switch (args.format) {
-            case Format::kE2M1:
+        for (int k = 0; k < kLaneElements; ++k) x[k] *= factor;
+        switch (format) {
+            case kE2M1:
                 store_codes(x, output + i, count);
                 break;
-            case Format::kE4M3:
+            case kE4M3:
                 store4(output + i, convert_four_e4m3(x), count);
                 break;
-            case Format::kBFloat16:
+            case kBFloat16:
                 store_halves<BFloat16>(x, output + 2 * i, count);
                 break;
-            case Format::kFloat16:
+            case kFloat16:
                 store_halves<Float16>(x, output + 2 * i, count);
                 break;
         }
@@ -53,9 +52,9 @@ __global__ void __launch_bounds__(kThreads) convert_kernel(const __grid_constant
 
 }  // namespace
 
-void convert(const ConvertArgs& args, cudaStream_t stream) {
-    const int64_t blocks = ceil_div(args.numel, kThreads * kLaneElements);
-    launch("convert", convert_kernel, resident_blocks("convert", blocks, kConvertBlocksPerSm), stream, args);
+extern "C" int convert(const float* input, float factor, int64_t numel, int format, void* output,
+                       void* stream) {
+    convert_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        input, factor, numel, format, static_cast<uint8_t*>(output));
+    return cudaGetLastError();
 }
-
-}  // namespace zerofp4::cuda
