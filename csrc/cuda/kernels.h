@@ -9,8 +9,8 @@
 #include "common/args/scale_layout.h"
 #include "common/args/transpose.h"
 
-typedef struct CUstream_st*
-    cudaStream_t;  // as in cuda_runtime_api.h, which a build without CUDA does not have
+// As in cuda_runtime_api.h, which a build without CUDA does not have.
+typedef struct CUstream_st* cudaStream_t;
 
 namespace zerofp4::cuda {
 

@@ -10,8 +10,8 @@ namespace zerofp4::cuda {
 
 static_assert(kScaleTiles * kBlock == kAtomRows && kScaleTiles == 2 * kAtomColumns);
 
-// Scale bytes of a square, 0 outside of the weight: word [i][h] has those of the tiles (i, 4h) to (i, 4h +
-// 3).
+// Scale bytes of a square, 0 outside of the weight: word [i][h] has those of the tiles (i, 4 h) and the three
+// after it.
 using SquareBytes = uint32_t[kScaleTiles][2];
 
 // One orientation of a weight, and where the lane's square lies in it.
@@ -20,8 +20,8 @@ struct ScaleSquare {
     int64_t rows;             // of the matrix
     int64_t tile_rows;
     int64_t tile_columns;
-    int64_t
-        tile_row;  // of the square's first tile; this or the column past the last where there is no square
+    // Of the square's first tile; one of them is past the last where there is no square.
+    int64_t tile_row;
     int64_t tile_column;
 };
 

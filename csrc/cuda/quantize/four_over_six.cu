@@ -12,8 +12,8 @@ namespace zerofp4::cuda {
 namespace {
 
 constexpr unsigned kHalf = kLanes / 2;
-constexpr int64_t kPaddedBlocks =
-    kAtomRows / kBlock;  // padded layouts end at a multiple of it in both directions
+// Padded layouts end at a multiple of so many blocks in both directions.
+constexpr int64_t kPaddedBlocks = kAtomRows / kBlock;
 
 // One copy of the tensor: a matrix [rows, cols] of which the input is the one or the other orientation.
 struct Copy {
