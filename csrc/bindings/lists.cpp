@@ -9,16 +9,15 @@ namespace zerofp4::bindings {
 
 void bind_lists(py::module_& m) {
     m.attr("ARGUMENT_ITEMS") = kArgumentItems;
-    py::class_<DequantizeDescriptor>(m, "DequantizeDescriptor")
-        .def(py::init(&dequantize_descriptor), py::kw_only(), "data"_a, "scale"_a, "amax"_a, "output"_a,
-             "rows"_a, "cols"_a, "columnwise"_a, "block_rows"_a, "layout"_a, "e4m3_max"_a);
-    list_class<DequantizeList>(m, "DequantizeList")
-        .def(py::init<bool, std::vector<DequantizeDescriptor>, int>(), "on_cpu"_a, "items"_a, "dtype"_a);
-    py::class_<ScaleLayoutDescriptor>(m, "ScaleLayoutDescriptor")
-        .def(py::init(&scale_layout_descriptor), py::kw_only(), "input"_a, "output"_a, "rows"_a, "columns"_a,
-             "block_rows"_a, "layout"_a);
-    list_class<ScaleLayoutList>(m, "ScaleLayoutList")
-        .def(py::init<bool, std::vector<ScaleLayoutDescriptor>, bool>(), "on_cpu"_a, "items"_a, "pad"_a);
+    // data, scale, amax, output, rows, cols, columnwise, block_rows, layout, e4m3_max
+    list_class<DequantizeList, int>(m, "DequantizeList", 10, "dtype", [](const int64_t* f) {
+        return dequantize_descriptor(f[0], f[1], f[2], f[3], f[4], f[5], f[6] != 0, f[7],
+                                     static_cast<int>(f[8]), static_cast<int>(f[9]));
+    });
+    // input, output, rows, columns, block_rows, layout
+    list_class<ScaleLayoutList, bool>(m, "ScaleLayoutList", 6, "pad", [](const int64_t* f) {
+        return scale_layout_descriptor(f[0], f[1], f[2], f[3], f[4], static_cast<int>(f[5]));
+    });
 }
 
 }  // namespace zerofp4::bindings

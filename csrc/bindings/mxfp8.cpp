@@ -36,11 +36,10 @@ void dequantize_mxfp8(const Target& target, uintptr_t data, uintptr_t scale, int
 }  // namespace
 
 void bind_mxfp8(py::module_& m) {
-    py::class_<Mxfp8DequantizeDescriptor>(m, "Mxfp8DequantizeDescriptor")
-        .def(py::init(&mxfp8_dequantize_descriptor), py::kw_only(), "data"_a, "scale"_a, "output"_a, "rows"_a,
-             "cols"_a, "columnwise"_a, "layout"_a);
-    list_class<Mxfp8DequantizeList>(m, "Mxfp8DequantizeList")
-        .def(py::init<bool, std::vector<Mxfp8DequantizeDescriptor>, int>(), "on_cpu"_a, "items"_a, "dtype"_a);
+    // data, scale, output, rows, cols, columnwise, layout
+    list_class<Mxfp8DequantizeList, int>(m, "Mxfp8DequantizeList", 7, "dtype", [](const int64_t* f) {
+        return mxfp8_dequantize_descriptor(f[0], f[1], f[2], f[3], f[4], f[5] != 0, static_cast<int>(f[6]));
+    });
     m.def("quantize_mxfp8", &quantize_mxfp8, NoGil());
     m.def("dequantize_mxfp8", &dequantize_mxfp8, NoGil());
 }

@@ -5,6 +5,7 @@ operator on given tensors each: schema, fake and backends.
 """
 
 from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
+from zerofp4.ops.dequantize import values_of, values_of_many
 from zerofp4.ops.device import build_info, check_cuda, is_capturing, target_of
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.quantize import choice_arguments, draw_rng_state, quantize_into
@@ -42,4 +43,6 @@ __all__ = [
     "is_capturing",
     "quantize_into",
     "target_of",
+    "values_of",
+    "values_of_many",
 ]

@@ -1,5 +1,6 @@
 """zerofp4::dequantize and its multi-tensor form: packed codes and their scales to values."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,9 +9,9 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.ops.device import DTYPE_CODES
+from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.lists import run_list, zip_lists
-from zerofp4.ops.operator import backend, check_block_rows, check_scale
+from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
 from zerofp4.storage import check_buffer
 
 E4M3_MAXIMA = (448, 256)
@@ -65,28 +66,21 @@ def _check(items: Sequence[_Item], dtype: torch.dtype, layout: str, names: Seque
         check_buffer(f"amax{name}", item.amax, (1,), torch.float32, device)
 
 
+def _words(item: _Item, out: torch.Tensor, layout: int) -> tuple[int, ...]:
+    """An item of the native list."""
+    data, scale, amax, block_rows, e4m3_max, columnwise = item
+    addresses = (data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr())
+    return (*addresses, *out.shape, columnwise, block_rows, layout, e4m3_max)
+
+
 def _run(items: Sequence[_Item], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
     outputs = [torch.empty(item.shape, dtype=dtype, device=item.data.device) for item in items]
-    descriptors = [
-        _C.DequantizeDescriptor(
-            data=item.data.data_ptr(),
-            scale=item.scale.data_ptr(),
-            amax=item.amax.data_ptr(),
-            output=out.data_ptr(),
-            rows=item.shape[0],
-            cols=item.shape[1],
-            columnwise=item.columnwise,
-            block_rows=item.block_rows,
-            layout=SCALE_LAYOUTS.index(layout),
-            e4m3_max=item.e4m3_max,
-        )
-        for item, out in zip(items, outputs, strict=True)
-        if out.numel()
-    ]
-    if descriptors:
+    code = SCALE_LAYOUTS.index(layout)
+    words = [_words(item, out, code) for item, out in zip(items, outputs, strict=True) if out.numel()]
+    if words:
         device = items[0].data.device
-        native = _C.DequantizeList(device.type == "cpu", descriptors, DTYPE_CODES[dtype])
-        run_list(native, len(descriptors), device)
+        flat = list(itertools.chain.from_iterable(words))
+        run_list(_C.DequantizeList(device.type == "cpu", flat, DTYPE_CODES[dtype]), len(words), device)
     return outputs
 
 
@@ -101,6 +95,28 @@ def _many(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise) ->
     items = [_Item(*fields) for fields in zip_lists(**lists, e4m3_max=e4m3_max, columnwise=columnwise)]
     _check(items, dtype, layout, [f"[{i}]" for i in range(len(items))])
     return items
+
+
+def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> torch.Tensor:
+    """[M, K] values of a copy in a record, with compact scales. The record has checked its buffers."""
+    if not is_plain_call(data):
+        options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
+        return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
+    item = _Item(data, scale, amax, block_rows, e4m3_max, columnwise)
+    out = torch.empty(item.shape, dtype=dtype, device=data.device)
+    if out.numel():
+        native = _C.DequantizeList(data.device.type == "cpu", _words(item, out, 0), DTYPE_CODES[dtype])
+        native.run(target_of(data.device))
+    return out
+
+
+def values_of_many(copies: Sequence[tuple], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The same of a list of copies, in one launch."""
+    items = [_Item(*copy) for copy in copies]
+    if all(is_plain_call(item.data) for item in items[:1]):
+        return _run(items, dtype, "compact")
+    columns = list(map(list, zip(*items, strict=True)))
+    return torch.ops.zerofp4.dequantize_many(*columns[:4], dtype, "compact", *columns[4:])
 
 
 @backend("dequantize")

@@ -12,6 +12,9 @@ from zerofp4.layout import ceil_div, scale_shape
 from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale
 
+FIELDS = 6
+"""Integers of an item of the native list."""
+
 _ONE = "(Tensor scale, int rows, int cols, int block_rows, str layout) -> Tensor"
 _MANY = "(Tensor[] scales, int[] rows, int[] cols, int[] block_rows, str layout) -> Tensor[]"
 torch.library.define("zerofp4::pad_scale", _ONE)
@@ -31,21 +34,13 @@ def _change_layouts(
 
     matrices: (rows, cols, block_rows) of the quantized matrices.
     """
-    descriptors = [
-        _C.ScaleLayoutDescriptor(
-            input=source.data_ptr(),
-            output=target.data_ptr(),
-            rows=rows,
-            columns=ceil_div(cols, BLOCK),
-            block_rows=block_rows,
-            layout=SCALE_LAYOUTS.index(layout),
-        )
-        for source, target, (rows, cols, block_rows) in zip(sources, targets, matrices, strict=True)
-        if target.numel()
-    ]
-    if descriptors:
+    code, words = SCALE_LAYOUTS.index(layout), []
+    for source, target, (rows, cols, block_rows) in zip(sources, targets, matrices, strict=True):
+        if target.numel():
+            words += (source.data_ptr(), target.data_ptr(), rows, ceil_div(cols, BLOCK), block_rows, code)
+    if words:
         device = sources[0].device
-        run_list(_C.ScaleLayoutList(device.type == "cpu", descriptors, pad), len(descriptors), device)
+        run_list(_C.ScaleLayoutList(device.type == "cpu", words, pad), len(words) // FIELDS, device)
 
 
 def _new_scale(name, scale, device, rows, cols, block_rows, layout, pad: bool) -> torch.Tensor:

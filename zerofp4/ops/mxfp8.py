@@ -18,6 +18,9 @@ from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_bytes
 from zerofp4.storage import check_buffer
 
+FIELDS = 7
+"""Integers of an item of the native list."""
+
 torch.library.define(
     "zerofp4::quantize_mxfp8",
     "(Tensor x, Tensor? skip, "
@@ -113,23 +116,14 @@ def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
 def _dequantize_mxfp8_many(data, scale, columnwise, layout, dtype) -> list[torch.Tensor]:
     """The same of a list of copies, in one launch."""
     outputs = _new_many(data, scale, columnwise, layout, dtype)
-    descriptors = [
-        _C.Mxfp8DequantizeDescriptor(
-            data=codes.data_ptr(),
-            scale=scales.data_ptr(),
-            output=out.data_ptr(),
-            rows=codes.shape[0],
-            cols=codes.shape[1],
-            columnwise=side,
-            layout=SCALE_LAYOUTS.index(layout),
-        )
-        for codes, scales, side, out in zip(data, scale, columnwise, outputs, strict=True)
-        if out.numel()
-    ]
-    if descriptors:
+    code, words = SCALE_LAYOUTS.index(layout), []
+    for codes, scales, side, out in zip(data, scale, columnwise, outputs, strict=True):
+        if out.numel():
+            words += (codes.data_ptr(), scales.data_ptr(), out.data_ptr(), *codes.shape, side, code)
+    if words:
         device = data[0].device
-        native = _C.Mxfp8DequantizeList(device.type == "cpu", descriptors, DTYPE_CODES[dtype])
-        run_list(native, len(descriptors), device)
+        native = _C.Mxfp8DequantizeList(device.type == "cpu", words, DTYPE_CODES[dtype])
+        run_list(native, len(words) // FIELDS, device)
     return outputs
 
 

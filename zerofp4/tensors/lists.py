@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerofp4 import ops
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
 from zerofp4.storage import SIDES, Side, check_block
@@ -55,10 +56,7 @@ def _check_tensors(tensors: Sequence) -> None:
 
 def _nvfp4_values(tensors: Sequence[NVFP4Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Matrices, from one launch."""
-    sources = [values_source(tensor.record) for tensor in tensors]
-    data, scale, amax, block_rows, e4m3_max, columnwise = map(list, zip(*sources, strict=True))
-    options = ("compact", e4m3_max, columnwise)
-    return torch.ops.zerofp4.dequantize_many(data, scale, amax, block_rows, dtype, *options)
+    return ops.values_of_many([values_source(tensor.record) for tensor in tensors], dtype)
 
 
 def _mxfp8_values(tensors: Sequence[MXFP8Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

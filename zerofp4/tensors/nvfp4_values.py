@@ -39,11 +39,8 @@ def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
     """Values in the record's shape: computed in float32, rounded once to dtype. Errors as values_source."""
-    data, scale, amax, block_rows, e4m3_max, columnwise = values_source(record)
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
-    matrix = torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, kernel_dtype, **options)
-    return matrix.view(record.shape).to(dtype)
+    return ops.values_of(*values_source(record), kernel_dtype).view(record.shape).to(dtype)
 
 
 def requantize(record: NVFP4Storage, values: torch.Tensor) -> None:
