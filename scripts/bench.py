@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Measures operations against the copy ceiling and against what others do, and shows the results.
 
-    scripts/bench.py all                        everything that README.md shows, on the GPU if there is one
+    scripts/bench.py all                        everything that the pages show, on the GPU if there is one
     scripts/bench.py local_step                 one operation, over every workload it has
     scripts/bench.py local_step --workload square --size 4096 --device cpu --threads 2
     scripts/bench.py adamw --scale 16           the lists of weights, 16 times smaller
     scripts/bench.py transpose --profile        with kernels and host time of every row
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
     scripts/bench.py instructions               what rows execute, counted by ncu, for budgets in the tables
-    scripts/bench.py readme                     charts and the tables of README.md from benchmarks/results
+    scripts/bench.py docs                       charts and the tables of docs/performance.md from the results
 
 Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
 the 224 weights of Llama-3-8B's layers; the process owns what rank 1 of 4 owns when the flat buffer of the
@@ -39,12 +39,9 @@ from benchmarking import chart, instructions, tables
 from benchmarking.clock import keep_freed_memory
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
-from benchmarking.tables import readme_section
 from benchmarking.workloads import NAMES
 
 from zerofp4.format import SCALE_LAYOUTS
-
-__all__ = ["main", "readme_section"]
 
 SIZES = {"cuda": 16384, "cpu": 4096}
 SCALES = {"cuda": 1, "cpu": 16}
@@ -73,9 +70,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
     add_options(add_command(commands, "all", summary), tuple(NAMES))
     add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
-    add_command(commands, "readme", "write the charts, and the tables of README.md, from benchmarks/results")
+    add_command(commands, "docs", "write the charts, and the tables of docs/performance.md, from the results")
     options = parser.parse_args(arguments)
-    if options.command not in ("readme", "instructions"):
+    if options.command not in ("docs", "instructions"):
         complete(options, parser)
     return options
 
@@ -172,9 +169,9 @@ def draw(folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
-    if options.command == "readme":
+    if options.command == "docs":
         draw(RESULTS)
-        print(f"wrote {tables.write_readme()}")
+        print(f"wrote {tables.write_docs()}")
         return 0
     if options.command == "instructions":
         return count_instructions(options.output)

@@ -1,4 +1,4 @@
-"""Which rows of a result file README.md and the charts show."""
+"""Which rows of a result file docs/performance.md and the charts show."""
 
 MOST_ROWS = 16
 

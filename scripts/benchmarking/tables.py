@@ -1,4 +1,4 @@
-"""Result files as tables: on the terminal, and in README.md."""
+"""Result files as tables: on the terminal, and in docs/performance.md."""
 
 import json
 import sys
@@ -192,20 +192,22 @@ def markdown(path: Path, result: dict) -> str:
     return "\n\n".join(parts)
 
 
-def readme_section() -> str:
+def docs_section() -> str:
     """What stands between the benchmark markers: per device its chart, if there is one, then its tables."""
     parts, shown = [], set()
     for path, result in load(RESULTS):
         chart = chart_path(RESULTS, result)
         if chart.exists() and chart not in shown:
             shown.add(chart)
-            parts.append(f"![Percent of the copy ceiling on {result['device']}]({chart.relative_to(ROOT)})")
+            link = Path("..", chart.relative_to(ROOT))
+            parts.append(f"![Percent of the copy ceiling on {result['device']}]({link})")
         parts.append(markdown(path, result))
     return "\n\n".join(parts)
 
 
-def write_readme() -> Path:
-    path = ROOT / "README.md"
+def write_docs() -> Path:
+    """Put the section between the markers of the page that shows it."""
+    path = ROOT / "docs" / "performance.md"
     head, rest = path.read_text().split(BEGIN)
-    path.write_text(head + BEGIN + readme_section() + END + rest.split(END)[1])
+    path.write_text(head + BEGIN + docs_section() + END + rest.split(END)[1])
     return path

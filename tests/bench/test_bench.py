@@ -194,7 +194,7 @@ def test_every_operation_has_a_summary_and_workloads_that_exist():
         (["quantize", "--scale-layouts", "swizzled"], "unrecognized arguments: --scale-layouts swizzled"),
         (["amax", "--scale-layouts", "round"], "argument --scale-layouts: invalid choice: 'round'"),
         (["all", "--siz", "64"], "unrecognized arguments: --siz 64"),
-        (["readme", "--size", "64"], "unrecognized arguments: --size 64"),
+        (["docs", "--size", "64"], "unrecognized arguments: --size 64"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):

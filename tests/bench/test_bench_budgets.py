@@ -73,7 +73,7 @@ def result_of(device: str = H200, commit: str = "abcdef", **row) -> dict:
 def test_tables_show_the_budget_beside_the_target(results):
     (results / "quantize_cuda.json").write_text(json.dumps(result_of()))
     assert [path.name for path, _ in tables.load(results)] == ["quantize_cuda.json"]
-    head, _, _, _, line = tables.readme_section().splitlines()
+    head, _, _, _, line = tables.docs_section().splitlines()
     assert head.endswith("copy ceiling 4,066 GB/s; instructions counted at commit 0123456.")
     assert "| 33 instructions (16 ALU, 12 FMA): at most 57% by issue; at least 70%: met |" in line
 

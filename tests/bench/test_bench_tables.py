@@ -1,4 +1,4 @@
-"""How scripts/bench.py shows results: notes, tables, what README.md leaves out."""
+"""How scripts/bench.py shows results: notes, tables, what docs/performance.md leaves out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_bars_of_one_workload_stand_together():
     assert chart.places([{"name": "transpose/a"}, {"name": "transpose/b"}]) == [0, 1]
 
 
-def test_the_readme_section_has_tables_of_times_and_of_counts(tmp_path, monkeypatch):
+def test_the_section_of_the_docs_has_tables_of_times_and_of_counts(tmp_path, monkeypatch):
     timed = {"name": "amax/64", "ms": 0.5, "gbps": 2000.0, "percent_of_copy": 50.0, "rule": "4n"}
     timed |= {"kind": "percent_of_copy", "target": 40}
     counted = {"name": "host_step/10", "kind": "host_us", "host_us": 61.0, "target": 60, "rule": "one step"}
@@ -79,8 +79,8 @@ def test_the_readme_section_has_tables_of_times_and_of_counts(tmp_path, monkeypa
     for module in (tables, session):
         monkeypatch.setattr(module, "ROOT", tmp_path)
         monkeypatch.setattr(module, "RESULTS", folder)
-    assert tables.readme_section().splitlines() == [
-        "![Percent of the copy ceiling on D](results/percent_of_copy_cuda.png)",
+    assert tables.docs_section().splitlines() == [
+        "![Percent of the copy ceiling on D](../results/percent_of_copy_cuda.png)",
         "",
         "D, `results/amax_cuda.json`: copy ceiling 4,000 GB/s.",
         "",
@@ -109,7 +109,7 @@ def test_targets_and_peers_are_shown_first():
     assert selected([*plain, *many]) == many
 
 
-def test_the_readme_says_how_many_rows_it_leaves_out(tmp_path, monkeypatch):
+def test_the_page_says_how_many_rows_it_leaves_out(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     rows = [row_named(f"row/{i}") for i in range(MOST_ROWS + 3)]
     result = {"benchmark": "x", "device": "D", "threads": None, "copy_gbps": 10.0, "rows": rows}

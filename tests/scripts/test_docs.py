@@ -1,0 +1,139 @@
+"""What docs/ shows is what is in the repository, and the site builds."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarking import tables
+
+import zerofp4
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md"))]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """Of headings, as mkdocs and GitHub make them of what ours consist of."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target} has no such heading"
+
+
+def test_the_snippet_is_the_example_and_runs():
+    example = (ROOT / "examples" / "own_optimizer_step.py").read_text()
+    page = (DOCS / "own-step.md").read_text()
+    shown = re.search(r"```python\n(import torch.*?)```", page, re.DOTALL).group(1)
+    assert example.endswith(shown), "docs/own-step.md has another snippet than the example"
+    command = [sys.executable, "examples/own_optimizer_step.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "linear gives (4, 256) torch.bfloat16" in run.stdout
+
+
+def test_the_snippet_of_quantizing_runs():
+    page = (DOCS / "index.md").read_text()
+    snippet = re.search(r"```python\n(x = torch.*?)```", page, re.DOTALL).group(1)
+    names = {"torch": torch, "zerofp4": zerofp4}
+    exec(snippet, names)
+    assert names["values"].shape == names["y"].shape == (256, 512) and len(names["experts"]) == 3
+
+
+def test_the_training_snippet_is_that_of_the_readme():
+    shown = [
+        re.search(r"```python\n(report = .*?)```", path.read_text(), re.DOTALL).group(1)
+        for path in (ROOT / "README.md", DOCS / "index.md")
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_the_tables_are_those_of_the_result_files():
+    page = (DOCS / "performance.md").read_text()
+    shown = page.split(tables.BEGIN)[1].split(tables.END)[0]
+    assert shown == tables.docs_section(), "run scripts/bench.py docs"
+
+
+def test_the_api_page_has_every_public_name():
+    listed = set(re.findall(r"^::: zerofp4\.(\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    public = {name for name in zerofp4.__all__ if name not in ("launch", "optim")}
+    public |= {f"optim.{name}" for name in zerofp4.optim.__all__}
+    public |= {f"launch.{name}" for name in ("World", "init_process_group", "destroy_process_group")}
+    assert public <= listed, f"not on docs/api.md: {sorted(public - listed)}"
+
+
+def why_not() -> str | None:
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed: pip install mkdocs-material mkdocstrings-python"
+    return None
+
+
+def run_docs(script: Path, path: str, *options: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run([script, *options], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_site_builds_without_a_warning(tmp_path):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    built = run_docs(ROOT / "scripts" / "docs.sh", path, "--site-dir", str(tmp_path))
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert built.stdout.endswith("DOCS BUILT\n")
+    assert (tmp_path / "benchmarks" / "NOTES.html").exists()
+    api = (tmp_path / "api.html").read_text()
+    assert "<li>" in api and "<code>on_nonfinite</code>: " in api
+
+
+def test_without_mkdocs_the_script_says_what_is_missing(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = Path(shutil.copy(ROOT / "scripts" / "docs.sh", tmp_path / "scripts"))
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    run = run_docs(script, os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    assert run.returncode == 1
+    assert run.stderr == (
+        "error: the documentation needs mkdocs: pip install mkdocs-material mkdocstrings-python\n"
+    )
+
+
+DOCSTRING = """\
+weights: one tensor
+or several.
+weights[i], scales: of the
+i-th layer.
+Note: this is no parameter.
+Raises ValueError for none."""
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_explained_names_become_a_list():
+    from documentation.docstrings import with_list
+
+    assert with_list(DOCSTRING, {"weights", "scales"}) == (
+        "- `weights`: one tensor or several.\n"
+        "- `weights[i], scales`: of the i-th layer. Note: this is no parameter.\n\n"
+        "Raises ValueError for none."
+    )
+    sentence = "A sentence: nothing of it\nis a list."
+    assert with_list(sentence, {"A"}) == sentence
