@@ -130,10 +130,12 @@ def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | N
     """
     usable = []
     for name in architectures:
-        kind, major, minor = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name).groups()
-        version, own = (int(major), int(minor)), tuple(capability)
-        if version <= own and (kind == "compute" or version[0] == own[0]):
-            usable.append((kind == "sm", version, name))
+        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
+        if parts is None:
+            continue
+        version, own, machine_code = (int(parts[2]), int(parts[3])), tuple(capability), parts[1] == "sm"
+        if version <= own and (version[0] == own[0] or not machine_code):
+            usable.append((machine_code, version, name))
     return max(usable)[2] if usable else None
 
 
