@@ -41,32 +41,15 @@ sys.exit(found.parent != pathlib.Path(sys.argv[1], "zerofp4"))
 EOF
 }
 
-# imports_package PYTHON: does it import zerofp4, extension and all, wherever from?
-imports_package() {
-    (cd / && "$1" -c 'import zerofp4') 2>/dev/null
+# is_installed PYTHON PACKAGE: has it a zerofp4 from elsewhere, extension and all, where PACKAGE lets it?
+is_installed() {
+    [[ $2 == any ]] && ! package_is_ours "$1" && (cd / && "$1" -c 'import zerofp4') 2>/dev/null
 }
 
-# serves PYTHON PACKAGE: can that Python be used as it is?
-serves() {
-    if package_is_ours "$1"; then
-        extension_is_current "$1"
-    else
-        [[ $2 == any ]] && imports_package "$1"
-    fi
-}
-
-# extension_is_current PYTHON: is there one for this Python, newer than its sources?
-extension_is_current() {
-    "$1" - "$ROOT" <<'EOF' 2>/dev/null
-import pathlib
-import sys
-import sysconfig
-
-root = pathlib.Path(sys.argv[1])
-built = root / "zerofp4" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-sources = [root / "setup.py", *(path for path in (root / "csrc").rglob("*") if path.is_file())]
-sys.exit(built.stat().st_mtime < max(path.stat().st_mtime for path in sources))
-EOF
+# build_extension PYTHON: brings it up to date, which takes a second where it is. The build's own records decide: flags,
+# compilers and architectures count as the sources do. Quiet unless something is compiled.
+build_extension() {
+    (cd "$ROOT" && "$1" setup.py --quiet build_ext --inplace) || fail "the extension did not build"
 }
 
 # missing PYTHON EXTRA: the requirements of that extra which are not installed.
@@ -106,14 +89,19 @@ make_venv() {
         >"$("$ROOT/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
 }
 
-# install PYTHON EXTRA: build the package and install it editable. It needs no network where all it takes is here.
+# get_build_tools PYTHON: what pyproject.toml requires for a build. It stays, so that build_extension can run later.
+get_build_tools() {
+    local requirements
+    mapfile -t requirements < <(sed -n 's/^requires = //p' "$ROOT/pyproject.toml" | grep -o '[a-z0-9]*>=[0-9.]*')
+    say "installing ${requirements[*]}"
+    "$1" -m pip install --quiet "${requirements[@]}" || fail "${requirements[*]} could not be installed"
+}
+
+# install PYTHON: the package, editable. It needs no network.
 install() {
-    say "building and installing zerofp4"
-    if has "$1" torch setuptools pybind11; then
-        "$1" -m pip install --quiet --no-build-isolation --no-deps --editable "$ROOT"
-    else
-        "$1" -m pip install --quiet --editable "$ROOT[$2]"
-    fi || fail "zerofp4 did not build or install"
+    say "installing zerofp4"
+    "$1" -m pip install --quiet --no-build-isolation --no-deps --editable "$ROOT" ||
+        fail "zerofp4 could not be installed"
 }
 
 setup_environment() {
@@ -122,7 +110,7 @@ setup_environment() {
     "$outer" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "Python 3.10 is needed, this is $("$outer" -V)"
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     PYTHON=$ROOT/.venv/bin/python
-    if has_torch "$outer" && { package_is_ours "$outer" || serves "$outer" "$package"; }; then
+    if has_torch "$outer" && { package_is_ours "$outer" || is_installed "$outer" "$package"; }; then
         PYTHON=$outer
     else
         "$PYTHON" -c '' 2>/dev/null || make_venv "$outer"
@@ -131,8 +119,11 @@ setup_environment() {
         say "installing $TORCH"
         "$PYTHON" -m pip install --quiet "$TORCH" || fail "$TORCH could not be installed"
     fi
-    if ! serves "$PYTHON" "$package"; then
-        install "$PYTHON" "$extra"
+    if ! is_installed "$PYTHON" "$package"; then
+        has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
+        # By itself, since pip shows nothing of a build before it failed.
+        build_extension "$PYTHON"
+        package_is_ours "$PYTHON" || install "$PYTHON"
     fi
     mapfile -t wanted < <(missing "$PYTHON" "$extra")
     if ((${#wanted[@]})); then
