@@ -16,7 +16,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-sys.path.insert(0, str(Path(__file__).parent))  # not there in an isolated build
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there in an isolated build
 
 from build_tools import architectures, commands, compilers, objects
 

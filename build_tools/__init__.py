@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools.errors import BaseError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class BuildError(BaseError):
