@@ -104,3 +104,12 @@ def test_this_python_runs_the_ranks():
 def test_an_unknown_launcher():
     with pytest.raises(ValueError, match=r"launcher: must be .*, got 'srun'"):
         run_ranks(rank_times, 2, "srun", factor=1)
+
+
+def keeps_a_group(world):
+    sys.kept = dist.new_group([0])
+
+
+def test_a_group_that_outlives_the_launch_is_named():
+    with pytest.raises(RanksFailed, match=r"every check passed, then .*(?s:.*)outlived .* still run: \['"):
+        run_ranks(keeps_a_group, 1, "alone", env={"CUDA_VISIBLE_DEVICES": ""})
