@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,51 @@ from hypothesis import settings
 
 # The same examples on every machine and in every run: a failure in CI is a failure at one's desk.
 settings.register_profile("zerofp4", deadline=None, derandomize=True, max_examples=50, database=None)
+settings.register_profile("quick", settings.get_profile("zerofp4"), max_examples=3)
 settings.load_profile("zerofp4")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="of each test the middle one of its cases, per device; nothing heavy, no benchmarks, 2 ranks",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.quick:
+        settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test function is a rule: in the quick lane one of its cases stands for it. Left out are only rules of
+    which a single case takes seconds.
+    """
+    for item in items:
+        if "bench" in item.path.parts:
+            item.add_marker("bench")
+    if config.option.quick:
+        chosen = set(quick_lane(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def quick_lane(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    def rule(item: pytest.Item) -> tuple[str, str]:
+        return item.nodeid.partition("[")[0], str(parameters(item).get("device"))
+
+    def parameters(item: pytest.Item) -> dict:
+        return item.callspec.params if hasattr(item, "callspec") else {}
+
+    def is_quick(item: pytest.Item) -> bool:
+        setting = parameters(item).get("setting")  # of a test on ranks: all such share one launch
+        marks = {mark.name for mark in item.iter_markers()}
+        return not marks & {"heavy", "bench", "skip"} and (setting is None or str(setting) == "torchrun-2")
+
+    for _, cases in groupby(sorted(filter(is_quick, items), key=rule), key=rule):
+        found = list(cases)
+        yield found[len(found) // 2]
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

@@ -1,11 +1,6 @@
 """What tests of the native operations share: shapes, values of every kind of difficulty, poisoned records."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
-import pytest
 import torch
 from helpers import assert_bytes_equal
 
@@ -87,18 +82,3 @@ def assert_record_equals(record: NVFP4Storage, q: reference.Quantized, what: str
         expected["amax"] = q.columnwise_amax
     for name, buffer in record.buffers():
         assert_bytes_equal(buffer, expected[name].to(buffer.device), f"{what}: {name}")
-
-
-def run_with_instruction_set(isa: str, file: str, select: str) -> None:
-    """Run the tests of a file that `select` names again, with a CPU instruction set other than the best one.
-    Skips the calling test where the processor or the build has not got it.
-    """
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", file, "-k", select],
-        env=os.environ | {"ZEROFP4_CPU_ISA": isa},
-        capture_output=True,
-        text=True,
-    )
-    if "this build runs" in run.stdout:
-        pytest.skip(f"this processor or build has no {isa}")
-    assert run.returncode == 0, run.stdout

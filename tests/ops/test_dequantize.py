@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
-from op_cases import DTYPES, SHAPES, run_with_instruction_set
+from op_cases import DTYPES, SHAPES
 
 import zerofp4
 from zerofp4 import reference
@@ -56,6 +56,7 @@ class Case:
         return values.t().contiguous() if self.columnwise else values
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_rows", [1, 16])
@@ -258,8 +259,3 @@ def test_many_refuses():
         zerofp4.dequantize_many([zerofp4.empty((16, 16)), torch.zeros(16, 16)])
     with pytest.raises(ValueError, match="dtype must be one of"):
         zerofp4.dequantize_many([zerofp4.empty((16, 16))], torch.float64)
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    run_with_instruction_set(isa, __file__, "cpu and every_code")

@@ -9,7 +9,7 @@ from helpers import assert_bytes_equal, assert_values_equal, needs_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from mxfp8_cases import NAMES, SHAPES, Guarded, expected_buffers
-from op_cases import DTYPES, KINDS, draw_values, run_with_instruction_set
+from op_cases import DTYPES, KINDS, draw_values
 
 import zerofp4
 from zerofp4 import reference
@@ -49,6 +49,7 @@ def test_factors_are_powers_of_two_over_all_bytes():
     assert_values_equal(reference.mxfp8_encode(scale), 1 / powers, "encode")
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_quantize_every_exponent(device, columnwise):
     """Blocks whose amaxes lie around every place where the scale changes, Inf and NaN included."""
@@ -62,6 +63,7 @@ def test_quantize_every_exponent(device, columnwise):
     check_quantize(x.t().contiguous().to(device) if columnwise else x.to(device))
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantize_every_value_as_amax(device, dtype, columnwise):
@@ -84,6 +86,7 @@ def test_nonfinite_elements(device):
 # Quantize
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_every_shape_and_dtype(device, shape, dtype):
@@ -101,6 +104,7 @@ def test_quantize_drawn(device, rows, cols, dtype, kind, seed):
     check_quantize(draw_values(seed, rows * cols, kind).view(rows, cols).to(dtype).to(device))
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", [(33, 100), (40, 512)])
 @pytest.mark.parametrize(
     "names",
@@ -160,6 +164,7 @@ def test_round_trip_in_a_captured_graph(shape):
         assert_bytes_equal(actual, expected, "replayed")
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 0)])
 def test_empty(device, shape):
     check_quantize(torch.empty(shape, device=device))
@@ -184,8 +189,3 @@ def test_quantize_refuses(change, error, message):
     x = torch.zeros(4, 6)
     with pytest.raises(error, match=message):
         ZEROFP4.quantize_mxfp8(*({"x": x, "skip": None, **expected_buffers(x)} | change).values())
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    run_with_instruction_set(isa, __file__, "cpu and (every or asked or empty)")

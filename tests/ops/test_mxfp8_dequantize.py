@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_values_equal, poisoned_allocations
 from mxfp8_cases import SHAPES, Guarded, random_bytes, swizzled_bytes
-from op_cases import DTYPES, run_with_instruction_set
+from op_cases import DTYPES
 
 from zerofp4 import reference
 from zerofp4.format import MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE
@@ -28,6 +28,7 @@ def check_dequantize(data, scale, columnwise: bool, dtype, device, offset: int =
         assert_values_equal(actual.cpu(), expected, f"{tuple(data.shape)} {dtype} {layout}")
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_dequantize_every_byte_and_scale(device, columnwise, dtype):
@@ -38,6 +39,7 @@ def test_dequantize_every_byte_and_scale(device, columnwise, dtype):
     check_dequantize(data, scale, columnwise, dtype, device)
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -47,6 +49,7 @@ def test_dequantize_every_shape_and_dtype(device, shape, dtype, columnwise):
         check_dequantize(random_bytes(shape, 0), scale, columnwise, dtype, device, offset)
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_empty(device, shape, columnwise):
@@ -85,6 +88,7 @@ def arguments_of(cases, layout: str, device) -> list[list]:
     return [list(column) for column in zip(*(c.arguments(layout, device) for c in cases), strict=True)]
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 100, 1100])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,8 +153,3 @@ def test_many_refuses():
         call([*data[:2], data[2].flatten()], scale, columnwise, "compact", torch.float32)
     with pytest.raises(ValueError, match=r"data\[1\] must be on cpu, got meta"):
         call([data[0], data[1].to("meta"), data[2]], scale, columnwise, "compact", torch.float32)
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    run_with_instruction_set(isa, __file__, "cpu and (every or many or empty)")

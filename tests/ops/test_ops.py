@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from op_cases import POISON, run_with_instruction_set
+from op_cases import POISON
 
 import zerofp4
 from zerofp4 import ops, reference
@@ -18,6 +18,7 @@ ZEROFP4 = torch.ops.zerofp4
 TRANSPOSED = [(2, 2), (16, 16), (18, 30), (130, 144), (34, 1030), (768, 512), (600, 1032), (1030, 514)]
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", TRANSPOSED)
 def test_transpose_packed(device, shape):
     data = torch.randint(256, (shape[0], shape[1] // 2), dtype=torch.uint8).to(device)
@@ -68,12 +69,6 @@ def test_build_info_says_what_runs():
     info = zerofp4.build_info()
     assert info["cpu"]["running"] in info["cpu"]["compiled"]
     assert info["cuda"]["compiled"] == (info["cuda"]["version"] is not None)
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    """The tests above ran with the best one; here again, shorter, with each that this processor has."""
-    run_with_instruction_set(isa, __file__, "cpu and packed")
 
 
 @pytest.mark.skipif(zerofp4.build_info()["cuda"]["compiled"], reason="this build has CUDA")

@@ -14,7 +14,6 @@ from op_cases import (
     SHAPES,
     assert_record_equals,
     draw_values,
-    run_with_instruction_set,
 )
 from quantize_cases import MODES, check, make_record, with_state
 
@@ -23,7 +22,14 @@ from zerofp4.storage import BUFFERS, SIDES
 
 ZEROFP4 = torch.ops.zerofp4
 
+# Each CPU instruction set tries those with cut tiles of both kinds again.
+AGAIN = [(130, 144), (257, 66)]
+WITH_AGAIN = [
+    pytest.param(shape, marks=pytest.mark.cpu_kernel) if shape in AGAIN else shape for shape in SHAPES
+]
 
+
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize(
     ("case", "mode"), [(case, mode) for mode in GOLDEN_MODES for case in cases_of(mode)], ids=str
 )
@@ -52,12 +58,13 @@ def test_golden_file(device, case, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", WITH_AGAIN)
 def test_every_shape_dtype_and_mode(device, shape, dtype, mode):
     x = draw_values(0, shape[0] * shape[1], "normal").view(shape).to(dtype).to(device)
     check(x, MODES[mode], f"{shape} {dtype} {mode}")
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(2, 2), (34, 50), (130, 288)])
 @pytest.mark.parametrize("side", SIDES)
@@ -70,6 +77,7 @@ def test_one_copy(device, shape, mode, side):
     assert record.amax is record.columnwise_amax or side == "rowwise"
 
 
+@pytest.mark.cpu_kernel
 @given(
     rows=st.integers(1, 300),
     half=st.integers(1, 150),
@@ -182,13 +190,6 @@ def test_stochastic_codes_of_values_on_and_between_all_grid_points(device):
         r = reference.random_bytes(state, x.shape, reference.ROWWISE_STREAM)
         expected = reference.pack(reference.float_to_e2m1_stochastic(x, r))
         assert_bytes_equal(record.buffer("rowwise_data"), expected, f"seed {seed}")
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    """The tests above ran with the best one; here again, shorter, with each that this processor has."""
-    select = "cpu and (golden or (every_shape and (shape5 or shape7)) or drawn or one_copy)"
-    run_with_instruction_set(isa, __file__, select)
 
 
 # The operator in torch.library

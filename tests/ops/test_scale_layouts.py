@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_bytes_equal, poisoned_allocations
-from op_cases import SHAPES, run_with_instruction_set
+from op_cases import SHAPES
 from test_dequantize import in_layout, random_bytes
 
 import zerofp4
@@ -26,6 +26,7 @@ def padded_scale(compact: torch.Tensor, shape, block_rows: int, layout: str) -> 
     return expanded if layout == "expanded" else reference.swizzle_scale(expanded)
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES)
 @pytest.mark.parametrize("block_rows", [1, 16])
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS[1:])
@@ -200,8 +201,3 @@ def test_refuses(change, error, message):
     arguments |= {"layout": "swizzled"}
     with pytest.raises(error, match=message):
         ZEROFP4.pad_scale(*(arguments | change).values())
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    run_with_instruction_set(isa, __file__, "cpu and there_and_back")

@@ -128,6 +128,7 @@ def test_begin_with_an_error_flags_the_vector(device):
     assert c.reduced[0].item() == torch.inf and not c.reduced[3:].any()
 
 
+@pytest.mark.cpu_kernel
 def test_many_weights_in_one_plan(device):
     """Sizes from one tile to many, empty shards, shared amax words: each weight as if it were alone."""
     shapes = [(2, 2), (130, 66), (16, 16), (64, 1000), (48, 48), (256, 256), (34, 30)] * 20

@@ -8,7 +8,7 @@ from grouped_cases import OPTIONS, assert_storage, values
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import DTYPES, KINDS, POISON, run_with_instruction_set
+from op_cases import DTYPES, KINDS, POISON
 from tensor_helpers import assert_record_equal
 
 import zerofp4
@@ -25,7 +25,6 @@ SPLITS = [
     [5, 0, 31] * 90,  # several groups a lane of the search
 ]
 SPLIT_IDS = [f"{len(splits)} groups of {sum(splits)}" for splits in SPLITS]
-COLS = [2, 144, 288]
 
 
 def poison_allocations(monkeypatch) -> None:
@@ -44,7 +43,7 @@ def poison_allocations(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=SPLIT_IDS)
-@pytest.mark.parametrize("cols", COLS)
+@pytest.mark.parametrize("cols", [2, pytest.param(144, marks=pytest.mark.cpu_kernel), 288])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_group_is_quantize_of_it_alone(device, monkeypatch, splits, cols, options):
     poison_allocations(monkeypatch)
@@ -67,6 +66,7 @@ def test_drawn(device, splits, half, dtype, kind, options, seed):
     assert_storage(grouped, x, splits, f"{splits} {2 * half} {dtype} {kind} {options}")
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_larger_than_a_tile(device, dtype):
     splits = [1000, 24, 600, 513]
@@ -199,8 +199,3 @@ def test_refuses(change, error, message):
     arguments = {"x": torch.zeros(64, 6), "m_splits": [32, 32]} | change
     with pytest.raises(error, match=message):
         zerofp4.quantize_grouped(**arguments)
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    run_with_instruction_set(isa, __file__, "cpu and (larger or 144)")

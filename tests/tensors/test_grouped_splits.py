@@ -4,7 +4,7 @@ import pytest
 import torch
 from grouped_cases import expected_storage, values
 from helpers import assert_bytes_equal
-from op_cases import POISON, run_with_instruction_set
+from op_cases import POISON
 
 import zerofp4
 from zerofp4.ops.grouped import grouped_shapes
@@ -24,6 +24,7 @@ def run_operator(x, splits):
     return buffers, offsets, error
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     "splits",
@@ -46,6 +47,7 @@ def test_invalid_splits_set_the_error_flag(device, splits, dtype):
         assert buffer is None or not buffer.any(), name
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("splits", [[2**62, 2**62, 64], [-(2**63), -(2**63), 64]])
 def test_large_invalid_splits(device, splits):
     x = values([64], 48, device)
@@ -53,6 +55,7 @@ def test_large_invalid_splits(device, splits):
     assert error.tolist() == [1] and not offsets.any()
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_unchecked_splits(device, dtype):
     splits = [10, 0, 54]
@@ -85,8 +88,3 @@ def test_host_splits_survive_until_they_are_used(device):
     grouped = [zerofp4.quantize_grouped(x, splits) for splits in calls]
     for splits, each in zip(calls, grouped, strict=True):
         assert each.offsets.tolist() == [0, splits[0], 64]
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    run_with_instruction_set(isa, __file__, "cpu and (unchecked or invalid)")

@@ -5,7 +5,7 @@ import torch
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import DTYPES, KINDS, SHAPES, draw_values, run_with_instruction_set
+from op_cases import DTYPES, KINDS, SHAPES, draw_values
 from tensor_helpers import values
 
 import zerofp4
@@ -39,6 +39,7 @@ def test_equals_dequantize_of_quantize(device, shape, dtype, block, mode):
     assert_bytes_equal(actual, expected, f"{shape} {dtype} {block} {mode}")
 
 
+@pytest.mark.cpu_kernel
 def test_equals_the_specification(device):
     x = values(50, 96, device=device)
     for block_rows, choice in ((1, None), (16, None), (16, FourOverSix())):
@@ -49,6 +50,7 @@ def test_equals_the_specification(device):
         assert_bytes_equal(actual, reference.dequantize(*side), f"{block_rows} {choice}")
 
 
+@pytest.mark.cpu_kernel
 @given(
     rows=st.integers(1, 150),
     half=st.integers(1, 150),
@@ -119,11 +121,6 @@ def test_no_gradient_where_none_is_wanted(device):
 def test_refuses(x, options, error, message):
     with pytest.raises(error, match=message):
         zerofp4.quantize_dequantize(x, **options)
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    run_with_instruction_set(isa, __file__, "cpu and (drawn or specification)")
 
 
 # Compiled
