@@ -57,9 +57,9 @@ def main(folder: Path) -> None:
 def _leave_group(destroy: Callable[[], None]) -> None:
     """Destroys the group, and sees that its threads have ended.
 
-    destroy_process_group() only drops torch's references. Where another one is left the threads live until the
-    interpreter is torn down, and one that wants the GIL by then, to drop the last reference to a tensor of a
-    finished collective, is ended by pthread_exit in a destructor: "terminate called without an active
+    destroy_process_group() only drops torch's references. Where another one is left the threads live until
+    the interpreter is torn down, and one that wants the GIL by then, to drop the last reference to a tensor
+    of a finished collective, is ended by pthread_exit in a destructor: "terminate called without an active
     exception", once in many runs. What pytest.raises caught is such a reference: error, traceback and frames
     are a cycle, and a frame has an optimizer, a plan or a group of its own.
     """
@@ -69,9 +69,7 @@ def _leave_group(destroy: Callable[[], None]) -> None:
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     left = [name for name in names if name.startswith(_GLOO_THREADS)]
     if left:
-        raise RuntimeError(
-            f"a process group outlived destroy_process_group(), for its threads still run: {left}"
-        )
+        raise RuntimeError(f"a group outlived destroy_process_group(): its threads still run: {left}")
 
 
 def _run(function: str, arguments: dict, world) -> tuple[str, bytes]:
