@@ -1,11 +1,12 @@
 """What tests of MXFP8 share: shapes, bytes to decode, what buffers should hold, tensors."""
 
+import functools
 import math
 
 import torch
 from helpers import assert_bytes_equal
 from op_cases import POISON
-from tensor_helpers import values
+from tensor_helpers import assert_record_equal, values
 
 import zerofp4
 from zerofp4 import reference
@@ -76,12 +77,7 @@ def make(device="cpu", shape=(48, 80), **options):
     return zerofp4.quantize_mxfp8(values(*shape, device=device), **{**ALL, **options})
 
 
-def assert_same(actual, expected, names=NAMES):
-    for name in names:
-        mine, other = actual.record.buffer(name), expected.record.buffer(name)
-        assert (mine is None) == (other is None), name
-        if mine is not None:
-            assert_bytes_equal(mine, other, name)
+assert_same = functools.partial(assert_record_equal, names=NAMES)
 
 
 def assert_quantized(tensor, x):

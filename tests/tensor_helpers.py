@@ -2,6 +2,7 @@
 
 import torch
 from helpers import assert_bytes_equal
+from op_cases import assert_record_equals
 
 import zerofp4
 from zerofp4 import FourOverSix, reference
@@ -42,18 +43,7 @@ def assert_record_equal(actual, expected, names=BUFFERS):
 
 def assert_quantized(tensor, x, block_rows=16, amax=None):
     """Every buffer of the tensor is what the specification says for the matrix x."""
-    expected = reference.quantize(x, block_rows, amax)
-    rows, cols = x.shape
-    for side, m, k in (("rowwise", rows, cols), ("columnwise", cols, rows)):
-        scale = getattr(expected, f"{side}_scale")
-        wanted = {f"{side}_data": getattr(expected, f"{side}_data"), f"{side}_scale": scale}
-        if scale is not None:
-            wanted[f"{side}_scale_expanded"] = reference.expand_scale(scale, m, k, block_rows)
-            wanted[f"{side}_scale_swizzled"] = reference.swizzle_scale(wanted[f"{side}_scale_expanded"])
-        for name, buffer in wanted.items():
-            if getattr(tensor, name) is not None:
-                assert_bytes_equal(getattr(tensor, name), buffer, name)
-    assert_bytes_equal(tensor.amax, expected.amax, "amax")
+    assert_record_equals(tensor.record, reference.quantize(x, block_rows, amax), "quantized")
 
 
 def addresses(tensor):

@@ -1,13 +1,24 @@
-"""zerofp4.quantize: what its options make of a tensor, where it writes, what it refuses."""
+"""zerofp4.quantize: what its options make of a tensor, and where it writes."""
 
 import pytest
 import torch
 from helpers import assert_bytes_equal, needs_gpu
-from tensor_helpers import ALL, FORMATS, addresses, assert_record_equal, e4m3_max, same_format, values
+from tensor_helpers import (
+    ALL,
+    DTYPES,
+    FORMATS,
+    addresses,
+    assert_quantized,
+    assert_record_equal,
+    e4m3_max,
+    same_format,
+    values,
+)
 
 import zerofp4
-from zerofp4 import FourOverSix, reference
-from zerofp4.format import SCALE_LAYOUTS
+from zerofp4 import reference
+from zerofp4.format import SCALE_DTYPE, SCALE_LAYOUTS
+from zerofp4.storage import BUFFERS
 
 
 def specified(x, block=(16, 16), **options) -> reference.Quantized:
@@ -26,9 +37,12 @@ def assert_specified(t, x, **options):
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_formats(device, options):
-    x = values(50, 96, device=device)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_formats(device, dtype, options):
+    x = values(50, 96, device=device, dtype=dtype)
     t = zerofp4.quantize(x, **ALL, **options)
+    assert (t.shape, t.dtype, t.device) == (x.shape, dtype, x.device)
+    assert t.block == options.get("block", (16, 16))
     assert_specified(t, x, **options)
     q = specified(x, **options)
     block_rows = t.block[0]
@@ -38,9 +52,13 @@ def test_formats(device, options):
     assert_bytes_equal(t.dequantize(), expected, "values")
     two = options.get("hadamard", False)
     assert (t.hadamard, t.four_over_six) == (two, options.get("four_over_six"))
-    assert (t.columnwise_amax is t.amax) == (not two)
+    assert (t.columnwise_amax is t.amax) == (not two) and not t.requires_grad
+    assert {name for name, _ in t.record.buffers()} == set(BUFFERS) - (set() if two else {"columnwise_amax"})
+    bare = zerofp4.quantize(x, columnwise=True, **options)
     for side, columnwise in (("rowwise", False), ("columnwise", True)):
-        bare = zerofp4.quantize(x, columnwise=True, **options)
+        assert t.expanded_scale(columnwise) is getattr(t, f"{side}_scale_expanded")
+        assert t.swizzled_scale(columnwise) is getattr(t, f"{side}_scale_swizzled")
+        assert bare.expanded_scale(columnwise).dtype == SCALE_DTYPE
         assert_bytes_equal(bare.expanded_scale(columnwise), getattr(t, f"{side}_scale_expanded"), side)
         assert_bytes_equal(bare.swizzled_scale(columnwise), getattr(t, f"{side}_scale_swizzled"), side)
 
@@ -63,7 +81,32 @@ def test_a_transformed_copy_alone_has_its_own_amax_and_no_values(device):
     assert "hadamard=True" in repr(t)
 
 
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
+def test_one_side(device, rowwise, columnwise):
+    x = values(34, 50, device=device)
+    t = zerofp4.quantize(x, rowwise=rowwise, columnwise=columnwise)
+    both = zerofp4.quantize(x, columnwise=True)
+    assert (t.rowwise_data is None, t.columnwise_data is None) == (not rowwise, not columnwise)
+    assert_quantized(t, x)
+    assert_bytes_equal(t.dequantize(), both.dequantize(), "values")
+    with pytest.raises(ValueError, match=f"no {'columnwise' if rowwise else 'rowwise'} copy"):
+        t.swizzled_scale(columnwise=rowwise)
+
+
 # Inputs
+
+
+def test_given_amax(device):
+    x = values(32, 64, device=device)
+    amax = x.abs().amax().float().reshape(1) * 1.7
+    t = zerofp4.quantize(x, amax=amax, **ALL)
+    assert_quantized(t, x, amax=amax)
+    assert t.amax.data_ptr() != amax.data_ptr()
+
+
+def test_a_gradient_does_not_enter(device):
+    t = zerofp4.quantize(values(32, 64, device=device).requires_grad_())
+    assert not t.requires_grad and not t.dequantize().requires_grad
 
 
 def strided(x):
@@ -76,6 +119,7 @@ VIEWS = {
     "transpose": lambda x: x.t().contiguous().t(),
     "strided": strided,
     "expanded": lambda x: x[:1].expand(x.shape),
+    "of three dimensions": lambda x: x.view(2, 17, 80).transpose(0, 1),
     "rows of a wider matrix": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]],
 }
 
@@ -176,57 +220,6 @@ def test_skip(device, options):
     flag.zero_()
     zerofp4.quantize(x, **arguments)
     assert_record_equal(t, zerofp4.quantize(x, **ALL, **options))
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"hadamard": True, "columnwise": True}, ValueError, "needs blocks of 1x16, got 16x16: both copies"),
-        ({"hadamard": True, "block": (1, 16)}, ValueError, "transforms the columnwise copy, but none"),
-        ({"random_signs": False}, ValueError, "random_signs=False .* hadamard is False"),
-        ({"stochastic_rounding": True, "four_over_six": FourOverSix()}, ValueError, "exclude each other"),
-        ({"four_over_six": 256}, TypeError, "four_over_six must be a FourOverSix or None, got int"),
-        ({"generator": torch.Generator()}, ValueError, "generator is for stochastic rounding"),
-        ({"stochastic_rounding": True, "generator": 3}, TypeError, "generator must be a torch.Generator"),
-        ({"columnwise_amax": torch.ones(1), "columnwise": True}, ValueError, "but hadamard is False"),
-        ({"columnwise_amax": 3.0}, TypeError, "columnwise_amax must be a torch.float32 tensor, got float"),
-        ({"skip": torch.zeros(1)}, ValueError, "there is no out"),
-        (
-            {**FORMATS["hadamard"], "columnwise": True, "rowwise": False, "amax": torch.ones(1)},
-            ValueError,
-            "amax is that of the rowwise copy, but none is asked for: give columnwise_amax",
-        ),
-    ],
-)
-def test_refuses(options, error, message):
-    with pytest.raises(error, match=message):
-        zerofp4.quantize(values(4, 16), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hadamard": True, "columnwise": True}, "out must have hadamard True, got False"),
-        ({"four_over_six": FourOverSix()}, r"out must have four_over_six FourOverSix\(.*\), got None"),
-        ({"skip": torch.zeros(1, dtype=torch.float64)}, "skip must be a torch.float32 tensor"),
-        ({"skip": torch.zeros(2)}, r"skip must have shape \(1,\), got \(2,\)"),
-    ],
-)
-def test_out_that_does_not_fit(options, message):
-    out = zerofp4.quantize(values(4, 16), block=(1, 16), columnwise=True)
-    with pytest.raises((TypeError, ValueError), match=message):
-        zerofp4.quantize(values(4, 16), block=(1, 16), out=out, **options)
-
-
-def test_a_cast_refuses_a_weight_with_four_over_six():
-    weight = zerofp4.quantize(values(16, 32), columnwise=True, four_over_six=FourOverSix())
-    with pytest.raises(
-        ValueError, match=r"model_weights\[0\] is quantized with FourOverSix.* part of a tile"
-    ):
-        zerofp4.cast_master_weights_to_nvfp4([weight], [torch.zeros(512)], [0])
 
 
 # Compiled and captured

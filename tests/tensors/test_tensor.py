@@ -1,4 +1,4 @@
-"""NVFP4Tensor as a container: quantize, empty, buffers, copies, pickles, and what may write to it."""
+"""NVFP4Tensor as a container: empty, buffers, copies, pickles, and what torch and people look at."""
 
 import copy
 import io
@@ -7,119 +7,16 @@ import pickle
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from tensor_helpers import ALL, DTYPES, addresses, assert_quantized, assert_record_equal, make, values
+from tensor_helpers import ALL, addresses, assert_quantized, assert_record_equal, make, values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.format import SCALE_DTYPE, SCALE_LAYOUTS
+from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.storage import BUFFERS
 
-# quantize and empty
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
-@pytest.mark.parametrize("shape", [(32, 64), (34, 50), (2, 2), (130, 288)])
-def test_quantize_fills_every_buffer(device, shape, block, dtype):
-    x = values(*shape, device=device, dtype=dtype)
-    t = zerofp4.quantize(x, block=block, **ALL)
-    assert (t.shape, t.dtype, t.device, t.block) == (x.shape, dtype, x.device, block)
-    assert {name for name, _ in t.record.buffers()} == set(BUFFERS) - {"columnwise_amax"}
-    assert t.columnwise_amax is t.amax and not t.requires_grad
-    assert_quantized(t, x, block[0])
-    expected = reference.dequantize(t.rowwise_data, t.rowwise_scale, t.amax, block[0], dtype)
-    assert_bytes_equal(t.dequantize(), expected, "values")
-
-
-def test_quantize_flattens_and_copies_what_is_not_contiguous(device):
-    x = values(5, 6, 64, device=device).transpose(0, 1)
-    t = zerofp4.quantize(x, columnwise=True)
-    assert t.shape == (6, 5, 64) and t.dequantize().shape == (6, 5, 64)
-    assert_quantized(t, x.reshape(30, 64))
-
-
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
-def test_one_side(device, rowwise, columnwise):
-    x = values(34, 50, device=device)
-    t = zerofp4.quantize(x, rowwise=rowwise, columnwise=columnwise)
-    both = zerofp4.quantize(x, columnwise=True)
-    assert (t.rowwise_data is None, t.columnwise_data is None) == (not rowwise, not columnwise)
-    assert_quantized(t, x)
-    assert_bytes_equal(t.dequantize(), both.dequantize(), "values")
-    with pytest.raises(ValueError, match=f"no {'columnwise' if rowwise else 'rowwise'} copy"):
-        t.swizzled_scale(columnwise=rowwise)
-
-
-def test_given_amax(device):
-    x = values(32, 64, device=device)
-    amax = x.abs().amax().float().reshape(1) * 1.7
-    t = zerofp4.quantize(x, amax=amax, **ALL)
-    assert_quantized(t, x, amax=amax)
-    assert t.amax.data_ptr() != amax.data_ptr()
-
-
-def test_a_gradient_does_not_enter(device):
-    t = zerofp4.quantize(values(32, 64, device=device).requires_grad_())
-    assert not t.requires_grad and not t.dequantize().requires_grad
-
-
-def test_out_takes_new_values_in_the_same_places(device):
-    t = make(device)
-    for _, buffer in t.record.buffers():
-        buffer.view(torch.uint8).fill_(0xA5)
-    before, version = addresses(t), t._version
-    x = values(48, 80, device=device, seed=1)
-    assert zerofp4.quantize(x, out=t) is t
-    assert_quantized(t, x)
-    assert addresses(t) == before and t._version > version
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"out": torch.zeros(48, 80)}, TypeError, "out must be an NVFP4Tensor, got Tensor"),
-        ({"x": values(80, 48)}, ValueError, r"out must have x's shape .*80, 48.* got .*48, 80"),
-        ({"x": values(48, 80).half()}, ValueError, "out must have x's dtype .*float16, got .*bfloat16"),
-        ({"x": values(48, 80).to("meta")}, ValueError, "out must have x's device meta, got cpu"),
-        ({"block": (1, 16)}, ValueError, r"out must have block \(1, 16\), got \(16, 16\)"),
-        ({"columnwise": True}, ValueError, "out must have columnwise scales in the compact layout"),
-        ({"scale_layouts": ["swizzled"]}, ValueError, "out must have rowwise scales in the swizzled layout"),
-    ],
-)
-def test_out_that_does_not_fit(options, error, message):
-    out = zerofp4.quantize(values(48, 80))
-    with pytest.raises(error, match=message):
-        zerofp4.quantize(**{"x": values(48, 80), "out": out, **options})
-
-
-@pytest.mark.parametrize(
-    ("x", "options", "error", "message"),
-    [
-        ([[1.0, 2.0]], {}, TypeError, "x must be a plain torch.Tensor, got list"),
-        (torch.zeros(4, 4, dtype=torch.int32), {}, TypeError, "x must have one of the dtypes .*int32"),
-        (torch.zeros(4, 4, dtype=torch.float64), {}, TypeError, "x must have one of the dtypes .*float64"),
-        (torch.zeros(16), {}, ValueError, r"at least 2 dimensions, got shape \(16,\)"),
-        (torch.zeros(4, 5), {}, ValueError, "last dimension must be even, got 5"),
-        (torch.zeros(5, 4), {"columnwise": True}, ValueError, "rows must be even, got 5"),
-        (torch.zeros(4, 4), {"rowwise": False}, ValueError, "both False"),
-        (torch.zeros(4, 4), {"block": (16, 1)}, ValueError, r"block must be .*got \(16, 1\)"),
-        (torch.zeros(4, 4), {"scale_layouts": ["padded"]}, ValueError, "scale_layouts .*'padded'"),
-        (torch.zeros(4, 4), {"amax": 1.0}, TypeError, "amax must be a torch.float32 tensor, got float"),
-        (torch.zeros(4, 4), {"amax": torch.ones(1).half()}, TypeError, "amax must be a torch.float32 tensor"),
-        (torch.zeros(4, 4), {"amax": torch.ones(2)}, ValueError, r"amax must have shape \(1,\), got \(2,\)"),
-        (torch.zeros(4, 4), {"amax": torch.ones(1).to("meta")}, ValueError, "amax must be on cpu, got meta"),
-    ],
-)
-def test_quantize_refuses(x, options, error, message):
-    with pytest.raises(error, match=message):
-        zerofp4.quantize(x, **options)
-
-
-def test_quantizing_twice_is_refused():
-    with pytest.raises(TypeError, match=r"x must be a plain .*, got NVFP4Tensor"):
-        zerofp4.quantize(make("cpu"))
+# empty, and no elements
 
 
 def test_empty_holds_zeros(device):
@@ -143,19 +40,6 @@ def test_no_elements(device, shape, block):
     assert copy.deepcopy(t).shape == t.clone().shape == shape and "NVFP4Tensor" in repr(t)
     if len(shape) == 2:
         assert nn.functional.linear(torch.ones(3, shape[1], device=device), t).shape == (3, shape[0])
-
-
-@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
-def test_padded_scales_with_and_without_a_buffer(device, block):
-    x = values(34, 72, device=device)
-    stored, bare = zerofp4.quantize(x, block=block, **ALL), zerofp4.quantize(x, block=block, columnwise=True)
-    for columnwise in (False, True):
-        side = "columnwise" if columnwise else "rowwise"
-        assert stored.expanded_scale(columnwise) is getattr(stored, f"{side}_scale_expanded")
-        assert stored.swizzled_scale(columnwise) is getattr(stored, f"{side}_scale_swizzled")
-        assert_bytes_equal(bare.expanded_scale(columnwise), stored.expanded_scale(columnwise), "expanded")
-        assert_bytes_equal(bare.swizzled_scale(columnwise), stored.swizzled_scale(columnwise), "swizzled")
-        assert bare.expanded_scale(columnwise).dtype == SCALE_DTYPE
 
 
 # Copies and what is shared
