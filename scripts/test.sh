@@ -1,7 +1,22 @@
 #!/usr/bin/env bash
-# Set up an environment and run every check: ruff, clang-format, then pytest, which takes the arguments given here.
-# Uses GPUs where there are some. Ends with TESTS PASSED, or with TESTS FAILED and a status other than 0.
+# scripts/test.sh [--help] [--quick] [pytest's arguments]
+#
+# Set up an environment and run every check: ruff, clang-format, then pytest. Ends with TESTS PASSED, or with TESTS
+# FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some.
+#
+#   (nothing)     everything but what is marked slow: under 8 minutes on 2 cores, the build included
+#   --quick       the lane for while you work, under 30 seconds on 2 cores once the extension is built: of each test
+#                 function the middle one of its cases on each device, hypothesis with 3 examples. Left out are the
+#                 tests marked heavy (they compile, or start Python), those of the benchmarks' tooling, and worlds
+#                 other than 2 ranks under torchrun. Run everything before a change lands.
+#   -m slow       the conversions on all 2^32 floats; needs a GPU
+#   -m bench      the tooling of the benchmarks only; -m 'not bench and not slow' leaves it out
+#   -k WORD, tests/cast, --durations=20, ...     anything else goes to pytest as it is
 set -euo pipefail
+if [[ ${1-} == --help || ${1-} == -h ]]; then
+    sed -n '2,/^set /{/^set /d; s/^#\( \|$\)//; p}' "${BASH_SOURCE[0]}"
+    exit
+fi
 . "$(dirname "${BASH_SOURCE[0]}")/verdict.sh"
 verdict TESTS
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"

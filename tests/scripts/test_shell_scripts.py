@@ -141,6 +141,23 @@ def test_an_interrupt_from_the_terminal_ends_both(stand_in):
     assert code != 0 and last == f"{stand_in.verdict} FAILED"
 
 
+def test_arguments_reach_pytest(tmp_path):
+    made = StandIn(tmp_path, "test.sh", "--quick", "-k", "a word")
+    made.child()
+    assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "pytest", "--quick", "-k", "a word"]
+    made.end_child(0)
+    assert made.end() == (0, "TESTS PASSED")
+
+
+def test_help_says_what_there_is_and_runs_nothing():
+    run = subprocess.run(
+        ["bash", str(SCRIPTS / "test.sh"), "--help"], capture_output=True, text=True, timeout=20
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("scripts/test.sh [--help] [--quick] [pytest's arguments]\n")
+    assert "under 30 seconds" in run.stdout and "PASSED, or" in run.stdout and "set -e" not in run.stdout
+
+
 # Whose zerofp4
 
 FAKE_TORCH = "__version__ = '2.13.0'\n"
