@@ -132,9 +132,7 @@ def test_no_openmp(tmp_path, monkeypatch):
     monkeypatch.setattr(compilers, "get_path", lambda name: str(tmp_path))
     (tmp_path / "Python.h").touch()
     cxx = program(tmp_path / "cxx", 'case "$*" in *-fopenmp*) echo omp.h: not found >&2; exit 1;; esac')
-    with pytest.raises(
-        BuildError, match=r"(?s)omp\.h: not found.*has no OpenMP: apt-get.*libomp-dev"
-    ):
+    with pytest.raises(BuildError, match=r"(?s)omp\.h: not found.*has no OpenMP: apt-get.*libomp-dev"):
         compilers.try_out(compilers.Compiler((cxx,), ""), None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import assert_bytes_equal
 
 import zerofp4
 from distributed.cases import Model, cast_and_gather, finish, raised_everywhere
@@ -22,6 +23,35 @@ def test_disagreement_about_shapes(world):
         "model_weights[0] must be the same on all ranks, but has shape (32, 16) and dtype torch.bfloat16 "
         "on rank 0, (16, 32) and torch.bfloat16 on rank 1"
     )
+
+
+@on_ranks(2, 3)
+def test_weights_of_one_shape_in_another_order(world):
+    """Every byte would be wrong, and every length right."""
+    weights = [zerofp4.empty((32, 16), device=world.device) for _ in range(2)]
+    for weight, name in zip(weights, ("q", "k"), strict=True):
+        weight.record.name = name
+    if world.rank == 1:
+        weights.reverse()
+    message = raised_everywhere(world, ValueError, zerofp4.CastPlan, weights, [None, None], [None, None])
+    assert message == (
+        "model_weights must be in the same order on all ranks, but model_weights[0] 'q' of rank 0 is "
+        "model_weights[0] 'k' on rank 1"
+    )
+
+
+@on_ranks(2)
+def test_two_plans_of_the_same_weights_are_not_the_same_plan(world):
+    weight = zerofp4.empty((32, 16), device=world.device)
+    master = torch.ones(256, device=world.device)
+    plans = [zerofp4.CastPlan([weight], [master], [256 * world.rank]) for _ in range(2)]
+    before = weight.rowwise_data.clone()
+    with pytest.raises(RuntimeError, match="different cast plans"):
+        plans[world.rank].step()
+        plans[world.rank].check()
+    assert_bytes_equal(weight.rowwise_data, before, "codes")
+    plans[0].step()
+    plans[0].check()
 
 
 @on_ranks(2, 3, time_limit=30)

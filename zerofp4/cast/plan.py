@@ -49,10 +49,9 @@ class CastPlan:
     codes, masters, shard buffers and found_inf. The plan keeps that alive, also after refresh(), and must
     itself live as long as the graph. After refresh() capture again: a replay does not see the new storage.
 
-    Building is collective: every rank must build the same plan. An invalid argument on any rank raises the
-    same ValueError or TypeError on all of them. Ranks that build or step different lists of weights have no
-    plan in which to find that out if their vectors differ in length: then the process group's timeout ends
-    the wait.
+    Building is collective: every rank must build the same plan, and an invalid argument on any rank
+    raises the same ValueError or TypeError on all of them. Who raises what, and what is left to the
+    process group's timeout, stands in docs/failures.md.
     """
 
     def __init__(
