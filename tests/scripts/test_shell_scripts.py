@@ -164,13 +164,10 @@ FAKE_TORCH = "__version__ = '2.13.0'\n"
 
 
 def serves(folder: Path, package: str) -> bool:
-    """Would setup_env.sh take this Python as it is, with that folder first on its path?"""
-    command = (
-        f'. "{SCRIPTS}/setup_env.sh"; has_torch "{sys.executable}" && serves "{sys.executable}" {package}'
-    )
-    return (
-        subprocess.run(["bash", "-c", command], env=os.environ | {"PYTHONPATH": str(folder)}).returncode == 0
-    )
+    """Would setup_env.sh take the package of this Python, with that folder first on its path?"""
+    command = f'. "{SCRIPTS}/setup_env.sh"; has_torch "$1" && is_installed "$1" {package}'
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(["bash", "-c", command, "bash", sys.executable], env=environment).returncode == 0
 
 
 @pytest.mark.parametrize(("source", "works"), [("", True), ("raise ImportError('no extension')\n", False)])
