@@ -106,8 +106,7 @@ def host_sources(nvcc, archs):
     yield all_bindings(), [*HOST_FLAGS, *build, *python], ""
     # What does not know of Python is shared by the builds for all of them.
     for source in sources("dispatch", "*.cpp") + sources("cuda", "*.cpp"):
-        if not (nvcc and source.name == "unavailable.cpp"):
-            yield source, [*HOST_FLAGS, *build], ""
+        yield source, [*HOST_FLAGS, *build], ""
     for source in sources("cpu", "*.cpp"):
         if source.name == "select.cpp":
             yield source, HOST_FLAGS, ""
@@ -118,8 +117,7 @@ def host_sources(nvcc, archs):
 
 def all_bindings():
     """One file that includes all bindings: reading pybind11's headers takes longer than any of them."""
-    files = sources(".", "bindings.cpp") + sources("bindings", "*.cpp")
-    text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in files)
+    text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in sources("bindings", "*.cpp"))
     path = OBJECTS / "all_bindings.cpp"
     written = ROOT / path
     if not written.exists() or written.read_text() != text:

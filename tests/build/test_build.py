@@ -197,7 +197,6 @@ def jobs(nvcc=None, archs=("90",), cxx=CXX):
 def test_every_source_is_compiled():
     compiled = {str(job.source) for job in jobs(toolkit()).values()} | set(bindings())
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.c*") if path.suffix != ".cuh"}
-    wanted -= {"csrc/cuda/unavailable.cpp"}
     assert wanted == compiled - {"build/objects/all_bindings.cpp"}
 
 
@@ -256,6 +255,10 @@ def test_longest_first():
     order = [job.seconds for job in objects.longest_first(jobs(toolkit()).values())]
     assert order == sorted(order, reverse=True)
     assert order[0] > 4
+
+
+def test_durations_are_of_files_that_exist():
+    assert set(commands.SECONDS) <= {job.name for job in jobs(toolkit()).values()}
 
 
 # Objects
