@@ -43,6 +43,7 @@ class StandIn:
         self.folder, self.verdict = folder, VERDICTS[script]
         (folder / "scripts").mkdir()
         (folder / "csrc").mkdir()
+        (folder / "tests" / "native").mkdir(parents=True)
         for name in (script, "verdict.sh"):
             shutil.copy(SCRIPTS / name, folder / "scripts" / name)
         (folder / "scripts" / "setup_env.sh").write_text(SETUP)
