@@ -1,6 +1,7 @@
 """What tests of the native operations share: shapes, values of every kind of difficulty, poisoned records."""
 
 import numpy as np
+import pytest
 import torch
 from helpers import assert_bytes_equal
 
@@ -24,6 +25,13 @@ SHAPES = [
     (256, 512),
     (34, 1030),
 ]
+
+
+def marked(mark: str, values: list, *chosen) -> list:
+    """The values as parameters of a test; the chosen ones have a mark."""
+    assert all(value in values for value in chosen)
+    mark = getattr(pytest.mark, mark)
+    return [pytest.param(value, marks=mark) if value in chosen else value for value in values]
 
 
 def draw_values(seed: int, numel: int, kind: str) -> torch.Tensor:

@@ -155,6 +155,7 @@ def test_a_model_and_its_optimizer(device):
         verify_model(nn.Linear(2, 2), optimizer)
 
 
+@pytest.mark.heavy
 def test_the_package_does_not_import_it():
     program = "import sys, zerofp4; sys.exit('zerofp4.testing' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -61,6 +61,7 @@ def bad_launch():
     launch.stop()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "messages"),
     [
@@ -76,6 +77,7 @@ def test_what_went_wrong_is_said(bad_launch, name, messages):
         assert message in str(caught.value)
 
 
+@pytest.mark.heavy
 def test_checks_beside_a_failure_still_run(bad_launch):
     first, last = bad_launch.outcome("first"), bad_launch.outcome("last")
     assert (first.values, last.values) == ([0, 1], [0, 3])
@@ -83,6 +85,7 @@ def test_checks_beside_a_failure_still_run(bad_launch):
     assert ["this is rank 1" in text for text in last.outputs] == [False, True]
 
 
+@pytest.mark.heavy
 def test_a_rank_that_hung_is_gone(bad_launch):
     with pytest.raises(RanksFailed) as caught:
         bad_launch.outcome("one_hangs")
@@ -91,16 +94,19 @@ def test_a_rank_that_hung_is_gone(bad_launch):
     assert not command.exists() or command.read_bytes() == b""  # empty: dead, and not yet waited for
 
 
+@pytest.mark.heavy
 def test_a_script_that_hangs_is_ended():
     with pytest.raises(AssertionError, match=r"alone-1 .* hangs: not done in 1 s\nbefore"):
         run_script(["-uc", "print('before'); import time; time.sleep(1000)"], 1, "alone", time_limit=1)
 
 
+@pytest.mark.heavy
 def test_this_python_runs_the_ranks():
     finished = run_script(["-c", "import sys; print(sys.executable)"], 1, "alone")
     assert (finished.status, finished.output.strip()) == (0, sys.executable)
 
 
+@pytest.mark.heavy
 def test_an_unknown_launcher():
     with pytest.raises(ValueError, match=r"launcher: must be .*, got 'srun'"):
         run_ranks(rank_times, 2, "srun", factor=1)
@@ -110,6 +116,7 @@ def keeps_a_group(world):
     sys.kept = dist.new_group([0])
 
 
+@pytest.mark.heavy
 def test_a_group_that_outlives_the_launch_is_named():
     with pytest.raises(RanksFailed, match=r"every check passed, then .*(?s:.*)outlived .* still run: \['"):
         run_ranks(keeps_a_group, 1, "alone", env={"CUDA_VISIBLE_DEVICES": ""})

@@ -45,6 +45,7 @@ def test_mpirun(world):
     check_world(world)
 
 
+@pytest.mark.heavy
 def test_alone():
     run_ranks(check_world, 1, "alone")
 
@@ -90,6 +91,7 @@ def local_rank_and_sum(world):
     return world.local_rank, total.item()
 
 
+@pytest.mark.heavy
 @needs_mpirun
 def test_ranks_on_several_hosts():
     version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
@@ -105,6 +107,7 @@ def run_text(text, tmp_path):
     return run_script([str(script)], 2, "mpirun", time_limit=30)
 
 
+@pytest.mark.heavy
 @needs_mpirun
 def test_ranks_that_want_different_backends_all_say_so(tmp_path):
     text = """
@@ -122,6 +125,7 @@ except RuntimeError as error:
     assert finished.status == 0
 
 
+@pytest.mark.heavy
 @needs_mpirun
 def test_a_program_with_mpi_of_its_own_can_try_again(tmp_path):
     """Each error reaches both ranks, and MPI is still there after them, and after the group."""
@@ -161,6 +165,7 @@ print(f"sum {MPI.COMM_WORLD.allreduce(rank + 1)}\\n", end="", flush=True)
     assert finished.status == 0
 
 
+@pytest.mark.heavy
 @needs_mpirun
 def test_a_rank_that_fails_later_does_not_leave_the_job_hanging(tmp_path):
     text = """
@@ -176,6 +181,7 @@ dist.barrier()
     assert "rank 1 has had enough" in finished.output
 
 
+@pytest.mark.heavy
 @needs_mpirun
 def test_mpirun_without_mpi4py_says_what_to_install(tmp_path):
     package = tmp_path / "mpi4py"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
-from op_cases import DTYPES, SHAPES
+from op_cases import DTYPES, SHAPES, marked
 
 import zerofp4
 from zerofp4 import reference
@@ -57,7 +57,7 @@ class Case:
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES)
+@pytest.mark.parametrize("shape", marked("threads", SHAPES + MORE_SHAPES, (256, 512), (80, 1032)))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_rows", [1, 16])
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -153,7 +153,7 @@ def list_of_tensors(device, count: int) -> list:
     return tensors
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 31, 32, 33, 100, 1100])
+@pytest.mark.parametrize("count", marked("threads", [0, 1, 2, 31, 32, 33, 100, 1100], 33))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_many_equal_one_by_one(device, count, dtype):
     tensors = list_of_tensors(device, count)
@@ -194,6 +194,7 @@ def arguments_of_many(device, count: int) -> tuple:
     return (*buffers, amax, [16] * count, torch.bfloat16, "compact", [448] * count, columnwise)
 
 
+@pytest.mark.heavy
 def test_opcheck(device):
     data, scale, amax, *options = arguments_of_many(device, 3)
     torch.library.opcheck(ZEROFP4.dequantize_many.default, (data, scale, amax, *options))
@@ -202,6 +203,7 @@ def test_opcheck(device):
     torch.library.opcheck(ZEROFP4.dequantize.default, arguments)
 
 
+@pytest.mark.heavy
 def test_compiles_without_a_break(device):
     tensors = [zerofp4.quantize(torch.randn(32, 48, device=device)) for _ in range(3)]
 

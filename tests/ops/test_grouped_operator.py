@@ -22,6 +22,7 @@ def operator_arguments(device, hadamard):
     return (x, splits, None, None, hadamard, True, *buffers, *amaxes, offsets, error)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_opcheck(device, hadamard):
     arguments = operator_arguments(device, hadamard)
@@ -48,6 +49,7 @@ def test_operator_refuses(index, value, error, message):
         torch.ops.zerofp4.quantize_grouped(*arguments)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("splits", ["list", "tensor"])
 def test_compiles_without_a_break(device, splits):
     options = {"columnwise": True, "hadamard": True, "scale_layouts": SCALE_LAYOUTS}

@@ -9,7 +9,7 @@ from helpers import assert_bytes_equal, assert_values_equal, needs_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from mxfp8_cases import NAMES, SHAPES, Guarded, expected_buffers
-from op_cases import DTYPES, KINDS, draw_values
+from op_cases import DTYPES, KINDS, draw_values, marked
 
 import zerofp4
 from zerofp4 import reference
@@ -87,7 +87,7 @@ def test_nonfinite_elements(device):
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", marked("threads", SHAPES, (129, 513)))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_every_shape_and_dtype(device, shape, dtype):
     check_quantize(draw_values(0, math.prod(shape), "normal").view(shape).to(dtype).to(device))
@@ -126,6 +126,7 @@ def test_quantize_at_any_address(device, dtype, offset):
 # The operators in torch.library
 
 
+@pytest.mark.heavy
 def test_opcheck(device):
     x = torch.randn(33, 100, device=device)
     # As bytes: opcheck compares arguments with operations that float8 does not have.
@@ -141,6 +142,7 @@ def round_trip(x):
     return m.dequantize(), values, m.swizzled_scale(columnwise=True).view(torch.uint8)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_round_trip(device, backend):
     torch._dynamo.reset()

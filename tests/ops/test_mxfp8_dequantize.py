@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_values_equal, poisoned_allocations
 from mxfp8_cases import SHAPES, Guarded, random_bytes, swizzled_bytes
-from op_cases import DTYPES
+from op_cases import DTYPES, marked
 
 from zerofp4 import reference
 from zerofp4.format import MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE
@@ -40,7 +40,7 @@ def test_dequantize_every_byte_and_scale(device, columnwise, dtype):
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", marked("threads", SHAPES, (129, 513)))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_dequantize_every_shape_and_dtype(device, shape, dtype, columnwise):
@@ -89,7 +89,7 @@ def arguments_of(cases, layout: str, device) -> list[list]:
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 100, 1100])
+@pytest.mark.parametrize("count", marked("threads", [1, 2, 31, 32, 33, 100, 1100], 33))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many(device, count, dtype, layout):
@@ -109,6 +109,7 @@ def test_many(device, count, dtype, layout):
 # The operators in torch.library
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck(device, layout):
     # As bytes: opcheck compares arguments with operations that float8 does not have. Without a NaN, which it

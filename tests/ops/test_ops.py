@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from op_cases import POISON
+from op_cases import POISON, marked
 
 import zerofp4
 from zerofp4 import ops, reference
@@ -19,7 +19,7 @@ TRANSPOSED = [(2, 2), (16, 16), (18, 30), (130, 144), (34, 1030), (768, 512), (6
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("shape", TRANSPOSED)
+@pytest.mark.parametrize("shape", marked("threads", TRANSPOSED, (768, 512), (1030, 514)))
 def test_transpose_packed(device, shape):
     data = torch.randint(256, (shape[0], shape[1] // 2), dtype=torch.uint8).to(device)
     assert_bytes_equal(ZEROFP4.transpose_packed(data), reference.transpose_packed(data), f"{shape}")
@@ -37,11 +37,13 @@ def test_transpose_many_in_one_call(device):
 # The operators in torch.library
 
 
+@pytest.mark.heavy
 def test_opcheck(device):
     data = torch.randint(256, (32, 24), dtype=torch.uint8).to(device)
     torch.library.opcheck(ZEROFP4.transpose_packed.default, (data,))
 
 
+@pytest.mark.heavy
 def test_quantize_and_dequantize_trace_under_compile(device):
     def round_trip(x):
         record = allocate(x.shape, dtype=x.dtype, device=x.device, columnwise=False)

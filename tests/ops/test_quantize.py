@@ -14,6 +14,7 @@ from op_cases import (
     SHAPES,
     assert_record_equals,
     draw_values,
+    marked,
 )
 from quantize_cases import MODES, check, make_record, with_state
 
@@ -21,12 +22,6 @@ from zerofp4 import ops, reference
 from zerofp4.storage import BUFFERS, SIDES
 
 ZEROFP4 = torch.ops.zerofp4
-
-# Each CPU instruction set tries those with cut tiles of both kinds again.
-AGAIN = [(130, 144), (257, 66)]
-WITH_AGAIN = [
-    pytest.param(shape, marks=pytest.mark.cpu_kernel) if shape in AGAIN else shape for shape in SHAPES
-]
 
 
 @pytest.mark.cpu_kernel
@@ -58,7 +53,7 @@ def test_golden_file(device, case, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", WITH_AGAIN)
+@pytest.mark.parametrize("shape", marked("cpu_kernel", SHAPES, (130, 144), (257, 66)))
 def test_every_shape_dtype_and_mode(device, shape, dtype, mode):
     x = draw_values(0, shape[0] * shape[1], "normal").view(shape).to(dtype).to(device)
     check(x, MODES[mode], f"{shape} {dtype} {mode}")
@@ -213,6 +208,7 @@ def operator_calls(device) -> list:
     return calls
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("index", range(8))
 def test_opcheck(device, index):
     torch.library.opcheck(ZEROFP4.quantize.default, operator_calls(device)[index])

@@ -7,6 +7,8 @@ import torch
 from op_cases import DTYPES, draw_values
 from quantize_cases import MODES, check
 
+pytestmark = pytest.mark.threads  # each band has one
+
 
 def normal(*shape: int) -> torch.Tensor:
     return draw_values(4, shape[0] * shape[1], "normal").view(shape)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_bytes_equal, poisoned_allocations
-from op_cases import SHAPES
+from op_cases import SHAPES, marked
 from test_dequantize import in_layout, random_bytes
 
 import zerofp4
@@ -27,7 +27,7 @@ def padded_scale(compact: torch.Tensor, shape, block_rows: int, layout: str) -> 
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES)
+@pytest.mark.parametrize("shape", marked("threads", SHAPES + MORE_SHAPES, (257, 66), (130, 4352)))
 @pytest.mark.parametrize("block_rows", [1, 16])
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS[1:])
 def test_there_and_back(device, shape, block_rows, layout):
@@ -74,7 +74,7 @@ def test_empty(device, shape):
 # Lists
 
 
-@pytest.mark.parametrize("count", [1, 2, 32, 33, 100, 1100])
+@pytest.mark.parametrize("count", marked("threads", [1, 2, 32, 33, 100, 1100], 33))
 def test_many_equal_one_by_one(device, count):
     shapes = [(SHAPES + MORE_SHAPES + [(0, 16)])[i % 15] for i in range(count)]
     blocks = [(1, 16)[i % 2] for i in range(count)]
@@ -164,6 +164,7 @@ def test_list_functions_refuse(device):
 # The operators in torch.library
 
 
+@pytest.mark.heavy
 def test_opcheck(device):
     shapes = [(32, 48), (130, 144)]
     for kind, layout in (("pad", "compact"), ("unpad", "swizzled")):
@@ -176,6 +177,7 @@ def test_opcheck(device):
         torch.library.opcheck(getattr(ZEROFP4, f"{kind}_scale").default, (scales[0], 32, 48, 16, "swizzled"))
 
 
+@pytest.mark.heavy
 def test_compiles_without_a_break(device):
     tensors = [zerofp4.quantize(torch.randn(32, 48, device=device)) for _ in range(3)]
 

@@ -63,6 +63,7 @@ def shard_cases(draw):
 MASTER_DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.threads
 @given(case=shard_cases(), seed=st.integers(0, 2**32 - 1), master_dtype=st.sampled_from(MASTER_DTYPES))
 @example(case=((16, 16), 17, 3, torch.bfloat16, "normal"), seed=0, master_dtype=torch.float32)
 @example(case=((16, 400), 131, 1, torch.bfloat16, "normal"), seed=1, master_dtype=torch.float32)
@@ -128,6 +129,7 @@ def test_begin_with_an_error_flags_the_vector(device):
     assert c.reduced[0].item() == torch.inf and not c.reduced[3:].any()
 
 
+@pytest.mark.threads
 @pytest.mark.cpu_kernel
 def test_many_weights_in_one_plan(device):
     """Sizes from one tile to many, empty shards, shared amax words: each weight as if it were alone."""

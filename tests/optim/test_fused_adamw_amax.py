@@ -69,6 +69,7 @@ def test_amaxes_of_shards(device, pieces, grouped, seed):
         compare_with_the_plans_own(plan, weights, masters, starts, **groups)
 
 
+@pytest.mark.threads
 def test_large_weights_on_many_threads(device):
     shapes = ((512, 1024), (300, 2872), (48, 128), (1024, 130))
     plan, optimizer, weights, masters, starts = offered(device, shapes)

@@ -43,6 +43,7 @@ def check_picture(out: Path) -> None:
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.heavy
 def test_two_ranks_and_both_kinds_of_weights(tmp_path):
     finished = run_train(tmp_path, "--weights", "both", "--steps", "12", ranks=2, launcher="torchrun")
     assert finished.status == 0, finished.output
@@ -65,6 +66,7 @@ def test_two_ranks_and_both_kinds_of_weights(tmp_path):
     check_picture(tmp_path)
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
 def test_under_mpirun(tmp_path):
     finished = run_train(tmp_path, "--steps", "2", ranks=2, launcher="mpirun")
@@ -72,6 +74,7 @@ def test_under_mpirun(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.heavy
 def test_the_same_seed_gives_the_same_run(tmp_path):
     options = ["--steps", "3", "--optimizer", "sgd", "--grad-accumulation", "2", "--seed", "7"]
     for name in ("first", "second"):
@@ -82,6 +85,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
     assert len(first) == 3
 
 
+@pytest.mark.heavy
 def test_interrupt_leaves_usable_files(tmp_path):
     metrics = tmp_path / "metrics-nvfp4.jsonl"
     program = [sys.executable, str(SCRIPTS / "train.py")]
@@ -107,6 +111,7 @@ def test_interrupt_leaves_usable_files(tmp_path):
     check_picture(tmp_path)
 
 
+@pytest.mark.heavy
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     finished = run_train(tmp_path, "--steps", "50", "--optimizer", "sgd", "--lr", "1e30", "--clip", "0")
     assert finished.status == 1, finished.output

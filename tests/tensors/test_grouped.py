@@ -66,6 +66,7 @@ def test_drawn(device, splits, half, dtype, kind, options, seed):
     assert_storage(grouped, x, splits, f"{splits} {2 * half} {dtype} {kind} {options}")
 
 
+@pytest.mark.threads
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_larger_than_a_tile(device, dtype):
@@ -157,6 +158,7 @@ def test_views_refuse(device):
             grouped.tensors()
 
 
+@pytest.mark.heavy
 def test_views_compile_without_a_break(device):
     def use(x):
         return [tensor.dequantize() for tensor in zerofp4.quantize_grouped(x, [16, 48]).tensors()]

@@ -69,6 +69,7 @@ def test_unchecked_splits(device, dtype):
     assert offsets.tolist() == [[0, 10, 10, 64], [0, 16, 16, 80], [0, 128, 128, 256]]
 
 
+@pytest.mark.heavy
 def test_check_raises_on_the_host(device):
     x = values([64], 48, device)
     zerofp4.quantize_grouped(x, [60, 4]).check()

@@ -108,6 +108,7 @@ def test_graph_capture(device):
         assert_bytes_equal(value, wanted, f"tensor {i}")
 
 
+@pytest.mark.heavy
 def test_compiles_without_a_break(device):
     def use(*tensors):
         return [2 * value for value in zerofp4.dequantize_many(tensors)]

@@ -55,6 +55,7 @@ def test_other_writes_are_refused_and_say_what_to_do():
 # Products
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "function",
     [
@@ -96,6 +97,7 @@ def test_a_product_of_two_formats_and_what_it_saves():
     assert type(a.grad) is type(b.grad) is torch.Tensor and a.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.heavy
 def test_compiled_copy_and_clone(device):
     def write(t, x):
         t.copy_(x)

@@ -5,7 +5,7 @@ import torch
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import DTYPES, KINDS, SHAPES, draw_values
+from op_cases import DTYPES, KINDS, SHAPES, draw_values, marked
 from tensor_helpers import values
 
 import zerofp4
@@ -31,7 +31,7 @@ def both(x, seed=0, **options):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", [(16, 16), (1, 16)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", marked("threads", SHAPES, (256, 512)))
 def test_equals_dequantize_of_quantize(device, shape, dtype, block, mode):
     x = values(*shape, device=device, dtype=dtype)
     actual, expected = both(x, block=block, **MODES[mode])
@@ -126,6 +126,7 @@ def test_refuses(x, options, error, message):
 # Compiled
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("index", range(3))
 def test_opcheck(device, index, requires_grad):
@@ -135,6 +136,7 @@ def test_opcheck(device, index, requires_grad):
     torch.library.opcheck(ZEROFP4.quantize_dequantize.default, calls[index])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_in_one_graph(device, backend):
     def function(x):

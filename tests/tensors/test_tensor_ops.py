@@ -333,6 +333,7 @@ def compiled(request):
     torch._dynamo.reset()
 
 
+@pytest.mark.heavy
 def test_compiled_linear(device, compiled):
     module = nn.Linear(80, 48, device=device)
     module.weight = weight(device, 48, 80, columnwise=True, scale_layouts=SCALE_LAYOUTS)
@@ -351,6 +352,7 @@ def test_compiled_linear(device, compiled):
         module.weight.rowwise_data = module.weight.rowwise_data.clone()
 
 
+@pytest.mark.heavy
 def test_compiled_products_and_unknown_functions(device, compiled):
     def function(x, w):
         y = torch.matmul(w, x.t()).sum() + torch.mm(w, x.t()).sum() + (x @ w.t()).sum()
@@ -364,6 +366,7 @@ def test_compiled_products_and_unknown_functions(device, compiled):
         torch.testing.assert_close(grad, wanted, **CLOSE)
 
 
+@pytest.mark.heavy
 def test_compiled_copy_clone_and_detach(device, compiled):
     def write(t, x):
         t.copy_(x)
@@ -380,6 +383,7 @@ def test_compiled_copy_clone_and_detach(device, compiled):
     assert clone.rowwise_data.data_ptr() != t.rowwise_data.data_ptr() == detached.rowwise_data.data_ptr()
 
 
+@pytest.mark.heavy
 def test_compiled_reading_of_buffers(device, compiled):
     def read(t):
         return t.rowwise_data + 0, t.swizzled_scale(columnwise=True).view(torch.uint8) + 0
