@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from distributed.processes import why_not
+from distributed.processes import device_for, why_not
 from distributed.run import Check, Launch, Outcome, Setting
 
 
@@ -35,29 +35,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: str(_setting(item) or ""))
 
 
-@pytest.fixture(scope="session")
-def launches(request) -> Iterator[Callable[[Setting], Launch]]:
-    found: dict[Setting, Launch] = {}
+class Launches:
+    """The launch of each setting, one at a time."""
 
-    def launch_for(setting: Setting) -> Launch:
-        for other, launch in found.items():
+    def __init__(self, items: list[pytest.Item]):
+        self._items = items
+        self._found: dict[Setting, Launch] = {}
+
+    def launch_for(self, setting: Setting) -> Launch:
+        for other, launch in self._found.items():
             if other != setting:
                 launch.stop()
-        if setting not in found:
-            items = [item for item in request.session.items if _setting(item) == setting]
+        if setting not in self._found:
+            items = [item for item in self._items if _setting(item) == setting]
             checks = [_check(item) for item in items if not _is_skipped(item)]
-            found[setting] = Launch(setting, checks)
-        return found[setting]
+            self._found[setting] = Launch(setting, checks)
+        return self._found[setting]
 
-    yield launch_for
-    for launch in found.values():
-        launch.stop()
+    def stop(self) -> None:
+        for launch in self._found.values():
+            launch.stop()
+
+
+_LAUNCHES = pytest.StashKey[Launches]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """The first ranks start before the other tests, which leave a core idle; not on GPUs, which all share."""
+    launches = session.config.stash[_LAUNCHES] = Launches(session.items)
+    settings = [setting for setting in map(_setting, session.items) if setting is not None]
+    if not settings or session.config.option.collectonly:
+        return
+    first = settings[0]
+    if why_not(first.launcher) is None and device_for(first.world_size) == "cpu":
+        launches.launch_for(first).start()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _LAUNCHES in session.config.stash:
+        session.config.stash[_LAUNCHES].stop()
 
 
 @pytest.fixture
-def run_on_ranks(request, launches) -> Callable[[], Outcome]:
+def run_on_ranks(request) -> Callable[[], Outcome]:
     """What a test made by on_ranks calls."""
     setting = _setting(request.node)
     if (reason := why_not(setting.launcher)) is not None:
         pytest.skip(reason)
-    return lambda: launches(setting).outcome(request.node.nodeid)
+    return lambda: request.config.stash[_LAUNCHES].launch_for(setting).outcome(request.node.nodeid)

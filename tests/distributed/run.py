@@ -106,7 +106,8 @@ def run_ranks(
 
 
 class Launch:
-    """The checks of one setting. The ranks start at the first question, and run ahead of the later ones.
+    """The checks of one setting. The ranks start at the first question, unless start() was called before, and
+    run ahead of the later ones.
 
     A check that fails or hangs ends its ranks; the checks after it get new ones.
     """
@@ -117,6 +118,12 @@ class Launch:
         self._env = env
         self._outcomes: dict[str, Outcome] = {}
         self._ranks: _Ranks | None = None
+        self._have_joined = False
+
+    def start(self) -> None:
+        """Starts the ranks, if there is something left for them, and waits for nothing."""
+        if self._ranks is None and self._left:
+            self._ranks, self._have_joined = _Ranks(self._setting, self._left, self._env), False
 
     def outcome(self, name: str) -> Outcome:
         """Waits for the check of that name. Raises RanksFailed if it failed."""
@@ -134,9 +141,10 @@ class Launch:
             self._ranks = None
 
     def _next(self) -> None:
-        if self._ranks is None:
-            self._ranks = _Ranks(self._setting, self._left, self._env)
+        self.start()
+        if not self._have_joined:
             problem = self._ranks.wait_for_start()
+            self._have_joined = problem is None
             if problem is not None:  # no check could run, nor would another try end otherwise
                 self._outcomes.update({check.name: Outcome([], [], problem) for check in self._left})
                 self.stop()

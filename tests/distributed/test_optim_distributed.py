@@ -113,6 +113,7 @@ def test_gradients_are_averaged_in_fp32(world, staging):
         torch.testing.assert_close(master, wanted, rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.heavy
 @on_ranks(2, time_limit=300)
 def test_500_steps_equal_quantizing_whole_masters_without_sharding(world):
     """Losses bitwise equal to a loop with whole FP32 masters and the mean gradients in rank order.
