@@ -178,9 +178,13 @@ class CastPlan:
         )
 
     def adopt(self, request: CastRequest) -> None:
-        """Take the addresses of a request that fits. Not collective."""
-        self._request = request
-        self._take_addresses()
+        """Take the addresses of a request that fits. Not collective. Nothing has changed when it raises."""
+        before, self._request = self._request, request
+        try:
+            self._take_addresses()
+        except Exception:
+            self._request = before
+            raise
 
     def let_go(self) -> None:
         """Keep no master and no shard buffer, only their addresses."""
