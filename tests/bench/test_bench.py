@@ -20,7 +20,7 @@ from benchmarking.workloads import Tensors, chosen, llama, square
 from helpers import assert_bytes_equal, needs_gpu
 
 CPU = torch.device("cpu")
-SMALL = ["--device", "cpu", "--size", "64", "--scale", "200", "--repeats", "1", "--threads", "2"]
+SMALL = ["--device", "cpu", "--size", "64", "--scale", "200", "--repeats", "1", "--threads", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,12 @@ def threads_are_restored():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_chart(monkeypatch):
+    """Drawing takes longer than measuring what is small: test_all and the command line do it."""
+    monkeypatch.setattr(bench, "draw", lambda folder: None)
 
 
 @pytest.fixture
@@ -65,7 +71,8 @@ def check_chart(folder, device: str = "cpu") -> None:
 
 
 def test_local_step_from_the_command_line(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "local_step", *SMALL, "--no-peers"]
+    options = ["local_step", *SMALL[:-1], "2", "--no-peers"]
+    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *options]
     run = subprocess.run(
         [*command, "--profile", "--output", str(tmp_path)], capture_output=True, text=True, timeout=300
     )
@@ -103,7 +110,7 @@ def test_all_writes_a_file_per_operation(tmp_path, monkeypatch, quick_copies):
 
 
 @pytest.mark.parametrize("stage", ["amax", "scale", "cast"])
-def test_a_stage_alone_in_more_scale_layouts(stage, tmp_path, quick_copies):
+def test_a_stage_alone_in_more_scale_layouts(stage, tmp_path, quick_copies, no_chart):
     options = [*SMALL, "--workload", "square", "--scale-layouts", "swizzled", "--output", str(tmp_path)]
     bench.main([stage, *options])
     rows = check_result(json.loads((tmp_path / f"{stage}_cpu.json").read_text()), stage)
