@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import why_no_cuda
 from hypothesis import settings
+from quick_lane import representatives
 
 # The same examples on every machine and in every run: a failure in CI is a failure at one's desk.
 settings.register_profile("zerofp4", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.register_profile("quick", settings.get_profile("zerofp4"), max_examples=3)
 settings.load_profile("zerofp4")
+
+BENCH = Path(__file__).with_name("bench")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,33 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test function is a rule: in the quick lane one of its cases stands for it. Left out are only rules of
-    which a single case takes seconds.
-    """
     for item in items:
-        if "bench" in item.path.parts:
+        if item.path.parent == BENCH:
             item.add_marker("bench")
     if config.option.quick:
-        chosen = set(quick_lane(items))
+        chosen = set(representatives(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-
-
-def quick_lane(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    def rule(item: pytest.Item) -> tuple[str, str]:
-        return item.nodeid.partition("[")[0], str(parameters(item).get("device"))
-
-    def parameters(item: pytest.Item) -> dict:
-        return item.callspec.params if hasattr(item, "callspec") else {}
-
-    def is_quick(item: pytest.Item) -> bool:
-        setting = parameters(item).get("setting")  # of a test on ranks: all such share one launch
-        marks = {mark.name for mark in item.iter_markers()}
-        return not marks & {"heavy", "bench", "skip"} and (setting is None or str(setting) == "torchrun-2")
-
-    for _, cases in groupby(sorted(filter(is_quick, items), key=rule), key=rule):
-        found = list(cases)
-        yield found[len(found) // 2]
 
 
 @pytest.fixture(autouse=True)

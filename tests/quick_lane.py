@@ -1,0 +1,35 @@
+"""Which tests --quick runs: a test function is a rule, and one of its cases stands for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import pytest
+
+LEFT_OUT = {"heavy", "bench", "skip"}  # marks
+RANKS = "torchrun-2"  # the only setting of tests on ranks, so that they share one launch
+
+
+def representatives(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The middle case of each test function on each device: the first is often the smallest, an edge.
+
+    Left out are only rules of which one case takes seconds, and the benchmarks' tooling.
+    """
+    for _, cases in groupby(sorted(filter(_is_quick, items), key=_rule), key=_rule):
+        found = list(cases)
+        yield found[len(found) // 2]
+
+
+def _parameters(item: pytest.Item) -> dict:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _rule(item: pytest.Item) -> tuple[str, str]:
+    return item.nodeid.partition("[")[0], str(_parameters(item).get("device"))
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    setting = _parameters(item).get("setting")
+    marks = {mark.name for mark in item.iter_markers()}
+    return not marks & LEFT_OUT and (setting is None or str(setting) == RANKS)
