@@ -31,6 +31,8 @@ KINDS = {
 }
 
 HOST_COUNTS = (10, 224, 2000)
+MODEL_COUNT = 224
+"""The linear weights of Llama-3-8B."""
 
 TARGETS = {
     "local_step/llama3-8b/rank1of4": ("percent_of_copy", 92),
@@ -59,8 +61,17 @@ TARGETS = {
     "grouped_over_one/64x4096x2048": ("ratio", 1.1),
     "launches/quantize_grouped/64x4096x2048": ("launches", 1),
 }
+TARGETS |= {
+    f"host_step/{MODEL_COUNT}": ("host_us", 30),
+    f"host_post/{MODEL_COUNT}": ("host_us", 100),
+    f"host_all_gather/{MODEL_COUNT}": ("host_us", 30),
+    f"host_zero_step/{MODEL_COUNT}": ("host_us", 400),
+    "host_linear": ("host_us", 35),
+    "host_quantize_rht_swizzled": ("host_us", 40),
+    "host_swizzle_scales/448": ("host_us", 100),
+}
 for _count in HOST_COUNTS:
-    TARGETS[f"host_step/{_count}"] = ("host_us", 60)
+    TARGETS.setdefault(f"host_step/{_count}", ("host_us", 60))
     TARGETS[f"host_function/{_count}"] = ("host_us_per_weight", 0.6)
     TARGETS[f"launches/local_step/{_count}"] = ("launches", 4)
     TARGETS[f"launches/transpose/{_count}"] = ("launches", 1)

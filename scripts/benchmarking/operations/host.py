@@ -5,14 +5,15 @@ import argparse
 import torch
 
 import zerofp4
+from benchmarking.operations.host_calls import host_calls
 from benchmarking.session import Session
-from benchmarking.targets import HOST_COUNTS
+from benchmarking.targets import HOST_COUNTS, MODEL_COUNT
 from benchmarking.workloads import Tensors, chosen, many
 from zerofp4 import CastPlan
 
 
 def host(session: Session, options: argparse.Namespace) -> None:
-    """Host time and launches of a step at 10, 224 and 2,000 weights, and the device memory of a plan."""
+    """Host time and launches of a step at 10, 224 and 2,000 weights and of single calls; a plan's memory."""
     for count in dict.fromkeys(max(1, count // options.scale) for count in HOST_COUNTS):
         tensors = Tensors(many(count), session.device)
         plan = tensors.plan()
@@ -20,6 +21,7 @@ def host(session: Session, options: argparse.Namespace) -> None:
         if session.clock.is_cuda:
             session.launches(f"launches/local_step/{count}", plan.step)
             session.launches(f"launches/transpose/{count}", plan.post)
+    host_calls(session, max(1, MODEL_COUNT // options.scale))
     if not session.clock.is_cuda:
         session.say("launches and device memory are a GPU's: left out on a CPU")
         return
@@ -33,6 +35,10 @@ def host_time(session: Session, tensors: Tensors, plan: CastPlan) -> None:
     count = len(tensors.weights)
     step = session.clock.host_us(plan.step)
     session.count(f"host_step/{count}", "host_us", step, f"CastPlan.step(){work}")
+    for name, call in (("post", plan.post), ("all_gather", plan.all_gather)):
+        session.count(
+            f"host_{name}/{count}", "host_us", session.clock.host_us(call), f"CastPlan.{name}(){work}"
+        )
     arguments = (tensors.weights, tensors.masters, tensors.starts)
     function = session.clock.host_us(lambda: zerofp4.cast_master_weights_to_nvfp4(*arguments))
     rule = "cast_master_weights_to_nvfp4() less CastPlan.step(), over the number of weights"
