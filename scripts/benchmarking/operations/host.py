@@ -35,10 +35,8 @@ def host_time(session: Session, tensors: Tensors, plan: CastPlan) -> None:
     count = len(tensors.weights)
     step = session.clock.host_us(plan.step)
     session.count(f"host_step/{count}", "host_us", step, f"CastPlan.step(){work}")
-    for name, call in (("post", plan.post), ("all_gather", plan.all_gather)):
-        session.count(
-            f"host_{name}/{count}", "host_us", session.clock.host_us(call), f"CastPlan.{name}(){work}"
-        )
+    post = session.clock.host_us(plan.post)
+    session.count(f"host_post/{count}", "host_us", post, f"CastPlan.post(){work}")
     arguments = (tensors.weights, tensors.masters, tensors.starts)
     function = session.clock.host_us(lambda: zerofp4.cast_master_weights_to_nvfp4(*arguments))
     rule = "cast_master_weights_to_nvfp4() less CastPlan.step(), over the number of weights"

@@ -15,10 +15,20 @@ LIST_ITEMS = 448
 
 def host_calls(session: Session, weights: int) -> None:
     """Rows that a model with that many weights pays in a step, and a layer in a call."""
+    all_gather(session, weights)
     linear(session)
     quantize(session)
     swizzle(session)
     optimizer_step(session, weights)
+
+
+def all_gather(session: Session, weights: int) -> None:
+    """In a world of one, which has every element."""
+    model = [zerofp4.empty((SIDE, SIDE), device=session.device) for _ in range(weights)]
+    masters = [torch.randn(weight.numel(), device=session.device) for weight in model]
+    plan = zerofp4.CastPlan(model, masters, [0] * weights)
+    call = session.clock.host_us(plan.all_gather)
+    session.count(f"host_all_gather/{weights}", "host_us", call, "CastPlan.all_gather(), a world of one")
 
 
 def linear(session: Session) -> None:
