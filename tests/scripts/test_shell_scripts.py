@@ -56,6 +56,8 @@ class StandIn:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A shell without job control starts what runs beside it, and all below that, with INT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def child(self) -> int:
