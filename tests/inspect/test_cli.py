@@ -10,6 +10,7 @@ import torch
 
 import zerofp4
 from zerofp4.inspect import info, main
+from zerofp4.ops import check_capability
 
 mpi_library = info._mpi_library
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100f", "sm_120f", "compute_90"]
@@ -30,6 +31,7 @@ def built_for(monkeypatch, architectures, *devices, unusable=None):
     def check(index):
         if unusable is not None:
             raise RuntimeError(unusable)
+        check_capability(f"cuda:{index} ({devices[index][0]})", devices[index][1], architectures)
 
     monkeypatch.setattr(info, "build_info", lambda: build)
     monkeypatch.setattr(info, "check_cuda", check)
@@ -96,24 +98,9 @@ def test_a_gpu_that_there_is_no_code_for_is_a_problem(monkeypatch, capsys):
     (gpu,) = json.loads(text)["gpus"]
     assert code == 1 and gpu["usable"] is False and gpu["code"] is None
     assert gpu["reason"] == (
-        "the extension has no code for compute capability 8.0, only for sm_90, compute_90"
+        "zerofp4 was built for sm_90, compute_90, cuda:0 (A100) has 8.0: reinstall it on this machine, or "
+        "with ZEROFP4_CUDA_ARCHS=all"
     )
-
-
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [
-        ((7, 5), None),
-        ((8, 0), "sm_80"),
-        ((8, 9), "sm_80"),
-        ((9, 0), "sm_90"),
-        ((10, 3), "sm_100f"),
-        ((12, 1), "sm_120f"),
-        ((13, 0), "compute_90"),
-    ],
-)
-def test_code_for_a_capability(capability, expected):
-    assert info.code_for(capability, ARCHITECTURES) == expected
 
 
 def test_an_instruction_set_that_is_not_there_is_a_problem(monkeypatch, capsys):

@@ -9,14 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.ops import build_info, check_cuda
+from zerofp4.ops import build_info, check_cuda, code_for
 from zerofp4.version import VERSION
 
 SUMMARY = "versions, what was compiled in, and what this machine can run"
@@ -29,6 +29,7 @@ variables that matter. What is found wrong is listed last.
 ENVIRONMENT = {
     "ZEROFP4_CPU_ISA": "the CPU instruction set to use in place of the best one",
     "ZEROFP4_CUDA": "when building: 0 leaves CUDA out",
+    "ZEROFP4_CUDA_ARCHS": "when building: the GPU architectures, or all, or native",
     "NVCC": "when building: the CUDA compiler in place of the one on the PATH",
     "CXX": "when building: the C++ compiler in place of g++",
     "CUDA_VISIBLE_DEVICES": "the GPUs that torch sees; empty for none",
@@ -103,7 +104,7 @@ def _cores() -> int:
 def _gpus(cuda: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     gpus = []
     for index, device in enumerate(cuda["devices"]):
-        reason = _why_unusable(index, device["capability"], cuda["architectures"])
+        reason = _why_unusable(index)
         code = None if reason else code_for(device["capability"], cuda["architectures"])
         gpus.append({"index": index, **device, "usable": reason is None, "code": code, "reason": reason})
         if reason is not None:
@@ -111,32 +112,12 @@ def _gpus(cuda: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     return gpus
 
 
-def _why_unusable(index: int, capability: Sequence[int], architectures: Sequence[str]) -> str | None:
+def _why_unusable(index: int) -> str | None:
     try:
         check_cuda(index)
     except RuntimeError as error:
         return str(error)
-    if code_for(capability, architectures) is None:
-        wanted = f"compute capability {capability[0]}.{capability[1]}"
-        return f"the extension has no code for {wanted}, only for {', '.join(architectures)}"
     return None
-
-
-def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | None:
-    """The architecture, out of those compiled in, whose code a GPU runs; None when there is none.
-
-    Machine code (sm_90) runs on its own major version from its minor version on. PTX (compute_90) runs on
-    that version and on all that are newer, and is compiled when it is first used.
-    """
-    usable = []
-    for name in architectures:
-        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
-        if parts is None:
-            continue
-        version, own, machine_code = (int(parts[2]), int(parts[3])), tuple(capability), parts[1] == "sm"
-        if version <= own and (version[0] == own[0] or not machine_code):
-            usable.append((machine_code, version, name))
-    return max(usable)[2] if usable else None
 
 
 def _distributed() -> dict[str, Any]:

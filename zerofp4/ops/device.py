@@ -7,9 +7,8 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.storage import Side
-
-OLDEST_CAPABILITY = (8, 0)
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -25,12 +24,13 @@ def check_cuda(index: int) -> None:
             f"a tensor is on cuda:{index}, but zerofp4 was built without CUDA: "
             "reinstall it where nvcc is on the PATH"
         )
-    capability = torch.cuda.get_device_capability(index)
-    if capability < OLDEST_CAPABILITY:
-        raise RuntimeError(
-            f"zerofp4 needs compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer, "
-            f"cuda:{index} ({torch.cuda.get_device_name(index)}) has {capability[0]}.{capability[1]}"
-        )
+    gpu = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+    check_capability(gpu, torch.cuda.get_device_capability(index), architectures())
+
+
+def architectures() -> list[str]:
+    """Those that the build has code for: sm_90 is machine code, compute_90 PTX."""
+    return _C.build().get("cuda_architectures", "").split()
 
 
 def target_of(device: torch.device) -> _C.Target:
@@ -106,7 +106,7 @@ def build_info() -> dict[str, dict]:
     devices = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        usable = "cuda_version" in build and capability >= OLDEST_CAPABILITY
+        usable = code_for(capability, architectures()) is not None
         devices.append(
             {"name": torch.cuda.get_device_name(index), "capability": capability, "usable": usable}
         )
@@ -115,7 +115,7 @@ def build_info() -> dict[str, dict]:
         "cuda": {
             "compiled": "cuda_version" in build,
             "version": build.get("cuda_version"),
-            "architectures": build.get("cuda_architectures", "").split(),
+            "architectures": architectures(),
             "devices": devices,
         },
     }
