@@ -9,7 +9,7 @@ import torch
 
 from zerofp4.format import BLOCK
 from zerofp4.shard import Shard, byte_range, check_bounds
-from zerofp4.storage import NVFP4Storage, check_buffer, record_of
+from zerofp4.storage import NVFP4Storage, check_buffer, check_plain, check_signs, record_of
 
 NONFINITE_POLICIES = ("skip", "raise")
 MASTER_DTYPES = (torch.float32, torch.bfloat16)
@@ -135,6 +135,9 @@ def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, star
         )
     if master is None:
         return Shard(0, 0)
+    if isinstance(master, torch.Tensor):
+        check_plain(what, master)
+        check_signs(what, master)
     if not isinstance(master, torch.Tensor) or master.dtype not in MASTER_DTYPES:
         raise TypeError(
             f"{what} must be a float32 or bfloat16 tensor, "
@@ -153,6 +156,8 @@ def check_shard_codes(i: int, record: NVFP4Storage, shard: Shard, codes: torch.T
     first, last = byte_range(shard)
     if codes is None and last == first:
         return
+    if isinstance(codes, torch.Tensor):
+        check_plain(f"fsdp_shard_model_weights[{i}]", codes)
     check_buffer(f"fsdp_shard_model_weights[{i}]", codes, (last - first,), torch.uint8, record.device)
 
 
@@ -255,5 +260,7 @@ def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
 
 
 def check_found_inf(found_inf: torch.Tensor | None, records: Sequence[NVFP4Storage]) -> None:
+    if isinstance(found_inf, torch.Tensor):
+        check_plain("found_inf", found_inf)
     if found_inf is not None and records:
         check_buffer("found_inf", found_inf, (1,), torch.float32, records[0].device)

@@ -32,6 +32,11 @@ class MXFP8Storage(Storage):
         """(dtype,)"""
         return (self.dtype,)
 
+    def check(self) -> None:
+        super().check()
+        if self.amax is not None or self.columnwise_amax is not None:
+            raise ValueError("MXFP8 has no amax, but this record has one")
+
     @property
     def scheme(self) -> tuple:
         return MXFP8Storage, self.shape

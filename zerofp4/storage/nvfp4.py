@@ -48,6 +48,20 @@ class NVFP4Storage(Storage):
         four_over_six = self.four_over_six and (self.four_over_six.e4m3_max, self.four_over_six.error)
         return self.dtype, self.block, self.hadamard, self.random_signs, four_over_six
 
+    def check_context(self) -> None:
+        super().check_context()
+        check_block(self.block)
+        check_transform(self.block[0], self.columnwise is not None, self.hadamard, self.random_signs)
+        check_matrix(*self.matrix, columnwise=self.columnwise is not None and not self.hadamard)
+
+    def check(self) -> None:
+        super().check()
+        for name, side in self.sides():
+            if side.amax is None:
+                raise ValueError(f"the {name} copy has no amax")
+        if not self.hadamard and self.columnwise_amax is not None and self.columnwise_amax is not self.amax:
+            raise ValueError("columnwise_amax must be amax itself unless the columnwise copy is transformed")
+
     @property
     def scheme(self) -> tuple:
         return NVFP4Storage, self.shape, self.block, self.hadamard, self.random_signs, self.e4m3_max

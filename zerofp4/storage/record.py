@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import as_matrix
+from zerofp4.storage.memory import check_memory, check_signs
 from zerofp4.storage.sides import SIDES, Side, Sides, scale_name, sides_of
 
 _rebindings = 0
@@ -64,8 +65,32 @@ class Storage(Sides):
         record = cls.from_context(shape, context)
         for name, side in sides_of(buffers).items():
             setattr(record, name, side)
+        record.check_context()
+        if record.rowwise is None and record.columnwise is None:
+            raise ValueError(f"buffers must have a copy of the matrix, got {list(buffers)}")
+        for name, side in record.sides():
+            if side.data is None or "compact" not in side.scales:
+                raise ValueError(f"buffers must have {name}_data and {name}_scale, got {list(buffers)}")
+        unknown = buffers.keys() - dict(record.buffers()).keys()
+        if unknown:
+            raise ValueError(f"buffers must be those of {cls.__name__}, got {sorted(unknown)}")
         record.check()
         return record
+
+    def __reduce_ex__(self, protocol):
+        """Copies and pickles of a record share no buffer with it and have no attachment: plans hold
+        addresses.
+        """
+        return _restore, (type(self), self.shape, self.context(), dict(self.buffers()), self.name)
+
+    def check_context(self) -> None:
+        """Raises TypeError or ValueError for a shape, dtype or option that the format has not. A record made
+        by allocate is right; one from a file need not be.
+        """
+        if self.dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {self.dtype}")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"shape must not have negative sizes, got {tuple(self.shape)}")
 
     def context(self) -> tuple:
         """What a record is besides its shape, buffers, name and attachments."""
@@ -100,7 +125,8 @@ class Storage(Sides):
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a buffer that kernels could not trust: not of its shape or
-        dtype, not contiguous, or not on the device of the first.
+        dtype, not contiguous, or not on the device of the first; RuntimeError for one whose storage does not
+        hold all of it. Asked wherever a record gets buffers, and again when a plan is built over it.
         """
         for name, side in self.sides():
             if side.data is not None:
@@ -114,12 +140,13 @@ class Storage(Sides):
         check_buffer(name, buffer, shape, self.buffer_dtype(name), self.device)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Storage":
-        """A record whose buffers are function(buffer), with no attachment."""
+        """A record whose buffers are function(buffer), with no attachment. Errors as check()."""
         note_rebinding()  # where a module moves to another device, its weights get such a record
         new = self.from_context(self.shape, self.context())
         for name, side in sides_of({name: function(buffer) for name, buffer in self.buffers()}).items():
             setattr(new, name, side)
         new.name = self.name
+        new.check()
         return new
 
     def rebind(self, rowwise_data: torch.Tensor) -> None:
@@ -138,6 +165,18 @@ class Storage(Sides):
         """Make it hold zeros: in every format these are codes, scales and amaxes of zero bytes."""
         for _, buffer in self.buffers():
             buffer.view(torch.uint8).zero_()
+
+
+def _restore(
+    cls: type[Storage], shape: torch.Size, context: tuple, buffers: dict[str, torch.Tensor], name: str | None
+) -> Storage:
+    note_rebinding()  # where a copy takes the place of the record, whoever holds addresses looks again
+    record = cls.from_context(shape, context)
+    for side_name, side in sides_of(buffers).items():
+        setattr(record, side_name, side)
+    record.name = name
+    record.check()
+    return record
 
 
 def record_of(tensor: Any) -> Any:
@@ -159,7 +198,9 @@ def empty_buffer(shape: Sequence[int], dtype: torch.dtype, device) -> torch.Tens
 def check_buffer(
     name: str, buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises unless `buffer` is a contiguous tensor of that shape, dtype and device."""
+    """Raises TypeError or ValueError unless `buffer` is a contiguous tensor of that shape, dtype and device,
+    RuntimeError unless its storage holds all of it.
+    """
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != dtype:
         raise TypeError(
             f"{name} must be a {dtype} tensor, got {getattr(buffer, 'dtype', type(buffer).__name__)}"
@@ -170,6 +211,8 @@ def check_buffer(
         raise ValueError(f"{name} must be on {device}, got {buffer.device}")
     if not buffer.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {buffer.stride()}")
+    check_signs(name, buffer)
+    check_memory(name, buffer)
 
 
 def check_layouts(scale_layouts: Sequence[str], known: tuple[str, ...] = SCALE_LAYOUTS) -> tuple[str, ...]:

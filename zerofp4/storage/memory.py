@@ -1,0 +1,79 @@
+"""What a kernel may be handed: the one place that says whether a tensor's memory is what its shape claims.
+
+Kernels take addresses. A tensor that has none of its own, or less memory than its sizes say, would have them
+read and write what belongs to others.
+"""
+
+import torch
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises unless the memory of a tensor on a CPU or GPU holds its elements.
+
+    TypeError, which says what to pass instead: a subclass with a dispatch of its own (DTensor, FakeTensor and
+    other tensors over tensors), a layout that is not dense, a functionalized tensor, an efficient zero
+    tensor. RuntimeError: a storage that was freed or shrunk in place.
+    """
+    if dispatches(tensor):
+        kind = type(tensor).__name__
+        raise TypeError(f"{name} is a {kind}, which has no memory of its own: pass {_inside(tensor)}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}: pass its to_dense()")
+    if torch._is_functional_tensor(tensor):
+        raise TypeError(
+            f"{name} is a functionalized tensor, which has no memory of its own: pass the tensor inside"
+        )
+    if tensor._is_zerotensor():
+        raise TypeError(f"{name} is an efficient zero tensor, which has no memory: pass its clone()")
+    check_memory(name, tensor)
+
+
+def dispatches(tensor: torch.Tensor) -> bool:
+    """Whether operations on the tensor are its class's own, so that its memory need not mean anything."""
+    kind = type(tensor)
+    return kind is not torch.Tensor and kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+
+
+def _inside(tensor: torch.Tensor) -> str:
+    """What a caller has to pass in the place of a tensor that dispatches."""
+    if hasattr(tensor, "to_local"):
+        return "its to_local()"
+    if hasattr(tensor, "fake_mode"):
+        return "a tensor with data"
+    if hasattr(tensor, "record"):
+        return "its dequantize(), or the values that it was made from"
+    return "the plain tensor inside"
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raises RuntimeError where a storage does not reach to the tensor's last element. What is traced or
+    transformed has no bytes to ask for.
+    """
+    if torch.compiler.is_compiling() or dispatches(tensor):
+        return
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # a tensor inside vmap or grad
+        return
+    needed = _end(tensor)
+    if held < needed:
+        raise RuntimeError(
+            f"{name} needs {needed} bytes of its storage, which has {held}: it was freed or shrunk in place "
+            "(resize_), or never was as large"
+        )
+
+
+def check_signs(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError where the signs of a tensor's bytes are not those of its values."""
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(f"{name} has its negative bit set, which kernels do not see: pass its resolve_neg()")
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of the storage to behind the tensor's last element."""
+    if tensor.is_contiguous():
+        elements = tensor.numel()
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elements = tensor.numel() and 1 + sum((size - 1) * stride for size, stride in steps)
+    return (tensor.storage_offset() + elements) * tensor.itemsize if elements else 0
