@@ -8,7 +8,7 @@ from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FourOverSix
 from zerofp4.reference.elements import e2m1_to_float, float_to_e2m1, pack, transpose_packed, unpack
 from zerofp4.reference.four_over_six import four_over_six_scale
 from zerofp4.reference.hadamard import hadamard_transform
-from zerofp4.reference.scales import block_amax, block_scale, magnitude, scaled, spread
+from zerofp4.reference.scales import block_amax, block_scale, magnitude, scale_value, scaled, spread
 from zerofp4.reference.stochastic import (
     COLUMNWISE_STREAM,
     ROWWISE_STREAM,
@@ -112,5 +112,5 @@ def dequantize(
     that maximum. The product is a float32 that is rounded once to dtype.
     """
     codes = unpack(data)
-    decode = (scale.float() * amax) * (1 / (E2M1_MAX * e4m3_max))
+    decode = (scale_value(scale) * amax) * (1 / (E2M1_MAX * e4m3_max))
     return (e2m1_to_float(codes) * spread(decode, block_rows, *codes.shape)).to(dtype)

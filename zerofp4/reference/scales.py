@@ -49,11 +49,18 @@ def block_scale(amax_of_blocks: torch.Tensor, amax: torch.Tensor) -> torch.Tenso
     return (amax_of_blocks * factor).clamp(max=E4M3_MAX).to(SCALE_DTYPE)
 
 
+def scale_value(scale: torch.Tensor) -> torch.Tensor:
+    """float32 values of E4M3 scales. Scales are not negative: the sign of a byte means nothing, and no reader
+    of scales looks at it.
+    """
+    return scale.float().abs()
+
+
 def block_encode(scale: torch.Tensor, amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:
     """What the elements of a block are multiplied with before they are rounded to E2M1."""
     decode = divide(1.0, encode_scale(amax, e4m3_max))
-    encode = divide(1.0, scale.float() * decode).clamp(max=FLOAT32_MAX)
-    return torch.where(scale.float() > 0, encode, FLOAT32_MAX)
+    encode = divide(1.0, scale_value(scale) * decode).clamp(max=FLOAT32_MAX)
+    return torch.where(scale_value(scale) > 0, encode, FLOAT32_MAX)
 
 
 def spread(per_block: torch.Tensor, block_rows: int, rows: int, cols: int) -> torch.Tensor:
