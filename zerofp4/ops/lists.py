@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import target_of
+from zerofp4.ops.device import is_capturing, target_of
 
 NativeList = _C.DequantizeList | _C.Mxfp8DequantizeList | _C.ScaleLayoutList
 
@@ -29,7 +29,7 @@ def run_list(native: NativeList, count: int, device: torch.device) -> None:
     """
     table = None  # kept until the launch is queued; after that torch reuses its memory in stream order
     if device.type == "cuda" and count > _C.ARGUMENT_ITEMS:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             # A replay would read staging memory that has long gone back to the allocator.
             raise RuntimeError(
                 f"while a CUDA graph is captured a list of tensors may have {_C.ARGUMENT_ITEMS} at most, "

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.storage import SIDES, scale_name
+from zerofp4.storage import SIDES, check_memory, check_plain, scale_name
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -13,15 +14,37 @@ def detached(name: str, value: torch.Tensor | None) -> torch.Tensor | None:
     """An argument of one float32, or None, without its autograd history."""
     if value is not None and not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.float32 tensor, got {type(value).__name__}")
-    return None if value is None else value.detach()
+    if value is None:
+        return None
+    _check_plain(name, value)
+    return value.detach()
 
 
 def check_values(x: torch.Tensor) -> None:
-    """Raises TypeError unless x can be quantized."""
+    """Raises TypeError unless x can be quantized, RuntimeError where its storage was freed.
+
+    What is traced or transformed, FakeTensors too, goes to the operators, which know it.
+    """
     if not isinstance(x, torch.Tensor) or isinstance(x, QuantizedTensor):
         raise TypeError(f"x must be a plain torch.Tensor, got {type(x).__name__}")
     if x.dtype not in WEIGHT_DTYPES:
         raise TypeError(f"x must have one of the dtypes {WEIGHT_DTYPES}, got {x.dtype}")
+    _check_plain("x", x)
+
+
+def _check_plain(name: str, x: torch.Tensor) -> None:
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return
+    if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None:
+        check_plain(name, x)
+
+
+def kernel_input(x: torch.Tensor) -> torch.Tensor:
+    """x without history, contiguous, and with bytes that have its values' signs."""
+    x = x.detach()
+    if not torch.compiler.is_compiling():
+        x = x.resolve_neg()
+    return x.contiguous()
 
 
 def check_out(
@@ -46,3 +69,5 @@ def check_out(
         for layout in scale_layouts if asked else ():
             if out.record.buffer(scale_name(side, layout)) is None:
                 raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")
+    for name, buffer in out.record.buffers():
+        check_memory(f"out: {name}", buffer)

@@ -9,7 +9,7 @@ import torch
 
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, FourOverSix
 from zerofp4.layout import ceil_div, columnwise_rows, round_up
-from zerofp4.ops import grouped_shapes
+from zerofp4.ops import grouped_shapes, is_capturing
 from zerofp4.storage import (
     BUFFERS,
     NVFP4Storage,
@@ -23,7 +23,7 @@ from zerofp4.storage import (
     scale_name,
     sides_of,
 )
-from zerofp4.tensors.arguments import check_values, detached
+from zerofp4.tensors.arguments import check_values, detached, kernel_input
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
 from zerofp4.tensors.quantized_tensor import wrap
 
@@ -236,9 +236,7 @@ def quantize_grouped(
     options = (hadamard, random_signs)
     buffers = dict(groups.buffers())
     outputs = [buffers.get(name) for name in BUFFERS]
-    torch.ops.zerofp4.quantize_grouped(
-        x.detach().contiguous(), splits, *given, *options, *outputs, offsets, error
-    )
+    torch.ops.zerofp4.quantize_grouped(kernel_input(x), splits, *given, *options, *outputs, offsets, error)
     return GroupedNVFP4Tensor(
         x.shape,
         x.dtype,
@@ -287,7 +285,7 @@ def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[in
 def _on_device(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(sizes, dtype=torch.int64, device=device)
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         # A replay would read staging memory that has long gone back to the allocator.
         raise RuntimeError(
             "while a CUDA graph is captured m_splits must be on x's device, got them on the host"

@@ -11,10 +11,11 @@ from zerofp4.storage import (
     Side,
     allocate_mxfp8,
     check_layouts,
+    check_memory,
     check_sides,
     side_names,
 )
-from zerofp4.tensors.arguments import check_out, check_values, detached
+from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_input
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, wrap
 
 
@@ -40,7 +41,9 @@ def values_source(record: MXFP8Storage) -> tuple[torch.Tensor, torch.Tensor, boo
 
 def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    values = torch.ops.zerofp4.dequantize_mxfp8(*values_source(record), "compact", kernel_dtype)
+    source = values_source(record)
+    check_memory("the tensor's elements", source[0])
+    values = torch.ops.zerofp4.dequantize_mxfp8(*source, "compact", kernel_dtype)
     return values.view(record.shape).to(dtype)
 
 
@@ -133,5 +136,5 @@ def quantize_mxfp8(
         check_out(out, MXFP8Tensor, x, block=MXFP8Storage.block, **wanted)
         torch.autograd.graph.increment_version(out)
         record = out.record
-    _quantize_into(record, x.detach().contiguous(), detached("skip", skip))
+    _quantize_into(record, kernel_input(x), detached("skip", skip))
     return wrap(MXFP8Tensor, record) if out is None else out

@@ -1,5 +1,6 @@
 """NVFP4Tensor; quantize and empty make one. quantize_dequantize does without."""
 
+import functools
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -10,8 +11,10 @@ from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix
 from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block, check_layouts
 from zerofp4.tensors import nvfp4_values
-from zerofp4.tensors.arguments import check_out, check_values, detached
-from zerofp4.tensors.quantized_tensor import INIT_VAL, QuantizedTensor, buffer_property, wrap
+from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_input
+from zerofp4.tensors.initial_value import INIT_VAL, initial_value, replace_initial_value
+from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property, wrap
+from zerofp4.tensors.straight_through import StraightThrough, with_tangent
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -45,11 +48,15 @@ class NVFP4Tensor(QuantizedTensor):
         return nvfp4_values.padded_scale(self.record, SIDES[int(columnwise)], "swizzled")
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """What convert_model quantized, on the CPU; None when there is no such value or it was cleared.
+        """What convert_model quantized, on the CPU, or what was written to the weight since (copy_,
+        load_state_dict, fill_, zero_, quantize with out), rounded to its dtype; None when there is no such
+        value, it was cleared, or the codes are no longer those of it, for which it is quantized once more.
 
-        detach, `.to(device)` and deepcopy keep it; clone and pickling do not.
+        A weight whose value was cleared takes no new one. detach, `.to(device)` and deepcopy keep it, and
+        load_state_dict hands on what the other weight has;
+        clone and pickling do not, and tensors on the meta device have none.
         """
-        return self.record.attachments.get(INIT_VAL)
+        return initial_value(self.record)
 
     def clear_high_precision_init_val(self) -> None:
         self.record.attachments.pop(INIT_VAL, None)
@@ -84,6 +91,7 @@ def quantize(
     scale_layouts: Sequence[str] = ("compact",),
     out: NVFP4Tensor | None = None,
     skip: torch.Tensor | None = None,
+    straight_through: bool = False,
 ) -> NVFP4Tensor:
     """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
 
@@ -110,10 +118,20 @@ def quantize(
     skip: float32 [1] on x's device, with out only: where it is not 0, out keeps what it has. The kernels read
     it, so that a captured CUDA graph can refresh a weight, or not (GradScaler's found_inf is such a flag).
 
-    The result has no autograd history. TypeError for a wrong dtype, ValueError for a wrong shape, option or
-    combination of options.
+    straight_through: the result is differentiable: its gradient is passed on to x as it is, also where x is
+    larger than a given amax (see quantize_dequantize). Not with out. Else the result has no autograd history.
+
+    An x whose negative bit is set (x.imag of a conjugate is such a view) is quantized with its values' signs.
+    TypeError for a wrong dtype or a tensor without memory of its own (a DTensor: pass its to_local()),
+    ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
+    freed.
     """
     check_values(x)
+    if straight_through:
+        if out is not None:
+            raise ValueError("straight_through gives a new tensor a history, which out cannot get")
+        arguments = {name: value for name, value in locals().items() if name not in ("x", "straight_through")}
+        return StraightThrough.apply(x, functools.partial(quantize, **arguments))
     options = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": four_over_six}
     wanted = {"block": tuple(block), "rowwise": rowwise, "columnwise": columnwise}
     wanted["scale_layouts"] = check_layouts(scale_layouts)
@@ -129,14 +147,24 @@ def quantize(
         torch.autograd.graph.increment_version(out)
         record = out.record
     ops.quantize_into(
-        x.detach().contiguous(),
+        kernel_input(x),
         record,
-        amax=detached("amax", amax),
-        columnwise_amax=detached("columnwise_amax", columnwise_amax),
+        amax=_apart(record, detached("amax", amax)),
+        columnwise_amax=_apart(record, detached("columnwise_amax", columnwise_amax)),
         rng_state=_rng_state(x, stochastic_rounding, generator),
-        skip=detached("skip", skip),
+        skip=_apart(record, detached("skip", skip)),
     )
+    if out is not None and skip is None:
+        replace_initial_value(record, x)
     return wrap(NVFP4Tensor, record) if out is None else out
+
+
+def _apart(record: NVFP4Storage, given: torch.Tensor | None) -> torch.Tensor | None:
+    """A given value that the record's own amaxes do not overwrite before it is used."""
+    if given is None or torch.compiler.is_compiling() or record.amax.device != given.device:
+        return given
+    own = {amax.data_ptr() for amax in (record.amax, record.columnwise_amax) if amax is not None}
+    return given.clone() if given.data_ptr() in own else given
 
 
 def quantize_dequantize(
@@ -152,20 +180,25 @@ def quantize_dequantize(
 
     The arguments are those of quantize. The result is a plain tensor of x's shape and dtype. Its gradient is
     passed straight through to x, also where x is larger than a given amax: as if quantization were the
-    identity, which is what training against it needs; detach x where that is not wanted.
+    identity, which is what training against it needs; detach x where that is not wanted. A tangent of
+    forward-mode differentiation is passed through likewise.
 
     TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """
     check_values(x)
     check_block(block)
-    values = torch.ops.zerofp4.quantize_dequantize(
-        x.contiguous().view(as_matrix(x.shape)),
+    options = (
         block[0],
         detached("amax", amax),
         _rng_state(x, stochastic_rounding, generator),
         *ops.choice_arguments(four_over_six),
     )
-    return values.view(x.shape)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        matrix = x.contiguous().view(as_matrix(x.shape))
+        return torch.ops.zerofp4.quantize_dequantize(matrix, *options).view(x.shape)
+
+    return with_tangent(run, x)
 
 
 def _rng_state(x: torch.Tensor, stochastic: bool, generator: torch.Generator | None) -> torch.Tensor | None:

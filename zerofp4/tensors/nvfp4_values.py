@@ -4,7 +4,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, SCALE_DTYPE, WEIGHT_DTYPES
-from zerofp4.storage import SIDES, NVFP4Storage, Side
+from zerofp4.storage import SIDES, NVFP4Storage, Side, check_memory
 
 
 def padded_scale(record: NVFP4Storage, side: str, layout: str) -> torch.Tensor:
@@ -40,7 +40,9 @@ def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, tor
 def dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
     """Values in the record's shape: computed in float32, rounded once to dtype. Errors as values_source."""
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    return ops.values_of(*values_source(record), kernel_dtype).view(record.shape).to(dtype)
+    source = values_source(record)
+    check_memory("the tensor's codes", source[0])
+    return ops.values_of(*source, kernel_dtype).view(record.shape).to(dtype)
 
 
 def requantize(record: NVFP4Storage, values: torch.Tensor) -> None:
@@ -75,7 +77,8 @@ def copy_bytes(target: NVFP4Storage, source: NVFP4Storage, non_blocking: bool = 
     """
     found = [(name, side, _derived(source, name)) for name, side in target.sides()]
     for name, side, given in found:
-        side.amax.copy_(given.amax, non_blocking)
+        if side is found[0][1] or side.amax is not target.amax:  # two sides may share one
+            side.amax.copy_(given.amax, non_blocking)
         side.data.copy_(given.data, non_blocking)
         compact = side.scales["compact"]
         compact.copy_(given.scales["compact"], non_blocking)

@@ -5,13 +5,9 @@ from collections.abc import Callable
 from operator import attrgetter
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofp4.storage import Storage, note_rebinding
-from zerofp4.tensors import products
-
-INIT_VAL = "high_precision_init_val"
-"""Where a record's attachments hold the value that convert_model quantized."""
+from zerofp4.tensors import dispatch, products, transfer
 
 
 def buffer_property(name: str) -> property:
@@ -53,6 +49,11 @@ class QuantizedTensor(torch.Tensor):
             shape, context, names = record
             named = dict(zip(names, buffers, strict=True))
             record = cls._record_type.from_buffers(torch.Size(shape), context, named)
+        if not isinstance(record, cls._record_type):
+            raise TypeError(
+                f"record must be an {cls._record_type.__name__}, got {type(record).__name__}: quantize makes "
+                "a tensor of values"
+            )
         properties = {"dtype": record.dtype, "device": record.device}
         tensor = torch.Tensor._make_wrapper_subclass(cls, record.shape, **properties)
         tensor.record = record
@@ -77,6 +78,11 @@ class QuantizedTensor(torch.Tensor):
     columnwise_scale_swizzled = buffer_property("columnwise_scale_swizzled")
     block = property(attrgetter("record.block"))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, which is less than numel() * element_size()."""
+        return sum(buffer.nbytes for _, buffer in self.record.buffers())
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
 
@@ -96,7 +102,7 @@ class QuantizedTensor(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, {', '.join(fields)})"
 
     def __setitem__(self, index, value) -> None:
-        raise RuntimeError("indexed assignment" + _writes(self))
+        raise RuntimeError("indexed assignment" + dispatch.writes(self))
 
     def share_memory_(self) -> "QuantizedTensor":
         for _, buffer in self.record.buffers():
@@ -115,24 +121,19 @@ class QuantizedTensor(torch.Tensor):
                 f"only an {type(self).__name__} that is a leaf of the autograd graph can be deepcopied"
             )
         if id(self.record) not in memo:
-            memo[id(self.record)] = _copy_record(self.record, torch.clone)
+            memo[id(self.record)] = transfer.copy_record(self.record, torch.clone)
         new = memo[id(self)] = type(self)(memo[id(self.record)]).requires_grad_(self.requires_grad)
         new.grad = copy.deepcopy(self.grad, memo)
         vars(new).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "record"})
         return new
 
     def __reduce_ex__(self, protocol):
-        context = self.record.context()
-        buffers = dict(self.record.buffers())
-        for name, buffer in buffers.items():
-            if buffer.untyped_storage().nbytes() > buffer.nbytes:  # do not write all of a flat buffer
-                buffer = buffer.clone()
-            if buffer.dtype.is_floating_point and buffer.itemsize == 1:
-                buffer = buffer.view(torch.uint8)  # plain pickle writes float8 and cannot read it
-            buffers[name] = buffer
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        state = (tuple(self.shape), context, buffers, self.record.name, self.requires_grad, is_parameter)
-        return _rebuild_tensor, (type(self), *state)
+        return transfer.reduce_tensor(self)
+
+    def __setstate__(self, state) -> None:
+        raise TypeError(
+            f"an {type(self).__name__} has no state to set: it was given, and checked, when it was made"
+        )
 
     def __tensor_flatten__(self):
         return [name for name, _ in self.record.buffers()], self.record.context()
@@ -151,24 +152,7 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _HANDLERS:
-            return _HANDLERS[func](*args, **kwargs)
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[index] if index < len(args) else kwargs.get(argument.name)
-                for leaf in tree_leaves(written):
-                    if isinstance(leaf, QuantizedTensor):
-                        raise RuntimeError(f"{func}" + _writes(leaf))
-        args, kwargs = tree_map_only(QuantizedTensor, _plain, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _writes(tensor: QuantizedTensor) -> str:
-    return (
-        f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: "
-        "compute the new values in a plain tensor and copy_ that, which requantizes"
-    )
+        return dispatch.dispatch(func, args, kwargs or {})
 
 
 def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
@@ -186,19 +170,6 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
 _FUNCTIONS = {**products.FUNCTIONS, torch.Tensor.data.__set__: _set_data}
 
 
-def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parameter) -> QuantizedTensor:
-    dtype_of = cls._record_type.buffer_dtype
-    buffers = {name: buffer.view(dtype_of(name)) for name, buffer in buffers.items()}
-    tensor = cls.__tensor_unflatten__(buffers, context, shape, None)
-    tensor.record.name = name
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
-
-torch.serialization.add_safe_globals([_rebuild_tensor])
-
-
 def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
     """A tensor over the record. Also where torch.compile traces the call, which it does only for a
     constructor of tensors and constants.
@@ -207,71 +178,3 @@ def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
         return cls(record)
     buffers = dict(record.buffers())
     return cls((tuple(record.shape), record.context(), tuple(buffers)), *buffers.values())
-
-
-# Handlers of __torch_dispatch__. Autograd is above them.
-
-
-def _copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
-    """A record of function(buffer) that also has a copy of the high-precision initial value."""
-    new = record.map(function)
-    if INIT_VAL in record.attachments:
-        new.attachments[INIT_VAL] = record.attachments[INIT_VAL].clone()
-    return new
-
-
-def _plain(tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return tensor._values_of(tensor.record, dtype or tensor.dtype)
-
-
-def _share(tensor):
-    with torch.inference_mode(tensor.is_inference()):  # what shares a version counter must be of one kind
-        return type(tensor)(tensor.record)
-
-
-def _clone(tensor, *, memory_format=None):
-    return type(tensor)(tensor.record.map(torch.clone))
-
-
-def _to_copy(tensor, *, dtype=None, device=None, non_blocking=False, **layout):
-    """Another dtype dequantizes, another device does not."""
-    if dtype is not None and dtype != tensor.dtype:
-        return _plain(tensor, dtype).to(device=device, non_blocking=non_blocking)
-    options = {"device": device or tensor.device, "non_blocking": non_blocking, "copy": True}
-    return type(tensor)(_copy_record(tensor.record, lambda buffer: buffer.to(**options)))
-
-
-def _copy_(target, source, non_blocking=False):
-    if not isinstance(target, QuantizedTensor):
-        return target.copy_(_plain(source, target.dtype), non_blocking)
-    if not isinstance(source, QuantizedTensor):
-        target._requantize(target.record, source)
-    elif source.record.scheme == target.record.scheme:
-        target._copy_bytes(target.record, source.record, non_blocking)
-    else:
-        target._requantize(target.record, _plain(source, target.dtype))
-    return target
-
-
-def _fill_(tensor, value):
-    tensor._requantize(tensor.record, torch.as_tensor(value))
-    return tensor
-
-
-def _zero_(tensor):
-    tensor.record.zero()
-    return tensor
-
-
-_aten = torch.ops.aten
-_HANDLERS = {
-    _aten.alias.default: _share,
-    _aten.clone.default: _clone,
-    _aten.copy_.default: _copy_,
-    _aten.dequantize.self: _plain,
-    _aten.detach.default: _share,
-    _aten.fill_.Scalar: _fill_,
-    _aten.fill_.Tensor: _fill_,
-    _aten._to_copy.default: _to_copy,
-    _aten.zero_.default: _zero_,
-}

@@ -1,0 +1,130 @@
+"""get_high_precision_init_val: whatever writes to a converted weight, no stale value comes back."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import assert_bytes_equal
+from tensor_helpers import values
+from torch import nn
+
+import zerofp4
+
+
+def converted(device="cpu", dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = nn.Linear(80, 48, bias=False, dtype=dtype, device=device)
+    zerofp4.convert_model(model)
+    return model
+
+
+def write_by_state_dict(model, x):
+    model.load_state_dict({"weight": x})
+
+
+def write_by_copy(model, x):
+    model.weight.data.copy_(x)
+
+
+def write_under_no_grad(model, x):
+    with torch.no_grad():
+        model.weight.copy_(x)
+
+
+def write_by_out(model, x):
+    zerofp4.quantize(x.to(model.weight.device), out=model.weight.detach())
+
+
+def write_in_inference_mode(model, x):
+    with torch.inference_mode():
+        model.weight.detach().copy_(x)
+
+
+WAYS = [
+    write_by_state_dict,
+    write_by_copy,
+    write_under_no_grad,
+    write_by_out,
+    write_in_inference_mode,
+]
+
+
+@pytest.mark.parametrize("write", WAYS, ids=lambda way: way.__name__)
+def test_what_is_written_is_the_new_initial_value(device, write):
+    model, x = converted(device), values(48, 80, seed=5)
+    write(model, x)
+    value = model.weight.get_high_precision_init_val()
+    assert value.device.type == "cpu" and value.dtype == torch.bfloat16
+    assert_bytes_equal(value, x, "initial value")
+    x.zero_()
+    assert value.any(), "the initial value is a copy"
+
+
+def test_values_are_rounded_and_broadcast_as_a_parameter_would_hold_them(device):
+    model, x = converted(device), values(80, dtype=torch.float32, seed=5)
+    model.weight.data.copy_(x)
+    expected = x.bfloat16().expand(48, 80).contiguous()
+    assert_bytes_equal(model.weight.get_high_precision_init_val(), expected, "broadcast")
+    nn.init.constant_(model.weight, 0.3)
+    expected = torch.full((48, 80), 0.3, dtype=torch.bfloat16)
+    assert_bytes_equal(model.weight.get_high_precision_init_val(), expected, "filled")
+    nn.init.zeros_(model.weight)
+    assert not model.weight.get_high_precision_init_val().any()
+
+
+def test_an_in_place_load_of_a_distributed_checkpoint(tmp_path):
+    model, x = converted(), values(48, 80, seed=5)
+    dcp.save({"weight": x}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    assert_bytes_equal(model.weight.get_high_precision_init_val(), x, "initial value")
+
+
+def test_bytes_of_another_weight_bring_its_initial_value_or_none(device):
+    target, source = converted(device), converted(device)
+    source.weight.data.copy_(values(48, 80, seed=5))
+    target.load_state_dict(source.state_dict())
+    value = target.weight.get_high_precision_init_val()
+    assert_bytes_equal(value, values(48, 80, seed=5), "handed on")
+    assert value is not source.weight.get_high_precision_init_val()
+    target = converted(device)
+    target.load_state_dict({"weight": source.weight.detach().clone()})  # codes, and nothing that made them
+    assert target.weight.get_high_precision_init_val() is None
+
+
+def test_writes_that_say_nothing_leave_no_stale_value(device):
+    """Casts, collectives and compiled functions write bytes: the value is quantized again and compared."""
+    x = values(48, 80, device=device, seed=5)
+    torch._dynamo.reset()
+    for write in (
+        lambda w: zerofp4.CastPlan([w], [x.float().view(-1)], [0]).step(),
+        lambda w: w.rowwise_data.copy_(zerofp4.quantize(x).rowwise_data),
+        lambda w: w.record.rebind(torch.zeros_like(w.rowwise_data)),
+        lambda w: torch.compile(lambda t: t.copy_(x), backend="aot_eager", fullgraph=True)(w.detach()),
+        lambda w: zerofp4.quantize(
+            x, out=w.detach(), stochastic_rounding=True, skip=torch.zeros(1, device=device)
+        ),
+    ):
+        model = converted(device)
+        write(model.weight)
+        assert model.weight.get_high_precision_init_val() is None
+    skipped = converted(device)
+    before = skipped.weight.get_high_precision_init_val()
+    zerofp4.quantize(x, out=skipped.weight.detach(), skip=torch.ones(1, device=device))
+    assert skipped.weight.get_high_precision_init_val() is before
+
+
+def test_what_changes_no_code_keeps_the_value(device):
+    model = converted(device)
+    value = model.weight.get_high_precision_init_val().clone()
+    model.weight.rowwise_data = model.weight.rowwise_data.clone()
+    for same in (model.weight, model.weight.detach(), copy.deepcopy(model).weight, model.to("cpu").weight):
+        assert_bytes_equal(same.get_high_precision_init_val(), value, "initial value")
+    assert model.to("meta").weight.get_high_precision_init_val() is None
+
+
+def test_a_weight_without_one_gets_none(device):
+    model = converted(device)
+    model.weight.clear_high_precision_init_val()
+    model.weight.data.copy_(values(48, 80))
+    assert model.weight.get_high_precision_init_val() is None

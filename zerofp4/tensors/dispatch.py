@@ -1,0 +1,170 @@
+"""What torch's operators do with quantized tensors: handlers of __torch_dispatch__, below autograd."""
+
+import sys
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zerofp4.storage import Storage, check_memory, record_of
+from zerofp4.tensors import transfer
+from zerofp4.tensors.initial_value import replace_initial_value, take_initial_value
+
+_SHARDS, _DISTRIBUTES = "torch.distributed.fsdp", "torch.distributed.tensor"
+"""Modules that make plain parameters of pieces of a parameter's values."""
+
+_BETWEEN = ("zerofp4.tensors.", "torch._", "torch.utils.", "torch.distributed.distributed_c10d")
+_BETWEEN += ("torch.distributed.c10d_logger",)
+"""Modules whose frames lie between an operator and who asked for it."""
+
+
+def dispatch(func, args: tuple, kwargs: dict):
+    """Run an operator that has a quantized tensor among its arguments.
+
+    One without a handler sees dequantized copies. Raises RuntimeError where it would write to the tensor,
+    NotImplementedError where FSDP or DTensor ask, which would train the copies.
+    """
+    handler = HANDLERS.get(func)
+    if handler is not None:
+        return handler(*args, **kwargs)
+    _refuse_to_be_cut(func)
+    if func.namespace == "c10d":
+        result = transfer.collective(func, args, kwargs)
+        if result is not None:
+            return result
+    _refuse_writes(func, args, kwargs)
+    args, kwargs = tree_map(lambda leaf: leaf if record_of(leaf) is None else plain(leaf), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _refuse_writes(func, args: tuple, kwargs: dict) -> None:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[index] if index < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(written):
+                if record_of(leaf) is not None:
+                    raise RuntimeError(f"{func}" + writes(leaf))
+
+
+def writes(tensor) -> str:
+    return (
+        f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: "
+        "compute the new values in a plain tensor and copy_ that, which requantizes"
+    )
+
+
+def _refuse_to_be_cut(func) -> None:
+    """torch gives a tensor no other way to know that FSDP or DTensor make plain parameters of its values."""
+    module = _who_asks()
+    if module.startswith(_SHARDS):
+        raise NotImplementedError(
+            f"FSDP cannot shard quantized weights ({func}): it would train dequantized copies of them. "
+            "zerofp4.integrations.fsdp2, which will, is not there yet; ZeroFP4Optimizer shards the masters"
+        )
+    if module.startswith(_DISTRIBUTES):
+        raise NotImplementedError(
+            f"DTensor and tensor parallelism are not supported for quantized weights ({func}): they would "
+            "hold dequantized copies of them"
+        )
+
+
+def _who_asks() -> str:
+    """The name of the module whose code called torch."""
+    if torch.compiler.is_compiling():
+        return ""
+    frame = sys._getframe(1)
+    while frame is not None and _module(frame).startswith(_BETWEEN):
+        frame = frame.f_back
+    return "" if frame is None else _module(frame)
+
+
+def _module(frame) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+# Handlers
+
+
+def plain(tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return tensor._values_of(tensor.record, dtype or tensor.dtype)
+
+
+def _share(tensor):
+    with torch.inference_mode(tensor.is_inference()):  # what shares a version counter must be of one kind
+        return type(tensor)(tensor.record)
+
+
+def _detach(tensor):
+    """distribute_tensor begins with it; what FSDP detaches it only looks at."""
+    if _who_asks().startswith(_DISTRIBUTES):
+        _refuse_to_be_cut(torch.ops.aten.detach.default)
+    return _share(tensor)
+
+
+def _clone(tensor, *, memory_format=None):
+    return type(tensor)(tensor.record.map(torch.clone))
+
+
+def _to_copy(tensor, *, dtype=None, device=None, non_blocking=False, pin_memory=None, **layout):
+    """Another dtype dequantizes, another device does not."""
+    if dtype is not None and dtype != tensor.dtype:
+        return plain(tensor, dtype).to(device=device, non_blocking=non_blocking)
+    options = {"device": device or tensor.device, "non_blocking": non_blocking, "copy": True}
+    return type(tensor)(transfer.copy_record(tensor.record, lambda buffer: buffer.to(**options)))
+
+
+def _check_memory(record: Storage) -> None:
+    for name, buffer in record.buffers():
+        check_memory(name, buffer)
+
+
+def _copy_(target, source, non_blocking=False):
+    mine, other = record_of(target), record_of(source)
+    if mine is None:
+        return target.copy_(plain(source, target.dtype), non_blocking)
+    _check_memory(mine)
+    if other is not None and other.scheme == mine.scheme:
+        target._copy_bytes(mine, other, non_blocking)
+        if mine is not other:
+            take_initial_value(mine, other)
+        return target
+    values = source.resolve_neg() if other is None else plain(source, target.dtype)
+    target._requantize(mine, values)
+    replace_initial_value(mine, values)
+    return target
+
+
+def _fill_(tensor, value):
+    _check_memory(tensor.record)
+    values = torch.as_tensor(value)
+    tensor._requantize(tensor.record, values)
+    replace_initial_value(tensor.record, values)
+    return tensor
+
+
+def _zero_(tensor):
+    _check_memory(tensor.record)
+    tensor.record.zero()
+    replace_initial_value(tensor.record, torch.zeros(()))
+    return tensor
+
+
+_aten = torch.ops.aten
+HANDLERS = {
+    _aten.alias.default: _share,
+    _aten.clone.default: _clone,
+    _aten.copy_.default: _copy_,
+    _aten.dequantize.self: plain,
+    _aten.detach.default: _detach,
+    _aten.fill_.Scalar: _fill_,
+    _aten.fill_.Tensor: _fill_,
+    _aten.is_pinned.default: transfer.is_pinned,
+    _aten.new_empty.default: transfer.new_empty,
+    _aten._pin_memory.default: transfer.pin_memory,
+    _aten.record_stream.default: transfer.record_stream,
+    _aten._to_copy.default: _to_copy,
+    _aten.zero_.default: _zero_,
+}
+# Above autograd these come apart into _to_copy. In inference mode nothing takes them apart but this.
+for _whole in (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other, _aten.type_as.default):
+    HANDLERS[_whole] = _whole.decompose
+"""By operator; every other one sees dequantized copies."""

@@ -1,0 +1,64 @@
+"""The high-precision value that a converted weight begins with, for as long as its codes are those of it."""
+
+import torch
+
+from zerofp4 import ops
+from zerofp4.storage import NVFP4Storage, Storage, allocate
+
+INIT_VAL = "high_precision_init_val"
+"""Where a record's attachments hold the value that convert_model quantized, on the CPU."""
+
+
+def initial_value(record: NVFP4Storage) -> torch.Tensor | None:
+    """What the record's codes were quantized from, on the CPU; None where there is none, or its codes have
+    been written since by something that did not say so (a cast, a collective, a compiled function): the value
+    is quantized again, and what gives other bytes is dropped.
+    """
+    value = record.attachments.get(INIT_VAL)
+    if value is None or _has_codes_of(record, value):
+        return value
+    del record.attachments[INIT_VAL]
+    return None
+
+
+def _has_codes_of(record: NVFP4Storage, value: torch.Tensor) -> bool:
+    if record.hadamard or record.device.type == "meta":
+        return False
+    name, side = next(record.sides())
+    sides = {"rowwise": name == "rowwise", "columnwise": name == "columnwise"}
+    made = allocate(
+        record.shape,
+        dtype=record.dtype,
+        device=record.device,
+        block=record.block,
+        four_over_six=record.four_over_six,
+        **sides,
+    )
+    ops.quantize_into(value.to(record.device), made, amax=side.amax)
+    again = getattr(made, name)
+    pairs = ((again.data, side.data), (again.scales["compact"], side.scales["compact"]))
+    return all(torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) for mine, other in pairs)
+
+
+def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
+    """Values, which broadcast to the record's shape, have been written to it: where it has an initial value,
+    they are it now, in the record's dtype as an ordinary parameter would hold them.
+    """
+    if INIT_VAL not in record.attachments:
+        return
+    if ops.is_capturing(record.device):  # a copy to the host is no part of a graph
+        del record.attachments[INIT_VAL]
+        return
+    values = values.detach().expand(record.shape)
+    record.attachments[INIT_VAL] = values.to("cpu", record.dtype, copy=True).contiguous()
+
+
+def take_initial_value(target: Storage, source: Storage) -> None:
+    """The target, where it has an initial value, has got the source's bytes: it begins with what the source
+    begins with.
+    """
+    if target.attachments.pop(INIT_VAL, None) is None:
+        return
+    value = initial_value(source)
+    if value is not None:
+        target.attachments[INIT_VAL] = value.clone()

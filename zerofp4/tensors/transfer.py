@@ -1,0 +1,137 @@
+"""How a quantized tensor leaves the place where it is: copies, pickles, pinned memory, collectives."""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from zerofp4.storage import Storage, record_of
+from zerofp4.tensors.initial_value import INIT_VAL
+
+
+def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
+    """A record of function(buffer) that also has a copy of the high-precision initial value."""
+    new = record.map(function)
+    if INIT_VAL in record.attachments:
+        new.attachments[INIT_VAL] = record.attachments[INIT_VAL].clone()
+    return new
+
+
+# Pickles
+
+
+def reduce_tensor(tensor) -> tuple:
+    """What pickle writes: `rebuild_tensor` and its arguments."""
+    record = tensor.record
+    buffers = dict(record.buffers())
+    for name, buffer in buffers.items():
+        if buffer.untyped_storage().nbytes() > buffer.nbytes:  # do not write all of a flat buffer
+            buffer = buffer.clone()
+        if buffer.dtype.is_floating_point and buffer.itemsize == 1:
+            buffer = buffer.view(torch.uint8)  # plain pickle writes float8 and cannot read it
+        buffers[name] = buffer
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    state = (tuple(record.shape), record.context(), buffers, record.name, tensor.requires_grad, is_parameter)
+    return _rebuild_tensor, (type(tensor), *state)
+
+
+def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parameter):
+    dtype_of = cls._record_type.buffer_dtype
+    buffers = {name: buffer.view(dtype_of(name)) for name, buffer in buffers.items()}
+    tensor = cls.__tensor_unflatten__(buffers, context, shape, None)
+    tensor.record.name = name
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild_tensor])
+
+
+# Memory
+
+
+def new_empty(tensor, size, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """Of the same size and dtype and with a device given, as those ask that stage a copy there: a tensor of
+    the same format, whose buffers are uninitialized. Else a plain tensor.
+    """
+    same = tuple(size) == tuple(tensor.shape) and dtype in (None, tensor.dtype)
+    options = {"device": device or tensor.device, "pin_memory": bool(pin_memory)}
+    if device is None or not same:
+        return torch.empty(size, dtype=dtype or tensor.dtype, layout=layout, **options)
+    return type(tensor)(tensor.record.map(lambda buffer: torch.empty_like(buffer, **options)))
+
+
+def record_stream(tensor, stream) -> None:
+    for _, buffer in tensor.record.buffers():
+        buffer.record_stream(stream)
+
+
+def is_pinned(tensor, device=None) -> bool:
+    return all(buffer.is_pinned() for _, buffer in tensor.record.buffers())
+
+
+def pin_memory(tensor, device=None):
+    return type(tensor)(copy_record(tensor.record, torch.Tensor.pin_memory))
+
+
+# Collectives. Their schemas declare no writes, and a result would go to a dequantized copy, unseen.
+
+
+def collective(func, args: tuple, kwargs: dict) -> tuple | None:
+    """An operator of c10d: broadcast sends the buffers; None where it writes to no quantized tensor.
+
+    Raises RuntimeError for one that would.
+    """
+    if func._opname == "send" or not any(record_of(leaf) is not None for leaf in tree_leaves(args[0])):
+        return None
+    if func is torch.ops.c10d.broadcast_.default:
+        return _broadcast(func, *args, **kwargs)
+    name = func._opname.strip("_")
+    kind = next(type(leaf).__name__ for leaf in tree_leaves(args[0]) if record_of(leaf) is not None)
+    raise RuntimeError(
+        f"the collective {name} would write to an {kind}, which only broadcast may: let it write to a plain "
+        "tensor and copy_ that, which requantizes"
+    )
+
+
+def _broadcast(func, tensors, group, root, root_tensor=0, async_op=True, timeout=-1) -> tuple:
+    """Every buffer of the root's tensors into the same buffer of the other ranks'.
+
+    Raises ValueError, on all ranks, where their formats differ.
+    """
+    records = [record_of(tensor) for tensor in tensors]
+    _check_same_formats(records, dist.ProcessGroup.unbox(group))
+    work = None
+    for record, tensor in zip(records, tensors, strict=True):
+        buffers = [tensor] if record is None else [buffer for _, buffer in record.buffers()]
+        for buffer in buffers:
+            if work is not None:
+                work.wait()
+            raw = buffer if record is None else buffer.view(torch.uint8)  # gloo has no float8
+            _, work = func([raw], group, root, root_tensor, async_op, timeout)
+        if record is not None:
+            torch.autograd.graph.increment_version(tensor)
+    return tensors, work
+
+
+def _check_same_formats(records: list[Storage | None], group: dist.ProcessGroup) -> None:
+    described = [
+        record and (record.scheme, [(name, tuple(buffer.shape)) for name, buffer in record.buffers()])
+        for record in records
+    ]
+    digest = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7], "big")
+    device = next(record.device for record in records if record is not None)
+    found = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([found], options).wait()
+    highest, lowest = found.tolist()
+    if highest != -lowest:
+        raise ValueError(
+            "broadcast: the tensors of all ranks must have one format, shape and set of buffers; this "
+            "rank's: "
+            f"{described}"
+        )
