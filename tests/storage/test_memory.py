@@ -209,11 +209,9 @@ def test_dtensor(local_mesh):
     cast = ([zerofp4.empty((48, 80))], [torch.ones(3840)], [0])
     codes = DTensor.from_local(torch.zeros(48 * 40, dtype=torch.uint8), local_mesh)
     with pytest.raises(TypeError, match=r"fsdp_shard_model_weights\[0\] is a DTensor"):
-        zerofp4.CastPlan(
-            [zerofp4.empty((48, 80))], [torch.ones(3840)], [0], None, fsdp_shard_model_weights=[codes]
-        )
+        zerofp4.CastPlan(*cast, fsdp_shard_model_weights=[codes])
     with pytest.raises(TypeError, match="found_inf is a DTensor"):
-        zerofp4.CastPlan([zerofp4.empty((48, 80))], [torch.ones(3840)], [0], None, found_inf=one)
+        zerofp4.CastPlan(*cast, found_inf=one)
 
 
 def test_fake_tensor():
