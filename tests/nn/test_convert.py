@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import assert_bytes_equal
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import zerofp4
@@ -49,11 +52,17 @@ def test_report_and_bytes(device):
     report = zerofp4.convert_model(model)
     assert report.converted == ["up", "down", "layers.0"]
     assert report.skipped == {
-        "tokens": "Embedding is not an nn.Linear",
-        "layers.1": "Scaled has a forward of its own",
-        "odd": "a weight of shape (33, 32) does not have two even sizes",
-        "tied": "its weight is tied to tokens.weight",
+        "tokens.weight": "Embedding is not an nn.Linear",
+        "layers.1.weight": "Scaled has a forward of its own",
+        "odd.weight": "a weight of shape (33, 32) does not have two even sizes",
+        "tied.weight": "it is tied to tokens.weight",
     }
+    matrices = {name for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
+    assert set(report.shares) == matrices
+    total = sum(p.numel() for p in model.parameters())
+    for name in matrices:
+        assert report.shares[name] == model.get_parameter(name).numel() / total
+    assert report.share == (2 * 32 * 48 + 32 * 32) / total
     assert list(before) == [name for name, _ in model.named_parameters()]
     for name, p in model.named_parameters():
         if name.removesuffix(".weight") not in report.converted:
@@ -120,7 +129,7 @@ def test_filter_sees_only_what_could_be_converted():
     report = zerofp4.convert_model(model, keep)
     assert seen == [(model.up, "up"), (model.down, "down"), (model.layers[0], "layers.0")]
     assert report.converted == ["layers.0"]
-    assert report.skipped["up"] == report.skipped["down"] == "filter_fn is false for it"
+    assert report.skipped["up.weight"] == report.skipped["down.weight"] == "filter_fn is false for it"
 
 
 def test_converting_twice_changes_nothing():
@@ -129,7 +138,7 @@ def test_converting_twice_changes_nothing():
     parameters = dict(model.named_parameters())
     report = zerofp4.convert_model(model)
     assert report.converted == []
-    assert report.skipped["up"] == "its weight is an NVFP4Tensor already"
+    assert report.skipped["up.weight"] == "it is an NVFP4Tensor already"
     assert all(p is parameters[name] for name, p in model.named_parameters())
 
 
@@ -140,8 +149,8 @@ def test_ties_and_shared_modules():
     report = zerofp4.convert_model(model)
     assert report.converted == ["a"] and model["a"].weight is model["b"].weight
     assert report.skipped == {
-        "c": "its weight is tied to d.weight",
-        "d": "its weight is tied to c.weight",
+        "c.weight": "it is tied to d.weight",
+        "d.weight": "it is tied to c.weight",
     }
 
 
@@ -152,9 +161,117 @@ def test_weights_that_are_not_ordinary():
     )
     report = zerofp4.convert_model(model)
     assert report.converted == []
-    assert report.skipped["norm"] == "its weight is not an ordinary parameter"
-    assert report.skipped["lazy"] == "its weight is not an ordinary parameter"
-    assert report.skipped["wide"].startswith("dtype torch.float64 is not one of")
+    for original in ("original0", "original1"):
+        reason = report.skipped[f"norm.parametrizations.weight.{original}"]
+        assert reason == "ParametrizationList is not an nn.Linear"
+    assert report.skipped["lazy.weight"] == "it is not an ordinary parameter, but of UninitializedParameter"
+    assert report.skipped["wide.weight"].startswith("dtype torch.float64 is not one of")
+    assert report.shares["lazy.weight"] == 0 and report.share == 0
+
+
+class Conv1D(nn.Module):
+    """The layer of that name in transformers: its weight is [in, out]."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        size_out = (*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
+class OwnConv1D(Conv1D):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+def test_conv1d_of_transformers(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(64, 32), nn.GELU(), Conv1D(32, 64), OwnConv1D(32, 32)).to(device)
+    plain = copy.deepcopy(model)
+    report = zerofp4.convert_model(model)
+    assert report.converted == ["0", "2"]
+    assert report.skipped == {"3.weight": "OwnConv1D has a forward of its own"}
+    assert model[0].weight.shape == (32, 64) and isinstance(model[0].weight, zerofp4.NVFP4Tensor)
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(3, 5, 32, device=device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x.requires_grad_())
+    assert sum(isinstance(t, zerofp4.NVFP4Tensor) for t in kept) == 2, "products save the codes"
+    assert_bytes_equal(y.detach(), plain(x).detach(), "outputs")
+    y.square().sum().backward()
+    gradient, x.grad = x.grad, None
+    plain(x).square().sum().backward()
+    # The sums of a gradient run in another order.
+    torch.testing.assert_close(gradient, x.grad, rtol=1e-4, atol=1e-5)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 32, 64))
+
+
+class WithHead(nn.Module):
+    """Knows its own head, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.logits, self.lm_head = (nn.Linear(32, 32) for _ in range(3))
+
+    def get_output_embeddings(self):
+        return self.logits
+
+
+def test_every_parameter_with_a_matrix_is_listed():
+    model = nn.ModuleDict(
+        {"experts": Experts(), "attention": nn.MultiheadAttention(32, 2), "conv": nn.Conv2d(2, 4, 3)}
+    )
+    report = zerofp4.convert_model(model)
+    assert report.converted == ["attention.out_proj"]
+    assert report.skipped == {
+        "experts.gate_up_proj": "Experts is not an nn.Linear, and shape (4, 32, 64) is no matrix",
+        "attention.in_proj_weight": "MultiheadAttention is not an nn.Linear",
+        "conv.weight": "Conv2d is not an nn.Linear, and shape (4, 2, 3, 3) is no matrix",
+    }
+    total = sum(p.numel() for p in model.parameters())
+    assert report.shares["experts.gate_up_proj"] == 4 * 32 * 64 / total
+    assert report.share == 32 * 32 / total
+    extra = nn.Linear(32, 32)
+    extra.lora = nn.Parameter(torch.zeros(32, 4))
+    assert zerofp4.convert_model(extra).skipped == {"lora": "it is not the weight of Linear"}
+
+
+def test_the_output_head_is_converted_only_where_the_filter_says_so():
+    named = nn.ModuleDict({"body": nn.Linear(32, 32), "lm_head": nn.Linear(32, 32)})
+    head = "it is the output head, which is converted only where filter_fn is true for it"
+    report = zerofp4.convert_model(nn.ModuleDict({"model": named}))
+    assert report.converted == ["model.body"] and report.skipped == {"model.lm_head.weight": head}
+    report = zerofp4.convert_model(WithHead())
+    assert report.converted == ["body", "lm_head"] and report.skipped == {"logits.weight": head}
+    report = zerofp4.convert_model(nn.ModuleDict({"wrapped": WithHead()}), lambda m, name: "body" not in name)
+    assert report.converted == ["wrapped.logits", "wrapped.lm_head"]
+    report = zerofp4.convert_model(WithHead(), lambda m, name: name == "body")
+    assert report.skipped == {"logits.weight": head, "lm_head.weight": "filter_fn is false for it"}
+
+
+def test_a_model_that_was_sharded_first_is_reported_and_warned_of():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.warns(UserWarning, match=r"nothing was converted: '0.weight' was sharded before .*fsdp2"):
+            report = zerofp4.convert_model(model)
+        assert report.converted == [] and list(report.skipped) == ["0.weight", "1.weight"]
+        assert all("it is a DTensor, sharded before" in reason for reason in report.skipped.values())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_root_that_is_a_linear_layer():

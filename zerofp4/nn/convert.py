@@ -2,45 +2,69 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.tensors import INIT_VAL, NVFP4Tensor, quantize
 
+FilterFn = Callable[[nn.Module, str], bool]
+
+_SHARDED = (
+    "sharded before the conversion; zerofp4.integrations.fsdp2, which will convert such, is not there yet"
+)
+
 
 @dataclasses.dataclass
 class ConversionReport:
-    """Names of the modules whose weight was converted, and why others that have a matrix were not."""
+    """What convert_model did, and did not, with every parameter that has a matrix.
+
+    converted: names of the modules whose weight was converted. skipped: why another parameter was not, by its
+    name. shares: by name, the elements of each of them in all elements of the model's parameters; a tied one
+    has its share under each of its names.
+    """
 
     converted: list[str] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Elements of the converted weights in all elements of the model's parameters."""
+        return sum(self.shares[_join(name, "weight")] for name in self.converted)
 
 
-def convert_model(
-    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
-) -> ConversionReport:
-    """Replace the weights of nn.Linear layers, in place, by NVFP4 parameters (16x16 blocks, both copies).
+def convert_model(model: nn.Module, filter_fn: FilterFn | None = None) -> ConversionReport:
+    """Replace the weights of linear layers, in place, by NVFP4 parameters (16x16 blocks, both copies).
 
-    Converted are the weights of modules whose forward is nn.Linear.forward, of a dtype that NVFP4 can hold,
-    with two even sizes, not tied to another parameter, for which filter_fn(module, name), if given, is true;
-    name is the module's name in the model. Everything else stays as it is. Call it before the optimizer is
-    made: the parameters are new ones, each with the dtype, requires_grad, gradient and attributes of the old.
+    Converted are the weights of modules whose forward is that of nn.Linear, or of transformers' Conv1D, which
+    keeps its weight [in, out]; of a dtype that NVFP4 can hold, with two even sizes, not tied to another
+    parameter, for which filter_fn(module, name), if given, is true; name is the module's name in the model.
+    The output head, which is what get_output_embeddings() returns or else a module named lm_head, stays as it
+    is unless there is a filter_fn that is true for it. Everything else stays as it is, too, and the report
+    says why of each parameter with two dimensions or more. Call it before the optimizer is made: the
+    parameters are new ones, each with the dtype, requires_grad, gradient and attributes of the old.
 
     get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
     clear_high_precision_init_val() frees it: what a master weight should start from.
 
-    Raises RuntimeError, before anything is changed, when a weight to convert is on the meta device.
+    Raises RuntimeError, before anything is changed, when a weight to convert is on the meta device. Warns
+    where parameters were sharded before, as none of those is converted.
     """
     report = ConversionReport()
-    owners = _owners(model)
+    owners, heads = _owners(model), _output_heads(model)
+    total = _count_elements(model)
     chosen = []
-    for name, module in model.named_modules():
-        reason = _why_not(module, name, owners, filter_fn)
+    for module, module_name, parameter_name, parameter in _matrices(model):
+        name = _join(module_name, parameter_name)
+        tied = [other for other in owners[_address(parameter)] if other != name]
+        reason = _why_not(module, module_name, parameter_name, tied, id(module) in heads, filter_fn)
+        report.shares[name] = _numel(parameter) / max(total, 1)
         if reason is None:
-            chosen.append((name, module))
-        elif reason:
+            chosen.append((module_name, module))
+        else:
             report.skipped[name] = reason
     for name, module in chosen:
         if module.weight.is_meta:
@@ -48,7 +72,34 @@ def convert_model(
     for name, module in chosen:
         module.weight = _convert(module.weight, name)
         report.converted.append(name)
+    _warn_of_shards(model, report)
     return report
+
+
+def _join(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """(module, its name, the parameter's name in it, the parameter) of all that have, or may have, a matrix.
+    A module used in several places counts once.
+    """
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not _is_initialized(parameter) or parameter.dim() >= 2:
+                yield module, module_name, name, parameter
+
+
+def _is_initialized(parameter: nn.Parameter) -> bool:
+    return not nn.parameter.is_lazy(parameter)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return parameter.numel() if _is_initialized(parameter) else 0
+
+
+def _count_elements(model: nn.Module) -> int:
+    return sum({_address(p): _numel(p) for p in model.parameters()}.values())
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
@@ -65,29 +116,76 @@ def _address(parameter: nn.Parameter) -> int:
     return parameter.data_ptr() if in_memory else id(parameter)
 
 
-def _why_not(module: nn.Module, name: str, owners: dict[int, list[str]], filter_fn) -> str | None:
-    """Why the weight of a module is not converted, "" where it has no matrix; None when it is converted."""
-    weight = module._parameters.get("weight")
-    if not isinstance(module, nn.Linear):
-        has_matrix = type(weight) is nn.Parameter and weight.dim() >= 2
-        return f"{type(module).__name__} is not an nn.Linear" if has_matrix else ""
-    if type(module).forward is not nn.Linear.forward:
-        return f"{type(module).__name__} has a forward of its own"
-    if isinstance(weight, NVFP4Tensor):
-        return "its weight is an NVFP4Tensor already"
-    if type(weight) is not nn.Parameter:
-        return "its weight is not an ordinary parameter"
-    if weight.dtype not in WEIGHT_DTYPES:
-        return f"dtype {weight.dtype} is not one of {WEIGHT_DTYPES}"
-    if weight.dim() != 2 or weight.shape[0] % 2 or weight.shape[1] % 2:
-        return f"a weight of shape {tuple(weight.shape)} does not have two even sizes"
-    own_name = f"{name}.weight" if name else "weight"
-    tied = [other for other in owners[_address(weight)] if other != own_name]
+def _output_heads(model: nn.Module) -> set[int]:
+    """The ids of the modules that make logits: those that a model names itself, else those called lm_head."""
+    named = set()
+    for module in model.modules():
+        if hasattr(module, "get_output_embeddings"):
+            head = module.get_output_embeddings()
+            if isinstance(head, nn.Module):
+                named.add(id(head))
+    return named or {id(m) for name, m in model.named_modules() if name.rpartition(".")[2] == "lm_head"}
+
+
+def _linear_forward(module: nn.Module) -> Callable | None:
+    """The forward of the linear layer that a module is; None for one that is none.
+
+    transformers' Conv1D is known by its name and its attribute nf, so that transformers need not be there.
+    """
+    if isinstance(module, nn.Linear):
+        return nn.Linear.forward
+    bases = [base for base in type(module).__mro__ if base.__name__ == "Conv1D" and hasattr(module, "nf")]
+    return bases[0].forward if bases else None
+
+
+def _why_not(
+    module: nn.Module,
+    module_name: str,
+    parameter_name: str,
+    tied: list[str],
+    is_head: bool,
+    filter_fn: FilterFn | None,
+) -> str | None:
+    """Why a parameter is not converted; None when it is."""
+    kind, parameter = type(module).__name__, module._parameters[parameter_name]
+    forward = _linear_forward(module)
+    if isinstance(parameter, NVFP4Tensor):
+        return "it is an NVFP4Tensor already"
+    if hasattr(parameter, "to_local"):
+        return f"it is a DTensor, {_SHARDED}"
+    if forward is None or parameter_name != "weight":
+        what = "" if not _is_initialized(parameter) or parameter.dim() == 2 else _dimensions(parameter)
+        return f"{kind} is not an nn.Linear{what}" if forward is None else f"it is not the weight of {kind}"
+    if type(module).forward is not forward:
+        return f"{kind} has a forward of its own"
+    if type(parameter) is not nn.Parameter:
+        return f"it is not an ordinary parameter, but of {type(parameter).__name__}"
+    if parameter.dtype not in WEIGHT_DTYPES:
+        return f"dtype {parameter.dtype} is not one of {WEIGHT_DTYPES}"
+    if parameter.dim() != 2 or parameter.shape[0] % 2 or parameter.shape[1] % 2:
+        return f"a weight of shape {tuple(parameter.shape)} does not have two even sizes"
     if tied:
-        return f"its weight is tied to {tied[0]}"
-    if filter_fn is not None and not filter_fn(module, name):
+        return f"it is tied to {tied[0]}"
+    if is_head and (filter_fn is None or not filter_fn(module, module_name)):
+        return "it is the output head, which is converted only where filter_fn is true for it"
+    if not is_head and filter_fn is not None and not filter_fn(module, module_name):
         return "filter_fn is false for it"
     return None
+
+
+def _dimensions(parameter: nn.Parameter) -> str:
+    return f", and shape {tuple(parameter.shape)} is no matrix"
+
+
+def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
+    sharded = [name for name, reason in report.skipped.items() if _SHARDED in reason]
+    flat = [name for name, m in model.named_modules() if type(m).__name__ == "FullyShardedDataParallel"]
+    if sharded or flat:
+        what = f"{len(report.converted)} weights were" if report.converted else "nothing was"
+        warnings.warn(
+            f"convert_model: {what} converted: {(sharded or ['the model'])[0]!r} was {_SHARDED}",
+            stacklevel=3,
+        )
 
 
 def _convert(weight: nn.Parameter, name: str) -> nn.Parameter:

@@ -94,6 +94,27 @@ class MatMul(torch.autograd.Function):
         return grad_a, grad_b
 
 
+class AddMM(torch.autograd.Function):
+    """torch.addmm(bias, a [M, K], b [K, N]), where a or b is quantized: a layer with its weight [in, out]."""
+
+    @staticmethod
+    def forward(ctx, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        _, a_needs, b_needs = ctx.needs_input_grad
+        ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
+        ctx.bias, ctx.dtypes = (bias.shape, bias.dtype), (a.dtype, b.dtype)
+        return torch.addmm(bias, plain(a), plain(b))
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        a, b = ctx.saved_tensors
+        (shape, dtype), (a_dtype, b_dtype) = ctx.bias, ctx.dtypes
+        with torch._C.DisableTorchFunctionSubclass():
+            grad_bias = grad.sum_to_size(shape).to(dtype) if ctx.needs_input_grad[0] else None
+            grad_a = None if b is None else (grad @ plain(b, grad.dtype).t()).to(a_dtype)
+            grad_b = None if a is None else (plain(a, grad.dtype).t() @ grad).to(b_dtype)
+        return grad_bias, grad_a, grad_b
+
+
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return Linear.apply(input, weight, bias)
 
@@ -108,9 +129,16 @@ def _mm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
     return MatMul.apply(input, mat2)
 
 
+def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta=1, alpha=1) -> torch.Tensor:
+    if beta != 1 or alpha != 1 or is_quantized(input) or mat1.dim() != 2 or mat2.dim() != 2:
+        return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
+    return AddMM.apply(input, mat1, mat2)
+
+
 FUNCTIONS = {
     torch.dequantize: lambda tensor: Dequantize.apply(tensor),
     F.linear: _linear,
+    torch.addmm: _addmm,
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
