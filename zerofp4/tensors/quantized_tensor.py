@@ -19,13 +19,20 @@ class QuantizedTensor(torch.Tensor):
     """A torch.Tensor of a logical shape and dtype whose bytes, quantized, are in a storage record.
 
     - Operations that are not named here dequantize and give plain tensors; gradients flow through them. So
-      do `.to(dtype)`, with the values of `dequantize(dtype)`, and views: a view is one of a dequantized copy,
-      and writing to it does not change the codes.
-    - F.linear, matmul, mm and @ save the quantized tensor for backward and dequantize it again there.
-    - clone, deepcopy, pickling and `.to(device)` copy every buffer. detach (so nn.Parameter(t), p.data,
-      p.detach(), state_dict()) shares the record: what is written or rebound through one is seen through all.
+      do views: a view is one of a dequantized copy, and writing to it does not change the codes.
+    - `dequantize()` gives the values in the logical dtype, as an ordinary parameter of it would have them;
+      `float()`, `half()`, `double()`, `.to(dtype)` and `dequantize(dtype)` give the values of the codes, which
+      may need more than a logical bfloat16 holds, rounded once to that dtype. So `t.float()` is
+      `t.dequantize(torch.float32)` and not `t.dequantize().float()`, also in inference mode.
+    - F.linear, matmul, mm, addmm and @ save the quantized tensor for backward and dequantize it again there.
+    - clone, deepcopy, pickling, pin_memory and `.to(device)` copy every buffer. detach (so nn.Parameter(t),
+      p.data, p.detach(), state_dict()) shares the record: what is written or rebound through one is seen
+      through all.
     - copy_ from a tensor of the same format, shape and block copies bytes; any other copy_, fill_ and zero_
       quantize into the existing buffers, whose addresses stay. Any other operation that writes raises.
+    - torch.distributed's broadcast sends the buffers, once the ranks have agreed that their formats are the
+      same. Other collectives read the values; one that would write to the tensor raises. FSDP and DTensor,
+      which would make plain parameters of the values, raise NotImplementedError.
 
     torch does not let a subclass refuse `plain.data = t`, which breaks the plain tensor: give the module a
     new nn.Parameter(t) instead.
@@ -86,7 +93,7 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
 
-        Differentiable.
+        Differentiable. With dtype it is `.to(dtype)`.
         """
         if dtype is not None and dtype != self.dtype:
             return self.to(dtype)
