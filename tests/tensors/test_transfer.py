@@ -48,6 +48,19 @@ def test_new_empty_with_a_device_is_of_the_same_format(device, make_format):
 
 
 @formats
+def test_to_empty_keeps_the_format(device, make_format):
+    model = nn.Linear(80, 48, dtype=torch.bfloat16, device=device)
+    model.weight = nn.Parameter(make_format(device))
+    for where in (lambda: model.to_empty(device=device), lambda: model.to("meta").to_empty(device=device)):
+        where()
+        assert isinstance(model.weight, nn.Parameter) and type(model.weight) is type(make_format(device))
+        assert model.weight.device.type == device.type and set(addresses(model.weight))
+    t = make_format(device)
+    for like in (torch.empty_like(t), torch.zeros_like(t), torch.zeros_like(t, device="cpu")):
+        assert type(like) is torch.Tensor and like.dtype == t.dtype
+
+
+@formats
 def test_a_staged_copy_has_the_bytes(device, make_format):
     t = make_format(device)
     t.record.name, t.record.attachments["plans"] = "layers.0", [object()]

@@ -155,6 +155,7 @@ HANDLERS = {
     _aten.copy_.default: _copy_,
     _aten.dequantize.self: plain,
     _aten.detach.default: _detach,
+    _aten.empty_like.default: transfer.empty_like,
     _aten.fill_.Scalar: _fill_,
     _aten.fill_.Tensor: _fill_,
     _aten.is_pinned.default: transfer.is_pinned,

@@ -21,9 +21,11 @@ class QuantizedTensor(torch.Tensor):
     - Operations that are not named here dequantize and give plain tensors; gradients flow through them. So
       do views: a view is one of a dequantized copy, and writing to it does not change the codes.
     - `dequantize()` gives the values in the logical dtype, as an ordinary parameter of it would have them;
-      `float()`, `half()`, `double()`, `.to(dtype)` and `dequantize(dtype)` give the values of the codes, which
-      may need more than a logical bfloat16 holds, rounded once to that dtype. So `t.float()` is
+      `float()`, `half()`, `double()`, `.to(dtype)` and `dequantize(dtype)` give the values of the codes,
+      which may need more than a logical bfloat16 holds, rounded once to that dtype. So `t.float()` is
       `t.dequantize(torch.float32)` and not `t.dequantize().float()`, also in inference mode.
+    - empty_like and new_empty of its size, with a device given (as Module.to_empty and checkpoints' stagers
+      give one), make a tensor of the same format; other tensors made like it are plain.
     - F.linear, matmul, mm, addmm and @ save the quantized tensor for backward and dequantize it again there.
     - clone, deepcopy, pickling, pin_memory and `.to(device)` copy every buffer. detach (so nn.Parameter(t),
       p.data, p.detach(), state_dict()) shares the record: what is written or rebound through one is seen

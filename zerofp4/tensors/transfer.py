@@ -64,6 +64,10 @@ def new_empty(tensor, size, *, dtype=None, layout=None, device=None, pin_memory=
     return type(tensor)(tensor.record.map(lambda buffer: torch.empty_like(buffer, **options)))
 
 
+def empty_like(tensor, *, memory_format=None, **options):
+    return new_empty(tensor, tensor.shape, **options)
+
+
 def record_stream(tensor, stream) -> None:
     for _, buffer in tensor.record.buffers():
         buffer.record_stream(stream)
