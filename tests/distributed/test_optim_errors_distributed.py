@@ -240,7 +240,7 @@ def test_a_state_that_one_rank_cannot_load_changes_no_rank(world):
             "rank 1: .*state must be a dict, got None",
         ),
         (FailsOnRank1, lambda *_: None, "rank 1: state_dict cannot be loaded: KeyError: 'momentum'"),
-        (torch.optim.SGD, move, r"rank 1: .*\['params'\]\[1\] has other storage"),
+        (torch.optim.SGD, move, r"rank 1: .*\['params'\]\[1\] has moved since"),
     ]:
         parameters = parameters_of(world)
         optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.5, momentum=0.9)
@@ -288,3 +288,35 @@ def test_a_subgroup(world):
         mean = (a[i].to(p.dtype).float() + b[i].to(p.dtype).float()) / 2
         assert_bytes_equal(master, before[i] - mean, f"master {i}")
     assert_weights_follow(parameters, optimizer.gathered_masters())
+
+
+@on_ranks(2, time_limit=30)
+def test_storage_that_moved_on_one_rank_ends_the_step_of_all(world):
+    """Before the update: masters, moments and weights are untouched, and go on after refresh()."""
+    if world.device.type != "cpu":
+        pytest.skip("torch does not move storages in place on a GPU")
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.5, momentum=0.9)
+    for name, tensor in [
+        (r"master_weights\[\d\]", lambda: optimizer.state_dict()["masters"]["nvfp4"]),
+        ("found_inf", lambda: optimizer.found_inf),
+        (r"\['params'\]\[3\]", lambda: parameters[3].detach()),
+        (r"\['params'\]\[4\]: columnwise_scale", lambda: parameters[4].columnwise_scale),
+    ]:
+        set_gradients(parameters, make_gradients(parameters, 0))
+        optimizer.step()
+        before, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
+        state = copy.deepcopy(optimizer.inner.state_dict()["state"])
+        if world.rank == 1:
+            tensor().share_memory_()
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with raises_on_rank_1(world, RuntimeError, rf"{name}.* has moved since .* call refresh\(\)"):
+                call()
+        assert_all_equal(optimizer.gathered_masters(), before, "master")
+        assert_all_equal(model_bytes(parameters), weights, "weight")
+        for i, entries in optimizer.inner.state_dict()["state"].items():
+            assert_bytes_equal(entries["momentum_buffer"], state[i]["momentum_buffer"], f"state {i}")
+        if world.rank == 1:
+            optimizer.refresh()
+        optimizer.step()
+        check_weights(parameters, optimizer)

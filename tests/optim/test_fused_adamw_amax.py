@@ -130,7 +130,7 @@ def test_amaxes_of_masters_that_were_written_are_outdated(device, in_one_buffer)
     assert not optimizer.amaxes_outdated()
     optimizer.offer_amaxes(plan)
     assert not optimizer.amaxes_outdated()
-    assert len(optimizer._counted) == (1 if in_one_buffer else len(masters))
+    assert len(optimizer._route.counted) == (1 if in_one_buffer else len(masters))
     for master in masters:
         master.grad = torch.randn_like(master)
         optimizer.step()

@@ -135,7 +135,7 @@ def test_load_into_parameters_that_were_moved(device):
     net, optimizer, _ = build(device, 0)
     state = copy.deepcopy(optimizer.state_dict())
     net.norm.weight.data = net.norm.weight.data.clone()
-    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[\d\] has other storage"):
+    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[\d\] has moved since"):
         optimizer.load_state_dict(state)
 
 

@@ -29,7 +29,7 @@ class FlatBuffer:
     parameters: their positions among all trainable parameters are `indices`.
     shards[i]: what this rank owns of parameters[i]. masters, gradients: float32 [slice_numel]; what lies
     between two parameters is zero. weights: what the model computes with, allocated by the subclass,
-    world_size slices.
+    world_size slices; take_values() copies the parameters into it, bind() makes them views of it.
     """
 
     kind: str
@@ -119,25 +119,20 @@ class DenseBuffer(FlatBuffer):
         self._own = self.weights[self.begin : self.begin + self.slice_numel]
         self.masters = self._own if self.dtype == torch.float32 else torch.zeros_like(self.gradients)
 
-    def bind(self) -> None:
-        """Make the parameters views of the buffer, with the values they have."""
+    def take_values(self) -> None:
+        """Copy the values of the parameters into the buffer."""
         for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
-            view = view.view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
+            view.view(parameter.shape).copy_(parameter.data)
+
+    def bind(self) -> None:
+        """Make the parameters views of the buffer, with its values."""
+        for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
+            parameter.data = view.view(parameter.shape)
 
     def cast(self) -> None:
         """Round the masters into this rank's slice of the weights."""
         if self.masters is not self._own:
             self._own.copy_(self.masters)
-
-    def find_moved(self) -> int | None:
-        """The first parameter (its place in the buffer) that is no longer a view of the buffer, or None."""
-        base, itemsize = self.weights.data_ptr(), self.weights.element_size()
-        for i, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=True)):
-            if parameter.numel() and parameter.data_ptr() != base + offset * itemsize:
-                return i
-        return None
 
 
 class PackedBuffer(FlatBuffer):
@@ -150,22 +145,23 @@ class PackedBuffer(FlatBuffer):
         self.weights = torch.zeros(self.numel // 2, dtype=torch.uint8, device=self.device)
         self.masters = torch.zeros_like(self.gradients)
 
-    def bind(self) -> None:
-        """Make the weights' codes views of the buffer, with the bytes they have."""
-        self._views = []
-        for weight, offset in zip(self.parameters, self.offsets, strict=True):
-            codes = self.weights[offset // 2 : (offset + weight.numel()) // 2]
-            view = codes.view(packed_shape(*weight.record.matrix))
-            view.copy_(weight.rowwise_data)
-            weight.rowwise_data = view
-            self._views.append(view)
+    def _codes(self) -> list[torch.Tensor]:
+        """The codes of each weight, [M, K / 2]."""
+        spans = [(o // 2, (o + w.numel()) // 2) for o, w in zip(self.offsets, self.parameters, strict=True)]
+        return [
+            self.weights[first:last].view(packed_shape(*weight.record.matrix))
+            for (first, last), weight in zip(spans, self.parameters, strict=True)
+        ]
 
-    def find_moved(self) -> int | None:
-        """The first weight (its place in the buffer) whose codes are no longer in the buffer, or None."""
-        for i, (weight, view) in enumerate(zip(self.parameters, self._views, strict=True)):
-            if weight.rowwise_data.data_ptr() != view.data_ptr():
-                return i
-        return None
+    def take_values(self) -> None:
+        """Copy the codes of the weights into the buffer."""
+        for codes, weight in zip(self._codes(), self.parameters, strict=True):
+            codes.copy_(weight.rowwise_data)
+
+    def bind(self) -> None:
+        """Make the weights' codes views of the buffer, with its bytes."""
+        for codes, weight in zip(self._codes(), self.parameters, strict=True):
+            weight.rowwise_data = codes
 
 
 def initial_values(parameter: torch.Tensor) -> torch.Tensor:

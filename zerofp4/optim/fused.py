@@ -1,7 +1,8 @@
 """AdamW in one pass over memory, which can leave the tile amaxes of FP32 masters behind for their cast."""
 
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from zerofp4.cast import CastPlan
 from zerofp4.ops import AdamWItem, AdamWStage, MasterPiece, adamw_options
 from zerofp4.optim import fused_checks as checks
+from zerofp4.optim.amaxes import AmaxRoute
+from zerofp4.storage import Addresses
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
@@ -22,6 +25,40 @@ class _Member(NamedTuple):
     parameter: torch.Tensor
     gradient: torch.Tensor | None
     state: dict[str, torch.Tensor] | None
+
+
+class _Layout:
+    """What a stage depends on: which tensors it updates, where they are, and the dtypes of gradients. The
+    addresses of gradients are no part of it: each step gives them anew.
+    """
+
+    def __init__(self, members: Sequence[_Member]):
+        self._tensors, self._dtypes = _held(members), _gradient_dtypes(members)
+        self._numels = list(map(torch.Tensor.numel, self._tensors))
+        self._addresses = Addresses({}, {str(i): tensor for i, tensor in enumerate(self._tensors)})
+
+    def fits(self, members: Sequence[_Member]) -> bool:
+        """Looks at every address, on a GPU too: an assignment to .data of a parameter leaves no mark."""
+        tensors = _held(members)
+        return (
+            len(tensors) == len(self._tensors)
+            and all(map(operator.is_, tensors, self._tensors))
+            and _gradient_dtypes(members) == self._dtypes
+            and list(map(torch.Tensor.numel, tensors)) == self._numels
+            and self._addresses.find_moved() is None
+        )
+
+
+def _held(members: Sequence[_Member]) -> list[torch.Tensor]:
+    tensors = [member.parameter for member in members]
+    for member in members:
+        if member.state:
+            tensors += [member.state[key] for key in checks.STATE]
+    return tensors
+
+
+def _gradient_dtypes(members: Sequence[_Member]) -> list[torch.dtype | None]:
+    return [None if member.gradient is None else member.gradient.dtype for member in members]
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -43,12 +80,9 @@ class FusedAdamW(torch.optim.Optimizer):
     """
 
     # On the class: neither pickled nor part of a state dict.
-    _plan: CastPlan | None = None
-    _pieces: dict[torch.Tensor, MasterPiece] | None = None
-    _counted: tuple[torch.Tensor, ...] = ()
-    _versions: tuple[int, ...] = ()
+    _route: AmaxRoute | None = None
     _stage: AdamWStage | None = None
-    _layout: list | None = None
+    _layout: _Layout | None = None
     _stream = 0
     _captured: tuple[AdamWStage, ...] = ()
 
@@ -90,6 +124,7 @@ class FusedAdamW(torch.optim.Optimizer):
             checks.check_amsgrad(group)
         checks.check_loaded(state["state"].values())
         super().__setstate__(state)
+        self._layout = None  # it would keep the old state until the next step
         for group in self.param_groups:
             group.update(_TORCH_OPTIONS)
             for p in group["params"]:
@@ -107,18 +142,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Raises ValueError if a master of the plan is not one of the parameters.
         """
-        parameters = {(p.data_ptr(), p.numel()): p for group in self.param_groups for p in group["params"]}
-        pieces = {}
-        for i, piece in enumerate(plan.master_pieces()):
-            p = parameters.get((piece.master.data_ptr(), piece.master.numel()))
-            if p is None or piece.master.dtype != torch.float32:
-                raise checks.missing_master(i, piece)
-            pieces[p] = piece
-        self._plan, self._pieces, self._layout = plan, pieces, None
-        # A tensor and its views have one version counter: masters in one buffer are asked once.
-        bases = [p if p._base is None else p._base for p in pieces]
-        self._counted = tuple({id(base): base for base in bases}.values())
-        self._versions = self._counts()
+        self._route = AmaxRoute(plan, [p for group in self.param_groups for p in group["params"]])
+        self._layout = None
 
     def amaxes_outdated(self) -> bool:
         """Whether anybody has written to a master of the offered plan after the last step(): a hook, say, or
@@ -126,10 +151,11 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Noticed as autograd notices it: not through .data.
         """
-        return self._versions != self._counts()
+        return self._route is not None and self._route.is_outdated()
 
-    def _counts(self) -> tuple[int, ...]:
-        return tuple(tensor._version for tensor in self._counted)
+    def _piece(self, p: torch.Tensor) -> MasterPiece | None:
+        """What the plan that was offered has of a parameter."""
+        return None if self._route is None else self._route.pieces.get(p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -144,13 +170,11 @@ class FusedAdamW(torch.optim.Optimizer):
         members = self._members()
         options = [_options(group) for group in self.param_groups]
         self._bind(members)
-        if self._plan is None:
-            self._run(members, options)
-        else:
-            self._plan.begin_update()
-            self._run(members, options)
-            self._plan.end_update()
-            self._versions = self._counts()
+        if self._route is not None:
+            self._route.begin()
+        self._run(members, options)
+        if self._route is not None:
+            self._route.end()
         return loss
 
     def _device(self) -> torch.device | None:
@@ -159,13 +183,13 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _members(self) -> list[_Member]:
         """The parameters of this step in their order, once gradients and options are found to be right."""
-        members, device, pieces = [], self._device(), self._pieces or {}
+        members, device = [], self._device()
         for g, group in enumerate(self.param_groups):
             checks.check_edited_options(g, group, device)
             for i, p in enumerate(group["params"]):
                 gradient = p.grad
                 if gradient is None:
-                    if p not in pieces:
+                    if self._piece(p) is None:
                         continue
                 elif not checks.is_usable_gradient(gradient, p):
                     raise checks.gradient_error(checks.name_of(g, i, group), gradient, p)
@@ -181,7 +205,8 @@ class FusedAdamW(torch.optim.Optimizer):
             checks.check_capturable(self.param_groups)
         # A stage's memory is freed in the order of the stream that it was built on.
         stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-        if self._layout == _layout(members) and (capturing or stream == self._stream):
+        fits = self._layout is not None and self._layout.fits(members)
+        if fits and (capturing or stream == self._stream):
             if capturing and self._stage not in self._captured:
                 self._captured = (*self._captured, self._stage)  # as long as a graph may be replayed
             return
@@ -193,17 +218,17 @@ class FusedAdamW(torch.optim.Optimizer):
         for member in members:
             self._check(member)
         items = [self._item(member) for member in members]
-        reduced = None if self._plan is None else self._plan.reduced
+        reduced = None if self._route is None else self._route.reduced
         self._layout = None  # until there is a stage for it
         self._stage = AdamWStage(items, reduced) if items else None
         members = [member._replace(state=self.state.get(member.parameter)) for member in members]
-        self._layout, self._stream = _layout(members), stream
+        self._layout, self._stream = _Layout(members), stream
 
     def _check(self, member: _Member) -> None:
         p = member.parameter
         name = checks.name_of(member.group, member.position, self.param_groups[member.group])
         checks.check_parameter(name, p, self._device())
-        piece = (self._pieces or {}).get(p)
+        piece = self._piece(p)
         if piece is not None and piece.master.data_ptr() != p.data_ptr():
             raise RuntimeError(
                 f"{name} is not where the plan's master is: refresh the plan, offer_amaxes anew"
@@ -215,7 +240,7 @@ class FusedAdamW(torch.optim.Optimizer):
         p, gradient, state = member.parameter, member.gradient, member.state
         if not state and gradient is not None:
             state = self.state[p] = _initial_state(p)
-        piece = (self._pieces or {}).get(p)
+        piece = self._piece(p)
         tensors = [state[key] if state else None for key in checks.STATE]
         dtype = torch.float32 if gradient is None else gradient.dtype
         return AdamWItem(p, *tensors, dtype, piece)
@@ -232,15 +257,6 @@ class FusedAdamW(torch.optim.Optimizer):
         self._stage.update()
         # As after any update in place, a backward pass through the old values must fail.
         torch.autograd.graph.increment_version([m.parameter for m in members if m.gradient is not None])
-
-
-def _layout(members: list[_Member]) -> list[tuple]:
-    """What a stage depends on: all but the addresses of gradients, which each step gives it anew."""
-    layout = []
-    for _, _, p, gradient, state in members:
-        moments = state and [state[key].data_ptr() for key in checks.STATE]
-        layout.append((p.data_ptr(), p.numel(), moments, gradient is not None and gradient.dtype))
-    return layout
 
 
 def _initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:

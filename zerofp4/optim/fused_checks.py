@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerofp4.ops import MasterPiece
-
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -130,12 +128,3 @@ def check_capturable(groups: list[dict[str, Any]]) -> None:
             raise RuntimeError(
                 f"param_groups[{g}]['capturable'] must be True for step() to be captured in a CUDA graph"
             )
-
-
-def missing_master(i: int, piece: MasterPiece) -> ValueError:
-    first, last = piece.shard.start, piece.shard.end
-    return ValueError(
-        f"plan.master_pieces()[{i}].master ({piece.master.dtype}, elements {first} to {last} of a weight "
-        f"{list(piece.matrix)}) is not one of the optimizer's parameters: it must have the address and "
-        "length of one, and be float32"
-    )

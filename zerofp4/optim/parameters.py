@@ -79,14 +79,19 @@ def check_distinct_storage(parameters: Sequence[torch.Tensor], names: Sequence[s
             raise ValueError(f"{first} and {second} share memory: pass tied weights as one parameter")
 
 
+def kind_of(parameter: torch.Tensor) -> str:
+    """What a parameter is, whatever its storage and its values."""
+    dtype = "nvfp4 " * isinstance(parameter, NVFP4Tensor) + str(parameter.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(parameter.shape)}"
+
+
 def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
     """What all ranks must have in common: a line per parameter, then the class of the optimizer."""
     lines = []
     for g, group in enumerate(param_groups):
         for p in group["params"]:
-            dtype = "nvfp4 " * isinstance(p, NVFP4Tensor) + str(p.dtype).removeprefix("torch.")
             frozen = "" if p.requires_grad else ", frozen"
-            lines.append(f"{dtype} {tuple(p.shape)} in group {g}{frozen}")
+            lines.append(f"{kind_of(p)} in group {g}{frozen}")
     return [*lines, f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"]
 
 

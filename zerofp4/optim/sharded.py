@@ -10,12 +10,15 @@ import torch.distributed as dist
 from zerofp4.cast import CastPlan
 from zerofp4.optim.flat import DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.optim.fused import FusedAdamW
+from zerofp4.optim.parameters import kind_of
+from zerofp4.storage import Addresses
 from zerofp4.tensors import NVFP4Tensor
 
 
 class ShardedParameters:
     """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
 
+    names: what messages call the parameters.
     masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing.
     found_inf: float32 [1], whether NVFP4 weights were left alone by the last publish() because of a NaN or
     Inf.
@@ -27,15 +30,18 @@ class ShardedParameters:
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
         group: dist.ProcessGroup | None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None,
     ):
-        self.parameters = list(parameters)
+        self.parameters, self.names = list(parameters), list(names)
+        self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         self.buffers = build_buffers(self.parameters, group)
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
         self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         for buffer in self.buffers:
             buffer.allocate()
+            buffer.take_values()
             buffer.bind()
             views = zip(buffer.own_views(buffer.masters), buffer.own_views(buffer.gradients), strict=True)
             for index, (master, gradient) in zip(buffer.indices, views, strict=True):
@@ -45,6 +51,7 @@ class ShardedParameters:
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         self._plan = None if self._packed is None else self._build_plan(self._packed, group, amax_groups)
         self._amaxes_from: FusedAdamW | None = None
+        self._take_addresses()
 
     def _build_plan(
         self,
@@ -61,6 +68,49 @@ class ShardedParameters:
             on_nonfinite="skip",
             found_inf=self.found_inf,
         )
+
+    # Addresses
+
+    def _take_addresses(self) -> None:
+        named = list(zip(self.names, self.parameters, strict=True))
+        packed = {name: p for name, p in named if isinstance(p, NVFP4Tensor)}
+        dense = {name: p for name, p in named if not isinstance(p, NVFP4Tensor)}
+        self._dense_addresses = Addresses({}, dense, owner="optimizer")
+        self._packed_addresses = Addresses(packed, {}, owner="optimizer")
+
+    def find_moved(self) -> RuntimeError | None:
+        """An error for the first parameter, master or buffer that has moved since its address was taken.
+
+        The plan looks as far as its own step does. Whoever assigns the .data of a dense parameter leaves no
+        mark, so that all of those are looked at.
+        """
+        error = self._dense_addresses.find_moved()
+        if error is None and self._plan is not None:
+            error = self._plan.find_moved(every=False)
+            if error is not None:  # the plan knows a weight by its place among those of NVFP4
+                error = self._packed_addresses.find_moved() or error
+        return error
+
+    def refresh(self) -> None:
+        """Make the parameters views of the buffers again, with the buffers' values, and take all addresses
+        anew. Not collective.
+
+        Raises ValueError, before anything has changed, for a parameter that has another shape, dtype, device
+        or kind than it was built with.
+        """
+        for name, p, kind in zip(self.names, self.parameters, self._kinds, strict=True):
+            if (kind_of(p), p.device) != kind:
+                raise ValueError(
+                    f"{name} was {kind[0]} on {kind[1]}, now it is {kind_of(p)} on {p.device}: build a new "
+                    "optimizer"
+                )
+        for buffer in self.buffers:
+            buffer.bind()
+        if self._plan is not None:
+            self._plan.refresh()
+        if self._amaxes_from is not None:
+            self._amaxes_from.offer_amaxes(self._plan)
+        self._take_addresses()
 
     def initialize_masters(self) -> None:
         """Give all masters rank 0's values of their parameters."""

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.optim.flat import FlatBuffer
+from zerofp4.optim.sharded import ShardedParameters
 
 
 class ParameterWatch:
     """Notices parameters that others than the optimizer exchanged, moved, wrote to or unfroze."""
 
-    def __init__(self, param_groups: Sequence[dict], names: Sequence[str], buffers: Sequence[FlatBuffer]):
+    def __init__(self, param_groups: Sequence[dict], names: Sequence[str], shards: ShardedParameters):
         self._members = [list(group["params"]) for group in param_groups]
         parameters = [p for members in self._members for p in members]
         pairs = list(zip(parameters, names, strict=True))
         self._trainable = [(p, name) for p, name in pairs if p.requires_grad]
         self._frozen = [(p, name) for p, name in pairs if not p.requires_grad]
-        self._buffers = buffers
+        self._shards = shards
         self.accept_values()
 
     def accept_values(self) -> None:
@@ -32,9 +32,12 @@ class ParameterWatch:
 
     def check_places(self, param_groups: Sequence[dict]) -> None:
         """Raises RuntimeError unless these are the parameters, in the buffers, whatever their values."""
-        message = self._find_changed_list(param_groups) or self._find_moved_parameter()
+        message = self._find_changed_list(param_groups)
         if message is not None:
             raise RuntimeError(message)
+        moved = self._shards.find_moved()
+        if moved is not None:
+            raise moved
 
     def _find_changed_list(self, param_groups: Sequence[dict]) -> str | None:
         if len(param_groups) != len(self._members):
@@ -45,17 +48,6 @@ class ParameterWatch:
                 return (
                     f"param_groups[{g}]['params'] is not the list that the optimizer was built with: masters "
                     "and weights lie in flat buffers, so build a new optimizer to change it"
-                )
-        return None
-
-    def _find_moved_parameter(self) -> str | None:
-        for buffer in self._buffers:
-            position = buffer.find_moved()
-            if position is not None:
-                name = self._trainable[buffer.indices[position]][1]
-                return (
-                    f"{name} has other storage than the optimizer gave it, a view of the buffer it gathers "
-                    "into: move, convert or replace parameters before the optimizer is built"
                 )
         return None
 

@@ -78,13 +78,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         check_same_parameters(exchange(description, error, group), self._names)
         with torch.no_grad():
             # If the plan refuses amax_groups, nothing has happened to the parameters' initial values yet.
-            self._shards = ShardedParameters(self._trainable, group, amax_groups)
+            self._shards = ShardedParameters(self._trainable, self._trainable_names, group, amax_groups)
             self._shards.initialize_masters()
             self._broadcast_frozen()
             self._build_inner(optimizer_class, defaults)
             self._reducer = GradientReducer(self._shards.buffers, group)
             self._reduced: Snapshot | None = None
-            self._watch = ParameterWatch(self.param_groups, self._names, self._shards.buffers)
+            self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._fingerprint = checkpoint.fingerprint(description, self._shards.buffers)
             self._publish()
         self._built = True
@@ -100,7 +100,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._names = parameter_names(self.param_groups)
         check_parameters(self._parameters, self._names)
-        self._trainable = [p for p in self._parameters if p.requires_grad]
+        pairs = [(p, n) for p, n in zip(self._parameters, self._names, strict=True) if p.requires_grad]
+        self._trainable, self._trainable_names = [p for p, _ in pairs], [name for _, name in pairs]
         if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self._trainable):
             raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
         device = self._parameters[0].device
@@ -129,6 +130,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "optimizer was built; build a new optimizer for other parameters"
             )
         super().add_param_group(param_group)
+
+    def refresh(self) -> None:
+        """Go on after parameters, masters or found_inf have moved (share_memory_(), .data assigned): the
+        parameters become views of the optimizer's buffers again, with the values that it gave them last, and
+        all addresses are taken anew. What was assigned meanwhile is dropped. Not collective.
+
+        Raises ValueError, before anything has changed, for a parameter that has another shape, dtype, device
+        or kind than it was built with: build a new optimizer.
+        """
+        with torch.no_grad():
+            self._shards.refresh()
 
     # A step
 

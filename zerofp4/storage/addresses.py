@@ -19,6 +19,7 @@ class Addresses:
     weights: by what messages call them, quantized tensors or records. tensors: likewise, plain ones.
     hold: keep alive what a GPU may still use; without it whoever asks looks at codes in some other way
     before a step.
+    owner: what was built with these addresses, and has a refresh(), in messages.
 
     On the CPU torch moves storages in place (share_memory_, pickling to another process, resize_), and no
     alias protects what was there: every step looks at every address. On a GPU storage does not move under
@@ -26,7 +27,15 @@ class Addresses:
     so that a step need only ask one counter.
     """
 
-    def __init__(self, weights: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, hold: bool = True):
+    def __init__(
+        self,
+        weights: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = True,
+        owner: str = "plan",
+    ):
+        self._owner = owner
         self._weights = list(weights.items())
         self._records = [record_of(weight) for weight in weights.values()]
         self._plain = dict(tensors)
@@ -57,7 +66,8 @@ class Addresses:
         if now != self._pointers:
             first = next(i for i, p in enumerate(now) if p != self._pointers[i])
             return self._moved(names[first])
-        self._take(names, tensors)
+        if tensors is not self._tensors:
+            self._take(names, tensors)
         return None
 
     def _present(self) -> tuple[list[str], list[torch.Tensor]]:
@@ -76,5 +86,5 @@ class Addresses:
     def _moved(self, what: str) -> RuntimeError:
         self._rebindings = -1  # the next glance finds it again
         return RuntimeError(
-            f"{what} has moved since the plan was built; call refresh() to take its new address"
+            f"{what} has moved since the {self._owner} was built; call refresh() to take its new address"
         )
