@@ -9,7 +9,7 @@ import torch
 
 from zerofp4.format import BLOCK
 from zerofp4.shard import Shard, byte_range, check_bounds
-from zerofp4.storage import NVFP4Storage, check_buffer, check_plain, check_signs, record_of
+from zerofp4.storage import NVFP4Storage, called, check_buffer, check_plain, check_signs, record_of
 
 NONFINITE_POLICIES = ("skip", "raise")
 MASTER_DTYPES = (torch.float32, torch.bfloat16)
@@ -60,7 +60,7 @@ class CastRequest:
 
 
 def weight_name(i: int, record: NVFP4Storage) -> str:
-    return f"model_weights[{i}]" if record.name is None else f"model_weights[{i}] '{record.name}'"
+    return called(f"model_weights[{i}]", record)
 
 
 def check_lists(**lists: Sequence | None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zerofp4.cast.request import CastRequest, weight_name
+from zerofp4.distributed import first_difference
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
@@ -53,39 +54,37 @@ def plan_hash(signatures: Sequence[Signature]) -> int:
 
 def check_same_weights(descriptions: Sequence[Sequence[Description]]) -> None:
     """Raises ValueError, the same on every rank, where a rank's weights are not those of rank 0."""
-    first = descriptions[0]
-    for rank, other in enumerate(descriptions):
-        if len(other) != len(first):
-            raise ValueError(f"rank 0 has {len(first)} model_weights, rank {rank} has {len(other)}")
-        for mine, theirs in zip(first, other, strict=True):
-            check_same_weight(Description(*mine), Description(*theirs), rank)
-
-
-def check_same_weight(mine: Description, theirs: Description, rank: int) -> None:
+    difference = first_difference(descriptions)
+    if difference is None:
+        return
+    rank, i = difference
+    first, other = descriptions[0], descriptions[rank]
+    if i is None:
+        raise ValueError(f"rank 0 has {len(first)} model_weights, rank {rank} has {len(other)}")
+    mine, theirs = Description(*first[i]), Description(*other[i])
     if mine[1:] != theirs[1:]:
         raise ValueError(
             f"{mine.name} must be the same on all ranks, but has shape {mine.shape} and dtype {mine.dtype} "
             f"on rank 0, {theirs.shape} and {theirs.dtype} on rank {rank}"
         )
-    if mine.name != theirs.name:
-        raise ValueError(
-            f"model_weights must be in the same order on all ranks, but {mine.name} of rank 0 is "
-            f"{theirs.name} on rank {rank}"
-        )
+    raise ValueError(
+        f"model_weights must be in the same order on all ranks, but {mine.name} of rank 0 is "
+        f"{theirs.name} on rank {rank}"
+    )
 
 
 def check_agreement(signatures: Sequence[Signature]) -> None:
     """Raises ValueError, the same on every rank, where ranks ask for different casts."""
     check_same_weights([signature.weights for signature in signatures])
-    first = signatures[0]
-    for rank, other in enumerate(signatures):
-        for option in ("amax_groups", "on_nonfinite"):
-            mine, theirs = getattr(first, option), getattr(other, option)
-            if mine != theirs:
-                raise ValueError(
-                    f"{option} must be the same on all ranks, but is {shown(mine)} on rank 0 and "
-                    f"{shown(theirs)} on rank {rank}"
-                )
+    names = ("amax_groups", "on_nonfinite")
+    options = [[getattr(signature, name) for name in names] for signature in signatures]
+    difference = first_difference(options)
+    if difference is not None:
+        rank, i = difference
+        raise ValueError(
+            f"{names[i]} must be the same on all ranks, but is {shown(options[0][i])} on rank 0 and "
+            f"{shown(options[rank][i])} on rank {rank}"
+        )
 
 
 def shown(option: str | list[int]) -> str:

@@ -1,6 +1,6 @@
 """What ranks tell each other: collectives, and agreement on errors."""
 
-from zerofp4.distributed.agreement import attempt, exchange
+from zerofp4.distributed.agreement import attempt, exchange, first_difference
 from zerofp4.distributed.collectives import (
     GroupReference,
     all_gather_slices,
@@ -22,6 +22,7 @@ __all__ = [
     "check_disjoint",
     "check_ownership",
     "exchange",
+    "first_difference",
     "rank_and_size",
     "reduce_max",
     "reduce_scatter_slices",

@@ -1,6 +1,6 @@
 """Errors of one rank that the others must hear of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,21 @@ def attempt(function: Callable, *args) -> tuple[Any, Exception | None]:
         return function(*args), None
     except Exception as error:
         return None, error
+
+
+def first_difference(by_rank: Sequence[Sequence[Any]]) -> tuple[int, int | None] | None:
+    """(rank, position) of the first entry in which a rank's list is not that of rank 0; the position is None
+    for a list of another length, which comes before all others. None where all are equal.
+    """
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        if len(other) != len(first):
+            return rank, None
+    for rank, other in enumerate(by_rank):
+        for position, (mine, theirs) in enumerate(zip(first, other, strict=True)):
+            if mine != theirs:
+                return rank, position
+    return None
 
 
 def exchange(payload: Any, error: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:

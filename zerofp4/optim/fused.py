@@ -11,6 +11,7 @@ from zerofp4.cast import CastPlan
 from zerofp4.ops import AdamWItem, AdamWStage, MasterPiece, adamw_options
 from zerofp4.optim import fused_checks as checks
 from zerofp4.optim.amaxes import AmaxRoute
+from zerofp4.optim.parameters import parameter_name
 from zerofp4.storage import Addresses
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
@@ -110,7 +111,7 @@ class FusedAdamW(torch.optim.Optimizer):
             checks.check_options(group)
             seen: set[torch.Tensor] = set()
             for i, p in enumerate(group["params"]):
-                name = checks.name_of(len(self.param_groups) - 1, i, group)
+                name = parameter_name(len(self.param_groups) - 1, i, group)
                 checks.check_parameter(name, p, self._device())
                 if p in seen:
                     raise ValueError(f"{name} is in the group twice")
@@ -192,7 +193,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     if self._piece(p) is None:
                         continue
                 elif not checks.is_usable_gradient(gradient, p):
-                    raise checks.gradient_error(checks.name_of(g, i, group), gradient, p)
+                    raise checks.gradient_error(parameter_name(g, i, group), gradient, p)
                 members.append(_Member(g, i, p, gradient, self.state.get(p)))
         return members
 
@@ -226,7 +227,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _check(self, member: _Member) -> None:
         p = member.parameter
-        name = checks.name_of(member.group, member.position, self.param_groups[member.group])
+        name = parameter_name(member.group, member.position, self.param_groups[member.group])
         checks.check_parameter(name, p, self._device())
         piece = self._piece(p)
         if piece is not None and piece.master.data_ptr() != p.data_ptr():

@@ -10,12 +10,6 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
-def name_of(g: int, i: int, group: dict) -> str:
-    """How messages call a parameter: by its place and, if it came with one, its name."""
-    where = f"param_groups[{g}]['params'][{i}]"
-    return f"{where} '{group['param_names'][i]}'" if "param_names" in group else where
-
-
 def check_options(options: dict[str, Any], where: str = "") -> None:
     """Raises TypeError or ValueError for options of a group that torch.optim.AdamW would refuse, or we do.
 

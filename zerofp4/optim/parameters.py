@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.cast import check_castable
+from zerofp4.distributed import first_difference
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.storage import called
 from zerofp4.tensors import NVFP4Tensor
 
 NOT_ELEMENTWISE = {
@@ -32,17 +34,21 @@ def check_optimizer_class(optimizer_class: type) -> None:
             )
 
 
+def parameter_name(g: int, i: int, group: dict) -> str:
+    """How messages call a parameter: by its place and, if it came with one or convert_model gave it one, its
+    name.
+    """
+    given = group.get("param_names")
+    return called(f"param_groups[{g}]['params'][{i}]", group["params"][i], given[i] if given else None)
+
+
 def parameter_names(param_groups: Sequence[dict]) -> list[str]:
-    """How messages call the parameters, in their order: by the names they came with, else by their places."""
-    names = []
-    for g, group in enumerate(param_groups):
-        given = group.get("param_names")
-        for i, parameter in enumerate(group["params"]):
-            where = f"param_groups[{g}]['params'][{i}]"
-            record_name = parameter.record.name if isinstance(parameter, NVFP4Tensor) else None
-            name = given[i] if given else record_name
-            names.append(where if name is None else f"{where} '{name}'")
-    return names
+    """How messages call the parameters, in their order."""
+    return [
+        parameter_name(g, i, group)
+        for g, group in enumerate(param_groups)
+        for i in range(len(group["params"]))
+    ]
 
 
 def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -97,12 +103,13 @@ def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
 
 def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
     """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's."""
-    expected = descriptions[0]
-    for rank, found in enumerate(descriptions):
-        if len(found) != len(expected):
-            counts = len(expected) - 1, len(found) - 1
-            raise ValueError(f"params: rank 0 has {counts[0]} parameters, rank {rank} has {counts[1]}")
-    for rank, found in enumerate(descriptions):
-        for name, mine, theirs in zip([*names, "optimizer_class"], expected, found, strict=True):
-            if mine != theirs:
-                raise ValueError(f"{name} is {mine} on rank 0 and {theirs} on rank {rank}")
+    difference = first_difference(descriptions)
+    if difference is None:
+        return
+    rank, i = difference
+    expected, found = descriptions[0], descriptions[rank]
+    if i is None:
+        counts = len(expected) - 1, len(found) - 1
+        raise ValueError(f"params: rank 0 has {counts[0]} parameters, rank {rank} has {counts[1]}")
+    name = [*names, "optimizer_class"][i]
+    raise ValueError(f"{name} is {expected[i]} on rank 0 and {found[i]} on rank {rank}")

@@ -8,6 +8,7 @@ from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
 from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
 from zerofp4.storage.record import (
     Storage,
+    called,
     check_buffer,
     check_layouts,
     check_sides,
@@ -29,6 +30,7 @@ __all__ = [
     "Storage",
     "allocate",
     "allocate_mxfp8",
+    "called",
     "check_block",
     "check_buffer",
     "check_layouts",

@@ -188,6 +188,15 @@ def record_of(tensor: Any) -> Any:
     return getattr(tensor, "record", None) if isinstance(tensor, torch.Tensor) else None
 
 
+def called(place: str, tensor: Any, name: str | None = None) -> str:
+    """How messages call a tensor: by its place in what was given, and by its name if it has one: `name`,
+    which it came with, or else that of its record.
+    """
+    if name is None:
+        name = getattr(record_of(tensor), "name", None)
+    return place if name is None else f"{place} '{name}'"
+
+
 def empty_buffer(shape: Sequence[int], dtype: torch.dtype, device) -> torch.Tensor:
     """An uninitialized buffer of a record."""
     stored = torch.uint8 if dtype.itemsize == 1 else dtype  # inductor has no float8_e8m0fnu
