@@ -87,9 +87,8 @@ class Injected(ZeroFP4Optimizer):
     """Takes the gradients of this rank for those of the whole group."""
 
     def _reduce_gradients(self, gradients):
-        flat = [None if g is None else g.detach().reshape(-1) for g in gradients]
         for bucket in self._reducer._buckets:
-            reduction.pack(bucket, flat)
+            reduction.pack(bucket, gradients)
             bucket.output.copy_(bucket.staged.chunk(self._reducer.world_size)[self._reducer.rank])
 
 

@@ -232,10 +232,10 @@ def test_fp32_parameters_are_their_own_masters(device):
 
 def test_nonfinite_masters_leave_their_weights_alone(device):
     parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=10.0)
     gradients = make_gradients(parameters, 0)
-    gradients[0][3, 5] = math.nan
-    gradients[1][2] = math.inf
+    optimizer.inner.param_groups[0]["params"][0][3 * 48 + 5] = math.nan
+    gradients[1][2] = 3e38  # times lr it overflows
     codes = parameters[0].rowwise_data.clone()
     set_gradients(parameters, gradients)
     optimizer.step()

@@ -1,11 +1,13 @@
 """The sharded state dict: a rank saves what it owns, and loads it in the same place of the same world."""
 
 import hashlib
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from zerofp4.distributed import first_difference
 from zerofp4.optim.flat import FlatBuffer
 
 KEYS = {"state": dict, "param_groups": list, "masters": dict, "fingerprint": dict}
@@ -54,11 +56,7 @@ def check_state(
     for buffer in buffers:
         saved = state_dict["masters"].get(buffer.kind)
         wanted = buffer.masters
-        if (
-            not isinstance(saved, torch.Tensor)
-            or (saved.shape, saved.dtype) != (wanted.shape, wanted.dtype)
-            or saved.is_meta
-        ):
+        if not is_plain(saved) or (saved.shape, saved.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
                 f"state_dict: masters of kind {buffer.kind!r} must have {buffer.slice_numel} elements of "
                 f"float32, got {shown(saved)}"
@@ -71,6 +69,9 @@ def check_state(
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     if ids != list(range(len(ids))):
         raise ValueError(f"state_dict: param_groups must number the parameters 0, 1, 2 and so on, got {ids}")
+    steps = state_dict.get("steps", 0)
+    if type(steps) is not int or steps < 0:
+        raise ValueError(f"state_dict: steps must be an int, 0 or more, got {steps!r}")
     check_entries(state_dict["state"], [master for group in inner_groups for master in group["params"]])
 
 
@@ -82,17 +83,41 @@ def check_entries(state: dict, pieces: Sequence[torch.Tensor]) -> None:
         if not isinstance(entries, dict):
             raise ValueError(f"state_dict: state[{i}] must be a dict, got {type(entries).__name__}")
         for name, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != pieces[i].shape:
+            if isinstance(value, numbers.Number):
+                continue
+            if not is_plain(value) or (value.numel() != 1 and value.shape != pieces[i].shape):
                 raise ValueError(
                     f"state_dict: state[{i}][{name!r}] must be one element or 1D with the "
                     f"{pieces[i].numel()} of its master, got {shown(value)}"
                 )
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a dense tensor with elements that torch can copy from."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and not value.is_meta
+    )
+
+
+def check_same_steps(by_rank: Sequence[int]) -> None:
+    """Raises ValueError, the same on every rank, unless their states are of the same step."""
+    difference = first_difference([[steps] for steps in by_rank])
+    if difference is not None:
+        rank, _ = difference
+        raise ValueError(
+            f"state_dict is of step {by_rank[0]} on rank 0 and of step {by_rank[rank]} on rank {rank}: every "
+            "rank loads what was saved in the same step"
+        )
+
+
 def shown(value: Any) -> str:
-    """A value in a message: what kind of tensor it is, or what else."""
+    """A value in a message: what tensor it is, or what else."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)} on {value.device}"
+        layout = "" if value.layout == torch.strided else f" of layout {value.layout}"
+        kind = "" if type(value) is torch.Tensor else f" in a {type(value).__name__}"
+        return f"{value.dtype} {list(value.shape)} on {value.device}{layout}{kind}"
     return type(value).__name__
 
 

@@ -52,10 +52,12 @@ def step_masters(
     masters: Sequence[torch.Tensor | None],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """A step with these gradients; masters without one are skipped."""
-    owned = [(m, gradient) for m, gradient in zip(masters, gradients, strict=True) if m is not None]
-    for master, gradient in owned:
-        master.grad = gradient
+    """A step with these gradients; masters without one are skipped.
+
+    The masters keep them: they are the same views in every step, and to assign one costs more than to see
+    that it is there.
+    """
+    for master, gradient in zip(masters, gradients, strict=True):
+        if master is not None and master.grad is not gradient:
+            master.grad = gradient
     optimizer.step()
-    for master, _ in owned:
-        master.grad = None

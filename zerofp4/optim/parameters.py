@@ -102,14 +102,17 @@ def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
 
 
 def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
-    """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's."""
+    """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's.
+
+    A description: describe(), then on_nonfinite.
+    """
     difference = first_difference(descriptions)
     if difference is None:
         return
     rank, i = difference
     expected, found = descriptions[0], descriptions[rank]
     if i is None:
-        counts = len(expected) - 1, len(found) - 1
+        counts = len(expected) - 2, len(found) - 2
         raise ValueError(f"params: rank 0 has {counts[0]} parameters, rank {rank} has {counts[1]}")
-    name = [*names, "optimizer_class"][i]
+    name = [*names, "optimizer_class", "on_nonfinite"][i]
     raise ValueError(f"{name} is {expected[i]} on rank 0 and {found[i]} on rank {rank}")

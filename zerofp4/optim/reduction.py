@@ -17,12 +17,16 @@ STAGING_ELEMENTS = 1 << 23
 
 
 class Piece(NamedTuple):
-    """Elements [first, last) of the gradient of a parameter, and where they go."""
+    """Elements [first, last) of the gradient of a parameter, and where they go.
+
+    whole: these are all of its elements; then the destination has the parameter's shape, else it is 1D.
+    """
 
     parameter: int
     first: int
     last: int
     destination: torch.Tensor
+    whole: bool
 
 
 class Bucket(NamedTuple):
@@ -36,19 +40,6 @@ class Bucket(NamedTuple):
     output: torch.Tensor
     pieces: list[Piece]
     gaps: list[torch.Tensor]
-
-
-class Intent(NamedTuple):
-    """What a rank is about to do, and every other must do too.
-
-    clip: clip_grad_norm_ was called, not step(). reduce: gradients are to be reduced, not those used that
-    clip_grad_norm_ reduced before. max_norm, norm_type: of clip_grad_norm_, no NaN.
-    """
-
-    clip: bool
-    reduce: bool
-    max_norm: float = 0.0
-    norm_type: float = 0.0
 
 
 class GradientReducer:
@@ -77,44 +68,11 @@ class GradientReducer:
                 buckets.append(make_bucket(buffer, start, size, staged))
         return buckets
 
-    def agree(
-        self, gradients: Sequence[torch.Tensor | None], intent: Intent | None, error: Exception | None
-    ) -> list[bool]:
-        """Which parameters have a gradient on any rank. Collective: one small MAX all-reduce.
-
-        A rank that brings an error (its gradients and intent are not looked at) raises it, and the others
-        raise RuntimeError; so do all where their intents differ. The answer is read on the host, also on a
-        GPU: a rank that went on without it would wait in the next collective for one that does not come, or
-        update its masters alone.
-        """
-        if self.world_size == 1:
-            if error is not None:
-                raise error
-            return [gradient is not None for gradient in gradients]
-        count, width = sum(len(buffer.parameters) for buffer in self.buffers), len(Intent._fields)
-        mine = [0.0] * (count + 2 * width) + [self.rank + 1.0]
-        if error is None:
-            present = [gradient is not None for gradient in gradients]
-            mine = [*present, *intent, *(-word for word in intent), 0.0]
-        votes = torch.tensor(mine, dtype=torch.float64, device=self.buffers[0].device)
-        reduce_max(votes, self.group())
-        *words, failed = votes.tolist()
-        lowest = Intent(*(-word for word in words[count + width :]))
-        message = find_difference(lowest, Intent(*words[count : count + width]))
-        if failed:
-            message = f"rank {int(failed) - 1} found an error, and no rank takes this step"
-        if error is None and message is None:
-            return [bool(word) for word in words[:count]]
-        error = error or RuntimeError(message)
-        error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
-        raise error
-
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Average the gradients of all trainable parameters, in order; None counts as zeros. Collective."""
-        flat = [None if g is None else g.detach().reshape(-1) for g in gradients]
         pending = None
         for bucket in self._buckets:
-            pack(bucket, flat)
+            pack(bucket, gradients)
             if pending is not None:
                 pending.wait()
             pending = self.reduce_scatter(bucket.output, bucket.staged)
@@ -129,22 +87,6 @@ class GradientReducer:
         if self.world_size == 1:
             return None
         return reduce_scatter_slices(output, staged, self.group(), async_op=True)
-
-
-def find_difference(lowest: Intent, highest: Intent) -> str | None:
-    """What the ranks do not agree on, in words that are the same on all of them."""
-    if lowest.clip != highest.clip:
-        return "some ranks called clip_grad_norm_ and others step(): no rank does either"
-    if lowest.reduce != highest.reduce:
-        return (
-            "some ranks have gradients to reduce and others have reduced theirs in clip_grad_norm_: call "
-            "clip_grad_norm_ and zero_grad() on every rank or on none, and zero_grad() on all to start anew"
-        )
-    for name in ("max_norm", "norm_type"):
-        low, high = getattr(lowest, name), getattr(highest, name)
-        if low != high:
-            return f"{name} must be the same on every rank, got from {low} to {high}"
-    return None
 
 
 def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
@@ -170,13 +112,16 @@ def make_bucket(buffer: FlatBuffer, start: int, size: int, staged: torch.Tensor)
         filled = 0
         i = max(bisect.bisect_right(buffer.offsets, begin) - 1, 0)
         while i < len(buffer.offsets) and buffer.offsets[i] < begin + size:
-            part = intersect(buffer.offsets[i], buffer.parameters[i].numel(), begin, begin + size)
+            parameter = buffer.parameters[i]
+            part = intersect(buffer.offsets[i], parameter.numel(), begin, begin + size)
             if part.numel:
                 at = buffer.offsets[i] + part.start - begin
                 if at > filled:
                     gaps.append(stretch[filled:at])
                 filled = at + part.numel
-                pieces.append(Piece(buffer.indices[i], part.start, part.end, stretch[at:filled]))
+                whole = part.numel == parameter.numel()
+                destination = stretch[at:filled].view(parameter.shape if whole else -1)
+                pieces.append(Piece(buffer.indices[i], part.start, part.end, destination, whole))
             i += 1
         if filled < size:
             gaps.append(stretch[filled:])
@@ -184,7 +129,7 @@ def make_bucket(buffer: FlatBuffer, start: int, size: int, staged: torch.Tensor)
 
 
 def pack(bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Fill the staged stretches from 1D gradients of any floating dtype."""
+    """Fill the staged stretches from gradients of any floating dtype, in the shapes of their parameters."""
     zeros, destinations, sources = list(bucket.gaps), [], []
     for piece in bucket.pieces:
         gradient = gradients[piece.parameter]
@@ -192,7 +137,9 @@ def pack(bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
             zeros.append(piece.destination)
         else:
             destinations.append(piece.destination)
-            sources.append(gradient[piece.first : piece.last])
+            # A view costs more than all else here, and most pieces are whole.
+            part = gradient if piece.whole else gradient.reshape(-1)[piece.first : piece.last]
+            sources.append(part)
     if zeros:
         torch._foreach_zero_(zeros)
     if sources:

@@ -140,8 +140,9 @@ class ShardedParameters:
                 gather.wait()
         if self._plan is not None:
             self._plan.post()
-        # As after any update in place, a backward pass through the old values must fail.
-        torch.autograd.graph.increment_version(self.parameters)
+        # As after any update in place, a backward pass through the old values must fail. The plan has said so
+        # of its weights.
+        torch.autograd.graph.increment_version([p for b in self._dense for p in b.parameters])
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """The whole FP32 masters, in the order and the shapes of the parameters."""

@@ -1,10 +1,22 @@
 """What may not change between the steps of a ZeRO optimizer, and whether it did."""
 
+import operator
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
 from zerofp4.optim.sharded import ShardedParameters
+
+_version, _grad, _layout, _requires_grad = map(attrgetter, ("_version", "grad", "layout", "requires_grad"))
+
+
+def _attributes(get: attrgetter, tensors: Sequence[torch.Tensor]) -> list:
+    """An attribute of every tensor, without a call of __torch_function__ for each quantized one, which would
+    cost ten times as much.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(get, tensors))
 
 
 class ParameterWatch:
@@ -14,21 +26,26 @@ class ParameterWatch:
         self._members = [list(group["params"]) for group in param_groups]
         parameters = [p for members in self._members for p in members]
         pairs = list(zip(parameters, names, strict=True))
-        self._trainable = [(p, name) for p, name in pairs if p.requires_grad]
-        self._frozen = [(p, name) for p, name in pairs if not p.requires_grad]
+        self._trainable, self._names = shards.parameters, shards.names
+        self._frozen = [p for p, _ in pairs if not p.requires_grad]
+        self._frozen_names = [name for p, name in pairs if not p.requires_grad]
         self._shards = shards
         self.accept_values()
 
     def accept_values(self) -> None:
         """Take the present values of the weights for the optimizer's own."""
-        self._versions = [p._version for p, _ in self._trainable]
+        self._versions = _attributes(_version, self._trainable)
 
-    def check(self, param_groups: Sequence[dict]) -> None:
-        """Raises RuntimeError if something is wrong with the groups, the parameters or their gradients."""
+    def gradients(self, param_groups: Sequence[dict]) -> list[torch.Tensor | None]:
+        """The gradients of the trainable parameters. Raises RuntimeError if something is wrong with the
+        groups, the parameters or their gradients.
+        """
         self.check_places(param_groups)
-        message = self._find_changed_parameter() or self._find_bad_gradient()
+        gradients = _attributes(_grad, self._trainable)
+        message = self.find_written() or self._find_unfrozen() or self._find_bad_gradient(gradients)
         if message is not None:
             raise RuntimeError(message)
+        return gradients
 
     def check_places(self, param_groups: Sequence[dict]) -> None:
         """Raises RuntimeError unless these are the parameters, in the buffers, whatever their values."""
@@ -44,44 +61,49 @@ class ParameterWatch:
             return f"param_groups: there were {len(self._members)} groups, now there are {len(param_groups)}"
         for g, (group, members) in enumerate(zip(param_groups, self._members, strict=True)):
             params = group["params"]
-            if len(params) != len(members) or any(a is not b for a, b in zip(params, members, strict=True)):
+            if len(params) != len(members) or not all(map(operator.is_, params, members)):
                 return (
                     f"param_groups[{g}]['params'] is not the list that the optimizer was built with: masters "
                     "and weights lie in flat buffers, so build a new optimizer to change it"
                 )
         return None
 
-    def _find_changed_parameter(self) -> str | None:
-        for (p, name), version in zip(self._trainable, self._versions, strict=True):
-            if p._version != version:
-                return (
-                    f"{name} was written to since the last step, which its FP32 master would undo: load a "
-                    "model before its optimizer is built, or before the optimizer's load_state_dict()"
-                )
-        for p, name in self._frozen:
-            if p.requires_grad:
-                return (
-                    f"{name} was frozen when the optimizer was built and has no master: build a new optimizer"
-                )
-        return None
+    def find_written(self) -> str | None:
+        """What to say of the first parameter that others than the optimizer wrote to, if there is one."""
+        versions = _attributes(_version, self._trainable)
+        if versions == self._versions:
+            return None
+        i = next(i for i, version in enumerate(versions) if version != self._versions[i])
+        return (
+            f"{self._names[i]} was written to since the last step, which its FP32 master would undo: load a "
+            "model before its optimizer is built, or before the optimizer's load_state_dict()"
+        )
 
-    def _find_bad_gradient(self) -> str | None:
-        for p, name in self._trainable:
-            if p.grad is not None and p.grad.layout != torch.strided:
-                return f"{name} has a gradient of layout {p.grad.layout}: gradients must be dense"
-        return None
+    def _find_unfrozen(self) -> str | None:
+        if not any(_attributes(_requires_grad, self._frozen)):
+            return None
+        name = next(n for p, n in zip(self._frozen, self._frozen_names, strict=True) if p.requires_grad)
+        return f"{name} was frozen when the optimizer was built and has no master: build a new optimizer"
+
+    def _find_bad_gradient(self, gradients: Sequence[torch.Tensor | None]) -> str | None:
+        layouts = {_layout(gradient) for gradient in gradients if gradient is not None}
+        if layouts <= {torch.strided}:
+            return None
+        bad = next(i for i, g in enumerate(gradients) if g is not None and g.layout != torch.strided)
+        return f"{self._names[bad]} has a gradient of layout {gradients[bad].layout}: gradients must be dense"
 
 
 class Snapshot:
     """Which gradients were reduced, so that later changes to them are noticed."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None]):
-        self._seen = [(g, None if g is None else g._version) for g in gradients]
+        self._gradients = list(gradients)
+        self._present = [gradient for gradient in gradients if gradient is not None]
+        self._versions = _attributes(_version, self._present)
 
     def changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are other gradients, or the same ones with other values."""
-        others = any(now is not then for now, (then, _) in zip(gradients, self._seen, strict=True))
-        return others or self.written()
+        return not all(map(operator.is_, gradients, self._gradients)) or self.written()
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raises RuntimeError if step() would use what is no longer in these gradients."""
@@ -101,4 +123,4 @@ class Snapshot:
 
     def written(self) -> bool:
         """Whether some of the gradients seen have been written to."""
-        return any(g is not None and g._version != version for g, version in self._seen)
+        return _attributes(_version, self._present) != self._versions

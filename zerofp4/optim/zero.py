@@ -9,7 +9,8 @@ import torch.distributed as dist
 from zerofp4.distributed import GroupReference, exchange, resolve_group
 from zerofp4.optim import checkpoint
 from zerofp4.optim.flat import broadcast_frozen
-from zerofp4.optim.inner import build_inner, copy_options, step_masters, try_options
+from zerofp4.optim.inner import build_inner, step_masters, try_options
+from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
 from zerofp4.optim.parameters import (
     check_optimizer_class,
     check_parameters,
@@ -17,13 +18,15 @@ from zerofp4.optim.parameters import (
     describe,
     parameter_names,
 )
-from zerofp4.optim.reduction import GradientReducer, Intent, clip_arguments, global_norm
+from zerofp4.optim.reduction import GradientReducer, clip_arguments, global_norm
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.state import ShardedState
+from zerofp4.optim.votes import Intent, Votes, host_options_hash
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 from zerofp4.tensors import NVFP4Tensor
 
 
-class ZeroFP4Optimizer(torch.optim.Optimizer):
+class ZeroFP4Optimizer(ShardedState):
     """Any elementwise torch optimizer over sharded FP32 masters of NVFP4, bf16, fp16 and fp32 parameters.
 
     params: parameters or groups of them, as for any torch optimizer, the same on every rank. Group options
@@ -34,6 +37,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     process_group: the data-parallel ranks; None is the default group, or a world of one without
     torch.distributed.
     amax_groups: lists of NVFP4 weights of params that share one amax.
+    on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
+    nothing changes on any rank, neither masters nor their state nor weights; found_inf is 1, skipped_steps
+    counts it and first_nonfinite() names the parameter. "raise": every rank raises FloatingPointError, in
+    clip_grad_norm_ or step(), and nothing changes. A sum over the ranks that overflows float32 is left to the
+    cast.
 
     step() averages the gradients over the group in FP32, as DDP does, updates this rank's masters, casts them
     and all-gathers the weights in place: 4-bit codes for NVFP4 weights. A parameter that has a gradient on no
@@ -45,6 +53,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     model before its optimizer is built: writing into a weight afterwards makes step() raise. NVFP4 weights
     whose masters become NaN or Inf keep their last codes, and found_inf is 1 after such a step.
 
+    Gradients are looked at once, before the update. In a world of one the host reads one flag for it per
+    step, on a GPU too, and nothing else; with more ranks it is part of the vector that is read anyway.
+
     A parameter that is frozen (requires_grad False) when the optimizer is built gets rank 0's bytes once, no
     master and no update; unfreezing it later makes step() raise. Freezing a parameter later does what it does
     in torch.optim.
@@ -52,9 +63,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     Building is collective. An invalid argument on any rank, or ranks that disagree, raises the same
     ValueError or TypeError on all of them. What one rank finds wrong before an update, or its closure raises,
     is raised there, and RuntimeError on the others, before anything has changed; where ranks do different
-    things, as when one alone called zero_grad() after clip_grad_norm_, all raise RuntimeError. For this
-    both read one small vector back. What one rank alone raises later, out of memory in the step() of its
-    optimizer_class or in a hook, cannot be undone: the others wait until the group's timeout ends them.
+    things, as when one alone called zero_grad() after clip_grad_norm_, took another number of steps or has
+    another lr (options that are tensors are not compared), all raise RuntimeError. For this step() and
+    clip_grad_norm_ read one small vector back each, where there are several ranks. What one rank alone raises
+    later, out of memory in the step() of its optimizer_class or in a hook, cannot be undone: the others wait
+    until the group's timeout ends them.
     """
 
     def __init__(
@@ -64,18 +77,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
+        on_nonfinite: str = "skip_step",
         **defaults: Any,
     ):
         self._built = False
+        self.skipped_steps = 0
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         description, error = None, None
         try:
+            check_policy(on_nonfinite)
             self._take_arguments(params, optimizer_class, amax_groups, defaults)
             description = describe(self.param_groups, optimizer_class)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        check_same_parameters(exchange(description, error, group), self._names)
+        check_same_parameters(
+            exchange(description and [*description, on_nonfinite], error, group), self._names
+        )
         with torch.no_grad():
             # If the plan refuses amax_groups, nothing has happened to the parameters' initial values yet.
             self._shards = ShardedParameters(self._trainable, self._trainable_names, group, amax_groups)
@@ -83,7 +101,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._broadcast_frozen()
             self._build_inner(optimizer_class, defaults)
             self._reducer = GradientReducer(self._shards.buffers, group)
+            self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced: Snapshot | None = None
+            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards.names, self._shards.buffers)
+            self._steps = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._fingerprint = checkpoint.fingerprint(description, self._shards.buffers)
             self._publish()
@@ -150,49 +171,69 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         closure: evaluated once, with gradients enabled; its result is returned. Collective.
         Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
-        of parameters, or a parameter that was moved, written to or unfrozen.
+        of parameters, or a parameter that was moved, written to or unfrozen; FloatingPointError, with
+        on_nonfinite="raise", for gradients with a NaN or Inf.
         """
-        loss, gradients, intent, error = None, [], None, None
+        loss, gradients, intent, word, error = None, [], None, None, None
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            gradients = self._local_gradients()
+            gradients = self._watch.gradients(self.param_groups)
             if self._reduced is not None:
                 self._reduced.check_unchanged(gradients)
-            intent = Intent(clip=False, reduce=self._reduced is None)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            intent = self._intent(clip=False, reduce=self._reduced is None)
+            word = self._nonfinite.word(gradients) if intent.reduce else None
+        except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
             if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
                 raise
             error = failure
-        present = self._reducer.agree(gradients, intent, error)
+        agreed = self._votes.agree(gradients, intent, error, word, self.param_groups)
         if intent.reduce:
-            self._reduce_gradients(gradients)
-        self._update_masters(present)
-        self._reduced = None
-        self._publish()
+            self._nonfinite.first = agreed.nonfinite
+            if agreed.nonfinite is None:
+                self._reduce_gradients(gradients)
+                self._nonfinite.look_at_reduced(gradients)
+        if self._nonfinite.first is None:
+            self._update_masters(agreed.present)
+            self._reduced = None
+            self._publish()
+        else:
+            self._reduced = None
+            self._nonfinite.raise_if_asked()
+            self.found_inf.fill_(1)
+            self.skipped_steps += 1
+        self._steps += 1
         return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Reduce the gradients and scale them so that their norm over all parameters is at most max_norm.
 
-        Returns the norm before that, float32 []. step() uses the scaled gradients. Collective.
-        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError as step() does.
+        Returns the norm before that, float32 []. step() uses the scaled gradients, or skips them where they
+        hold a NaN or Inf. Collective.
+        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
+        FloatingPointError as step() does.
         """
-        gradients, intent, snapshot, error = [], None, None, None
+        gradients, intent, word, snapshot, error = [], None, None, None, None
         try:
             numbers = clip_arguments(max_norm, norm_type)
-            gradients = self._local_gradients()
+            gradients = self._watch.gradients(self.param_groups)
             if self._reduced is not None:
                 self._reduced.check_unwritten()
             snapshot = Snapshot(gradients)
-            intent = Intent(True, self._reduced is None or self._reduced.changed(gradients), *numbers)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            reduce = self._reduced is None or self._reduced.changed(gradients)
+            intent = self._intent(True, reduce, *numbers)
+            word = self._nonfinite.word(gradients) if reduce else None
+        except BaseException as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        self._reducer.agree(gradients, intent, error)
+        agreed = self._votes.agree(gradients, intent, error, word, self.param_groups)
         if intent.reduce:
+            self._nonfinite.first, self._reduced = agreed.nonfinite, None
+            self._nonfinite.raise_if_asked()
             self._reduce_gradients(gradients)
+            self._nonfinite.look_at_reduced(gradients)
+            self._nonfinite.raise_if_asked()
             self._reduced = snapshot
         total = global_norm(self._shards.buffers, intent.norm_type, self.process_group())
         # Multiplying by 1 is cheaper than asking the device whether that is all there is to do.
@@ -207,13 +248,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """float32 [1]: 1 when the last step left NVFP4 weights alone, because of masters with NaN or Inf."""
+        """float32 [1]: 1 when the last step was skipped, or left NVFP4 weights alone because of masters with
+        NaN or Inf.
+        """
         return self._shards.found_inf
 
-    def _local_gradients(self) -> list[torch.Tensor | None]:
-        """The gradients of this rank, once nothing else is found wrong with the parameters."""
-        self._watch.check(self.param_groups)
-        return [parameter.grad for parameter in self._trainable]
+    def first_nonfinite(self) -> str | None:
+        """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
+        or clip_grad_norm_ last looked; None if there was none. The same on every rank; waits for nothing.
+        """
+        return self._nonfinite.first_name
+
+    def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
+        alone = self._votes.world_size == 1
+        return Intent(
+            clip, reduce, self._steps, 0 if alone else host_options_hash(self.param_groups), *numbers
+        )
 
     def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._reducer.reduce(gradients)
@@ -227,74 +277,3 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         ]
         step_masters(self.inner, self._shards.masters, gradients)
         self._pull_options()
-
-    def _push_options(self) -> None:
-        copy_options(self.param_groups, self.inner.param_groups)
-
-    def _pull_options(self) -> None:
-        copy_options(self.inner.param_groups, self.param_groups)
-
-    def _publish(self) -> None:
-        self._shards.publish()
-        self._watch.accept_values()
-
-    # State
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's masters, state and options, to be saved per rank. As in torch.optim, no copy."""
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        self._push_options()
-        state_dict = self.inner.state_dict() | {
-            "masters": checkpoint.masters(self._shards.buffers),
-            "fingerprint": self._fingerprint,
-        }
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        return state_dict
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what this rank saved in a world of the same size; the weights follow the masters.
-
-        Collective. When any rank's state dict does not fit, or a parameter of it was moved, every rank raises
-        ValueError (TypeError for what is no dict) and nothing changes.
-        """
-        before, error = (self.inner.state, self.inner.param_groups), None
-        try:
-            self._watch.check_places(self.param_groups)
-            for hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = hook(self, state_dict) or state_dict
-            checkpoint.load_inner(self.inner, state_dict, self._fingerprint, self._shards.buffers)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = checkpoint.load_error(failure)
-        try:
-            exchange(None, error, self.process_group())
-        except Exception:
-            self.inner.state, self.inner.param_groups = before  # load_state_dict put new ones in their place
-            raise
-        self.state = self.inner.state
-        self._pull_options()
-        for buffer in self._shards.buffers:
-            buffer.masters.copy_(state_dict["masters"][buffer.kind])
-        self._reduced = None
-        self._publish()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
-
-    @torch.no_grad()
-    def gathered_masters(self) -> list[torch.Tensor | None]:
-        """The whole FP32 masters in the order and shape of the parameters; None for frozen ones. Collective.
-
-        For checks: it takes the memory that sharding saves.
-        """
-        masters = {id(p): m for p, m in zip(self._trainable, self._shards.gathered_masters(), strict=True)}
-        return [masters.get(id(p)) for p in self._parameters]
-
-    def gathered_bytes_per_step(self) -> dict[str, int]:
-        """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.
-
-        nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
-        """
-        return self._shards.gathered_bytes()

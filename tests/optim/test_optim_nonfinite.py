@@ -1,0 +1,134 @@
+"""Gradients with a NaN or Inf, in one process: the step is skipped before anything changes, or raises."""
+
+import copy
+import math
+
+import pytest
+import torch
+from optim_cases import Plain, assert_all_equal, check, make_gradients, make_parameters, set_gradients
+
+from zerofp4 import NVFP4Tensor
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.nonfinite import first_nonfinite, from_word
+
+DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
+VALUES = [math.nan, math.inf, -math.inf]
+
+
+def everything(parameters, optimizer):
+    """Copies of all that a step changes, but for found_inf."""
+    tensors = list(optimizer.gathered_masters())
+    for p in parameters:
+        tensors += [b for _, b in p.record.buffers()] if isinstance(p, NVFP4Tensor) else [p.detach()]
+    for _, state in sorted(optimizer.inner.state_dict()["state"].items()):
+        tensors += [state[key] for key in sorted(state)]
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
+def test_a_step_is_skipped_and_the_next_one_goes_on(device, optimizer_class, clip):
+    """As if the step had not been called: masters, moments and step counts are those of the steps taken."""
+    parameters = make_parameters(device)
+    plain = Plain(parameters, optimizer_class, **DEFAULTS)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **DEFAULTS)
+    for step in range(6):
+        set_gradients(parameters, make_gradients(parameters, step))
+        bad = step % 2 == 1
+        if bad:
+            i = (0, 3, 5)[step // 2]
+            parameters[i].grad.view(-1)[-1] = VALUES[step // 2]
+        before = everything(parameters, optimizer)
+        if clip is not None:
+            total = optimizer.clip_grad_norm_(1e30)  # scales by 1
+            assert total.isfinite().item() == (not bad)
+        assert optimizer.step(lambda: 7) == 7
+        assert optimizer.found_inf.item() == bad
+        assert optimizer.skipped_steps == (step + 1) // 2
+        if bad:
+            assert optimizer.first_nonfinite() == f"param_groups[0]['params'][{i}]"
+            assert_all_equal(everything(parameters, optimizer), before, "tensor")
+        else:
+            assert optimizer.first_nonfinite() is None
+            plain.step()
+            check(optimizer, plain, f"step {step}:")
+
+
+def test_skipped_gradients_are_not_used_again(device):
+    parameters = make_parameters(device)
+    plain = Plain(parameters, torch.optim.SGD, lr=0.1)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    parameters[4].grad[0, 0] = math.nan
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.step()  # the NaN is still in p.grad
+    assert optimizer.skipped_steps == 2
+    parameters[4].grad[0, 0] = 1.0
+    plain.step()
+    optimizer.step()
+    assert optimizer.skipped_steps == 2
+    check(optimizer, plain)
+
+
+def test_a_sum_of_squares_that_overflows_is_no_reason_to_skip(device):
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    for value in (3e38, -3e38):
+        parameters[3].grad[0, 0] = value
+        optimizer.step()
+        assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_raise_names_the_parameter_and_changes_nothing(device, value):
+    parameters = make_parameters(device)
+    named = [(f"layer.{i}", p) for i, p in enumerate(parameters)]
+    optimizer = ZeroFP4Optimizer(named, on_nonfinite="raise", **DEFAULTS)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    for i in (5, 4):
+        parameters[i].grad.view(-1)[1] = value
+    before = everything(parameters, optimizer)
+    message = r"the gradient of param_groups\[0\]\['params'\]\[4\] 'layer.4' holds a NaN or Inf on some rank"
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+        with pytest.raises(FloatingPointError, match=message):
+            call()
+    with pytest.raises(FloatingPointError, match=message):
+        optimizer.step(lambda: optimizer.clip_grad_norm_(1.0))
+    assert_all_equal(everything(parameters, optimizer), before, "tensor")
+    assert optimizer.skipped_steps == 0
+    optimizer.zero_grad()
+    set_gradients(parameters, make_gradients(parameters, 1))
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert optimizer.first_nonfinite() is None
+
+
+def test_policy(device):
+    parameters = make_parameters(device)
+    before = copy.deepcopy([p.detach().float() for p in parameters])
+    with pytest.raises(ValueError, match=r"on_nonfinite must be one of \('skip_step', 'raise'\), got 'skip'"):
+        ZeroFP4Optimizer(parameters, on_nonfinite="skip")
+    assert_all_equal([p.detach().float() for p in parameters], before, "parameter")
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_the_first_of_a_list(device, value):
+    """Of any dtype, wherever in the gradient; empty and missing ones hold nothing."""
+    assert first_nonfinite([None, None]) is None
+    assert first_nonfinite([None, torch.zeros(0, device=device)]) is None
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for at in (0, 1, 1000, 4999):
+            gradients = [
+                None,
+                *(torch.full((5000,), 6e4, dtype=d) for d in (torch.float32, dtype, dtype)),
+                None,
+            ]
+            gradients = [g if g is None else g.to(device) for g in gradients]
+            assert first_nonfinite(gradients).item() == 0
+            for i in (3, 2):
+                gradients[i][at] = value
+                assert from_word(first_nonfinite(gradients).item(), len(gradients)) == i
+    assert from_word(0.0, 5) is None
