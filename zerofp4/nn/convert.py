@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.nn.held import check_not_held
 from zerofp4.tensors import INIT_VAL, NVFP4Tensor, quantize
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -50,8 +51,9 @@ def convert_model(model: nn.Module, filter_fn: FilterFn | None = None) -> Conver
     get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
     clear_high_precision_init_val() frees it: what a master weight should start from.
 
-    Raises RuntimeError, before anything is changed, when a weight to convert is on the meta device. Warns
-    where parameters were sharded before, as none of those is converted.
+    Raises RuntimeError, before anything is changed, when a weight to convert is on the meta device or held by
+    a ZeroFP4Optimizer, which would go on training the parameter that is replaced. Warns where parameters were
+    sharded before, as none of those is converted.
     """
     report = ConversionReport()
     owners, heads = _owners(model), _output_heads(model)
@@ -69,6 +71,7 @@ def convert_model(model: nn.Module, filter_fn: FilterFn | None = None) -> Conver
     for name, module in chosen:
         if module.weight.is_meta:
             raise RuntimeError(f"model: the weight of {name!r} is on the meta device: give it values first")
+        check_not_held(f"model: the weight of {name!r}", module.weight)
     for name, module in chosen:
         module.weight = _convert(module.weight, name)
         report.converted.append(name)

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 import torch
 
+from zerofp4.nn import find_in_no_module, register_holder
 from zerofp4.optim.sharded import ShardedParameters
 
 _version, _grad, _layout, _requires_grad = map(attrgetter, ("_version", "grad", "layout", "requires_grad"))
@@ -30,7 +31,18 @@ class ParameterWatch:
         self._frozen = [p for p, _ in pairs if not p.requires_grad]
         self._frozen_names = [name for p, name in pairs if not p.requires_grad]
         self._shards = shards
+        self._name_of = {id(parameter): name for parameter, name in pairs if parameter.requires_grad}
+        self._replaced: list[torch.Tensor] = []
+        register_holder(self)
         self.accept_values()
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of those that are trained."""
+        return id(parameter) in self._name_of
+
+    def note_replaced(self, parameter: torch.Tensor) -> None:
+        """Of a parameter that is held: a module has another in its place now."""
+        self._replaced.append(parameter)
 
     def accept_values(self) -> None:
         """Take the present values of the weights for the optimizer's own."""
@@ -41,8 +53,9 @@ class ParameterWatch:
         groups, the parameters or their gradients.
         """
         self.check_places(param_groups)
+        self._check_in_use()
         gradients = _attributes(_grad, self._trainable)
-        message = self.find_written() or self._find_unfrozen() or self._find_bad_gradient(gradients)
+        message = self._find_written() or self._find_unfrozen() or self._find_bad_gradient(gradients)
         if message is not None:
             raise RuntimeError(message)
         return gradients
@@ -56,6 +69,20 @@ class ParameterWatch:
         if moved is not None:
             raise moved
 
+    def _check_in_use(self) -> None:
+        """Raises RuntimeError for a parameter that was replaced in its module and is in no other."""
+        if not self._replaced:
+            return
+        i = find_in_no_module(self._replaced)
+        if i is not None:
+            name = self._name_of[id(self._replaced[i])]
+            raise RuntimeError(
+                f"{name} was replaced in its module since the optimizer was built (by an assignment, or "
+                "load_state_dict(assign=True)), and would be trained in vain: build a new optimizer from the "
+                "model's present parameters"
+            )
+        self._replaced.clear()
+
     def _find_changed_list(self, param_groups: Sequence[dict]) -> str | None:
         if len(param_groups) != len(self._members):
             return f"param_groups: there were {len(self._members)} groups, now there are {len(param_groups)}"
@@ -68,15 +95,21 @@ class ParameterWatch:
                 )
         return None
 
-    def find_written(self) -> str | None:
-        """What to say of the first parameter that others than the optimizer wrote to, if there is one."""
+    def written(self) -> list[int]:
+        """The trainable parameters that others than the optimizer wrote to since its last step."""
         versions = _attributes(_version, self._trainable)
         if versions == self._versions:
+            return []
+        return [i for i, version in enumerate(versions) if version != self._versions[i]]
+
+    def _find_written(self) -> str | None:
+        written = self.written()
+        if not written:
             return None
-        i = next(i for i, version in enumerate(versions) if version != self._versions[i])
+        name = self._names[written[0]]
         return (
-            f"{self._names[i]} was written to since the last step, which its FP32 master would undo: load a "
-            "model before its optimizer is built, or before the optimizer's load_state_dict()"
+            f"{name} was written to since the last step, which its FP32 master would undo: load a model "
+            "before its optimizer is built, or before the optimizer's load_state_dict()"
         )
 
     def _find_unfrozen(self) -> str | None:
