@@ -310,3 +310,31 @@ def test_weights_are_gathered_in_place(world):
     sizes = optimizer.gathered_bytes_per_step()
     assert sizes["nvfp4"] + sizes["high_precision"] == sum(size for _, size, *_ in calls)
     assert sizes["bf16_equivalent"] == 2 * sum(p.numel() for p in parameters)
+
+
+@on_ranks(2, 3)
+def test_masters_are_handed_over_to_another_layout(world):
+    """Whoever owned a master before, and whatever rank 0 could see of it."""
+    parameters = parameters_of(world)
+    parameters[2].requires_grad_(False)
+    old = ZeroFP4Optimizer(parameters, lr=0.1)
+    gradients = make_gradients(parameters, world.rank)
+    set_gradients(parameters, [None if i == 2 else gradient for i, gradient in enumerate(gradients)])
+    old.step()
+    masters = old.gathered_masters()
+    masters[2] = parameters[2].dequantize(torch.float32).detach()
+    parameters[2].requires_grad_(True)
+    order = [4, 5, 2, 7, 0, 1, 6, 3]
+    optimizer = ZeroFP4Optimizer([parameters[i] for i in order], torch.optim.SGD, masters_from=old, lr=0.1)
+    assert_all_equal(optimizer.gathered_masters(), [masters[i] for i in order], "master")
+    check_weights([parameters[i] for i in order], optimizer)
+    source = optimizer if world.rank == 0 else None
+    with pytest.raises(
+        ValueError, match=r"what masters_from hands over is \[0, 1, .*\] on rank 0 and \[\] on"
+    ):
+        ZeroFP4Optimizer(parameters, masters_from=source)
+    alone = dist.new_group([world.rank], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="masters_from must shard its masters over the same process group"):
+        ZeroFP4Optimizer(parameters, masters_from=optimizer, process_group=alone)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()

@@ -13,14 +13,10 @@ import torch.distributed as dist
 from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
 from zerofp4.layout import packed_shape
 from zerofp4.shard import equal_slices, intersect
-from zerofp4.tensors import NVFP4Tensor
 
 ALIGNMENT = 256
 """Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
 and no vector load of a kernel is shared by two weights or two ranks."""
-
-INITIAL_CHUNK = 1 << 22
-"""Elements of an initial value that are broadcast at a time."""
 
 
 class FlatBuffer:
@@ -77,27 +73,6 @@ class FlatBuffer:
     def start_gather(self) -> dist.Work | None:
         """Begin to fill in the other ranks' slices of the weights."""
         return all_gather_slices(self.weights, self.group(), async_op=True) if self.world_size > 1 else None
-
-    def initialize_masters(self) -> None:
-        """Collective: give the masters the initial values that rank 0 has, as DDP does."""
-        for parameter, shard, master in zip(
-            self.parameters, self.shards, self.own_views(self.masters), strict=True
-        ):
-            source = initial_values(parameter) if self.rank == 0 else None
-            for first in range(0, parameter.numel(), INITIAL_CHUNK):
-                size = min(INITIAL_CHUNK, parameter.numel() - first)
-                if source is None:
-                    values = torch.empty(size, dtype=torch.float32, device=self.device)
-                else:
-                    values = source[first : first + size].to(self.device, torch.float32)
-                if self.world_size > 1:
-                    dist.broadcast(values, group=self.group(), group_src=0)
-                own = intersect(first, size, shard.start, shard.end)
-                if own.numel:
-                    start = first + own.start - shard.start
-                    master[start : start + own.numel] = values[own.start : own.end]
-            if hasattr(parameter, "clear_high_precision_init_val"):
-                parameter.clear_high_precision_init_val()
 
 
 class DenseBuffer(FlatBuffer):
@@ -162,28 +137,3 @@ class PackedBuffer(FlatBuffer):
         """Make the weights' codes views of the buffer, with its bytes."""
         for codes, weight in zip(self._codes(), self.parameters, strict=True):
             weight.rowwise_data = codes
-
-
-def initial_values(parameter: torch.Tensor) -> torch.Tensor:
-    """1D values that a parameter's master begins with, on any device.
-
-    What it held before it was quantized, if it has kept that (convert_model), else what it holds.
-    """
-    getter = getattr(parameter, "get_high_precision_init_val", None)
-    value = None if getter is None else getter()
-    if value is None:
-        quantized = isinstance(parameter, NVFP4Tensor)
-        value = parameter.dequantize(torch.float32) if quantized else parameter
-    return value.detach().reshape(-1)
-
-
-def broadcast_frozen(parameter: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give a parameter without master the bytes that rank 0 has."""
-    quantized = isinstance(parameter, NVFP4Tensor)
-    for tensor in [buffer for _, buffer in parameter.record.buffers()] if quantized else [parameter]:
-        if not tensor.numel():
-            continue
-        values = tensor.detach().contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(values)

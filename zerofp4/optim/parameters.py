@@ -104,7 +104,7 @@ def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
 def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
     """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's.
 
-    A description: describe(), then on_nonfinite.
+    A description: describe(), then on_nonfinite and the positions of the masters that are handed over.
     """
     difference = first_difference(descriptions)
     if difference is None:
@@ -112,7 +112,7 @@ def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str
     rank, i = difference
     expected, found = descriptions[0], descriptions[rank]
     if i is None:
-        counts = len(expected) - 2, len(found) - 2
+        counts = len(expected) - 3, len(found) - 3
         raise ValueError(f"params: rank 0 has {counts[0]} parameters, rank {rank} has {counts[1]}")
-    name = [*names, "optimizer_class", "on_nonfinite"][i]
+    name = [*names, "optimizer_class", "on_nonfinite", "what masters_from hands over"][i]
     raise ValueError(f"{name} is {expected[i]} on rank 0 and {found[i]} on rank {rank}")

@@ -2,7 +2,7 @@
 masters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from zerofp4.cast import CastPlan
 from zerofp4.optim.flat import DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.optim.fused import FusedAdamW
+from zerofp4.optim.initial import HeldMaster, initialize_masters
 from zerofp4.optim.parameters import kind_of
 from zerofp4.storage import Addresses
 from zerofp4.tensors import NVFP4Tensor
@@ -112,10 +113,16 @@ class ShardedParameters:
             self._amaxes_from.offer_amaxes(self._plan)
         self._take_addresses()
 
-    def initialize_masters(self) -> None:
-        """Give all masters rank 0's values of their parameters."""
+    def initialize_masters(self, held: Mapping[int, HeldMaster]) -> None:
+        """Give all masters rank 0's values of their parameters, or what is held of them elsewhere."""
         for buffer in self.buffers:
-            buffer.initialize_masters()
+            initialize_masters(buffer, held)
+
+    def held_masters(self) -> dict[int, HeldMaster]:
+        """This rank's pieces of the masters, by the identity of the parameter."""
+        shards = {i: shard for b in self.buffers for i, shard in zip(b.indices, b.shards, strict=True)}
+        pairs = enumerate(zip(self.parameters, self.masters, strict=True))
+        return {id(parameter): HeldMaster(master, shards[i]) for i, (parameter, master) in pairs}
 
     def take_amaxes_from(self, optimizer: FusedAdamW) -> None:
         """Let the optimizer of the masters take the amaxes of those of NVFP4 weights in each of its steps."""

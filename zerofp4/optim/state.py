@@ -1,11 +1,14 @@
-"""What a ZeRO optimizer saves, loads and gathers."""
+"""What a ZeRO optimizer saves, loads, gathers and hands over."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange
 from zerofp4.optim import checkpoint
+from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.inner import copy_options
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.watch import ParameterWatch, Snapshot
@@ -95,3 +98,32 @@ class ShardedState(torch.optim.Optimizer):
         nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
         """
         return self._shards.gathered_bytes()
+
+
+def take_over(
+    source: ShardedState | None,
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    group: dist.ProcessGroup | None,
+) -> dict[int, HeldMaster]:
+    """This rank's pieces of the masters that `source` has of parameters, by their identity; nothing of None.
+
+    Raises TypeError or ValueError for a source that cannot hand any over.
+    """
+    if source is None:
+        return {}
+    if not isinstance(source, ShardedState):
+        raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(source).__name__}")
+    if not source.process_group.refers_to(group):
+        raise ValueError("masters_from must shard its masters over the same process group")
+    all_held = source._shards.held_masters()
+    held = {id(p): all_held[id(p)] for p in parameters if id(p) in all_held}
+    if not held:
+        raise ValueError("masters_from has the master of none of the trainable parameters of params")
+    written = {id(source._shards.parameters[i]) for i in source._watch.written()}
+    for p, name in zip(parameters, names, strict=True):
+        if id(p) in held and id(p) in written:
+            raise ValueError(
+                f"{name} was written to since the last step of masters_from, whose master would undo that"
+            )
+    return held

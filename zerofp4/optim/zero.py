@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange, resolve_group
 from zerofp4.optim import checkpoint
-from zerofp4.optim.flat import broadcast_frozen
+from zerofp4.optim.initial import broadcast_frozen
 from zerofp4.optim.inner import build_inner, step_masters, try_options
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
 from zerofp4.optim.parameters import (
@@ -20,7 +20,7 @@ from zerofp4.optim.parameters import (
 )
 from zerofp4.optim.reduction import GradientReducer, clip_arguments, global_norm
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state import ShardedState
+from zerofp4.optim.state import ShardedState, take_over
 from zerofp4.optim.votes import Intent, Votes, host_options_hash
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 from zerofp4.tensors import NVFP4Tensor
@@ -37,6 +37,9 @@ class ZeroFP4Optimizer(ShardedState):
     process_group: the data-parallel ranks; None is the default group, or a world of one without
     torch.distributed.
     amax_groups: lists of NVFP4 weights of params that share one amax.
+    masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
+    that it trained, by identity, begin with its masters; those that were frozen then with their values. For a
+    new list of parameters, after unfreezing, say; its moments are not taken.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
     nothing changes on any rank, neither masters nor their state nor weights; found_inf is 1, skipped_steps
     counts it and first_nonfinite() names the parameter. "raise": every rank raises FloatingPointError, in
@@ -77,6 +80,7 @@ class ZeroFP4Optimizer(ShardedState):
         *,
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
+        masters_from: "ZeroFP4Optimizer | None" = None,
         on_nonfinite: str = "skip_step",
         **defaults: Any,
     ):
@@ -84,20 +88,20 @@ class ZeroFP4Optimizer(ShardedState):
         self.skipped_steps = 0
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
-        description, error = None, None
+        description, options, error = [], [], None
         try:
             check_policy(on_nonfinite)
             self._take_arguments(params, optimizer_class, amax_groups, defaults)
+            held = take_over(masters_from, self._trainable, self._trainable_names, group)
             description = describe(self.param_groups, optimizer_class)
+            options = [on_nonfinite, [i for i, p in enumerate(self._parameters) if id(p) in held]]
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        check_same_parameters(
-            exchange(description and [*description, on_nonfinite], error, group), self._names
-        )
+        check_same_parameters(exchange([*description, *options], error, group), self._names)
         with torch.no_grad():
             # If the plan refuses amax_groups, nothing has happened to the parameters' initial values yet.
             self._shards = ShardedParameters(self._trainable, self._trainable_names, group, amax_groups)
-            self._shards.initialize_masters()
+            self._shards.initialize_masters(held)
             self._broadcast_frozen()
             self._build_inner(optimizer_class, defaults)
             self._reducer = GradientReducer(self._shards.buffers, group)
