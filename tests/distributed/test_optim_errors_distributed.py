@@ -221,6 +221,12 @@ def test_a_state_that_one_rank_cannot_load_changes_no_rank(world):
     def shrink(state, _):
         state["state"][0]["momentum_buffer"] = torch.zeros(3)
 
+    def sparse(state, _):
+        state["masters"]["nvfp4"] = state["masters"]["nvfp4"].to_sparse()
+
+    def forget(state, _):
+        state["state"][0]["momentum_buffer"] = None
+
     def stray(state, _):
         state["state"][99] = {}
 
@@ -239,6 +245,8 @@ def test_a_state_that_one_rank_cannot_load_changes_no_rank(world):
             lambda state, _: state.update(state=None),
             "rank 1: .*state must be a dict, got None",
         ),
+        (torch.optim.SGD, sparse, "rank 1: .*of kind 'nvfp4' must have .* of layout torch.sparse_coo"),
+        (torch.optim.SGD, forget, r"rank 1: .*state\[0\]\['momentum_buffer'\] must be .*, got NoneType"),
         (FailsOnRank1, lambda *_: None, "rank 1: state_dict cannot be loaded: KeyError: 'momentum'"),
         (torch.optim.SGD, move, r"rank 1: .*\['params'\]\[1\] has moved since"),
     ]:

@@ -13,6 +13,7 @@ from optim_cases import (
     make_net,
     make_parameters,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -110,6 +111,27 @@ def test_saved_masters_are_no_larger_than_they_have_to_be(device):
             lambda s: s["state"][1].update(exp_avg=torch.zeros(5)),
             r"state\[1\]\['exp_avg'\] must be one element or 1D with the 288 of its master, got",
         ),
+        (
+            lambda s: s["masters"].update(nvfp4=s["masters"]["nvfp4"].to_sparse()),
+            r"elements of float32, got torch.float32 \[2048\] on \S+ of layout torch.sparse_coo",
+        ),
+        (
+            lambda s: s["masters"].update(nvfp4=TwoTensor(s["masters"]["nvfp4"], s["masters"]["nvfp4"])),
+            r"got torch.float32 \[2048\] on \S+ in a TwoTensor",
+        ),
+        (lambda s: s["masters"].update(float32=None), "elements of float32, got NoneType"),
+        (lambda s: s["state"][1].update(exp_avg=None), r"state\[1\]\['exp_avg'\] must be .*, got NoneType"),
+        (lambda s: s["state"][0].update(exp_avg_sq="0.5"), r"state\[0\]\['exp_avg_sq'\] must be .*, got str"),
+        (
+            lambda s: s["state"][1].update(exp_avg=s["state"][1]["exp_avg"].to_sparse()),
+            r"with the 288 of its master, got torch.float32 \[288\] on \S+ of layout torch.sparse_coo",
+        ),
+        (
+            lambda s: s["state"][1].update(exp_avg=s["state"][1]["exp_avg"].to("meta")),
+            r"got torch.float32 \[288\] on meta",
+        ),
+        (lambda s: s.update(steps=-1), "steps must be an int, 0 or more, got -1"),
+        (lambda s: s.update(steps="1"), "steps must be an int, 0 or more, got '1'"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message):
@@ -179,3 +201,16 @@ def test_hooks(device):
     run_steps(net, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), range(1))
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["pre step", "post step", "load 1"]
+
+
+def test_steps_are_counted_over_a_restart(device):
+    net, optimizer, scheduler = build(device, 0)
+    run_steps(net, optimizer, scheduler, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["steps"] == 2
+    _, resumed, _ = build(device, 1)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["steps"] == 2
+    del state["steps"]  # saved before they were counted
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["steps"] == 0
