@@ -9,6 +9,7 @@ from zerofp4.ops.dequantize import values_of, values_of_many
 from zerofp4.ops.device import build_info, check_cuda, is_capturing, target_of
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.hardware import check_capability, code_for
+from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.quantize import choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.stages import (
     ERROR_WORD,
@@ -37,6 +38,7 @@ __all__ = [
     "TransposeStage",
     "adamw_options",
     "build_info",
+    "change_scales",
     "check_capability",
     "check_cuda",
     "choice_arguments",

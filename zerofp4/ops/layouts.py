@@ -2,15 +2,16 @@
 multi-tensor forms.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, SCALE_LAYOUTS
+from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
 from zerofp4.ops.lists import run_list, zip_lists
-from zerofp4.ops.operator import backend, check_block_rows, check_scale
+from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
 
 FIELDS = 6
 """Integers of an item of the native list."""
@@ -43,26 +44,54 @@ def _change_layouts(
         run_list(_C.ScaleLayoutList(device.type == "cpu", words, pad), len(words) // FIELDS, device)
 
 
-def _new_scale(name, scale, device, rows, cols, block_rows, layout, pad: bool) -> torch.Tensor:
+def _shapes(rows: int, cols: int, block_rows: int, layout: str, pad: bool) -> tuple[tuple, tuple]:
+    """Of the scales that are given and of those that are made. Raises ValueError for an unknown option."""
     check_block_rows(block_rows)
     if layout not in SCALE_LAYOUTS[1:]:
         raise ValueError(f"layout must be one of {SCALE_LAYOUTS[1:]}, got {layout!r}")
     source, result = ("compact", layout) if pad else (layout, "compact")
-    check_scale(name, scale, scale_shape(rows, cols, block_rows, source), device)
-    return scale.new_empty(scale_shape(rows, cols, block_rows, result))
+    return scale_shape(rows, cols, block_rows, source), scale_shape(rows, cols, block_rows, result)
 
 
-def _new_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
+_known_shapes = functools.lru_cache(maxsize=1024)(_shapes)
+"""Not for tracing, whose sizes may be symbols. A model has few shapes, and many weights of each."""
+
+
+def _new_scale(name, scale, device, matrix, layout, pad: bool, shapes=_shapes) -> torch.Tensor:
+    """matrix: (rows, cols, block_rows)"""
+    given, made = shapes(*matrix, layout, pad)
+    as_usual = scale.shape == given and scale.dtype == SCALE_DTYPE and scale.device == device
+    if not (as_usual and scale.is_contiguous()):
+        check_scale(name, scale, given, device)  # which takes bytes too
+    return scale.new_empty(made)
+
+
+def _new_scales(scales, rows, cols, block_rows, layout, pad: bool, shapes=_shapes) -> list[torch.Tensor]:
     items = zip_lists(scales=scales, rows=rows, cols=cols, block_rows=block_rows)
+    device = scales[0].device if scales else None
     return [
-        _new_scale(f"scales[{i}]", scale, scales[0].device, *matrix, layout, pad)
+        _new_scale(f"scales[{i}]", scale, device, matrix, layout, pad, shapes)
         for i, (scale, *matrix) in enumerate(items)
     ]
 
 
+def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
+    """The multi-tensor operators, called past the dispatcher where nobody else would see the call."""
+    if all(map(is_plain_call, scales[:1])):
+        return _run_many(scales, rows, cols, block_rows, layout, pad)
+    operator = torch.ops.zerofp4.pad_scales if pad else torch.ops.zerofp4.unpad_scales
+    return operator(scales, rows, cols, block_rows, layout)
+
+
+def _run_many(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
+    out = _new_scales(scales, rows, cols, block_rows, layout, pad, _known_shapes)
+    _change_layouts(scales, out, list(zip(rows, cols, block_rows, strict=True)), layout, pad)
+    return out
+
+
 def _register(name: str, pad: bool) -> None:
     def new_one(scale, rows, cols, block_rows, layout) -> torch.Tensor:
-        return _new_scale("scale", scale, scale.device, rows, cols, block_rows, layout, pad)
+        return _new_scale("scale", scale, scale.device, (rows, cols, block_rows), layout, pad)
 
     def new_many(scales, rows, cols, block_rows, layout) -> list[torch.Tensor]:
         return _new_scales(scales, rows, cols, block_rows, layout, pad)
@@ -73,9 +102,7 @@ def _register(name: str, pad: bool) -> None:
         return out
 
     def run_many(scales, rows, cols, block_rows, layout) -> list[torch.Tensor]:
-        out = new_many(scales, rows, cols, block_rows, layout)
-        _change_layouts(scales, out, list(zip(rows, cols, block_rows, strict=True)), layout, pad)
-        return out
+        return _run_many(scales, rows, cols, block_rows, layout, pad)
 
     backend(name)(run_one)
     backend(f"{name}s")(run_many)

@@ -79,7 +79,7 @@ def swizzle_scales(
     tensor that has persistent swizzled scales those. Raises TypeError or ValueError for an item that is
     neither, or a tensor without the copy.
     """
-    return _change(scales, SIDES[int(columnwise)], None, "pad_scales")
+    return _change(scales, SIDES[int(columnwise)], None, compact=True)
 
 
 def unswizzle_scales(
@@ -96,12 +96,13 @@ def unswizzle_scales(
     Raises TypeError or ValueError for an item that is neither, or a tensor without such scales.
     """
     check_block(block)
-    return _change(scales, SIDES[int(columnwise)], block[0], "unpad_scales")
+    return _change(scales, SIDES[int(columnwise)], block[0], compact=False)
 
 
-def _change(scales, side: str, block_rows: int | None, operator: str) -> list[torch.Tensor]:
-    """block_rows is that of pairs; None where their shape tells it, as it does for compact scales."""
-    compact = operator == "pad_scales"
+def _change(scales, side: str, block_rows: int | None, *, compact: bool) -> list[torch.Tensor]:
+    """From compact scales, or back. block_rows is that of pairs; None where their shape tells it, as it
+    does for compact scales.
+    """
     done: dict[int, torch.Tensor] = {}
     arguments: dict[int, tuple] = {}
     for i, item in enumerate(scales):
@@ -120,7 +121,7 @@ def _change(scales, side: str, block_rows: int | None, operator: str) -> list[to
             arguments[i] = (scale, *item.record.side_matrix(side), item.block[0])
     if arguments:
         columns = map(list, zip(*arguments.values(), strict=True))
-        made = getattr(torch.ops.zerofp4, operator)(*columns, "swizzled")
+        made = ops.change_scales(*columns, "swizzled", compact)
         done |= dict(zip(arguments, made, strict=True))
     return [done[i] for i in range(len(scales))]
 
