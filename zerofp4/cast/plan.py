@@ -1,6 +1,5 @@
 """Casting sharded master weights to NVFP4: CastPlan, a step of it stage by stage."""
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,21 +7,16 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import distributed
+from zerofp4.cast.assembly import PlanParts
 from zerofp4.cast.plan_cache import advance_versions
-from zerofp4.cast.reduced_vector import Amaxes, ReducedVector
-from zerofp4.cast.request import CastRequest, check_refresh, check_request
-from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
-from zerofp4.cast.status import PEER_MESSAGE, StepStatus
+from zerofp4.cast.reduced_vector import Amaxes
+from zerofp4.cast.request import check_request
+from zerofp4.cast.status import PEER_MESSAGE
 from zerofp4.distributed import PackedGather, attempt
-from zerofp4.ops import CastItem, CastStages, MasterPiece, TransposeStage, target_of
-from zerofp4.shard import Shard
-from zerofp4.storage import Addresses, NVFP4Storage
-
-_built: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many plans this rank has begun to build in a group."""
+from zerofp4.ops import MasterPiece
 
 
-class CastPlan:
+class CastPlan(PlanParts):
     """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
 
     model_weights: NVFP4Tensors, or their records, with block (16, 16), the same list on every rank.
@@ -69,142 +63,6 @@ class CastPlan:
         group = distributed.resolve_group(group)
         options = (fsdp_shard_model_weights, amax_groups, on_nonfinite, found_inf)
         self._build(*attempt(check_request, model_weights, master_weights, start_offsets, *options), group)
-
-    @classmethod
-    def from_request(
-        cls, request: CastRequest | None, error: Exception | None, group: dist.ProcessGroup | None
-    ) -> "CastPlan":
-        """The plan of arguments that were checked, or of the error that was found. Collective."""
-        plan = cls.__new__(cls)
-        plan._build(request, error, group)
-        return plan
-
-    # Building
-
-    def _build(self, request: CastRequest | None, error: Exception | None, group) -> None:
-        self.group = distributed.GroupReference(group)
-        if error is None:
-            # What this rank cannot run must be known to all before any waits for the others.
-            _, error = attempt(target_of, request.device)
-        number = _next_number(group)
-        gathered = distributed.exchange(request and tuple(signature_of(request, number)), error, group)
-        signatures = [Signature(*signature) for signature in gathered]
-        check_agreement(signatures)
-        self._request = request
-        self._names = [name for name, *_ in signatures[0].weights]
-        self._rank_shards = [[Shard(*shard) for shard in signature.shards] for signature in signatures]
-        self._into_weights = all(signature.into_weights for signature in signatures)
-        for i, name in enumerate(self._names):
-            distributed.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
-        self._sharded = len(signatures) > 1
-        self._vector = ReducedVector(request.records, request.amax_groups, request.device)
-        self.reduced = self._vector.words
-        self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=request.device)
-        self._status = StepStatus(request.device)
-        self._captured: dict[int, torch.Tensor] = {}
-        self._gather: PackedGather | None = None
-        self._amaxes = Amaxes.NONE
-        self._stages = CastStages(
-            self._items(),
-            self.reduced,
-            hash=plan_hash(signatures),
-            found_inf=self.found_inf,
-            status=self._status.word,
-        )
-        self._transposes = TransposeStage(self._transpose_pairs())
-        self.addresses = self._present_addresses()
-
-    @property
-    def records(self) -> list[NVFP4Storage]:
-        return self._request.records
-
-    @property
-    def found_inf(self) -> torch.Tensor:
-        given = self._request.found_inf
-        return self._own_found_inf if given is None else given
-
-    def _items(self) -> list[CastItem]:
-        request, items = self._request, []
-        for i, record in enumerate(request.records):
-            offsets = self._vector.offsets(i)
-            piece = MasterPiece(request.masters[i], request.shards[i], record.matrix, record.dtype, *offsets)
-            items.append(CastItem(record, piece, request.codes(i)))
-        return items
-
-    def _transpose_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        records = self._request.records
-        return [(r.rowwise.data, r.columnwise.data) for r in records if r.columnwise is not None]
-
-    # Addresses
-
-    def refresh(self) -> None:
-        """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
-        by an update are taken back. Not collective; only queues work on the current stream. CUDA graphs that
-        were captured before keep using the old addresses: capture again.
-
-        Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
-        another shape, dtype or device than it was built for, or a master another length.
-        """
-        check_refresh(self._request, self._names)
-        self._amaxes = Amaxes.NONE
-        self._take_addresses()
-
-    def _take_addresses(self) -> None:
-        self._stages.bind(self._items(), self.found_inf)
-        self._transposes.bind(self._transpose_pairs())
-        self.addresses = self._present_addresses()
-
-    def _present_addresses(self, *, hold: bool = True) -> Addresses:
-        request = self._request
-        weights = dict(zip(self._names, request.weights, strict=True))
-        return Addresses(weights, request.shard_tensors(), hold=hold)
-
-    def find_moved(self, *, every: bool = True) -> RuntimeError | None:
-        """An error for the first weight, master or buffer that has moved since the plan took its address;
-        without `every` as far as a step looks.
-        """
-        return self.addresses.find_moved() if every else self.addresses.glance()
-
-    # For a function that finds its plan: the same weights and shards at every call, tensors of each
-    # call's own
-
-    def fits(self, request: CastRequest) -> bool:
-        """Whether a request for this plan's weights differs in nothing but where tensors are."""
-        mine = self._request
-        return (
-            request.shards == mine.shards
-            and request.amax_groups == mine.amax_groups
-            and request.on_nonfinite == mine.on_nonfinite
-        )
-
-    def adopt(self, request: CastRequest) -> None:
-        """Take the addresses of a request that fits. Not collective. Nothing has changed when it raises."""
-        before, self._request = self._request, request
-        try:
-            self._take_addresses()
-        except Exception:
-            self._request = before
-            raise
-
-    def let_go(self) -> None:
-        """Keep no master and no shard buffer, only their addresses."""
-        request = self._request
-        request.masters, request.shard_codes = [None] * len(request.records), None
-        self.addresses = self._present_addresses(hold=False)
-
-    def decline(self) -> bool:
-        """Join the reduction of a step of the other ranks, so that no rank writes, because this rank has
-        other shards or options. Whether all ranks declined. Raises RuntimeError where a rank has an
-        error.
-        """
-        self._amaxes = Amaxes.NONE
-        self._stages.begin(error=True)
-        self._vector.decline()
-        self._reduce()
-        declined = self._vector.declined()
-        if declined is None:
-            raise RuntimeError(PEER_MESSAGE)
-        return declined
 
     # Amaxes that an optimizer leaves
 
@@ -323,6 +181,20 @@ class CastPlan:
             "these weights and their amax groups were not changed"
         )
 
+    def decline(self) -> bool:
+        """Join the reduction of a step of the other ranks, so that no rank writes, because this rank has
+        other shards or options. Whether all ranks declined. Raises RuntimeError where a rank has an
+        error.
+        """
+        self._amaxes = Amaxes.NONE
+        self._stages.begin(error=True)
+        self._vector.decline()
+        self._reduce()
+        declined = self._vector.declined()
+        if declined is None:
+            raise RuntimeError(PEER_MESSAGE)
+        return declined
+
     # After a step
 
     def check(self) -> None:
@@ -368,10 +240,3 @@ class CastPlan:
             raise error
         self._transposes.run()
         advance_versions(self._request.weights)
-
-
-def _next_number(group: dist.ProcessGroup | None) -> int:
-    if group is None:
-        return 0
-    _built[group] = _built.get(group, 0) + 1
-    return _built[group]
