@@ -98,6 +98,8 @@ def training() -> None:
     assert_type(report, ConversionReport)
     assert_type(report.converted, list[str])
     assert_type(report.skipped, dict[str, str])
+    assert_type(report.shares, dict[str, float])
+    assert_type(report.share, float)
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
         model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1
     )
