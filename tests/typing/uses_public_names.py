@@ -52,6 +52,10 @@ def tensors() -> None:
     assert_type(zerofp4.quantize(x, columnwise=True, out=weight, skip=skip), NVFP4Tensor)
     assert_type(zerofp4.quantize_dequantize(x, block=(16, 16)), Tensor)
 
+    quantizer = zerofp4.Quantizer(block=(16, 16), columnwise=True)
+    assert_type(quantizer(x), NVFP4Tensor)
+    assert_type(quantizer.update_(weight, x, skip=skip), NVFP4Tensor)
+
     m = zerofp4.quantize_mxfp8(x, rowwise=True, columnwise=True)
     assert_type(m, MXFP8Tensor)
     assert_type(m.swizzled_scale(), Tensor)

@@ -10,7 +10,8 @@ from zerofp4.ops.device import build_info, check_cuda, is_capturing, target_of
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import change_scales
-from zerofp4.ops.quantize import choice_arguments, draw_rng_state, quantize_into
+from zerofp4.ops.operator import is_plain_call
+from zerofp4.ops.quantize import check_rounding, choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.stages import (
     ERROR_WORD,
     HASH_WORD,
@@ -41,11 +42,13 @@ __all__ = [
     "change_scales",
     "check_capability",
     "check_cuda",
+    "check_rounding",
     "choice_arguments",
     "code_for",
     "draw_rng_state",
     "grouped_shapes",
     "is_capturing",
+    "is_plain_call",
     "quantize_into",
     "target_of",
     "values_of",

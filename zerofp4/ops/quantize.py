@@ -49,12 +49,7 @@ def _check_input(x, block_rows, rng_state, e4m3_max, error) -> None:
         check_buffer("rng_state", rng_state, (2,), torch.int64, x.device)
     if not e4m3_max:
         return
-    FourOverSix(e4m3_max, error)  # raises for what it cannot be
-    if rng_state is not None:
-        raise ValueError(
-            "stochastic rounding and four over six exclude each other: the choice of a block's scale "
-            "compares the errors of rounding to nearest"
-        )
+    check_rounding(rng_state is not None, FourOverSix(e4m3_max, error))
 
 
 def _check_sides(x, block_rows, hadamard, sides: Sides) -> None:
@@ -221,6 +216,16 @@ def draw_rng_state(device: torch.device, generator: torch.Generator | None) -> t
         generator=generator,
     )
     return drawn.to(device)
+
+
+def check_rounding(stochastic: bool, four_over_six: FourOverSix | None) -> None:
+    """Raises TypeError or ValueError for a choice of scales that is none, or that rounding excludes."""
+    choice_arguments(four_over_six)
+    if stochastic and four_over_six is not None:
+        raise ValueError(
+            "stochastic rounding and four over six exclude each other: the choice of a block's scale "
+            "compares the errors of rounding to nearest"
+        )
 
 
 def choice_arguments(four_over_six: FourOverSix | None) -> tuple[int, str]:

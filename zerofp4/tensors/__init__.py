@@ -4,13 +4,15 @@ from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
 from zerofp4.tensors.initial_value import INIT_VAL
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
-from zerofp4.tensors.nvfp4 import NVFP4Tensor, empty, quantize, quantize_dequantize
+from zerofp4.tensors.nvfp4 import NVFP4Tensor, empty, quantize_dequantize
+from zerofp4.tensors.quantizer import Quantizer, quantize
 
 __all__ = [
     "INIT_VAL",
     "GroupedNVFP4Tensor",
     "MXFP8Tensor",
     "NVFP4Tensor",
+    "Quantizer",
     "dequantize_many",
     "empty",
     "quantize",

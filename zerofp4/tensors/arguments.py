@@ -61,9 +61,10 @@ def check_out(
     if not isinstance(out, wanted):
         raise TypeError(f"out must be an {wanted.__name__}, got {type(out).__name__}")
     for rule in ("shape", "dtype", "device"):
-        if getattr(out, rule) != getattr(x, rule):
+        # Of the record: those of the tensor pass through __torch_function__, which costs as much as a kernel.
+        if getattr(out.record, rule) != getattr(x, rule):
             raise ValueError(f"out must have x's {rule} {getattr(x, rule)}, got {getattr(out, rule)}")
-    if out.block != block:
+    if out.record.block != block:
         raise ValueError(f"out must have block {block}, got {out.block}")
     for side, asked in zip(SIDES, (rowwise, columnwise), strict=True):
         for layout in scale_layouts if asked else ():
@@ -71,3 +72,11 @@ def check_out(
                 raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")
     for name, buffer in out.record.buffers():
         check_memory(f"out: {name}", buffer)
+
+
+def check_generator(generator: torch.Generator | None, stochastic: bool) -> None:
+    """Raises ValueError or TypeError unless it is a generator for stochastic rounding, or None."""
+    if generator is not None and not stochastic:
+        raise ValueError("generator is for stochastic rounding, but stochastic_rounding is False")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")

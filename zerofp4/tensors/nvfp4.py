@@ -1,6 +1,5 @@
-"""NVFP4Tensor; quantize and empty make one. quantize_dequantize does without."""
+"""NVFP4Tensor; empty makes one, as quantize does. quantize_dequantize does without."""
 
-import functools
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -9,12 +8,12 @@ import torch
 from zerofp4 import ops
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix
-from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block, check_layouts
+from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block
 from zerofp4.tensors import nvfp4_values
-from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_input
-from zerofp4.tensors.initial_value import INIT_VAL, initial_value, replace_initial_value
-from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property, wrap
-from zerofp4.tensors.straight_through import StraightThrough, with_tangent
+from zerofp4.tensors.arguments import check_generator, check_values, detached
+from zerofp4.tensors.initial_value import INIT_VAL, initial_value
+from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
+from zerofp4.tensors.straight_through import with_tangent
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -75,98 +74,6 @@ class NVFP4Tensor(QuantizedTensor):
 torch.serialization.add_safe_globals([NVFP4Tensor])
 
 
-def quantize(
-    x: torch.Tensor,
-    *,
-    block: tuple[int, int] = (BLOCK, BLOCK),
-    rowwise: bool = True,
-    columnwise: bool = False,
-    amax: torch.Tensor | None = None,
-    columnwise_amax: torch.Tensor | None = None,
-    hadamard: bool = False,
-    random_signs: bool = True,
-    stochastic_rounding: bool = False,
-    generator: torch.Generator | None = None,
-    four_over_six: FourOverSix | None = None,
-    scale_layouts: Sequence[str] = ("compact",),
-    out: NVFP4Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    straight_through: bool = False,
-) -> NVFP4Tensor:
-    """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
-
-    Two passes over x, one for its amax and one for all else; the first falls away where amaxes are given. An
-    x that is not contiguous is copied first.
-
-    block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
-    rowwise, columnwise: which copies to make; columnwise needs M even, unless hadamard completes the last
-    group of rows.
-    amax: float32 [1] on x's device, the global amax to use instead of x's own; what is larger saturates.
-    hadamard: the columnwise copy is of the random Hadamard transform of x along M, in groups of 16 rows, and
-    has an amax of its own: columnwise_amax, if given. Block (1, 16) only. Both operands of a product over M
-    carry the transform, so it cancels; dequantize gives the rowwise copy. random_signs=False leaves out the
-    transform's signs.
-    stochastic_rounding: round up with a probability that is the distance from the next lower value, in steps
-    of the grid; for gradients. One call of torch.randint draws a seed from `generator` (torch's default one
-    for x's device if None), on the generator's device: with one on the CPU the same seed gives the same codes
-    on every device, with one on x's device the call can be captured in a CUDA graph. Under 2D scaling both
-    copies hold the codes that the rowwise one drew.
-    four_over_six: choose each block's scale by its error. Not with stochastic rounding.
-    scale_layouts: persistent scale buffers out of "compact" (always there), "expanded", "swizzled".
-    out: a tensor of x's shape, dtype and device, of this block, transform and four_over_six, to write to. It
-    must have the buffers asked for; every buffer it has is written and stays where it is.
-    skip: float32 [1] on x's device, with out only: where it is not 0, out keeps what it has. The kernels read
-    it, so that a captured CUDA graph can refresh a weight, or not (GradScaler's found_inf is such a flag).
-
-    straight_through: the result is differentiable: its gradient is passed on to x as it is, also where x is
-    larger than a given amax (see quantize_dequantize). Not with out. Else the result has no autograd history.
-
-    An x whose negative bit is set (x.imag of a conjugate is such a view) is quantized with its values' signs.
-    TypeError for a wrong dtype or a tensor without memory of its own (a DTensor: pass its to_local()),
-    ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
-    freed.
-    """
-    check_values(x)
-    if straight_through:
-        if out is not None:
-            raise ValueError("straight_through gives a new tensor a history, which out cannot get")
-        arguments = {name: value for name, value in locals().items() if name not in ("x", "straight_through")}
-        return StraightThrough.apply(x, functools.partial(quantize, **arguments))
-    options = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": four_over_six}
-    wanted = {"block": tuple(block), "rowwise": rowwise, "columnwise": columnwise}
-    wanted["scale_layouts"] = check_layouts(scale_layouts)
-    if skip is not None and out is None:
-        raise ValueError("skip keeps what out has, but there is no out")
-    if out is None:
-        record = allocate(x.shape, dtype=x.dtype, device=x.device, **wanted, **options)
-    else:
-        check_out(out, NVFP4Tensor, x, **wanted)
-        for name, value in options.items():
-            if getattr(out.record, name) != value:
-                raise ValueError(f"out must have {name} {value}, got {getattr(out.record, name)}")
-        torch.autograd.graph.increment_version(out)
-        record = out.record
-    ops.quantize_into(
-        kernel_input(x),
-        record,
-        amax=_apart(record, detached("amax", amax)),
-        columnwise_amax=_apart(record, detached("columnwise_amax", columnwise_amax)),
-        rng_state=_rng_state(x, stochastic_rounding, generator),
-        skip=_apart(record, detached("skip", skip)),
-    )
-    if out is not None and skip is None:
-        replace_initial_value(record, x)
-    return wrap(NVFP4Tensor, record) if out is None else out
-
-
-def _apart(record: NVFP4Storage, given: torch.Tensor | None) -> torch.Tensor | None:
-    """A given value that the record's own amaxes do not overwrite before it is used."""
-    if given is None or torch.compiler.is_compiling() or record.amax.device != given.device:
-        return given
-    own = {amax.data_ptr() for amax in (record.amax, record.columnwise_amax) if amax is not None}
-    return given.clone() if given.data_ptr() in own else given
-
-
 def quantize_dequantize(
     x: torch.Tensor,
     *,
@@ -202,10 +109,7 @@ def quantize_dequantize(
 
 
 def _rng_state(x: torch.Tensor, stochastic: bool, generator: torch.Generator | None) -> torch.Tensor | None:
-    if generator is not None and not stochastic:
-        raise ValueError("generator is for stochastic rounding, but stochastic_rounding is False")
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    check_generator(generator, stochastic)
     return ops.draw_rng_state(x.device, generator) if stochastic else None
 
 

@@ -1,0 +1,261 @@
+"""Quantizer, quantize's options checked once, and quantize, which is a Quantizer used once."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zerofp4 import ops
+from zerofp4.format import BLOCK, FourOverSix
+from zerofp4.storage import (
+    NVFP4Storage,
+    Side,
+    allocate,
+    check_block,
+    check_layouts,
+    check_sides,
+    check_transform,
+    empty_buffer,
+)
+from zerofp4.tensors.arguments import check_generator, check_out, check_values, detached, kernel_input
+from zerofp4.tensors.initial_value import replace_initial_value
+from zerofp4.tensors.nvfp4 import NVFP4Tensor
+from zerofp4.tensors.quantized_tensor import wrap
+from zerofp4.tensors.straight_through import StraightThrough
+
+_REMEMBERED = 64
+"""Shapes whose layouts a quantizer remembers; after so many others it begins anew."""
+
+
+class _SideLayout(NamedTuple):
+    """Shape and dtype of each buffer of a side. own_amax: None where it shares the other side's."""
+
+    name: str
+    data: tuple[torch.Size, torch.dtype]
+    scales: dict[str, tuple[torch.Size, torch.dtype]]
+    own_amax: tuple[torch.Size, torch.dtype] | None
+
+
+class _Layout(NamedTuple):
+    """What allocate worked out for a shape: further records like its own take no checks and no arithmetic."""
+
+    shape: torch.Size
+    context: tuple
+    sides: list[_SideLayout]
+
+    @classmethod
+    def of(cls, record: NVFP4Storage) -> "_Layout":
+        def describe(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+            return buffer.shape, buffer.dtype
+
+        sides, first = [], None
+        for name, side in record.sides():
+            scales = {layout: describe(scale) for layout, scale in side.scales.items()}
+            own_amax = None if side.amax is first else describe(side.amax)
+            sides.append(_SideLayout(name, describe(side.data), scales, own_amax))
+            first = side.amax if first is None else first
+        return cls(record.shape, record.context(), sides)
+
+    def new_record(self, device: torch.device) -> NVFP4Storage:
+        record, amax = NVFP4Storage.from_context(self.shape, self.context), None
+        for name, data, scales, own_amax in self.sides:
+            if own_amax is not None:
+                amax = empty_buffer(*own_amax, device)
+            buffers = {layout: empty_buffer(*scale, device) for layout, scale in scales.items()}
+            setattr(record, name, Side(empty_buffer(*data, device), buffers, amax))
+        return record
+
+
+class Quantizer:
+    """quantize with its options checked once; the layout of a shape is worked out once and remembered.
+
+    The options are those of quantize, which describes them: block, rowwise, columnwise, hadamard,
+    random_signs, stochastic_rounding, generator, four_over_six, scale_layouts. q(x) is quantize(x, ...) and
+    q.update_(out, x) is quantize(x, ..., out=out), byte for byte.
+
+    Raises TypeError for an option of a wrong type, ValueError for a wrong option or combination of options.
+    """
+
+    def __init__(
+        self,
+        *,
+        block: tuple[int, int] = (BLOCK, BLOCK),
+        rowwise: bool = True,
+        columnwise: bool = False,
+        hadamard: bool = False,
+        random_signs: bool = True,
+        stochastic_rounding: bool = False,
+        generator: torch.Generator | None = None,
+        four_over_six: FourOverSix | None = None,
+        scale_layouts: Sequence[str] = ("compact",),
+    ):
+        check_block(block)
+        check_sides(rowwise, columnwise)
+        check_transform(block[0], columnwise, hadamard, random_signs)
+        check_generator(generator, stochastic_rounding)
+        ops.check_rounding(stochastic_rounding, four_over_six)
+        self._wanted: dict[str, Any] = {
+            "block": tuple(block),
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "scale_layouts": check_layouts(scale_layouts),
+        }
+        self._scheme = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": four_over_six}
+        self._stochastic, self._generator = stochastic_rounding, generator
+        self._layouts: dict[tuple, _Layout] = {}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        amax: torch.Tensor | None = None,
+        columnwise_amax: torch.Tensor | None = None,
+    ) -> NVFP4Tensor:
+        """x [..., K], of float32, bfloat16 or float16, quantized into new buffers.
+
+        amax, columnwise_amax: as of quantize. TypeError for a wrong dtype, ValueError for a shape that the
+        options do not allow.
+        """
+        check_values(x)
+        record = self._new_record(x)
+        self._fill(record, x, amax, columnwise_amax, None)
+        return wrap(NVFP4Tensor, record)
+
+    def update_(
+        self,
+        out: NVFP4Tensor,
+        x: torch.Tensor,
+        *,
+        amax: torch.Tensor | None = None,
+        columnwise_amax: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> NVFP4Tensor:
+        """x quantized into every buffer that `out` has; they stay where they are.
+
+        out: of x's shape, dtype and device and of these options, with at least the buffers that they ask for.
+        amax, columnwise_amax, skip: as of quantize. Returns out. Errors as quantize.
+        """
+        check_values(x)
+        check_out(out, NVFP4Tensor, x, **self._wanted)
+        for name, value in self._scheme.items():
+            if getattr(out.record, name) != value:
+                raise ValueError(f"out must have {name} {value}, got {getattr(out.record, name)}")
+        torch.autograd.graph.increment_version(out)
+        self._fill(out.record, x, amax, columnwise_amax, skip)
+        if skip is None:
+            replace_initial_value(out.record, x)
+        return out
+
+    def _new_record(self, x: torch.Tensor) -> NVFP4Storage:
+        remember = ops.is_plain_call(x)
+        layout = self._layouts.get((x.shape, x.dtype)) if remember else None
+        if layout is not None:
+            return layout.new_record(x.device)
+        record = allocate(x.shape, dtype=x.dtype, device=x.device, **self._wanted, **self._scheme)
+        if remember:
+            if len(self._layouts) == _REMEMBERED:
+                self._layouts.clear()
+            self._layouts[x.shape, x.dtype] = _Layout.of(record)
+        return record
+
+    def _fill(self, record: NVFP4Storage, x: torch.Tensor, amax, columnwise_amax, skip) -> None:
+        ops.quantize_into(
+            kernel_input(x),
+            record,
+            amax=_apart(record, detached("amax", amax)),
+            columnwise_amax=_apart(record, detached("columnwise_amax", columnwise_amax)),
+            rng_state=ops.draw_rng_state(x.device, self._generator) if self._stochastic else None,
+            skip=_apart(record, detached("skip", skip)),
+        )
+
+    def __repr__(self) -> str:
+        options = {**self._wanted, **self._scheme, "stochastic_rounding": self._stochastic}
+        return f"Quantizer({', '.join(f'{name}={value}' for name, value in options.items())})"
+
+    def __deepcopy__(self, memo: dict) -> "Quantizer":
+        """Itself: it never changes, and a generator goes on being drawn from."""
+        return self
+
+
+def _apart(record: NVFP4Storage, given: torch.Tensor | None) -> torch.Tensor | None:
+    """A given value that the record's own amaxes do not overwrite before it is used."""
+    if given is None or torch.compiler.is_compiling() or record.amax.device != given.device:
+        return given
+    own = {amax.data_ptr() for amax in (record.amax, record.columnwise_amax) if amax is not None}
+    return given.clone() if given.data_ptr() in own else given
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    rowwise: bool = True,
+    columnwise: bool = False,
+    amax: torch.Tensor | None = None,
+    columnwise_amax: torch.Tensor | None = None,
+    hadamard: bool = False,
+    random_signs: bool = True,
+    stochastic_rounding: bool = False,
+    generator: torch.Generator | None = None,
+    four_over_six: FourOverSix | None = None,
+    scale_layouts: Sequence[str] = ("compact",),
+    out: NVFP4Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    straight_through: bool = False,
+) -> NVFP4Tensor:
+    """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
+
+    Two passes over x, one for its amax and one for all else; the first falls away where amaxes are given. An
+    x that is not contiguous is copied first.
+
+    block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
+    rowwise, columnwise: which copies to make; columnwise needs M even, unless hadamard completes the last
+    group of rows.
+    amax: float32 [1] on x's device, the global amax to use instead of x's own; what is larger saturates.
+    hadamard: the columnwise copy is of the random Hadamard transform of x along M, in groups of 16 rows, and
+    has an amax of its own: columnwise_amax, if given. Block (1, 16) only. Both operands of a product over M
+    carry the transform, so it cancels; dequantize gives the rowwise copy. random_signs=False leaves out the
+    transform's signs.
+    stochastic_rounding: round up with a probability that is the distance from the next lower value, in steps
+    of the grid; for gradients. One call of torch.randint draws a seed from `generator` (torch's default one
+    for x's device if None), on the generator's device: with one on the CPU the same seed gives the same codes
+    on every device, with one on x's device the call can be captured in a CUDA graph. Under 2D scaling both
+    copies hold the codes that the rowwise one drew.
+    four_over_six: choose each block's scale by its error. Not with stochastic rounding.
+    scale_layouts: persistent scale buffers out of "compact" (always there), "expanded", "swizzled".
+    out: a tensor of x's shape, dtype and device, of this block, transform and four_over_six, to write to. It
+    must have the buffers asked for; every buffer it has is written and stays where it is.
+    skip: float32 [1] on x's device, with out only: where it is not 0, out keeps what it has. The kernels read
+    it, so that a captured CUDA graph can refresh a weight, or not (GradScaler's found_inf is such a flag).
+
+    straight_through: the result is differentiable: its gradient is passed on to x as it is, also where x is
+    larger than a given amax (see quantize_dequantize). Not with out. Else the result has no autograd history.
+
+    An x whose negative bit is set (x.imag of a conjugate is such a view) is quantized with its values' signs.
+    TypeError for a wrong dtype or a tensor without memory of its own (a DTensor: pass its to_local()),
+    ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
+    freed.
+    """
+    quantizer = Quantizer(
+        block=block,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        hadamard=hadamard,
+        random_signs=random_signs,
+        stochastic_rounding=stochastic_rounding,
+        generator=generator,
+        four_over_six=four_over_six,
+        scale_layouts=scale_layouts,
+    )
+    if out is not None:
+        if straight_through:
+            raise ValueError("straight_through gives a new tensor a history, which out cannot get")
+        return quantizer.update_(out, x, amax=amax, columnwise_amax=columnwise_amax, skip=skip)
+    if skip is not None:
+        raise ValueError("skip keeps what out has, but there is no out")
+    if straight_through:
+        call = functools.partial(quantizer, amax=amax, columnwise_amax=columnwise_amax)
+        check_values(x)
+        return StraightThrough.apply(x, call)
+    return quantizer(x, amax=amax, columnwise_amax=columnwise_amax)
