@@ -3,6 +3,7 @@
 from zerofp4 import launch, optim
 from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
+from zerofp4.gemm import Operand, gemm
 from zerofp4.nn import convert_model
 from zerofp4.ops import build_info
 from zerofp4.tensors import (
@@ -27,6 +28,7 @@ __all__ = [
     "GroupedNVFP4Tensor",
     "MXFP8Tensor",
     "NVFP4Tensor",
+    "Operand",
     "Quantizer",
     "__version__",
     "all_gather_nvfp4",
@@ -35,6 +37,7 @@ __all__ = [
     "convert_model",
     "dequantize_many",
     "empty",
+    "gemm",
     "launch",
     "optim",
     "post_all_gather_processing",

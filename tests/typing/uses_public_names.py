@@ -65,6 +65,17 @@ def tensors() -> None:
     assert_type(zerofp4.unswizzle_scales([(swizzled[1], (64, 32))], block=(1, 16)), list[Tensor])
 
 
+def products() -> None:
+    x, w = torch.randn(64, 32), torch.randn(48, 32)
+    a = zerofp4.quantize(x, block=(1, 16), columnwise=True)
+    b = zerofp4.quantize(w, columnwise=True)
+    assert_type(zerofp4.gemm(a, b, out_dtype=torch.bfloat16, bias=torch.zeros(48)), Tensor)
+    gradient = zerofp4.quantize(torch.randn(64, 48), block=(1, 16))
+    operand = zerofp4.Operand(b, "columnwise")
+    assert_type(operand.shape, tuple[int, int])
+    assert_type(zerofp4.gemm(gradient, operand, backend="exact"), Tensor)
+
+
 def groups() -> None:
     x = torch.randn(64, 32, dtype=torch.bfloat16)
     grouped = zerofp4.quantize_grouped(x, [40, 0, 24])
@@ -137,7 +148,7 @@ def main() -> None:
     assert_type(world, World)
     assert_type((world.rank, world.world_size, world.local_rank), tuple[int, int, int])
     assert_type((world.device, world.backend), tuple[torch.device, str])
-    for part in (tensors, groups, own_step, training, fused_adamw):
+    for part in (tensors, products, groups, own_step, training, fused_adamw):
         part()
     zerofp4.launch.destroy_process_group()
     assert_type(zerofp4.build_info(), dict[str, dict[Any, Any]])

@@ -6,11 +6,12 @@ operator on given tensors each: schema, fake and backends.
 
 from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.dequantize import values_of, values_of_many
-from zerofp4.ops.device import build_info, check_cuda, is_capturing, target_of
+from zerofp4.ops.device import build_info, check_cuda, has_fp4_tensor_cores, is_capturing, target_of
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import is_plain_call
+from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.quantize import check_rounding, choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.stages import (
     ERROR_WORD,
@@ -47,8 +48,10 @@ __all__ = [
     "code_for",
     "draw_rng_state",
     "grouped_shapes",
+    "has_fp4_tensor_cores",
     "is_capturing",
     "is_plain_call",
+    "padded_scale",
     "quantize_into",
     "target_of",
     "values_of",

@@ -7,7 +7,7 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS
-from zerofp4.ops.hardware import check_capability, code_for
+from zerofp4.ops.hardware import FP4_CAPABILITY, check_capability, code_for
 from zerofp4.storage import Side
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -47,6 +47,10 @@ def target_of(device: torch.device) -> _C.Target:
 def current_stream(index: int) -> int:
     """The handle of a GPU's current stream."""
     return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
+
+
+def has_fp4_tensor_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP4_CAPABILITY
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -100,7 +104,7 @@ def build_info() -> dict[str, dict]:
 
     {"cpu": {"compiled": [instruction sets], "running": the one in use},
      "cuda": {"compiled": bool, "version": of the toolkit, "architectures": [...],
-              "devices": [{"name", "capability", "usable"}]}}
+              "devices": [{"name", "capability", "usable", "gemm": the backend that zerofp4.gemm chooses}]}}
     """
     build = _C.build()
     devices = []
@@ -108,7 +112,12 @@ def build_info() -> dict[str, dict]:
         capability = torch.cuda.get_device_capability(index)
         usable = code_for(capability, architectures()) is not None
         devices.append(
-            {"name": torch.cuda.get_device_name(index), "capability": capability, "usable": usable}
+            {
+                "name": torch.cuda.get_device_name(index),
+                "capability": capability,
+                "usable": usable,
+                "gemm": "native" if capability >= FP4_CAPABILITY else "exact",
+            }
         )
     return {
         "cpu": {"compiled": build["isas"].split(), "running": _C.cpu_isa()},

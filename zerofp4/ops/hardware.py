@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 
 OLDEST_CAPABILITY = (8, 0)
+FP4_CAPABILITY = (10, 0)
+"""From here on tensor cores multiply FP4."""
 
 
 def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | None:

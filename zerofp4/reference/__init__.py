@@ -15,6 +15,7 @@ from zerofp4.reference.elements import (
     unpack,
 )
 from zerofp4.reference.four_over_six import block_error, four_over_six_scale, scale_candidates
+from zerofp4.reference.gemm import gemm, gemm_alpha, mxfp8_operand, nvfp4_operand
 from zerofp4.reference.hadamard import hadamard_transform
 from zerofp4.reference.layouts import compact_scale, expand_scale, swizzle_scale, unswizzle_scale
 from zerofp4.reference.mxfp8 import (
@@ -72,12 +73,16 @@ __all__ = [
     "float_to_e2m1_stochastic",
     "float_to_e4m3",
     "four_over_six_scale",
+    "gemm",
+    "gemm_alpha",
     "hadamard_transform",
     "magnitude",
     "mxfp8_block_amax",
     "mxfp8_decode",
     "mxfp8_encode",
+    "mxfp8_operand",
     "mxfp8_scale",
+    "nvfp4_operand",
     "pack",
     "partial_amax",
     "partial_cast",

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.format import BLOCK, MXFP8_SCALE_DTYPE, MXFP8_SCALE_LAYOUTS, WEIGHT_DTYPES
+from zerofp4 import ops
+from zerofp4.format import MXFP8_SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.storage import (
     SIDES,
     MXFP8Storage,
@@ -47,21 +48,6 @@ def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
     return values.view(record.shape).to(dtype)
 
 
-def _swizzled_scale(record: MXFP8Storage, side: str) -> torch.Tensor:
-    """The persistent buffer if there is one, else made from the compact scales."""
-    copy: Side | None = getattr(record, side)
-    if copy is None:
-        raise ValueError(f"this tensor has no {side} copy, so it has no {side} scales")
-    if "swizzled" in copy.scales:
-        return copy.scales["swizzled"]
-    raw = copy.scales["compact"].view(torch.uint8)
-    raw = raw.t().contiguous() if side == "columnwise" else raw
-    # As scales of NVFP4 would be that has as many blocks in a row.
-    rows, columns = raw.shape
-    padded = torch.ops.zerofp4.pad_scale(raw, rows, columns * BLOCK, 1, "swizzled")
-    return padded.view(MXFP8_SCALE_DTYPE)
-
-
 def _copy_bytes(target: MXFP8Storage, source: MXFP8Storage, non_blocking: bool = False) -> None:
     """Raises ValueError, before anything is written, where the source lacks a copy that the target has."""
     for name, _ in target.sides():
@@ -75,7 +61,7 @@ def _copy_bytes(target: MXFP8Storage, source: MXFP8Storage, non_blocking: bool =
         side.data.copy_(given.data, non_blocking)
         side.scales["compact"].copy_(given.scales["compact"], non_blocking)
         if "swizzled" in side.scales:
-            side.scales["swizzled"].copy_(_swizzled_scale(source, name), non_blocking)
+            side.scales["swizzled"].copy_(ops.padded_scale(source, name, "swizzled"), non_blocking)
 
 
 class MXFP8Tensor(QuantizedTensor):
@@ -95,7 +81,7 @@ class MXFP8Tensor(QuantizedTensor):
 
         The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
         """
-        return _swizzled_scale(self.record, SIDES[int(columnwise)])
+        return ops.padded_scale(self.record, SIDES[int(columnwise)], "swizzled")
 
 
 torch.serialization.add_safe_globals([MXFP8Tensor])

@@ -40,11 +40,11 @@ class NVFP4Tensor(QuantizedTensor):
 
         The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
         """
-        return nvfp4_values.padded_scale(self.record, SIDES[int(columnwise)], "expanded")
+        return ops.padded_scale(self.record, SIDES[int(columnwise)], "expanded")
 
     def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
         """As expanded_scale, in the order in which cuBLASLt and torch.nn.functional.scaled_mm read scales."""
-        return nvfp4_values.padded_scale(self.record, SIDES[int(columnwise)], "swizzled")
+        return ops.padded_scale(self.record, SIDES[int(columnwise)], "swizzled")
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """What convert_model quantized, on the CPU, or what was written to the weight since (copy_,

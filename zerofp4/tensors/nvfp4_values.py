@@ -7,21 +7,6 @@ from zerofp4.format import BLOCK, SCALE_DTYPE, WEIGHT_DTYPES
 from zerofp4.storage import SIDES, NVFP4Storage, Side, check_memory
 
 
-def padded_scale(record: NVFP4Storage, side: str, layout: str) -> torch.Tensor:
-    """The "expanded" or "swizzled" scales of a side: the persistent buffer, else made from the compact ones.
-
-    Raises ValueError where the tensor does not have that side.
-    """
-    copy: Side | None = getattr(record, side)
-    if copy is None:
-        raise ValueError(f"this tensor has no {side} copy, so it has no {side} scales")
-    if layout in copy.scales:
-        return copy.scales[layout]
-    return torch.ops.zerofp4.pad_scale(
-        copy.scales["compact"], *record.side_matrix(side), record.block[0], layout
-    )
-
-
 def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
     """(data, compact scale, amax, block_rows, e4m3_max, columnwise) of the copy that gives the values.
 

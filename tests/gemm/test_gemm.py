@@ -1,0 +1,217 @@
+"""zerofp4.gemm: which product it is, what is done to its sums, where it writes."""
+
+import itertools
+
+import pytest
+import torch
+from gemm_cases import NVFP4, SHAPES, SIDES, TRANSFORMS, alpha, nvfp4, operand, relative_error, specified
+from helpers import assert_bytes_equal
+from tensor_helpers import DTYPES, values
+
+import zerofp4
+from zerofp4 import Operand, gemm, reference
+
+BOTH_SIDES = list(itertools.product(SIDES, SIDES))
+
+
+def tolerance(device) -> float:
+    """Of float32 sums in whatever order, relative to their Frobenius norm."""
+    return 1e-6 if device.type == "cpu" else 1e-5
+
+
+def assert_product(a, b, device):
+    actual = gemm(a, b, out_dtype=torch.float32)
+    expected = reference.gemm(specified(a), specified(b), alpha(a, b))
+    assert actual.shape == expected.shape and actual.dtype == torch.float32
+    assert relative_error(actual, expected) <= tolerance(device)
+    return actual
+
+
+@pytest.mark.parametrize("sides", BOTH_SIDES, ids=map("-".join, BOTH_SIDES))
+@pytest.mark.parametrize("options", NVFP4.values(), ids=NVFP4)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nvfp4(device, shape, options, sides):
+    m, n, k = shape
+    # Rows of a columnwise copy were columns, of which there is an even number.
+    m, n = (size + (side == "columnwise") * (size % 2) for size, side in zip((m, n), sides, strict=True))
+    a = operand(m, k, sides[0], nvfp4(**options), device=device, seed=1)
+    b = operand(n, k, sides[1], nvfp4(**options), device=device, seed=2)
+    assert_product(a, b, device)
+
+
+@pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("tokens", [1, 15, 16, 33, 130])
+def test_the_transform_of_both_cancels(device, tokens, options):
+    make = nvfp4(block=(1, 16), hadamard=True, **options)
+    a = operand(34, tokens, "columnwise", make, device=device, seed=1)
+    b = operand(48, tokens, "columnwise", make, device=device, seed=2)
+    actual = assert_product(a, b, device)
+    if tokens >= 130:  # two roundings to 4 bits, of which each is off by about 9 %
+        exact = values(tokens, 34, seed=1).double().t() @ values(tokens, 48, seed=2).double()
+        assert relative_error(actual, exact) < 0.2
+
+
+@pytest.mark.parametrize("sides", BOTH_SIDES, ids=map("-".join, BOTH_SIDES))
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 9, 33), (5, 40, 65)], ids=str)
+def test_mxfp8(device, shape, sides):
+    m, n, k = shape
+    a = operand(m, k, sides[0], zerofp4.quantize_mxfp8, device=device, seed=1)
+    b = operand(n, k, sides[1], zerofp4.quantize_mxfp8, device=device, seed=2)
+    assert_product(a, b, device)
+
+
+def test_the_products_of_a_linear_layer_are_those_of_its_values(device):
+    x, w = values(48, 96, device=device, seed=1), values(32, 96, device=device, seed=2)
+    g = values(48, 32, device=device, seed=3)
+    qx, qg = (zerofp4.quantize(t, block=(1, 16), columnwise=True) for t in (x, g))
+    qw = zerofp4.quantize(w, columnwise=True)
+    x, g, w = (t.dequantize(torch.float32).double().cpu() for t in (qx, qg, qw))
+    columns = [  # what the columnwise copies of 1x16 blocks hold are other values
+        zerofp4.quantize(values(48, size, seed=seed).t().contiguous(), block=(1, 16)).dequantize(
+            torch.float32
+        )
+        for size, seed in ((32, 3), (96, 1))
+    ]
+    as32 = {"out_dtype": torch.float32}
+    products = (
+        (gemm(qx, qw, **as32), x @ w.t()),
+        (gemm(qg, Operand(qw, "columnwise"), **as32), g @ w),
+        (
+            gemm(Operand(qg, "columnwise"), Operand(qx, "columnwise"), **as32),
+            columns[0].double() @ columns[1].double().t(),
+        ),
+    )
+    for actual, expected in products:
+        assert relative_error(actual, expected) <= tolerance(device)
+
+
+def test_records_stand_for_their_tensors(device):
+    a, b = (zerofp4.quantize(values(32, 64, device=device, seed=i), block=(1, 16)) for i in range(2))
+    assert_bytes_equal(gemm(a.record, b.record), gemm(a, b), "product")
+    assert gemm(a, b).dtype == torch.bfloat16
+
+
+def test_more_dimensions_are_rows(device):
+    x, w = values(4, 8, 64, device=device), zerofp4.quantize(values(32, 64, device=device, seed=1))
+    flat = zerofp4.quantize(x.view(32, 64), block=(1, 16))
+    assert_bytes_equal(gemm(zerofp4.quantize(x, block=(1, 16)), w), gemm(flat, w), "product")
+
+
+# What is done to the sums
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
+def test_alpha_then_bias_then_one_rounding(device, out_dtype, bias_dtype):
+    """Bitwise: the sums themselves are taken from a product of the same sizes."""
+    a, b = (zerofp4.quantize(values(32, 64, device=device, seed=i), block=(1, 16)) for i in range(2))
+    bias = None if bias_dtype is None else values(32, device=device, dtype=bias_dtype, seed=3)
+    left, right = (specified(Operand(t)).to(device, torch.bfloat16) for t in (a, b))
+    if device.type == "cpu":
+        sums = left.float() @ right.float().t()
+    else:
+        sums = torch.mm(left, right.t(), out_dtype=torch.float32)
+    expected = sums * alpha(Operand(a), Operand(b)).to(device)
+    expected = expected if bias is None else expected + bias.float()
+    assert_bytes_equal(gemm(a, b, out_dtype=out_dtype, bias=bias), expected.to(out_dtype), "product")
+    target = values(32, 32, device=device, dtype=torch.float32, seed=4)
+    before, address = target.clone(), target.data_ptr()
+    assert gemm(a, b, bias=bias, accumulate_into=target) is target
+    assert target.data_ptr() == address
+    assert_bytes_equal(target, before + expected, "accumulated")
+
+
+def test_by_default_the_dtype_is_what_both_promote_to():
+    a, b = (zerofp4.quantize(values(32, 64, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16))
+    assert gemm(a, a).dtype == torch.bfloat16 and gemm(b, b).dtype == torch.float16
+    assert gemm(a, b).dtype == torch.float32
+
+
+def test_no_history():
+    bias = torch.zeros(32, requires_grad=True)
+    a = zerofp4.quantize(values(32, 64))
+    assert not gemm(a, a, bias=bias).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, 32, 64), (32, 0, 64), (32, 32, 0)], ids=str)
+@pytest.mark.parametrize("make", [zerofp4.quantize, zerofp4.quantize_mxfp8])
+def test_no_elements(device, make, shape):
+    m, n, k = shape
+    a, b = (make(values(rows, k, device=device)) for rows in (m, n))
+    bias = torch.arange(n, device=device, dtype=torch.float32)
+    for backend in ("auto", "exact"):
+        out = gemm(a, b, bias=bias, backend=backend)
+        assert_bytes_equal(out, bias.bfloat16().expand(m, n).contiguous(), "only the bias")
+    target = torch.ones(m, n, device=device)
+    assert_bytes_equal(gemm(a, b, accumulate_into=target), torch.ones(m, n, device=device), "nothing added")
+
+
+def test_a_tensor_that_is_not_finite_gives_no_finite_product(device):
+    x = values(32, 64, device=device)
+    x[3, 5] = torch.inf
+    a = zerofp4.quantize(x, block=(1, 16))
+    assert not gemm(a, zerofp4.quantize(values(16, 64, device=device)))[3].isfinite().any()
+
+
+# Bad input
+
+
+def bad(**options):
+    return lambda a, b: gemm(a, b, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a, b: gemm(a.dequantize(), b), TypeError, "a must be an NVFP4Tensor, .* got Tensor"),
+        (lambda a, b: gemm(a, 3), TypeError, "b must be an NVFP4Tensor, .* got int"),
+        (
+            lambda a, b: gemm(a, Operand(b, "columnwise")),
+            ValueError,
+            "the columnwise copy is to be multiplied",
+        ),
+        (lambda a, b: Operand(a, "row"), ValueError, "side must be one of .* got 'row'"),
+        (lambda a, b: Operand(None), TypeError, "tensor must be an NVFP4Tensor, .* got NoneType"),
+        (
+            lambda a, b: gemm(a, zerofp4.quantize(values(32, 96))),
+            ValueError,
+            r"same contraction size, got 64 of a \[32, 64\] \(rowwise\) and 96 of b \[32, 96\]",
+        ),
+        (
+            lambda a, b: gemm(a, zerofp4.quantize_mxfp8(values(32, 64))),
+            ValueError,
+            "a and b must be in the same format, got NVFP4 and MXFP8",
+        ),
+        (bad(out_dtype=torch.float64), TypeError, r"out_dtype must be one of .* got torch\.float64"),
+        (bad(backend="cublas"), ValueError, "backend must be one of .* got 'cublas'"),
+        (bad(bias=torch.zeros(31)), ValueError, r"bias must have shape \(32,\) on cpu, got \(31,\) on cpu"),
+        (bad(bias=torch.zeros(32, dtype=torch.int8)), TypeError, r"bias must be .* got torch\.int8"),
+        (bad(bias=0.5), TypeError, "bias must be a tensor .* got float"),
+        (bad(accumulate_into=torch.zeros(32, 31)), ValueError, r"shape \(32, 32\) on cpu, got \(32, 31\)"),
+        (bad(accumulate_into=torch.zeros(32, 32, dtype=torch.bfloat16)), TypeError, r"got torch\.bfloat16"),
+        (bad(accumulate_into=torch.zeros(32, 64)[:, ::2]), ValueError, "accumulate_into must be contiguous"),
+        (
+            bad(accumulate_into=torch.zeros(32, 32), out_dtype=torch.bfloat16),
+            ValueError,
+            r"out_dtype must be torch\.float32, or not given, with accumulate_into, got torch\.bfloat16",
+        ),
+    ],
+)
+def test_bad_input(call, error, message):
+    a, b = zerofp4.quantize(values(32, 64)), zerofp4.quantize(values(32, 64))
+    with pytest.raises(error, match=message):
+        call(a, b)
+
+
+def test_one_transform_alone_is_refused():
+    x = values(32, 64)
+    options = ({"hadamard": True}, {"hadamard": True, "random_signs": False}, {})
+    made = [zerofp4.quantize(x, block=(1, 16), columnwise=True, **each) for each in options]
+    signs, without, plain = (Operand(t, "columnwise") for t in made)
+    with pytest.raises(ValueError, match="got the Hadamard transform and no transform"):
+        gemm(signs, plain)
+    with pytest.raises(
+        ValueError, match="got the Hadamard transform without signs and the Hadamard transform"
+    ):
+        gemm(without, signs)
+    gemm(made[0], made[2])  # rowwise copies have none

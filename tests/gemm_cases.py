@@ -1,0 +1,57 @@
+"""What tests of products share: operands with what the specification says that they hold."""
+
+import torch
+from tensor_helpers import values
+
+import zerofp4
+from zerofp4 import Operand, reference
+
+SIDES = ("rowwise", "columnwise")
+
+# (M, N, K): one element of everything, cut blocks, odd M and N, several atoms of swizzled scales.
+SHAPES = [(2, 2, 2), (1, 3, 16), (17, 31, 50), (33, 47, 98), (130, 66, 288), (64, 16, 96)]
+
+# Options of quantize that both sides of a product can have.
+NVFP4 = {
+    "1d": {"block": (1, 16)},
+    "2d": {},
+    "four over six": {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()},
+    "four over six, 448": {"four_over_six": zerofp4.FourOverSix(448, "mse")},
+}
+TRANSFORMS = {"signs": {}, "no signs": {"random_signs": False}}
+
+
+def operand(rows: int, contraction: int, side: str, make, **how) -> Operand:
+    """A random operand of that size: `side` of what `make`, a function like quantize, makes of values."""
+    shape = (rows, contraction) if side == "rowwise" else (contraction, rows)
+    x = values(*shape, **how)
+    copies = {"rowwise": side == "rowwise", "columnwise": side == "columnwise"}
+    return Operand(make(x, **copies), side)
+
+
+def nvfp4(**options):
+    return lambda x, **copies: zerofp4.quantize(x, **copies, **options)
+
+
+def specified(operand: Operand) -> torch.Tensor:
+    """float64 values of an operand without its global scale, from its bytes, on the CPU."""
+    copy, record = operand.copy, operand.record
+    data, scale = copy.data.cpu(), copy.scales["compact"].cpu()
+    if operand.is_nvfp4:
+        return reference.nvfp4_operand(data, scale, record.block[0])
+    if operand.side == "columnwise":
+        data, scale = (t.view(torch.uint8).t().contiguous().view(t.dtype) for t in (data, scale))
+    return reference.mxfp8_operand(data, scale)
+
+
+def alpha(a: Operand, b: Operand) -> torch.Tensor | None:
+    if not a.is_nvfp4:
+        return None
+    amaxes = [each.copy.amax.cpu() for each in (a, b)]
+    return reference.gemm_alpha(*amaxes, *[each.record.e4m3_max for each in (a, b)])
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of Frobenius norms."""
+    difference = (actual.cpu().double() - expected).norm()
+    return float(difference / expected.norm()) if expected.norm() else float(difference)

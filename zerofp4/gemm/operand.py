@@ -1,0 +1,119 @@
+"""A factor of a product: one side of a record, as the matrix that it stands for there."""
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from zerofp4.format import E2M1_MAX
+from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, record_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operand:
+    """One copy of a quantized matrix [M, K] as a factor: its rowwise copy is a matrix [M, K] that is
+    contracted over K, its columnwise copy the transpose [K, M], contracted over M. The blocks of scales lie
+    along the contraction, as a block-scaled product needs them.
+
+    tensor: an NVFP4Tensor, an MXFP8Tensor, or the record of one. side: "rowwise" or "columnwise".
+
+    Of a linear layer with input x [T, K], weight w [N, K] and gradient g [T, N] the products are
+    `gemm(x, w)`, `gemm(g, Operand(w, "columnwise"))` = g w and
+    `gemm(Operand(g, "columnwise"), Operand(x, "columnwise"))` = g^T x.
+
+    Raises TypeError for what is not quantized, ValueError for another side, for one that the tensor does not
+    have, and for a tensor of more than one matrix.
+    """
+
+    tensor: Any
+    side: str = "rowwise"
+
+    def __post_init__(self) -> None:
+        _check_quantized("tensor", self.tensor)
+        if self.side not in SIDES:
+            raise ValueError(f"side must be one of {SIDES}, got {self.side!r}")
+        copy = getattr(self.record, self.side)
+        if copy is None or copy.data is None:
+            shape = tuple(self.record.shape)
+            raise ValueError(
+                f"the {self.side} copy is to be multiplied, but the tensor of shape {shape} has none: "
+                f"quantize with {self.side}=True"
+            )
+        if copy.amax is not None and copy.amax.numel() != 1:
+            count = copy.amax.numel()
+            raise ValueError(
+                f"an operand must be one matrix, got {count} of them in shape {tuple(self.record.shape)}"
+            )
+
+    @cached_property
+    def record(self) -> NVFP4Storage | MXFP8Storage:
+        return record_of(self.tensor)
+
+    @property
+    def copy(self) -> Side:
+        return getattr(self.record, self.side)
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return isinstance(self.record, NVFP4Storage)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, contraction). The copy may hold more of the contraction: the last group of a transform."""
+        rows, cols = self.record.matrix
+        return (rows, cols) if self.side == "rowwise" else (cols, rows)
+
+    @property
+    def device(self) -> torch.device:
+        return self.copy.data.device
+
+    @property
+    def transform(self) -> str:
+        """What the contraction was multiplied with before it was quantized."""
+        record = self.record
+        if self.side == "rowwise" or not isinstance(record, NVFP4Storage) or not record.hadamard:
+            return "no transform"
+        return "the Hadamard transform" if record.random_signs else "the Hadamard transform without signs"
+
+    def global_scale(self) -> torch.Tensor | None:
+        """float32 [1], amax * (1 / (6 * e4m3_max)): what the products of codes and scales are multiplied with
+        (NUMERICS: exact products). None in a format without an amax.
+        """
+        if self.copy.amax is None:
+            return None
+        return self.copy.amax * (1 / (E2M1_MAX * self.record.e4m3_max))
+
+
+def as_operand(name: str, value: Any) -> Operand:
+    """`value` as an operand: itself, or the rowwise copy of a tensor or record. TypeError for all else."""
+    if isinstance(value, Operand):
+        return value
+    _check_quantized(name, value)
+    return Operand(value)
+
+
+def _check_quantized(name: str, value: Any) -> None:
+    if not isinstance(record_of(value), NVFP4Storage | MXFP8Storage):
+        raise TypeError(
+            f"{name} must be an NVFP4Tensor, an MXFP8Tensor or the record of one, got {type(value).__name__}"
+        )
+
+
+def check_pair(a: Operand, b: Operand) -> None:
+    """Raises ValueError unless the product a b^T exists and is what its factors were before quantization."""
+    if a.is_nvfp4 != b.is_nvfp4:
+        formats = ["NVFP4" if operand.is_nvfp4 else "MXFP8" for operand in (a, b)]
+        raise ValueError(f"a and b must be in the same format, got {formats[0]} and {formats[1]}")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            "a and b must have the same contraction size, got "
+            f"{a.shape[1]} of a {list(a.shape)} ({a.side}) and {b.shape[1]} of b {list(b.shape)} ({b.side})"
+        )
+    if a.transform != b.transform:
+        raise ValueError(
+            "a and b must carry the same transform along the contraction, got "
+            f"{a.transform} and {b.transform}"
+        )
+    if a.device != b.device:
+        raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
