@@ -1,6 +1,6 @@
 """NVFP4 model weights over sharded FP32 master weights."""
 
-from zerofp4 import launch, optim
+from zerofp4 import launch, nn, optim
 from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
 from zerofp4.gemm import Operand, gemm
@@ -39,6 +39,7 @@ __all__ = [
     "empty",
     "gemm",
     "launch",
+    "nn",
     "optim",
     "post_all_gather_processing",
     "quantize",

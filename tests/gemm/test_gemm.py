@@ -153,6 +153,14 @@ def test_a_tensor_that_is_not_finite_gives_no_finite_product(device):
     assert not gemm(a, zerofp4.quantize(values(16, 64, device=device)))[3].isfinite().any()
 
 
+def test_autocast_does_not_reach_the_sums(device):
+    """It would round them to its dtype before alpha and bias."""
+    a = zerofp4.quantize(values(32, 64, device=device))
+    with torch.autocast(device.type, torch.bfloat16):
+        inside = gemm(a, a, out_dtype=torch.float32)
+    assert_bytes_equal(inside, gemm(a, a, out_dtype=torch.float32), "product")
+
+
 # Bad input
 
 

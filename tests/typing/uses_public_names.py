@@ -76,6 +76,14 @@ def products() -> None:
     assert_type(zerofp4.gemm(gradient, operand, backend="exact"), Tensor)
 
 
+def layers() -> None:
+    recipe = zerofp4.nn.NVFP4Recipe(hadamard=False, four_over_six=FourOverSix())
+    module = zerofp4.nn.Linear(32, 64, bias=False, primary_weights=True)
+    with zerofp4.nn.autocast(recipe):
+        assert_type(module.forward(torch.randn(4, 32), is_first_microbatch=True), Tensor)
+    assert_type(zerofp4.nn.MXFP8Recipe().backward, str)
+
+
 def groups() -> None:
     x = torch.randn(64, 32, dtype=torch.bfloat16)
     grouped = zerofp4.quantize_grouped(x, [40, 0, 24])
@@ -148,7 +156,7 @@ def main() -> None:
     assert_type(world, World)
     assert_type((world.rank, world.world_size, world.local_rank), tuple[int, int, int])
     assert_type((world.device, world.backend), tuple[torch.device, str])
-    for part in (tensors, products, groups, own_step, training, fused_adamw):
+    for part in (tensors, products, layers, groups, own_step, training, fused_adamw):
         part()
     zerofp4.launch.destroy_process_group()
     assert_type(zerofp4.build_info(), dict[str, dict[Any, Any]])

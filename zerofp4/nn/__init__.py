@@ -2,5 +2,16 @@
 
 from zerofp4.nn.convert import ConversionReport, convert_model
 from zerofp4.nn.held import find_in_no_module, register_holder
+from zerofp4.nn.linear import Linear
+from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
 
-__all__ = ["ConversionReport", "convert_model", "find_in_no_module", "register_holder"]
+__all__ = [
+    "ConversionReport",
+    "Linear",
+    "MXFP8Recipe",
+    "NVFP4Recipe",
+    "autocast",
+    "convert_model",
+    "find_in_no_module",
+    "register_holder",
+]

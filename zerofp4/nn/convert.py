@@ -73,7 +73,7 @@ def convert_model(model: nn.Module, filter_fn: FilterFn | None = None) -> Conver
             raise RuntimeError(f"model: the weight of {name!r} is on the meta device: give it values first")
         check_not_held(f"model: the weight of {name!r}", module.weight)
     for name, module in chosen:
-        module.weight = _convert(module.weight, name)
+        module.weight = primary_parameter(module.weight, name)
         report.converted.append(name)
     _warn_of_shards(model, report)
     return report
@@ -159,7 +159,7 @@ def _why_not(
     if forward is None or parameter_name != "weight":
         what = "" if not _is_initialized(parameter) or parameter.dim() == 2 else _dimensions(parameter)
         return f"{kind} is not an nn.Linear{what}" if forward is None else f"it is not the weight of {kind}"
-    if type(module).forward is not forward:
+    if type(module).forward is not forward and not getattr(module, "takes_nvfp4_weight", False):
         return f"{kind} has a forward of its own"
     if type(parameter) is not nn.Parameter:
         return f"it is not an ordinary parameter, but of {type(parameter).__name__}"
@@ -191,7 +191,8 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
         )
 
 
-def _convert(weight: nn.Parameter, name: str) -> nn.Parameter:
+def primary_parameter(weight: nn.Parameter, name: str) -> nn.Parameter:
+    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one."""
     tensor = quantize(weight, columnwise=True)
     tensor.record.name = name or None
     tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)

@@ -5,6 +5,8 @@ from zerofp4.tensors.initial_value import INIT_VAL
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from zerofp4.tensors.nvfp4 import NVFP4Tensor, empty, quantize_dequantize
+from zerofp4.tensors.nvfp4_values import derived_side
+from zerofp4.tensors.quantized_tensor import QuantizedTensor
 from zerofp4.tensors.quantizer import Quantizer, quantize
 
 __all__ = [
@@ -12,8 +14,10 @@ __all__ = [
     "GroupedNVFP4Tensor",
     "MXFP8Tensor",
     "NVFP4Tensor",
+    "QuantizedTensor",
     "Quantizer",
     "dequantize_many",
+    "derived_side",
     "empty",
     "quantize",
     "quantize_dequantize",

@@ -39,7 +39,7 @@ def requantize(record: NVFP4Storage, values: torch.Tensor) -> None:
     ops.quantize_into(values.expand(record.shape).contiguous(), record)
 
 
-def _derived(record: NVFP4Storage, side: str) -> Side:
+def derived_side(record: NVFP4Storage, side: str) -> Side:
     """A side, with compact scales; transposed from the other side where the record has only that one."""
     copy: Side | None = getattr(record, side)
     if copy is not None:
@@ -60,7 +60,7 @@ def copy_bytes(target: NVFP4Storage, source: NVFP4Storage, non_blocking: bool = 
     What the source does not have is derived from what it has. Raises ValueError, before anything is written,
     where that is impossible: one side of a (1, 16) quantization does not determine the other.
     """
-    found = [(name, side, _derived(source, name)) for name, side in target.sides()]
+    found = [(name, side, derived_side(source, name)) for name, side in target.sides()]
     for name, side, given in found:
         if side is found[0][1] or side.amax is not target.amax:  # two sides may share one
             side.amax.copy_(given.amax, non_blocking)

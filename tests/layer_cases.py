@@ -1,0 +1,95 @@
+"""What tests of layers share: recipes, and a linear layer composed from reference operations on the CPU."""
+
+from typing import NamedTuple
+
+import torch
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.nn import MXFP8Recipe, NVFP4Recipe
+
+RECIPES = {
+    "nvfp4": NVFP4Recipe(),
+    "nvfp4, nearest": NVFP4Recipe(stochastic_rounding=False),
+    "nvfp4, no transform": NVFP4Recipe(hadamard=False),
+    "nvfp4, no signs": NVFP4Recipe(random_signs=False),
+    "nvfp4, weights 1x16": NVFP4Recipe(weight_block=(1, 16)),
+    "nvfp4, four over six": NVFP4Recipe(four_over_six=zerofp4.FourOverSix()),
+    "nvfp4, dequantized": NVFP4Recipe(backward="dequantized"),
+    "mxfp8": MXFP8Recipe(),
+    "mxfp8, dequantized": MXFP8Recipe(backward="dequantized"),
+}
+
+
+class Factor(NamedTuple):
+    """float32 [rows, contraction] without the global scale, amax float32 [1] or None, and e4m3_max."""
+
+    values: torch.Tensor
+    amax: torch.Tensor | None = None
+    e4m3_max: float = 448
+
+
+class Copies(NamedTuple):
+    """Both copies of a matrix as factors, and the values of the rowwise one."""
+
+    rowwise: Factor
+    columnwise: Factor | None
+    values: torch.Tensor
+
+
+def multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    out = a.values @ b.values.t()
+    if a.amax is not None:
+        out = out * reference.gemm_alpha(a.amax, b.amax, a.e4m3_max, b.e4m3_max)
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def nvfp4(x: torch.Tensor, block_rows: int, **options) -> Copies:
+    q = reference.quantize(x, block_rows, **options)
+    chosen = options.get("four_over_six")
+    e4m3_max = chosen.e4m3_max if chosen else 448
+    factors = [
+        Factor(reference.nvfp4_operand(data, scale, block_rows).float(), amax, e4m3_max)
+        for data, scale, amax in (
+            (q.rowwise_data, q.rowwise_scale, q.amax),
+            (q.columnwise_data, q.columnwise_scale, q.columnwise_amax),
+        )
+        if data is not None
+    ]
+    values = reference.dequantize(
+        q.rowwise_data, q.rowwise_scale, q.amax, block_rows, torch.float32, e4m3_max
+    )
+    return Copies(factors[0], factors[1] if len(factors) == 2 else None, values)
+
+
+def mxfp8(x: torch.Tensor) -> Copies:
+    q = reference.quantize_mxfp8(x)
+    rows = reference.dequantize_mxfp8(q.rowwise_data, q.rowwise_scale, False)
+    columns = reference.dequantize_mxfp8(q.columnwise_data, q.columnwise_scale, True)
+    return Copies(Factor(rows.bfloat16().float()), Factor(columns.bfloat16().float().t()), rows)
+
+
+def copies(recipe, role: str, x: torch.Tensor, rng_state: torch.Tensor | None = None) -> Copies:
+    """x, of a role in the layer, as the recipe quantizes it."""
+    if isinstance(recipe, MXFP8Recipe):
+        return mxfp8(x)
+    chosen = {"four_over_six": recipe.four_over_six}
+    if role == "weight":
+        return nvfp4(x, recipe.weight_block[0], **chosen)
+    transform = {"hadamard": recipe.hadamard, "random_signs": recipe.random_signs}
+    if role == "input":
+        return nvfp4(x, 1, **transform, **chosen)
+    return nvfp4(x, 1, **transform, rng_state=rng_state if recipe.stochastic_rounding else None)
+
+
+def linear(recipe, x, weight, bias, grad, rng_state=None):
+    """(y, dx, dw, db) of a layer with x [T, K], weight [N, K], bias [N] or None, and y's gradient [T, N]."""
+    q_x, q_w = copies(recipe, "input", x), copies(recipe, "weight", weight)
+    y = multiply(q_x.rowwise, q_w.rowwise, x.dtype, bias)
+    db = None if bias is None else grad.sum(0).to(bias.dtype)
+    if recipe.backward == "dequantized":
+        dx = (grad @ q_w.values.to(weight.dtype).to(grad.dtype)).to(x.dtype)
+        return y, dx, (grad.t() @ q_x.values.to(grad.dtype)).to(weight.dtype), db
+    q_g = copies(recipe, "gradient", grad, rng_state)
+    dx = multiply(q_g.rowwise, q_w.columnwise, x.dtype)
+    return y, dx, multiply(q_g.columnwise, q_x.columnwise, weight.dtype), db

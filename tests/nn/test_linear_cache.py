@@ -1,0 +1,166 @@
+"""The weight cache of zerofp4.nn.Linear: the same bytes, fewer quantizations, never a stale weight."""
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from layer_cases import RECIPES
+from tensor_helpers import values
+from torch import nn
+
+import zerofp4
+from zerofp4.nn import Linear, autocast, quantizers
+
+
+def layer(in_features=64, out_features=48, **options):
+    torch.manual_seed(0)
+    return Linear(in_features, out_features, dtype=torch.bfloat16, **options)
+
+
+def counted(monkeypatch):
+    """The roles of what is quantized from here on."""
+    roles = []
+    call, update = quantizers.Quantizers.__call__, quantizers.Quantizers.update_
+
+    def count(function):
+        def counting(self, role, *arguments, **options):
+            roles.append(role)
+            return function(self, role, *arguments, **options)
+
+        return counting
+
+    monkeypatch.setattr(quantizers.Quantizers, "__call__", count(call))
+    monkeypatch.setattr(quantizers.Quantizers, "update_", count(update))
+    return roles
+
+
+def step(module, batches, recipe, cached, optimizer=None):
+    """Outputs and gradients of a step of micro-batches, as bytes to compare."""
+    torch.manual_seed(7)
+    module.zero_grad()
+    results = []
+    for index, (x, grad) in enumerate(batches):
+        x = x.clone().requires_grad_()
+        with autocast(recipe):
+            y = module(x, index == 0 if cached else None)
+        y.backward(grad)
+        results += [y.detach(), x.grad]
+    results += [module.weight.grad.clone(), module.bias.grad.clone()]
+    if optimizer is not None:
+        optimizer.step()
+    return results
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("name", RECIPES)
+def test_bytes_are_the_same_with_and_without(name, count):
+    rows = [2 * ((5 * i) % 17 + 1) for i in range(count)]
+    batches = [(values(n, 50, seed=n), values(n, 34, seed=n + 1)) for n in rows]
+    module, recipe = layer(50, 34), RECIPES[name]
+    expected = step(module, batches, recipe, False)
+    for cached in (True, False, True):  # also when switching between both
+        for index, pair in enumerate(zip(step(module, batches, recipe, cached), expected, strict=True)):
+            assert_bytes_equal(*pair, f"result {index}")
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_steps_of_an_optimizer(primary):
+    batches = [(values(16, 64, seed=i), values(16, 48, seed=i + 9)) for i in range(3)]
+    results = []
+    for cached in (True, False):
+        model = nn.Sequential(layer())
+        if primary:
+            zerofp4.convert_model(model)
+            optimizer = zerofp4.optim.ZeroFP4Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = [step(model[0], batches, RECIPES["nvfp4"], cached, optimizer) for _ in range(3)]
+        results.append([*steps[0], *steps[1], *steps[2]])
+    for index, (mine, other) in enumerate(zip(*results, strict=True)):
+        assert_bytes_equal(mine, other, f"result {index}")
+
+
+def test_the_weight_is_quantized_once_per_step(monkeypatch):
+    module, roles = layer(), counted(monkeypatch)
+    batches = [(values(16, 64, seed=i), values(16, 48, seed=i)) for i in range(4)]
+    step(module, batches, RECIPES["nvfp4"], True)
+    assert roles.count("weight") == 1 and roles.count("input") == roles.count("gradient") == 4
+    roles.clear()
+    step(module, batches, RECIPES["nvfp4"], False)
+    assert roles.count("weight") == 4
+    primary = layer(primary_weights=True)
+    roles.clear()
+    step(primary, batches, RECIPES["nvfp4"], True)
+    assert "weight" not in roles
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_buffers_stay_where_they_are(name):
+    module, x = layer(), values(16, 64)
+
+    def addresses():
+        return [buffer.data_ptr() for _, buffer in module._weight_cache._tensor.record.buffers()]
+
+    with autocast(RECIPES[name]), torch.no_grad():
+        module(x, True)
+        before = addresses()
+        module.weight.mul_(1.5)
+        first = module(x, True)
+        assert addresses() == before
+        assert_bytes_equal(module(x, False), first, "y")
+        assert_bytes_equal(module(x), first, "y")
+
+
+def test_a_weight_that_was_written_to_is_never_used_stale():
+    module, x, recipe = layer(), values(16, 64), RECIPES["nvfp4"]
+    with torch.no_grad(), autocast(recipe):
+        module(x, True)
+        for write in (
+            lambda: module.weight.mul_(2),
+            lambda: module.load_state_dict({k: v * 3 for k, v in module.state_dict().items()}),
+            lambda: setattr(module, "weight", nn.Parameter(values(48, 64, seed=9))),
+            lambda: setattr(module.weight, "data", values(48, 64, seed=10)),
+            lambda: module.float(),
+        ):
+            write()
+            assert_bytes_equal(module(x, False), module(x), "y")
+
+
+def test_another_recipe_is_not_served_from_the_cache():
+    module, x = layer(), values(16, 64)
+    for name in ("nvfp4", "mxfp8", "nvfp4, weights 1x16", "nvfp4"):
+        with autocast(RECIPES[name]), torch.no_grad():
+            module(x, True) if name == "nvfp4" else None
+            assert_bytes_equal(module(x, False), module(x), name)
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_backward_after_the_weight_changed_raises(primary):
+    module, x = layer(primary_weights=primary), values(16, 64).requires_grad_()
+    with autocast(RECIPES["nvfp4"]):
+        y = module(x, True)
+        with torch.no_grad():
+            module.weight.copy_(values(48, 64, seed=5))
+        module(x, False)
+    with pytest.raises(RuntimeError, match="written to between its forward and its backward pass"):
+        y.backward(values(16, 48))
+
+
+def test_without_a_cache_backward_has_the_weight_of_its_forward():
+    module, x = layer(), values(16, 64)
+    grad = values(16, 48)
+    gradients = []
+    for change in (False, True):
+        inner = x.clone().requires_grad_()
+        with autocast(RECIPES["mxfp8"]):
+            y = module(inner)
+        if change:
+            with torch.no_grad():
+                module.weight.zero_()
+        y.backward(grad)
+        gradients.append(inner.grad)
+    assert_bytes_equal(*gradients, "dx")
+
+
+def test_a_later_micro_batch_needs_a_first():
+    with autocast(RECIPES["nvfp4"]), pytest.raises(RuntimeError, match="call the layer with is_first_micro"):
+        layer()(values(16, 64), False)

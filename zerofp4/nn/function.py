@@ -1,0 +1,172 @@
+"""The three products of a linear layer as autograd sees them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from zerofp4.gemm import Operand, gemm
+from zerofp4.nn.quantizers import Quantizers, with_columns
+from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
+from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor
+
+
+class MainGrad:
+    """The float32 buffer in which a parameter's gradients are added up: `main_grad`, as Megatron calls it."""
+
+    def __init__(self, parameter: torch.nn.Parameter):
+        self._parameter = parameter
+
+    def buffer(self) -> torch.Tensor:
+        """Raises RuntimeError where the parameter has none."""
+        found = getattr(self._parameter, "main_grad", None)
+        if found is None:
+            raise RuntimeError(
+                "fuse_wgrad_accumulation adds the weight's gradient to weight.main_grad, which is not there: "
+                f"make it a float32 tensor of shape {tuple(self._parameter.shape)}"
+            )
+        return found
+
+    def gradient(self) -> torch.Tensor | None:
+        """What autograd gets after the gradient was added: nothing, or, where the framework asks for it by a
+        flag of the parameter, zeros without memory, for the sake of hooks.
+        """
+        if not hasattr(self._parameter, "grad_added_to_main_grad"):
+            return None
+        self._parameter.grad_added_to_main_grad = True
+        zero = torch.zeros((), dtype=self._parameter.dtype, device=self._parameter.device)
+        return zero.expand(self._parameter.shape)
+
+
+@dataclasses.dataclass
+class LinearCall:
+    """What one call of a layer passes around autograd.
+
+    weight: the record to multiply with; None once autograd has saved it. main_grad: where backward adds the
+    weight's gradient, None where it returns it. is_current: whether the buffers of `weight` still hold what
+    forward multiplied with; None where they are this call's own.
+    """
+
+    quantizers: Quantizers
+    weight: Storage | None
+    main_grad: MainGrad | None = None
+    is_current: Callable[[], bool] | None = None
+
+    @property
+    def quantized_backward(self) -> bool:
+        return self.quantizers.recipe.backward == "quantized"
+
+    @property
+    def backend(self) -> str:
+        return self.quantizers.recipe.backend
+
+
+class Kept(NamedTuple):
+    """What a side of a record is besides its buffers (which autograd saves): enough to have it back."""
+
+    kind: type[NVFP4Storage] | type[MXFP8Storage]
+    shape: torch.Size
+    context: tuple
+    side: str
+    layout: str
+    count: int
+
+    @classmethod
+    def of(cls, record: Any, side: str, layout: str) -> tuple["Kept", list[torch.Tensor]]:
+        copy: Side = getattr(record, side)
+        layout = layout if layout in copy.scales else "compact"
+        buffers = [copy.data, copy.scales[layout], *([] if copy.amax is None else [copy.amax])]
+        return cls(type(record), record.shape, record.context(), side, layout, len(buffers)), buffers
+
+    def record(self, buffers: tuple[torch.Tensor, ...]) -> Storage:
+        data, scale, *amax = buffers
+        record = self.kind.from_context(self.shape, self.context)
+        setattr(record, self.side, Side(data, {self.layout: scale}, amax[0] if amax else None))
+        return record
+
+
+class LinearFunction(torch.autograd.Function):
+    """y [T, N] = x [T, K] w^T + bias, and its gradients, by a recipe (NUMERICS: in all backends of the gemm).
+
+    - y: x rowwise, w rowwise; sums times alpha, plus bias in float32, rounded once to x's dtype.
+    - dx: the gradient g rowwise, w columnwise; in x's dtype.
+    - dw: g columnwise and x columnwise, in the weight's dtype, or added unrounded to main_grad. x is saved as
+      its columnwise copy only.
+    - the bias' gradient is the sum of g's rows.
+    With a dequantized backward, g, and the values of w and x in g's dtype, are multiplied by torch.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, call: LinearCall) -> torch.Tensor:
+        x_needs, weight_needs, _, _ = ctx.needs_input_grad
+        columnwise = weight_needs and call.quantized_backward
+        q_x = call.quantizers("input", x, rowwise=True, columnwise=columnwise).record
+        y = gemm(q_x, call.weight, out_dtype=x.dtype, bias=bias, backend=call.backend)
+        side = "columnwise" if call.quantized_backward else "rowwise"
+        layout = call.quantizers.layout
+        # A primary weight may have rows only, from which its columns follow.
+        weight_side = side if getattr(call.weight, side) is not None else "rowwise"
+        ctx.x, buffers = Kept.of(q_x, side, layout) if weight_needs else (None, [])
+        ctx.weight, more = Kept.of(call.weight, weight_side, layout) if x_needs else (None, [])
+        ctx.save_for_backward(*buffers, *more)
+        ctx.call = dataclasses.replace(call, weight=None)  # autograd alone holds what it saved
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        call: LinearCall = ctx.call
+        saved = ctx.saved_tensors
+        count = 0 if ctx.x is None else ctx.x.count
+        x = None if ctx.x is None else ctx.x.record(saved[:count])
+        weight = None if ctx.weight is None else ctx.weight.record(saved[count:])
+        if weight is not None and call.is_current is not None and not call.is_current():
+            raise RuntimeError(
+                "the weight of a layer was written to between its forward and its backward pass: "
+                "call backward first"
+            )
+        products = _quantized if call.quantized_backward else _dequantized
+        grad_x, grad_weight = products(ctx, call, grad, x, weight)
+        grad_bias = grad.sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _quantized(ctx, call: LinearCall, grad: torch.Tensor, x: Storage | None, weight: Storage | None):
+    """(dx, dw) of a gradient in grad's own quantization; None for what nobody needs."""
+    grad_x = grad_weight = None
+    if x is None and weight is None:
+        return grad_x, grad_weight
+    q_grad = call.quantizers("gradient", grad, rowwise=weight is not None, columnwise=x is not None)
+    if weight is not None:
+        columns = Operand(with_columns(weight), "columnwise")
+        grad_x = gemm(q_grad, columns, out_dtype=ctx.dtypes[0], backend=call.backend)
+    if x is not None:
+        operands = Operand(q_grad, "columnwise"), Operand(x, "columnwise")
+        if call.main_grad is None:
+            grad_weight = gemm(*operands, out_dtype=ctx.dtypes[1], backend=call.backend)
+        else:
+            gemm(*operands, accumulate_into=call.main_grad.buffer(), backend=call.backend)
+            grad_weight = call.main_grad.gradient()
+    return grad_x, grad_weight
+
+
+def _dequantized(ctx, call: LinearCall, grad: torch.Tensor, x: Storage | None, weight: Storage | None):
+    grad_x = grad_weight = None
+    if weight is not None:
+        grad_x = (grad @ _values(weight, grad.dtype)).to(ctx.dtypes[0])
+    if x is not None:
+        grad_weight = grad.t() @ _values(x, grad.dtype)
+        if call.main_grad is None:
+            grad_weight = grad_weight.to(ctx.dtypes[1])
+        else:
+            call.main_grad.buffer().add_(grad_weight)
+            grad_weight = call.main_grad.gradient()
+    return grad_x, grad_weight
+
+
+def _values(record: Storage, dtype: torch.dtype) -> torch.Tensor:
+    kind = NVFP4Tensor if isinstance(record, NVFP4Storage) else MXFP8Tensor
+    return kind(record).dequantize(dtype)

@@ -1,0 +1,99 @@
+"""Linear: a linear layer whose three products take quantized operands."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zerofp4.nn.convert import primary_parameter
+from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
+from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
+from zerofp4.nn.recipe import Recipe, current_recipe
+from zerofp4.tensors import NVFP4Tensor
+
+
+class Linear(nn.Linear):
+    """nn.Linear that inside `autocast(recipe)` quantizes input, weight and gradient, and multiplies those:
+    y = x w^T + b in the forward pass, both gradients in the backward pass (see NVFP4Recipe, MXFP8Recipe).
+
+    Outside of autocast it is nn.Linear, also where its weight is NVFP4. Parameters and state_dict are those
+    of nn.Linear: each loads the other's.
+
+    in_features, out_features, bias, device, dtype: as of nn.Linear, params_dtype is another name of dtype.
+    NVFP4 needs even sizes.
+    primary_weights: the parameter itself is NVFP4, in blocks of 16x16, as convert_model makes it.
+    fuse_wgrad_accumulation: add the weight's gradient, in float32 and unrounded, to weight.main_grad, which
+    has to be there, and give autograd none; weight.grad_added_to_main_grad, if it exists, is set.
+
+    Raises ValueError for dtype with another params_dtype, RuntimeError for primary weights without memory.
+    """
+
+    takes_nvfp4_weight = True
+    """convert_model may convert the weight, although forward is not that of nn.Linear."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        primary_weights: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+    ):
+        if params_dtype is not None and dtype not in (None, params_dtype):
+            raise ValueError(f"params_dtype is another name of dtype, got {params_dtype} and {dtype}")
+        super().__init__(in_features, out_features, bias, device, params_dtype if dtype is None else dtype)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._weight_cache = WeightCache()
+        if primary_weights:
+            if self.weight.is_meta:
+                raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
+            self.weight = primary_parameter(self.weight, "")
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        """x [..., in_features] of float32, bfloat16 or float16 to [..., out_features] of the same dtype;
+        torch.autocast, where it is on, gives both its own.
+
+        is_first_microbatch: None quantizes the weight for this call. True quantizes it into buffers that the
+        layer keeps, False takes what they hold: the same bytes, for all micro-batches of an optimizer step. A
+        weight that was written to in between is quantized again, unless through `.data`, which torch does not
+        count. A weight that is NVFP4 itself is taken as it is. Outside autocast it means nothing.
+
+        Raises ValueError for sizes that cannot be quantized, RuntimeError for False before any True, and in
+        the backward pass where the weight was quantized again, or cast into, since.
+        """
+        recipe = current_recipe()
+        if recipe is None:
+            return F.linear(x, self.weight, self.bias)
+        return quantized_linear(self, x, recipe, is_first_microbatch)
+
+
+def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
+    """The layer's output by a recipe. Errors as Linear.forward."""
+    weight, bias = layer.weight, layer.bias
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"x must have {weight.shape[1]} values in its last dimension, got shape {tuple(x.shape)}"
+        )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    call = _call(layer, weight, recipe, is_first, torch.is_grad_enabled() and x.requires_grad)
+    rows = x.reshape(-1, x.shape[-1])
+    return LinearFunction.apply(rows, weight, bias, call).view(*x.shape[:-1], weight.shape[0])
+
+
+def _call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
+    quantizers = quantizers_of(recipe, weight.device)
+    main_grad = MainGrad(weight) if layer.fuse_wgrad_accumulation else None
+    state, cache = weight_state(weight), layer._weight_cache
+    if isinstance(weight, NVFP4Tensor):
+        check_primary(weight, recipe)
+        return LinearCall(quantizers, weight.record, main_grad, lambda: weight_state(weight) == state)
+    if is_first is None:
+        columnwise = x_needs and recipe.backward == "quantized"
+        own = quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
+        return LinearCall(quantizers, own.record, main_grad)
+    kept = cache.get(weight, quantizers, is_first)
+    return LinearCall(quantizers, kept.record, main_grad, lambda: cache.state == state)

@@ -1,0 +1,150 @@
+"""What a layer quantizes with: a recipe's quantizers, and the weight's operands."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
+from zerofp4.gemm import chosen_backend
+from zerofp4.nn.recipe import NVFP4Recipe, Recipe
+from zerofp4.storage import NVFP4Storage, Storage
+from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, Quantizer, derived_side, quantize_mxfp8
+
+ROLES = ("input", "weight", "gradient")
+
+
+class Quantizers:
+    """The quantizers of a recipe, made as they are needed. layout: of the scales that its products read,
+    "compact" for the exact backend and "swizzled" for the native one.
+    """
+
+    def __init__(self, recipe: Recipe, layout: str):
+        self.recipe, self.layout = recipe, layout
+        self._made: dict[tuple, Quantizer] = {}
+
+    def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """x, of a role out of ROLES, with these copies."""
+        if isinstance(self.recipe, NVFP4Recipe):
+            return self._nvfp4(role, rowwise, columnwise)(x)
+        return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=(self.layout,))
+
+    def update_(self, role: str, out: QuantizedTensor, x: torch.Tensor, *, columnwise: bool) -> None:
+        """The same, with a rowwise copy, into the buffers of `out`."""
+        if isinstance(self.recipe, NVFP4Recipe):
+            self._nvfp4(role, True, columnwise).update_(out, x)
+        else:
+            quantize_mxfp8(x, columnwise=columnwise, scale_layouts=(self.layout,), out=out)
+
+    def _nvfp4(self, role: str, rowwise: bool, columnwise: bool) -> Quantizer:
+        key = (role, rowwise, columnwise)
+        if key not in self._made:
+            options = _nvfp4_options(self.recipe, role, columnwise)
+            copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": (self.layout,)}
+            self._made[key] = Quantizer(**copies, **options)
+        return self._made[key]
+
+
+def _nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
+    if role == "weight":
+        return {"block": recipe.weight_block, "four_over_six": recipe.four_over_six}
+    options: dict[str, Any] = {"block": (1, BLOCK)}
+    if columnwise and recipe.hadamard:
+        options |= {"hadamard": True, "random_signs": recipe.random_signs}
+    if role == "gradient":
+        return options | {"stochastic_rounding": recipe.stochastic_rounding}
+    return options | {"four_over_six": recipe.four_over_six}
+
+
+@functools.lru_cache(maxsize=64)
+def _quantizers(recipe: Recipe, layout: str) -> Quantizers:
+    return Quantizers(recipe, layout)
+
+
+def quantizers_of(recipe: Recipe, device: torch.device) -> Quantizers:
+    """Those of a recipe on a device; the same object as long as both are equal."""
+    backend = chosen_backend(device, recipe.backend)
+    # What dequantizes reads compact scales.
+    native = backend == "native" and recipe.backward == "quantized"
+    return _quantizers(recipe, MXFP8_SCALE_LAYOUTS[int(native)])
+
+
+def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
+    """Raises ValueError unless the recipe's products can take a weight that is NVFP4 itself."""
+    if not isinstance(recipe, NVFP4Recipe):
+        raise ValueError(f"weight is an NVFP4Tensor, which {type(recipe).__name__} cannot multiply")
+    if recipe.weight_block != weight.record.block:
+        raise ValueError(
+            f"weight_block {recipe.weight_block} of the recipe needs a high-precision parameter, but weight "
+            f"is an NVFP4Tensor with block {weight.record.block}"
+        )
+
+
+def with_columns(record: Storage) -> Storage:
+    """The record, or one with its columnwise copy derived: a weight of 16x16 blocks that has rows only."""
+    if record.columnwise is not None or not isinstance(record, NVFP4Storage):
+        return record
+    derived = NVFP4Storage.from_context(record.shape, record.context())
+    derived.columnwise = derived_side(record, "columnwise")
+    return derived
+
+
+class WeightCache:
+    """The quantized weight of a layer for the micro-batches of a step. Its buffers stay where they are as
+    long as the weight's shape, dtype and device do, so that captured CUDA graphs go on reading them.
+
+    Copies of a cache, with its layer, begin empty.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: QuantizedTensor | None = None
+        self._quantizers: Quantizers | None = None
+        self.state: tuple | None = None
+        """Which weight it was made from, and when."""
+
+    def get(self, weight: torch.Tensor, quantizers: Quantizers, is_first_microbatch: bool) -> QuantizedTensor:
+        """The weight quantized: anew for a first micro-batch, for another recipe, and where the weight was
+        written to since.
+
+        Raises RuntimeError for a later micro-batch where there was no first.
+        """
+        if self._tensor is None and not is_first_microbatch:
+            raise RuntimeError(
+                "is_first_microbatch=False takes the cached weight, but there is none: "
+                "call the layer with is_first_microbatch=True first"
+            )
+        state = weight_state(weight)
+        if is_first_microbatch or state != self.state or quantizers is not self._quantizers:
+            self._fill(weight, quantizers)
+            self.state = state
+        assert self._tensor is not None
+        return self._tensor
+
+    def _fill(self, weight: torch.Tensor, quantizers: Quantizers) -> None:
+        columnwise = quantizers.recipe.backward == "quantized"
+        kept = self._tensor
+        fits = kept is not None and quantizers is self._quantizers
+        fits = fits and all(
+            getattr(kept.record, rule) == getattr(weight, rule) for rule in ("shape", "dtype", "device")
+        )
+        if fits:
+            quantizers.update_("weight", kept, weight.detach(), columnwise=columnwise)
+        else:
+            self._tensor = quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
+        self._quantizers = quantizers
+
+    def __deepcopy__(self, memo: dict) -> "WeightCache":
+        return WeightCache()
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return WeightCache, ()
+
+
+def weight_state(weight: torch.Tensor) -> tuple:
+    """What changes when a weight is replaced or written to. (A write through `.data` is not seen by torch's
+    version counter.)
+    """
+    version = None if weight.is_inference() else weight._version
+    place = None if isinstance(weight, QuantizedTensor) else weight.data_ptr()
+    return id(weight), place, version
