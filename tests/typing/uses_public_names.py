@@ -126,6 +126,9 @@ def training() -> None:
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
         model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1
     )
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-3, masters_from=optimizer, on_nonfinite="raise"
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     model(torch.randn(4, 32)).square().mean().backward()
     assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
@@ -133,6 +136,9 @@ def training() -> None:
     schedule.step()
     optimizer.zero_grad()
     assert_type(optimizer.found_inf, Tensor)
+    assert_type(optimizer.skipped_steps, int)
+    assert_type(optimizer.first_nonfinite(), str | None)
+    optimizer.refresh()
     state = optimizer.state_dict()
     assert_type(state, dict[str, Any])
     optimizer.load_state_dict(state)
