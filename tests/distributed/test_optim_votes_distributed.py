@@ -117,6 +117,21 @@ def test_options_that_differ_are_named(world):
 
 
 @on_ranks(2, time_limit=30)
+def test_a_rank_that_skipped_a_step_alone_is_found_by_its_schedule(world):
+    """Its second step meets the first of the other."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    before = everything(parameters, optimizer)
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    if world.rank == 1:
+        scheduler.step()  # as if the first batch had been left out
+    message = raised_everywhere(world, RuntimeError, optimizer.step)
+    assert "['lr'] must be the same on every rank, but is 0.1 on rank 0 and 0.05 on rank 1" in message
+    assert_all_equal(everything(parameters, optimizer), before, "tensor")
+
+
+@on_ranks(2, time_limit=30)
 def test_ranks_that_differ_in_on_nonfinite(world):
     message = raised_everywhere(
         world,

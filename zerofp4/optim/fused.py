@@ -187,14 +187,14 @@ class FusedAdamW(torch.optim.Optimizer):
         members, device = [], self._device()
         for g, group in enumerate(self.param_groups):
             checks.check_edited_options(g, group, device)
-            for i, p in enumerate(group["params"]):
-                gradient = p.grad
-                if gradient is None:
-                    if self._piece(p) is None:
-                        continue
-                elif not checks.is_usable_gradient(gradient, p):
-                    raise checks.gradient_error(parameter_name(g, i, group), gradient, p)
-                members.append(_Member(g, i, p, gradient, self.state.get(p)))
+            params = group["params"]
+            gradients = [p.grad for p in params]
+            bad = checks.find_unusable_gradient(gradients, params)
+            if bad is not None:
+                raise checks.gradient_error(parameter_name(g, bad, group), gradients[bad], params[bad])
+            for i, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
+                if gradient is not None or self._piece(p) is not None:
+                    members.append(_Member(g, i, p, gradient, self.state.get(p)))
         return members
 
     def _bind(self, members: list[_Member]) -> None:

@@ -1,6 +1,7 @@
 """What FusedAdamW takes: every rule about its options, parameters, gradients and state stands here."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")
+_layout, _dtype, _device = map(attrgetter, ("layout", "dtype", "device"))
 
 
 def check_options(options: dict[str, Any], where: str = "") -> None:
@@ -69,13 +71,24 @@ def check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {p.device}, the first parameter on {device}")
 
 
-def is_usable_gradient(gradient: torch.Tensor, p: torch.Tensor) -> bool:
+def find_unusable_gradient(
+    gradients: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor]
+) -> int | None:
+    """The position of the first gradient that kernels cannot read, or None."""
+    if are_usable([g for g in gradients if g is not None], [p for p in params if p.grad is not None]):
+        return None
+    pairs = enumerate(zip(gradients, params, strict=True))
+    return next(i for i, (g, p) in pairs if g is not None and not are_usable([g], [p]))
+
+
+def are_usable(gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> bool:
+    """Of gradients and their parameters. Every step asks: attribute by attribute, in loops in C."""
     return (
-        gradient.layout is torch.strided
-        and gradient.dtype in GRADIENT_DTYPES
-        and gradient.device == p.device
-        and gradient.numel() == p.numel()
-        and gradient.is_contiguous()
+        set(map(_layout, gradients)) <= {torch.strided}
+        and set(map(_dtype, gradients)) <= set(GRADIENT_DTYPES)
+        and list(map(_device, gradients)) == list(map(_device, params))
+        and list(map(torch.Tensor.numel, gradients)) == list(map(torch.Tensor.numel, params))
+        and all(map(torch.Tensor.is_contiguous, gradients))
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerofp4.ops import is_capturing
 from zerofp4.optim.flat import FlatBuffer
 
 POLICIES = ("skip_step", "raise")
@@ -32,8 +33,12 @@ class NonfiniteGradients:
         return None if self._alone else first_nonfinite(gradients)
 
     def look_at_reduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """In a world of one these are the rank's own gradients. Waits for the device."""
-        if self._alone and not all_finite(self._buffers):
+        """In a world of one these are the rank's own gradients. Waits for the device: in a step that a CUDA
+        graph captures nothing is looked at.
+        """
+        if not self._alone or is_capturing(self._buffers[0].device):
+            return
+        if not all_finite(self._buffers):
             self.first = from_word(first_nonfinite(gradients).item(), len(gradients))
 
     def raise_if_asked(self) -> None:

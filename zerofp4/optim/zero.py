@@ -57,7 +57,8 @@ class ZeroFP4Optimizer(ShardedState):
     whose masters become NaN or Inf keep their last codes, and found_inf is 1 after such a step.
 
     Gradients are looked at once, before the update. In a world of one the host reads one flag for it per
-    step, on a GPU too, and nothing else; with more ranks it is part of the vector that is read anyway.
+    step, on a GPU too, and nothing else (none while a CUDA graph is captured, whose replays look at nothing);
+    with more ranks it is part of the vector that is read anyway.
 
     A parameter that is frozen (requires_grad False) when the optimizer is built gets rank 0's bytes once, no
     master and no update; unfreezing it later makes step() raise. Freezing a parameter later does what it does
