@@ -116,7 +116,10 @@ class ParameterWatch:
         if not any(_attributes(_requires_grad, self._frozen)):
             return None
         name = next(n for p, n in zip(self._frozen, self._frozen_names, strict=True) if p.requires_grad)
-        return f"{name} was frozen when the optimizer was built and has no master: build a new optimizer"
+        return (
+            f"{name} was frozen when the optimizer was built and has no master: build a new optimizer, with "
+            "masters_from=this one"
+        )
 
     def _find_bad_gradient(self, gradients: Sequence[torch.Tensor | None]) -> str | None:
         layouts = {_layout(gradient) for gradient in gradients if gradient is not None}

@@ -153,7 +153,7 @@ class ZeroFP4Optimizer(ShardedState):
         if self._built:
             raise RuntimeError(
                 "add_param_group: masters and weights lie in flat buffers that were laid out when the "
-                "optimizer was built; build a new optimizer for other parameters"
+                "optimizer was built; build a new optimizer for other parameters, with masters_from=this one"
             )
         super().add_param_group(param_group)
 

@@ -1,0 +1,72 @@
+"""What a step of ZeroFP4Optimizer costs the host, counted: calls for each weight, and values read back."""
+
+import pytest
+import torch
+from optim_cases import make_gradients, make_parameters, set_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofp4 import NVFP4Tensor
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+def stepped(device, count, optimizer_class=torch.optim.SGD):
+    """An optimizer of `count` NVFP4 weights and a bias after a step, with the next gradients there."""
+    specifications = [((16, 16), torch.bfloat16, True)] * count + [((7,), torch.bfloat16, False)]
+    parameters = make_parameters(device, specifications=specifications)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1)
+    for step in range(2):
+        if step:
+            optimizer.step()
+        set_gradients(parameters, make_gradients(parameters, step))
+    return optimizer
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_no_weight_is_asked_through_torch_function(device, monkeypatch, clip):
+    optimizer = stepped(device, 5)
+    calls = []
+    original = NVFP4Tensor.__torch_function__
+
+    def counting(func, types, args=(), kwargs=None):
+        calls.append(func)
+        return original(func, types, args, kwargs)
+
+    monkeypatch.setattr(NVFP4Tensor, "__torch_function__", counting)
+    if clip:
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert not calls
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_value_is_read_back_in_a_world_of_one(device):
+    """Whether the gradients are finite; clip_grad_norm_ has read it for its step."""
+    optimizer = stepped(device, 5, FusedAdamW)
+    reads = []
+    for clip in (False, True):
+        with Operations() as operations:
+            if clip:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        reads.append(sum("_local_scalar_dense" in name for name in operations.names))
+    assert reads == [1, 1]
+
+
+def test_operations_of_a_step_do_not_grow_with_the_model(device):
+    """But for those that torch's foreach functions take lists for."""
+    counts = []
+    for count in (5, 50):
+        optimizer = stepped(device, count, FusedAdamW)
+        with Operations() as operations:
+            optimizer.step()
+        counts.append(len(operations.names))
+    assert counts[0] == counts[1], operations.names
