@@ -42,6 +42,7 @@ OPTIMIZERS = {
 }
 VALIDATIONS = 10  # how often in a run the held-out loss is measured
 VALIDATION_BATCHES = 8
+MOST_SKIPPED = 10  # steps in a row that are skipped for gradients with a NaN or Inf: the run is over then
 
 
 def at_least(kind: type, smallest: float):
@@ -89,7 +90,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class DivergedError(RuntimeError):
-    """The loss is not finite."""
+    """The loss is not finite, or the gradients have not been for long."""
 
 
 class Interrupt:
@@ -159,7 +160,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     tokens = options.batch_size * options.sequence_length * options.grad_accumulation * world.world_size
     validate_every = max(1, options.steps // VALIDATIONS)
     start = time.perf_counter()
-    training_seconds = 0.0
+    training_seconds, skipped_in_a_row = 0.0, 0
     with Recorder(options.out, kind, options.steps, active=world.rank == 0) as recorder:
         for step in range(1, options.steps + 1):
             step_start = time.perf_counter()
@@ -168,15 +169,21 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                 micro_loss = model.loss(*batches.next(world.device)) / options.grad_accumulation
                 micro_loss.backward()
                 loss += micro_loss.item()
-            norm = optimizer.clip_grad_norm_(options.clip or math.inf)
+            norm, skipped = optimizer.clip_grad_norm_(options.clip or math.inf), optimizer.skipped_steps
             lr = optimizer.param_groups[0]["lr"]
             optimizer.step()
+            skipped_in_a_row = skipped_in_a_row + 1 if optimizer.skipped_steps > skipped else 0
             scheduler.step()
             optimizer.zero_grad()
             # The loss takes a rank's wish to stop along, so that all ranks stop after the same step.
             loss, stop = mean_over_ranks([loss, float(interrupt.asked)], world.device)
             if not math.isfinite(loss):
                 raise DivergedError(f"the loss is {loss} at step {step}: try a lower --lr than {options.lr}")
+            if skipped_in_a_row == MOST_SKIPPED:
+                raise DivergedError(
+                    f"the gradients of {MOST_SKIPPED} steps, the last of them {step}, hold a NaN or Inf, "
+                    f"that of {optimizer.first_nonfinite()} first: try a lower --lr than {options.lr}"
+                )
             seconds = time.perf_counter() - step_start
             training_seconds += seconds
             row = {"step": step, "loss": loss, "lr": lr, "grad_norm": float(norm)}

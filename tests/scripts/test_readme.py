@@ -47,5 +47,8 @@ def test_the_snippet_runs():
 def test_both_commands_end_as_it_says():
     for script, word in (("demo.sh", "DEMO"), ("test.sh", "TESTS")):
         text = (ROOT / "scripts" / script).read_text()
+        assert f"\nverdict {word}\n" in text and text.endswith("passed\n"), script
         for end in (f"{word} PASSED", f"{word} FAILED"):
-            assert end in README and end in text, f"{end} is not in README.md and scripts/{script}"
+            assert end in README, f"{end} is not in README.md"
+    verdict = (ROOT / "scripts" / "verdict.sh").read_text()
+    assert '"$VERDICT PASSED"' in verdict and '"$VERDICT FAILED"' in verdict

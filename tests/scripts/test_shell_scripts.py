@@ -36,6 +36,12 @@ exit "$(cat done)"
 """
 
 
+def heed_signals() -> None:
+    """What a shell found ignored it cannot trap: nohup ignores HUP, and `&` in a script INT."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_DFL)
+
+
 class StandIn:
     """A copy of a script in a repository of its own, at work; `folder` is that repository."""
 
@@ -57,7 +63,7 @@ class StandIn:
             text=True,
             start_new_session=True,
             # A shell without job control starts what runs beside it, and all below that, with INT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_signals,
         )
 
     def child(self) -> int:

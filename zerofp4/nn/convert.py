@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.nn.held import check_not_held
-from zerofp4.tensors import INIT_VAL, NVFP4Tensor, quantize
+from zerofp4.tensors import INIT_VAL, NVFP4Tensor, check_not_held, quantize
 
 FilterFn = Callable[[nn.Module, str], bool]
 

@@ -6,8 +6,8 @@ from operator import attrgetter
 
 import torch
 
-from zerofp4.nn import find_in_no_module, register_holder
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.tensors import find_in_no_module, register_holder
 
 _version, _grad, _layout, _requires_grad = map(attrgetter, ("_version", "grad", "layout", "requires_grad"))
 

@@ -1,6 +1,7 @@
 """Quantized tensors: autograd and torch over records, and the functions that make them."""
 
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
+from zerofp4.tensors.held import check_not_held, find_in_no_module, register_holder
 from zerofp4.tensors.initial_value import INIT_VAL
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
@@ -16,13 +17,16 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "Quantizer",
+    "check_not_held",
     "dequantize_many",
     "derived_side",
     "empty",
+    "find_in_no_module",
     "quantize",
     "quantize_dequantize",
     "quantize_grouped",
     "quantize_mxfp8",
+    "register_holder",
     "swizzle_scales",
     "unswizzle_scales",
 ]

@@ -15,13 +15,14 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The values that a product computes with, as a plain tensor of dtype (by default the tensor's) without
-    history.
+    """The values that a product computes with, as a plain tensor of dtype (by default the tensor's).
+
+    With a history only where gradients of gradients are asked for: backward runs with gradients enabled then.
     """
-    if not is_quantized(tensor) or torch.compiler.is_compiling():
-        tensor = tensor.detach()  # autocast would cache its copy of a leaf
-        return tensor if dtype is None else tensor.to(dtype)
-    return tensor._values_of(tensor.record, dtype or tensor.dtype)
+    if is_quantized(tensor) and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        return tensor._values_of(tensor.record, dtype or tensor.dtype)
+    # Detached in forward: autocast would cache its copy of a leaf.
+    return tensor.detach() if dtype is None else tensor.to(dtype)
 
 
 class Dequantize(torch.autograd.Function):
