@@ -15,13 +15,14 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The values that a product computes with, as a plain tensor of dtype (by default the tensor's).
+    """The values that a product computes with, as a plain tensor of dtype.
 
-    With a history only where gradients of gradients are asked for: backward runs with gradients enabled then.
+    Without one, in a forward pass, of the tensor's and without history: autocast would cache its copy of a
+    leaf. With one, in a backward pass, with their history where a derivative of the gradient is asked for.
     """
-    if is_quantized(tensor) and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+    without_history = dtype is None or not torch.is_grad_enabled()
+    if is_quantized(tensor) and without_history and not torch.compiler.is_compiling():
         return tensor._values_of(tensor.record, dtype or tensor.dtype)
-    # Detached in forward: autocast would cache its copy of a leaf.
     return tensor.detach() if dtype is None else tensor.to(dtype)
 
 
