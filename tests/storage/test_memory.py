@@ -77,6 +77,9 @@ def test_an_inflated_shape_is_refused(make_format, shape):
         (torch.bfloat16, (16, 16), True, True, None),
         (torch.bfloat16, (16, 16), False, False, None),
         (torch.bfloat16, (16, 16), False, True, (100000, "mae")),
+        (torch.bfloat16, (16, 16), "no", True, None),
+        (torch.bfloat16, (16, 16), False, (1, 16), None),
+        (torch.bfloat16, (16, 16), False, True, 0),
         (torch.bfloat16,),
         None,
     ],
@@ -85,6 +88,14 @@ def test_options_that_the_format_has_not_are_refused(context):
     arguments = arguments_of(make("cpu"))
     arguments[2] = context
     with pytest.raises((ValueError, TypeError)):
+        load(Crafted(transfer._rebuild_tensor, tuple(arguments)))
+
+
+@pytest.mark.parametrize(("index", "value"), [(3, {"rowwise_data": None}), (3, None), (4, 1), (4, ["a"])])
+def test_what_is_no_buffer_and_no_name_is_refused(index, value):
+    arguments = arguments_of(make("cpu"))
+    arguments[index] = {**arguments[index], **value} if isinstance(value, dict) else value
+    with pytest.raises((TypeError, AttributeError)):
         load(Crafted(transfer._rebuild_tensor, tuple(arguments)))
 
 

@@ -40,7 +40,7 @@ class NVFP4Storage(Storage):
     def from_context(cls, shape, context) -> "NVFP4Storage":
         dtype, block, hadamard, random_signs, four_over_six = context
         record = cls(shape, dtype, tuple(block), hadamard=hadamard, random_signs=random_signs)
-        record.four_over_six = four_over_six and FourOverSix(*four_over_six)
+        record.four_over_six = None if four_over_six is None else FourOverSix(*four_over_six)
         return record
 
     def context(self) -> tuple:
@@ -50,6 +50,9 @@ class NVFP4Storage(Storage):
 
     def check_context(self) -> None:
         super().check_context()
+        for name in ("hadamard", "random_signs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
         check_block(self.block)
         check_transform(self.block[0], self.columnwise is not None, self.hadamard, self.random_signs)
         check_matrix(*self.matrix, columnwise=self.columnwise is not None and not self.hadamard)

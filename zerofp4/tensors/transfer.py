@@ -38,8 +38,13 @@ def reduce_tensor(tensor) -> tuple:
 
 
 def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parameter):
+    if not isinstance(name, str | None):
+        raise TypeError(f"name must be a str or None, got {type(name).__name__}")
+    for key, buffer in buffers.items():
+        if not isinstance(buffer, torch.Tensor):
+            raise TypeError(f"{key} must be a tensor, got {type(buffer).__name__}")
     dtype_of = cls._record_type.buffer_dtype
-    buffers = {name: buffer.view(dtype_of(name)) for name, buffer in buffers.items()}
+    buffers = {key: buffer.view(dtype_of(key)) for key, buffer in buffers.items()}
     tensor = cls.__tensor_unflatten__(buffers, context, shape, None)
     tensor.record.name = name
     if is_parameter:
