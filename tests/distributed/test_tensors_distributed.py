@@ -48,3 +48,19 @@ def test_broadcast_of_unequal_formats_raises_on_every_rank(world):
     else:
         raise AssertionError("broadcast of unequal formats did not raise")
     assert_record_equal(t, before)
+
+
+@on_ranks(2)
+def test_ddp_gives_every_rank_the_values_of_rank_0_and_keeps_what_those_came_from(world):
+    torch.manual_seed(world.rank)
+    layer = torch.nn.Linear(80, 48, device=world.device, dtype=torch.bfloat16)
+    zerofp4.convert_model(layer)
+    before, value = layer.weight.detach().clone(), layer.weight.get_high_precision_init_val()
+    torch.nn.parallel.DistributedDataParallel(layer)
+    if world.rank == 0:
+        assert_record_equal(layer.weight, before)
+        assert layer.weight.get_high_precision_init_val() is value
+    sent = before.dequantize()
+    dist.broadcast(sent, 0)
+    if world.rank == 1:
+        assert torch.equal(layer.weight.get_high_precision_init_val(), sent.cpu())

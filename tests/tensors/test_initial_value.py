@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import assert_bytes_equal
-from tensor_helpers import values
+from tensor_helpers import assert_record_equal, values
 from torch import nn
 
 import zerofp4
@@ -128,3 +128,11 @@ def test_a_weight_without_one_gets_none(device):
     model.weight.clear_high_precision_init_val()
     model.weight.data.copy_(values(48, 80))
     assert model.weight.get_high_precision_init_val() is None
+
+
+def test_its_own_values_copied_back_change_nothing(device):
+    model = converted(device)
+    value, before = model.weight.get_high_precision_init_val(), model.weight.detach().clone()
+    model.weight.data.copy_(model.weight.dequantize())
+    assert model.weight.get_high_precision_init_val() is value
+    assert_record_equal(model.weight, before)

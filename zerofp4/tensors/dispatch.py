@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zerofp4.storage import Storage, check_memory, record_of
 from zerofp4.tensors import transfer
-from zerofp4.tensors.initial_value import replace_initial_value, take_initial_value
+from zerofp4.tensors.initial_value import is_kept_by, replace_initial_value, take_initial_value
 
 _SHARDS, _DISTRIBUTES = "torch.distributed.fsdp", "torch.distributed.tensor"
 """Modules that make plain parameters of pieces of a parameter's values."""
@@ -128,6 +128,8 @@ def _copy_(target, source, non_blocking=False):
             take_initial_value(mine, other)
         return target
     values = source.resolve_neg() if other is None else plain(source, target.dtype)
+    if is_kept_by(mine, values, lambda: plain(target)):
+        return target
     target._requantize(mine, values)
     replace_initial_value(mine, values)
     return target

@@ -1,5 +1,7 @@
 """The high-precision value that a converted weight begins with, for as long as its codes are those of it."""
 
+from collections.abc import Callable
+
 import torch
 
 from zerofp4 import ops
@@ -51,6 +53,15 @@ def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
         return
     values = values.detach().expand(record.shape)
     record.attachments[INIT_VAL] = values.to("cpu", record.dtype, copy=True).contiguous()
+
+
+def is_kept_by(record: Storage, values: torch.Tensor, present: Callable[[], torch.Tensor]) -> bool:
+    """Whether a record that has an initial value holds these very values already, which present() gives: DDP
+    copies them back into every weight, and what they were quantized from must outlive that.
+    """
+    if INIT_VAL not in record.attachments or ops.is_capturing(record.device):
+        return False
+    return values.shape == record.shape and torch.equal(values.to(record.device, record.dtype), present())
 
 
 def take_initial_value(target: Storage, source: Storage) -> None:

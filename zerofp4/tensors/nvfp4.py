@@ -51,9 +51,9 @@ class NVFP4Tensor(QuantizedTensor):
         load_state_dict, fill_, zero_, quantize with out), rounded to its dtype; None when there is no such
         value, it was cleared, or the codes are no longer those of it, for which it is quantized once more.
 
-        A weight whose value was cleared takes no new one. detach, `.to(device)` and deepcopy keep it, and
-        load_state_dict hands on what the other weight has;
-        clone and pickling do not, and tensors on the meta device have none.
+        Its own values copied into it, as DDP does, change nothing. A weight whose value was cleared takes no
+        new one. detach, `.to(device)` and deepcopy keep it, and load_state_dict hands on what the other
+        weight has; clone and pickling do not, and tensors on the meta device have none.
         """
         return initial_value(self.record)
 
