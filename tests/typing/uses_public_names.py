@@ -45,6 +45,7 @@ def tensors() -> None:
     choice = FourOverSix(e4m3_max=256, error="mse")
     assert_type(choice.e4m3_max, int)
     assert_type(zerofp4.quantize(x, four_over_six=choice, amax=torch.ones(1)), NVFP4Tensor)
+    assert_type(zerofp4.quantize(x, straight_through=True), NVFP4Tensor)
     skip = torch.zeros(1)
     weight = zerofp4.empty(
         (64, 32), dtype=torch.bfloat16, device="cpu", scale_layouts=("compact", "swizzled")
