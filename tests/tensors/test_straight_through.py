@@ -30,6 +30,20 @@ def test_a_straight_through_gradient_is_that_of_the_values(device, options):
     assert type(x.grad) is torch.Tensor and x.grad.dtype == x.dtype
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_straight_through(device, backend):
+    def loss(x):
+        weight = zerofp4.quantize(x, straight_through=True)
+        return F.linear(torch.ones(2, 80, device=x.device), weight).square().sum()
+
+    x = values(48, 80, device=device, dtype=torch.float32).requires_grad_()
+    torch._dynamo.reset()
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
+        results.append((function(x), *torch.autograd.grad(function(x), x)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)  # sums in another order
+
+
 def test_straight_through_is_asked_for_and_not_for_out():
     x = values(48, 80).requires_grad_()
     assert not zerofp4.quantize(x).requires_grad

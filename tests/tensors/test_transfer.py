@@ -119,6 +119,20 @@ def test_record_stream_reaches_every_buffer(make_format, monkeypatch):
     assert [b.data_ptr() for b in seen] == [b.data_ptr() for _, b in t.record.buffers()]
 
 
+@formats
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_saved_tensors_on_the_cpu_give_the_same_gradients(device, make_format, pin_memory):
+    weight = nn.Parameter(make_format(device))
+    x = values(4, 80, device=device).requires_grad_()
+    gradients = []
+    for hooks in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)):
+        with hooks:
+            out = nn.functional.linear(x, weight)
+        gradients.append(torch.autograd.grad(out.square().sum(), (x, weight)))
+    for kept, offloaded in zip(*gradients, strict=True):
+        assert_bytes_equal(offloaded, kept, "gradient")
+
+
 # Collectives
 
 
