@@ -56,6 +56,8 @@ class QuantizedTensor(torch.Tensor):
         """record: or (shape, context, names of buffers), with these buffers (see `wrap`)."""
         if buffers:
             shape, context, names = record
+            if not torch.compiler.is_compiling():  # else a file, which may set_ its tensors to another size
+                buffers = [buffer.detach() for buffer in buffers]
             named = dict(zip(names, buffers, strict=True))
             record = cls._record_type.from_buffers(torch.Size(shape), context, named)
         if not isinstance(record, cls._record_type):

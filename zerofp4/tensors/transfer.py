@@ -44,7 +44,8 @@ def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parame
         if not isinstance(buffer, torch.Tensor):
             raise TypeError(f"{key} must be a tensor, got {type(buffer).__name__}")
     dtype_of = cls._record_type.buffer_dtype
-    buffers = {key: buffer.view(dtype_of(key)) for key, buffer in buffers.items()}
+    # Other tensors than the file's, which it may set_ to another size once they are checked.
+    buffers = {key: buffer.detach().view(dtype_of(key)) for key, buffer in buffers.items()}
     tensor = cls.__tensor_unflatten__(buffers, context, shape, None)
     tensor.record.name = name
     if is_parameter:
