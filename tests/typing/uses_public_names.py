@@ -83,6 +83,9 @@ def layers() -> None:
     with zerofp4.nn.autocast(recipe):
         assert_type(module.forward(torch.randn(4, 32), is_first_microbatch=True), Tensor)
     assert_type(zerofp4.nn.MXFP8Recipe().backward, str)
+    block = zerofp4.nn.LayerNormMLP(32, 64, normalization="RMSNorm", activation="swiglu")
+    attention = zerofp4.nn.LayerNormLinear(32, 96, eps=1e-6)
+    assert attention.forward(block.forward(torch.randn(4, 32))).shape == (4, 96)
 
 
 def groups() -> None:
