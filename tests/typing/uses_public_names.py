@@ -86,6 +86,8 @@ def layers() -> None:
     block = zerofp4.nn.LayerNormMLP(32, 64, normalization="RMSNorm", activation="swiglu")
     attention = zerofp4.nn.LayerNormLinear(32, 96, eps=1e-6)
     assert attention.forward(block.forward(torch.randn(4, 32))).shape == (4, 96)
+    experts = zerofp4.nn.GroupedLinear(2, 32, 64)
+    assert experts.forward(torch.randn(4, 32), [1, 3]).shape == (4, 64)
 
 
 def groups() -> None:

@@ -1,6 +1,7 @@
 """Quantized layers: what a training loop does to its model."""
 
 from zerofp4.nn.convert import ConversionReport, convert_model
+from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.held import find_in_no_module, register_holder
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
@@ -8,6 +9,7 @@ from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
 
 __all__ = [
     "ConversionReport",
+    "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
