@@ -17,7 +17,7 @@ def multiply(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor | None]
     """(float32 [rows of a, rows of b], alpha): the sums of products of codes and block scales, and the
     float32 [1] that they are still to be multiplied with; None for no factor.
     """
-    if torch.is_autocast_enabled(a.device.type):
+    if a.device.type != "meta" and torch.is_autocast_enabled(a.device.type):  # meta has no autocast
         with torch.autocast(a.device.type, enabled=False):  # which would round sums to its dtype
             return multiply(a, b)
     if a.device.type == "cuda":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.tensors import INIT_VAL, NVFP4Tensor, check_not_held, quantize
 
@@ -192,7 +193,9 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
 
 def primary_parameter(weight: nn.Parameter, name: str) -> nn.Parameter:
     """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one."""
-    tensor = quantize(weight, columnwise=True)
+    # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
+    layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
+    tensor = quantize(weight, columnwise=True, scale_layouts=layouts)
     tensor.record.name = name or None
     tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
     converted = nn.Parameter(tensor, weight.requires_grad)

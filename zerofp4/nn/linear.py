@@ -77,7 +77,7 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
         raise ValueError(
             f"x must have {weight.shape[1]} values in its last dimension, got shape {tuple(x.shape)}"
         )
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
         x = x.to(torch.get_autocast_dtype(x.device.type))
     call = _call(layer, weight, recipe, is_first, torch.is_grad_enabled() and x.requires_grad)
     rows = x.reshape(-1, x.shape[-1])
