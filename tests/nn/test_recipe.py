@@ -1,12 +1,17 @@
 """Recipes, and the context that says where they hold."""
 
 import dataclasses
+import gc
+import re
 import threading
+import weakref
 
 import pytest
+import torch
+from torch import nn
 
 from zerofp4 import FourOverSix
-from zerofp4.nn import MXFP8Recipe, NVFP4Recipe, autocast
+from zerofp4.nn import LayerNormMLP, Linear, MXFP8Recipe, NVFP4Recipe, autocast
 from zerofp4.nn.recipe import current_recipe
 
 
@@ -26,6 +31,16 @@ def test_recipes_are_values():
         (lambda: NVFP4Recipe(hadamard=False, random_signs=False), ValueError, "but hadamard is False"),
         (lambda: NVFP4Recipe(backward="bf16"), ValueError, "backward must be one of .* got 'bf16'"),
         (lambda: MXFP8Recipe(backend="cutlass"), ValueError, "backend must be one of .* got 'cutlass'"),
+        (
+            lambda: NVFP4Recipe(modules=[("a", None)]),
+            TypeError,
+            "modules must be pairs of a name and a recipe",
+        ),
+        (
+            lambda: NVFP4Recipe(modules=[("a", NVFP4Recipe(modules=[("b", MXFP8Recipe())]))]),
+            ValueError,
+            "the recipe of 'a' names modules itself",
+        ),
         (lambda: autocast(None), TypeError, "recipe must be an NVFP4Recipe or an MXFP8Recipe, got NoneType"),
     ],
 )
@@ -60,3 +75,56 @@ def test_one_inside_another():
             autocast(MXFP8Recipe()).__enter__()
         assert current_recipe() == NVFP4Recipe()
     assert current_recipe() is None
+
+
+# Other recipes for some modules
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.ModuleDict({name: Linear(32, 32, bias=False) for name in ("qkv", "out")})
+        self.mlp = LayerNormMLP(32, 64)
+
+    def forward(self, x):
+        return self.mlp(self.attention["out"](self.attention["qkv"](x)))
+
+
+def test_modules_follow_the_recipe_that_names_them():
+    model = nn.Sequential(Block(), Block())
+    recipe = NVFP4Recipe(modules=[("*.attention.out", NVFP4Recipe()), ("*.attention", MXFP8Recipe())])
+    with autocast(recipe, model):
+        for block in model:
+            assert current_recipe(block.attention["qkv"]) == MXFP8Recipe()
+            assert current_recipe(block.attention["out"]) == NVFP4Recipe()  # the first name counts
+            assert current_recipe(block.mlp.fc1) == current_recipe() == recipe
+        x = torch.randn(16, 32)
+        mixed = model[0](x)
+    hidden = x
+    for layer, own in (
+        (model[0].attention["qkv"], MXFP8Recipe()),
+        (model[0].attention["out"], NVFP4Recipe()),
+    ):
+        with autocast(own):
+            hidden = layer(hidden)
+    with autocast(NVFP4Recipe()):
+        assert torch.equal(mixed, model[0].mlp(hidden))
+
+
+def test_a_name_of_nothing_raises():
+    model = nn.Sequential(Block(), nn.GELU())
+    for name in ("attention", "1", "*.nowhere"):
+        with pytest.raises(
+            ValueError, match=f"recipe names {re.escape(repr(name))}, but no module of that name"
+        ):
+            autocast(NVFP4Recipe(modules=[(name, MXFP8Recipe())]), model)
+    with pytest.raises(ValueError, match=r"recipe names modules \['0'\]: give autocast the model"):
+        autocast(NVFP4Recipe(modules=[("0", MXFP8Recipe())]))
+
+
+def test_layers_do_not_live_for_the_sake_of_a_context():
+    model = nn.Sequential(Linear(32, 32))
+    context, layer = autocast(NVFP4Recipe(modules=[("0", MXFP8Recipe())]), model), weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert layer() is None and context.recipe_of(None) == context.recipe

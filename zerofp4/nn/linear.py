@@ -64,7 +64,7 @@ class Linear(nn.Linear):
         Raises ValueError for sizes that cannot be quantized, RuntimeError for False before any True, and in
         the backward pass where the weight was quantized again, or cast into, since.
         """
-        recipe = current_recipe()
+        recipe = current_recipe(self)
         if recipe is None:
             return F.linear(x, self.weight, self.bias)
         return quantized_linear(self, x, recipe, is_first_microbatch)
@@ -87,13 +87,15 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
 def _call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
     quantizers = quantizers_of(recipe, weight.device)
     main_grad = MainGrad(weight) if layer.fuse_wgrad_accumulation else None
-    state, cache = weight_state(weight), layer._weight_cache
     if isinstance(weight, NVFP4Tensor):
         check_primary(weight, recipe)
+        state = weight_state(weight)
         return LinearCall(quantizers, weight.record, main_grad, lambda: weight_state(weight) == state)
     if is_first is None:
         columnwise = x_needs and recipe.backward == "quantized"
         own = quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
         return LinearCall(quantizers, own.record, main_grad)
+    cache = layer._weight_cache
     kept = cache.get(weight, quantizers, is_first)
-    return LinearCall(quantizers, kept.record, main_grad, lambda: cache.state == state)
+    made_from = cache.state
+    return LinearCall(quantizers, kept.record, main_grad, lambda: cache.state == made_from)

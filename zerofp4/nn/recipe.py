@@ -2,6 +2,12 @@
 
 import contextlib
 import dataclasses
+import fnmatch
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.gemm import BACKENDS
@@ -22,6 +28,8 @@ class NVFP4Recipe:
     backward: "quantized", or "dequantized": gradients stay in their dtype, and are multiplied with the values
     of the quantized weight and the quantized input.
     backend: of zerofp4.gemm.
+    modules: (name, recipe) of the modules that follow another recipe, with all that is in them: names as of
+    named_modules(), in which * stands for anything. The first that fits counts; autocast takes the model.
 
     Raises TypeError or ValueError for another value, and for random_signs without hadamard.
     """
@@ -33,6 +41,7 @@ class NVFP4Recipe:
     four_over_six: FourOverSix | None = None
     backward: str = "quantized"
     backend: str = "auto"
+    modules: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
         check_block(self.weight_block)
@@ -43,20 +52,23 @@ class NVFP4Recipe:
         if self.hadamard is False and self.random_signs is False:
             raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
         _check_products(self.backward, self.backend)
+        object.__setattr__(self, "modules", _checked_modules(self.modules))
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8Recipe:
     """All three products of a layer from MXFP8 operands, rounded to nearest. For high-precision parameters.
 
-    backward, backend: as of NVFP4Recipe. Raises ValueError for another value.
+    backward, backend, modules: as of NVFP4Recipe. Raises TypeError or ValueError for another value.
     """
 
     backward: str = "quantized"
     backend: str = "auto"
+    modules: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
         _check_products(self.backward, self.backend)
+        object.__setattr__(self, "modules", _checked_modules(self.modules))
 
 
 Recipe = NVFP4Recipe | MXFP8Recipe
@@ -69,38 +81,81 @@ def _check_products(backward: str, backend: str) -> None:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
 
 
-_current: list[Recipe] = []
-"""Those of the contexts that are entered, which are all equal. Of the process: autograd runs what
-torch.utils.checkpoint computes again in threads of its own.
-"""
+def _checked_modules(modules: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """As a tuple, which can be hashed."""
+    for name, recipe in modules:
+        if not isinstance(name, str) or not isinstance(recipe, Recipe):
+            raise TypeError(f"modules must be pairs of a name and a recipe, got {(name, recipe)}")
+        if recipe.modules:
+            raise ValueError(
+                f"modules: the recipe of {name!r} names modules itself, which only the outer one may"
+            )
+    return tuple((name, recipe) for name, recipe in modules)
 
 
 class autocast(contextlib.ContextDecorator):
     """Inside, the layers of zerofp4.nn compute by `recipe`; outside they are ordinary layers.
 
+    model: where the recipe names others for some modules, the model whose modules they are, as they are when
+    the autocast is made.
+
     Only the forward pass has to be inside. With torch.utils.checkpoint, which computes it once more, the
     backward pass too. It holds for all threads of the process.
 
-    Raises TypeError for what is no recipe, RuntimeError inside an autocast with another recipe.
+    Raises TypeError for what is no recipe, ValueError for modules without a model and for a name of none,
+    RuntimeError inside an autocast with another recipe.
     """
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, model: nn.Module | None = None):
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe must be an NVFP4Recipe or an MXFP8Recipe, got {type(recipe).__name__}")
         self.recipe = recipe
+        self._others = _recipes_of_layers(recipe, model)
+
+    def recipe_of(self, layer: nn.Module | None) -> Recipe:
+        """The recipe of a layer, or that of all others."""
+        return self.recipe if layer is None else self._others.get(layer, self.recipe)
 
     def __enter__(self) -> "autocast":
-        if _current and _current[-1] != self.recipe:
-            raise RuntimeError(
-                f"autocast({self.recipe}) is inside autocast({_current[-1]}): leave that first"
-            )
-        _current.append(self.recipe)
+        if _current and _current[-1].recipe != self.recipe:
+            outer = _current[-1].recipe
+            raise RuntimeError(f"autocast({self.recipe}) is inside autocast({outer}): leave that first")
+        _current.append(self)
         return self
 
     def __exit__(self, *exception) -> None:
         _current.pop()
 
 
-def current_recipe() -> Recipe | None:
-    """That of the autocast around the caller; None outside."""
-    return _current[-1] if _current else None
+_current: list[autocast] = []
+"""The contexts that are entered, all with the same recipe. Of the process: autograd runs what
+torch.utils.checkpoint computes again in threads of its own.
+"""
+
+
+def current_recipe(layer: nn.Module | None = None) -> Recipe | None:
+    """That of the autocast around the caller, for a layer; None outside."""
+    return _current[-1].recipe_of(layer) if _current else None
+
+
+def _recipes_of_layers(recipe: Recipe, model: nn.Module | None) -> weakref.WeakKeyDictionary:
+    """The layers that a recipe names another for. The first name that a layer, or a module that it is in, has
+    counts.
+    """
+    found: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
+    if not recipe.modules:
+        return found
+    if model is None:
+        raise ValueError(
+            f"recipe names modules {[name for name, _ in recipe.modules]}: give autocast the model"
+        )
+    for pattern, other in recipe.modules:
+        named = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+        layers = [
+            layer for module in named for layer in module.modules() if hasattr(layer, "takes_nvfp4_weight")
+        ]
+        if not layers:
+            raise ValueError(f"recipe names {pattern!r}, but no module of that name in the model has a layer")
+        for layer in layers:
+            found.setdefault(layer, other)
+    return found
