@@ -2,7 +2,6 @@
 
 from zerofp4.nn.convert import ConversionReport, convert_model
 from zerofp4.nn.grouped_linear import GroupedLinear
-from zerofp4.nn.held import find_in_no_module, register_holder
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
 from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
@@ -17,6 +16,4 @@ __all__ = [
     "NVFP4Recipe",
     "autocast",
     "convert_model",
-    "find_in_no_module",
-    "register_holder",
 ]

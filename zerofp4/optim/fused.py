@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.ops import AdamWItem, AdamWStage, MasterPiece, adamw_options
+from zerofp4.ops import AdamWItem, AdamWStage, MasterPiece, adamw_options, is_capturing
 from zerofp4.optim import fused_checks as checks
 from zerofp4.optim.amaxes import AmaxRoute
 from zerofp4.optim.parameters import parameter_name
@@ -201,7 +201,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Have a stage for the members: that of the last step, unless something but gradients has moved."""
         device = self._device()
         on_gpu = device is not None and device.type == "cuda"
-        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        capturing = on_gpu and is_capturing(device)
         if capturing:
             checks.check_capturable(self.param_groups)
         # A stage's memory is freed in the order of the stream that it was built on.
