@@ -59,6 +59,15 @@ def test_the_snippet_of_quantizing_runs():
     assert names["values"].shape == names["y"].shape == (256, 512) and len(names["experts"]) == 3
 
 
+def test_the_snippets_of_products_and_layers_run():
+    page = (DOCS / "index.md").read_text()
+    names = {"torch": torch, "zerofp4": zerofp4}
+    for first in ("x = torch", "y = zerofp4.gemm", "layer = zerofp4.nn"):
+        exec(re.search(rf"```python\n({first}.*?)```", page, re.DOTALL).group(1), names)
+    assert names["y"].shape == (256, 256) and names["dw"].shape == (512, 512)
+    assert names["layer"].weight.grad.shape == (256, 512)
+
+
 def test_the_training_snippet_is_that_of_the_readme():
     shown = [
         re.search(r"```python\n(report = .*?)```", path.read_text(), re.DOTALL).group(1)
