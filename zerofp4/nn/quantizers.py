@@ -1,6 +1,5 @@
 """What a layer quantizes with: a recipe's quantizers, and the weight's operands."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +56,8 @@ def _nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str
     return options | {"four_over_six": recipe.four_over_six}
 
 
-@functools.lru_cache(maxsize=64)
-def _quantizers(recipe: Recipe, layout: str) -> Quantizers:
-    return Quantizers(recipe, layout)
+_quantizers: dict[tuple[Recipe, str], Quantizers] = {}
+"""Of the recipes that were used: a program has few."""
 
 
 def quantizers_of(recipe: Recipe, device: torch.device) -> Quantizers:
@@ -67,7 +65,10 @@ def quantizers_of(recipe: Recipe, device: torch.device) -> Quantizers:
     backend = chosen_backend(device, recipe.backend)
     # What dequantizes reads compact scales.
     native = backend == "native" and recipe.backward == "quantized"
-    return _quantizers(recipe, MXFP8_SCALE_LAYOUTS[int(native)])
+    key = (recipe, MXFP8_SCALE_LAYOUTS[int(native)])
+    if key not in _quantizers:
+        _quantizers[key] = Quantizers(*key)
+    return _quantizers[key]
 
 
 def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
