@@ -161,6 +161,19 @@ def test_without_a_cache_backward_has_the_weight_of_its_forward():
     assert_bytes_equal(*gradients, "dx")
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_inference_mode_made_serves_no_training(first):
+    module, x = layer(), values(16, 64)
+    with autocast(RECIPES["nvfp4"]):
+        with torch.inference_mode():
+            expected = module(x, True).clone()
+        y = module(x.clone().requires_grad_(), first)
+        y.backward(values(16, 48))
+        with torch.inference_mode():
+            assert_bytes_equal(module(x, False), expected, "inference again")
+    assert_bytes_equal(y.detach(), expected, "y")
+
+
 def test_a_later_micro_batch_needs_a_first():
     with autocast(RECIPES["nvfp4"]), pytest.raises(RuntimeError, match="call the layer with is_first_micro"):
         layer()(values(16, 64), False)

@@ -115,8 +115,15 @@ class WeightCache:
                 "is_first_microbatch=False takes the cached weight, but there is none: "
                 "call the layer with is_first_microbatch=True first"
             )
+        if self._tensor is not None and self._tensor.is_inference() > torch.is_inference_mode_enabled():
+            self._tensor = None  # made in inference mode, outside of which nobody may write to it or save it
         state = weight_state(weight)
-        if is_first_microbatch or state != self.state or quantizers is not self._quantizers:
+        if (
+            self._tensor is None
+            or is_first_microbatch
+            or state != self.state
+            or quantizers is not self._quantizers
+        ):
             self._fill(weight, quantizers)
             self.state = state
         assert self._tensor is not None
