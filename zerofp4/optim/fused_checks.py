@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerofp4.storage import check_plain, check_signs, dispatches
+
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")
 _layout, _dtype, _device = map(attrgetter, ("layout", "dtype", "device"))
@@ -63,6 +65,7 @@ def check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
         raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}: give its float32 master")
     if p.layout != torch.strided or p.dtype != torch.float32:
         raise TypeError(f"{name} must be dense float32, got {p.dtype} of layout {p.layout}")
+    check_signs(name, p)
     if not p.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got shape {tuple(p.shape)} with strides {p.stride()}")
     if p.device.type not in ("cpu", "cuda"):
@@ -84,7 +87,10 @@ def find_unusable_gradient(
 def are_usable(gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> bool:
     """Of gradients and their parameters. Every step asks: attribute by attribute, in loops in C."""
     return (
-        set(map(_layout, gradients)) <= {torch.strided}
+        not any(map(dispatches, gradients))
+        and set(map(_layout, gradients)) <= {torch.strided}
+        and not any(map(torch.Tensor.is_neg, gradients))
+        and not any(map(torch.Tensor._is_zerotensor, gradients))
         and set(map(_dtype, gradients)) <= set(GRADIENT_DTYPES)
         and list(map(_device, gradients)) == list(map(_device, params))
         and list(map(torch.Tensor.numel, gradients)) == list(map(torch.Tensor.numel, params))
@@ -97,6 +103,11 @@ def gradient_error(name: str, gradient: torch.Tensor, p: torch.Tensor) -> Except
     name = f"the gradient of {name}"
     if gradient.layout is not torch.strided:
         return RuntimeError(f"{name} must be dense, got layout {gradient.layout}")
+    try:
+        check_plain(name, gradient)
+        check_signs(name, gradient)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return error
     if gradient.dtype not in GRADIENT_DTYPES:
         return TypeError(f"{name} must be float32 or bfloat16, got {gradient.dtype}")
     if gradient.device != p.device:

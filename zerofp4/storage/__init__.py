@@ -3,7 +3,7 @@ were.
 """
 
 from zerofp4.storage.addresses import Addresses, pointers
-from zerofp4.storage.memory import check_memory, check_plain, check_signs
+from zerofp4.storage.memory import check_memory, check_plain, check_signs, dispatches
 from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
 from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
 from zerofp4.storage.record import (
@@ -39,6 +39,7 @@ __all__ = [
     "check_sides",
     "check_signs",
     "check_transform",
+    "dispatches",
     "empty_buffer",
     "note_rebinding",
     "pointers",
