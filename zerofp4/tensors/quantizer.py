@@ -178,6 +178,24 @@ class Quantizer:
         return self
 
 
+_kept_quantizer = functools.lru_cache(maxsize=64, typed=True)(Quantizer)
+
+
+def _quantizer(options: dict[str, Any]) -> Quantizer:
+    """The one that was made for these options before, where they can be looked up."""
+    if torch.compiler.is_compiling():  # which traces past a cache
+        return Quantizer(**options)
+    block, layouts = options["block"], options["scale_layouts"]
+    try:
+        hashable = {
+            "block": tuple(block),
+            "scale_layouts": layouts if type(layouts) is str else tuple(layouts),
+        }
+        return _kept_quantizer(**options | hashable)
+    except TypeError:  # what cannot be hashed is not an option either, or is one of a kind
+        return Quantizer(**options)
+
+
 def _apart(record: NVFP4Storage, given: torch.Tensor | None) -> torch.Tensor | None:
     """A given value that the record's own amaxes do not overwrite before it is used."""
     if given is None or torch.compiler.is_compiling() or record.amax.device != given.device:
@@ -237,17 +255,17 @@ def quantize(
     ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
     freed.
     """
-    quantizer = Quantizer(
-        block=block,
-        rowwise=rowwise,
-        columnwise=columnwise,
-        hadamard=hadamard,
-        random_signs=random_signs,
-        stochastic_rounding=stochastic_rounding,
-        generator=generator,
-        four_over_six=four_over_six,
-        scale_layouts=scale_layouts,
-    )
+    options = {
+        "block": block,
+        "rowwise": rowwise,
+        "columnwise": columnwise,
+        "hadamard": hadamard,
+        "random_signs": random_signs,
+        "stochastic_rounding": stochastic_rounding,
+        "four_over_six": four_over_six,
+        "scale_layouts": scale_layouts,
+    }
+    quantizer = _quantizer(options) if generator is None else Quantizer(generator=generator, **options)
     if out is not None:
         if straight_through:
             raise ValueError("straight_through gives a new tensor a history, which out cannot get")
