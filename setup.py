@@ -4,6 +4,8 @@ Environment:
     ZEROFP4_CUDA=0      the CPU side only
     ZEROFP4_CUDA_ARCHS  GPU architectures: "90", "80;90;100f", "native" or "all". If not given, native where
                         there is a GPU, else all. PTX of compute_90 is always added, for newer GPUs.
+    ZEROFP4_SANITIZE=1  with AddressSanitizer and UndefinedBehaviorSanitizer. Needs ZEROFP4_CUDA=0, and that
+                        Python runs under them, as scripts/test.sh --sanitize starts it.
     NVCC, CXX           the compilers to use in place of those on the PATH
 
 Objects are kept in build/objects. A build where nothing changed compiles and links nothing.

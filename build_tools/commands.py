@@ -1,12 +1,13 @@
 """How each source is compiled: CUDA by nvcc, the CPU's operations per instruction set, the rest once."""
 
 import hashlib
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from sysconfig import get_path
 
-from build_tools import ROOT, architectures, compilers
+from build_tools import ROOT, BuildError, architectures, compilers
 
 CSRC = Path("csrc")
 OBJECTS = Path("build", "objects")
@@ -17,6 +18,10 @@ HOST_FLAGS += ["-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno", "-fno
 # 1675: pragmas that are meant for the C++ compiler.
 NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", f"-I{CSRC}", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
 NVCC_FLAGS += ["-diag-suppress=1675"]
+
+# A finding ends the process. float-cast-overflow is not part of undefined.
+SANITIZER_FLAGS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+SANITIZER_FLAGS += ["-fno-omit-frame-pointer", "-g1", "-O1"]
 
 ISA_FLAGS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -80,11 +85,22 @@ def sources(folder, pattern):
 
 def all_jobs(cxx, nvcc, archs):
     """Every object of the extension. nvcc is None for a build without CUDA."""
-    jobs = [Job(source, cxx, tuple(flags), isa) for source, flags, isa in host_sources(nvcc, archs)]
+    last = sanitizer_flags(nvcc)
+    jobs = [Job(source, cxx, (*flags, *last), isa) for source, flags, isa in host_sources(nvcc, archs)]
     if nvcc:
         flags = (*NVCC_FLAGS, *compression(nvcc), *architectures.nvcc_flags(archs))
         jobs += [Job(source, nvcc, flags) for source in sources("cuda", "*.cu")]
     return jobs
+
+
+def sanitizer_flags(nvcc):
+    """Of a build with ZEROFP4_SANITIZE=1, which is one of the CPU side: nvcc's objects know no sanitizer."""
+    given = os.environ.get("ZEROFP4_SANITIZE", "0")
+    if given not in ("0", "1"):
+        raise BuildError(f"ZEROFP4_SANITIZE={given!r}: it is 0 or 1")
+    if given == "1" and nvcc:
+        raise BuildError("ZEROFP4_SANITIZE=1 is for the CPU side only: add ZEROFP4_CUDA=0")
+    return SANITIZER_FLAGS if given == "1" else []
 
 
 def compression(nvcc):
@@ -130,4 +146,5 @@ def link(cxx, nvcc):
     """The command that makes a library of objects; CUDA's runtime in it, so that it loads without one."""
     if nvcc:
         return [*nvcc.command, "-shared", "-cudart=static", "-Xcompiler=-fopenmp", "-Xlinker=-s"]
-    return [*cxx.command, "-shared", "-fopenmp", "-s"]
+    # A report without symbols names no line.
+    return [*cxx.command, "-shared", "-fopenmp", *(sanitizer_flags(nvcc) or ["-s"])]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# scripts/test.sh [--help] [--quick] [pytest's arguments]
+# scripts/test.sh [--help] [--quick | --sanitize] [pytest's arguments]
 #
 # Set up an environment and run every check: ruff, clang-format, then pytest. Ends with TESTS PASSED, or with TESTS
 # FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some.
@@ -9,6 +9,9 @@
 #                 function the middle one of its cases on each device, hypothesis with 3 examples. Left out are the
 #                 tests marked heavy (they compile, or start Python), those of the benchmarks' tooling, and worlds
 #                 other than 2 ranks under torchrun. Run everything before a change lands.
+#   --sanitize    pytest alone, under AddressSanitizer and UndefinedBehaviorSanitizer: the CPU side is built with them
+#                 into build/sanitized, and the rooms that call it are tested, with every instruction set. What they
+#                 find ends the run. Needs g++ and its libraries of sanitizers, and uses no GPU.
 #   -m slow       the conversions on all 2^32 floats; needs a GPU
 #   -m bench      the tooling of the benchmarks only; -m 'not bench and not slow' leaves it out
 #   -k WORD, tests/cast, --durations=20, ...     anything else goes to pytest as it is
@@ -23,6 +26,12 @@ verdict TESTS
 setup_environment test checkout
 cd "$ROOT"
 
+if [[ ${1-} == --sanitize ]]; then
+    . scripts/sanitize.sh
+    test_sanitized "${@:2}"
+    passed
+    exit
+fi
 failed=()
 if has "$PYTHON" ruff; then
     say "ruff"

@@ -29,4 +29,4 @@ def test_every_instruction_set(isa):
     )
     if "this build runs" in run.stdout + run.stderr:
         pytest.skip(f"this processor or build has no {isa}")
-    assert run.returncode == 0, run.stdout
+    assert run.returncode == 0, run.stdout + run.stderr

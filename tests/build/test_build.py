@@ -246,6 +246,30 @@ def test_only_the_bindings_depend_on_python(monkeypatch):
     assert [label for label in before if before[label].key != after[label].key] == ["all_bindings.cpp"]
 
 
+def test_sanitizers_are_part_of_every_command_and_key(monkeypatch):
+    before = {job.key for job in jobs().values()}
+    linked = commands.link(CXX, None)
+    monkeypatch.setenv("ZEROFP4_SANITIZE", "1")
+    after = jobs().values()
+    assert all(
+        job.flags[-len(commands.SANITIZER_FLAGS) :] == tuple(commands.SANITIZER_FLAGS) for job in after
+    )
+    assert not before & {job.key for job in after}
+    assert set(commands.SANITIZER_FLAGS) <= set(commands.link(CXX, None))
+    assert "-s" in linked and "-s" not in commands.link(CXX, None)
+    monkeypatch.setenv("ZEROFP4_SANITIZE", "0")
+    assert before == {job.key for job in jobs().values()} and linked == commands.link(CXX, None)
+
+
+def test_sanitizers_are_for_the_cpu_side(monkeypatch):
+    monkeypatch.setenv("ZEROFP4_SANITIZE", "1")
+    with pytest.raises(BuildError, match="ZEROFP4_SANITIZE=1 is for the CPU side only: add ZEROFP4_CUDA=0"):
+        jobs(toolkit())
+    monkeypatch.setenv("ZEROFP4_SANITIZE", "yes")
+    with pytest.raises(BuildError, match="ZEROFP4_SANITIZE='yes': it is 0 or 1"):
+        jobs()
+
+
 def test_compression_needs_a_new_nvcc():
     assert commands.compression(toolkit((12, 8))) == ["--compress-mode=size"]
     assert commands.compression(toolkit((12, 6))) == []

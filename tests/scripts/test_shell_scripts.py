@@ -30,6 +30,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 [[ $1 == -m ]] || { echo "2 0"; exit; }
 trap 'exit 2' INT
 printf '%s\\n' "$@" >arguments
+echo "${LD_PRELOAD-}" >preload
 echo $$ >draft && mv draft pid
 until [[ -e done ]]; do sleep 0.05; done
 exit "$(cat done)"
@@ -50,7 +51,7 @@ class StandIn:
         (folder / "scripts").mkdir()
         (folder / "csrc").mkdir()
         (folder / "tests" / "native").mkdir(parents=True)
-        for name in (script, "verdict.sh"):
+        for name in (script, "verdict.sh", "sanitize.sh"):
             shutil.copy(SCRIPTS / name, folder / "scripts" / name)
         (folder / "scripts" / "setup_env.sh").write_text(SETUP)
         for name, text in (("python", PYTHON), ("clang-format", "#!/bin/sh\n")):
@@ -158,12 +159,24 @@ def test_arguments_reach_pytest(tmp_path):
     assert made.end() == (0, "TESTS PASSED")
 
 
+def test_sanitizers_that_find_something_end_the_run(tmp_path):
+    made = StandIn(tmp_path, "test.sh", "--sanitize", "-k", "a word")
+    made.child()
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    preload = (tmp_path / "preload").read_text()
+    assert arguments == ["-m", "pytest", "-k", "a word"]
+    assert "libasan.so" in preload and "libubsan.so" in preload
+    made.end_child(1)
+    code, last = made.end()
+    assert (code != 0, last) == (True, "TESTS FAILED")
+
+
 def test_help_says_what_there_is_and_runs_nothing():
     run = subprocess.run(
         ["bash", str(SCRIPTS / "test.sh"), "--help"], capture_output=True, text=True, timeout=20
     )
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.startswith("scripts/test.sh [--help] [--quick] [pytest's arguments]\n")
+    assert run.stdout.startswith("scripts/test.sh [--help] [--quick | --sanitize] [pytest's arguments]\n")
     assert "under 30 seconds" in run.stdout and "PASSED, or" in run.stdout and "set -e" not in run.stdout
 
 
