@@ -57,3 +57,12 @@ def why_no_cuda() -> str | None:
 
 
 needs_gpu = pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda()))
+
+
+def at_an_odd_address(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, one byte from where it would be aligned, as in a file that was mapped."""
+    memory = bytearray(1 + x.numel() * x.element_size())
+    moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=1).view(x.shape)
+    moved.copy_(x)
+    assert moved.data_ptr() % 2 == 1
+    return moved

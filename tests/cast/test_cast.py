@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from cast_cases import check, check_transposes, make
-from helpers import assert_bytes_equal, needs_gpu
+from helpers import assert_bytes_equal, at_an_odd_address, needs_gpu
 
 import zerofp4
 from zerofp4 import reference
@@ -23,6 +23,18 @@ def test_step_all_gather_post(device):
         check_transposes(weights, masters)
         for master in masters:
             master.mul_(-2).add_(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masters_at_odd_addresses(dtype):
+    weights, masters, starts = make("cpu")
+    masters = [at_an_odd_address(master.to(dtype)) for master in masters]
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.step()
+    plan.all_gather()
+    plan.post()
+    check(weights, masters)
+    check_transposes(weights, masters)
 
 
 def test_functions(device):

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, at_an_odd_address
 from mxfp8_cases import ALL, NAMES, assert_quantized, assert_same, make
 from tensor_helpers import DTYPES, addresses, values
 from torch import nn
@@ -30,6 +30,12 @@ def test_quantize_fills_every_buffer(device, shape, dtype):
     assert_quantized(t, x)
     expected = reference.dequantize_mxfp8(t.rowwise_data, t.rowwise_scale, False, dtype)
     assert_bytes_equal(t.dequantize(), expected, "values")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_at_an_odd_address(dtype):
+    x = at_an_odd_address(values(96, 288, dtype=dtype))
+    assert_quantized(zerofp4.quantize_mxfp8(x, **ALL), x)
 
 
 def test_quantize_flattens_and_copies_what_is_not_contiguous(device):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_bytes_equal, needs_gpu
+from helpers import assert_bytes_equal, at_an_odd_address, needs_gpu
 from tensor_helpers import (
     ALL,
     DTYPES,
@@ -136,6 +136,13 @@ def test_not_contiguous(device, options, view):
 def test_an_odd_storage_offset(device, options):
     flat = torch.cat([torch.full((1,), torch.nan, device=device).bfloat16(), values(34 * 80, device=device)])
     x = flat[1:].view(34, 80)
+    assert_specified(zerofp4.quantize(x, columnwise=True, **options), x, **options)
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_odd_address(dtype, options):
+    x = at_an_odd_address(values(34, 272, dtype=dtype))
     assert_specified(zerofp4.quantize(x, columnwise=True, **options), x, **options)
 
 

@@ -25,7 +25,7 @@ ZEROFP4_HD float tile_amax(const T* x, int64_t stride) {
     Bits most[kBlock] = {};
     for (int r = 0; r < kBlock; ++r, x += stride) {
         for (int c = 0; c < kBlock; ++c) {
-            const Bits bits = magnitude_bits(x[c]);
+            const Bits bits = magnitude_bits(element_at(x, c));
             most[c] = bits > most[c] ? bits : most[c];
         }
     }

@@ -43,6 +43,15 @@ ZEROFP4_HD void copy_bytes(void* out, const void* in, int64_t bytes) {
     }
 }
 
+// x[i] where x may lie at any address, as a tensor over a part of a file does: memory that is not aligned is
+// read as bytes. It takes the same instructions.
+template <class T>
+ZEROFP4_HD T element_at(const T* x, int64_t i) {
+    T element;
+    std::memcpy(&element, x + i, sizeof element);
+    return element;
+}
+
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 
 // low and high: the 32 bytes a0 b0 a1 b1 ... a15 b15.

@@ -52,7 +52,8 @@ ZEROFP4_HD void pack_row(const Code& code, uint8_t* out) {
 // Rounds 128 elements to W, scales each with its block's factor and packs their codes into 64 bytes.
 template <class W, class T>
 ZEROFP4_HD void encode_row(const T* x, const float (&encode)[kStripColumns], uint8_t* out) {
-    pack_row([&](int i) { return float_to_e2m1(round_to<W>(load_float(x[i])) * encode[i]); }, out);
+    pack_row([&](int i) { return float_to_e2m1(round_to<W>(load_float(element_at(x, i))) * encode[i]); },
+             out);
 }
 
 // One factor per block to one per element.

@@ -15,9 +15,9 @@ void load_tile(const Mxfp8Args& args, const Tile& tile, Values& values) {
     if (tile.rows < kTileRows || tile.cols < kTileCols) std::memset(values, 0, sizeof values);
     for (int64_t r = 0; r < tile.rows; ++r, in += args.cols) {
         if (tile.cols == kTileCols) {
-            for (int c = 0; c < kTileCols; ++c) values[r][c] = load_float(in[c]);
+            for (int c = 0; c < kTileCols; ++c) values[r][c] = load_float(element_at(in, c));
         } else {
-            for (int64_t c = 0; c < tile.cols; ++c) values[r][c] = load_float(in[c]);
+            for (int64_t c = 0; c < tile.cols; ++c) values[r][c] = load_float(element_at(in, c));
         }
     }
 }

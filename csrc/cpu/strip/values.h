@@ -31,9 +31,9 @@ ZEROFP4_HD void load_values(const T* matrix, int64_t cols, const Patch& patch, V
     for (int64_t r = 0; r < patch.rows; ++r, in += cols) {
         float* row = values + r * kStripColumns;
         if (patch.cols == kStripColumns) {
-            for (int c = 0; c < kStripColumns; ++c) row[c] = load_float(in[c]);
+            for (int c = 0; c < kStripColumns; ++c) row[c] = load_float(element_at(in, c));
         } else {
-            for (int64_t c = 0; c < patch.cols; ++c) row[c] = load_float(in[c]);
+            for (int64_t c = 0; c < patch.cols; ++c) row[c] = load_float(element_at(in, c));
         }
     }
 }
