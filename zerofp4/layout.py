@@ -1,5 +1,6 @@
 """Shapes of the buffers of a quantized tensor and the index map of swizzled scales. Pure arithmetic."""
 
+import math
 from collections.abc import Sequence
 
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, MXFP8_BLOCK, MXFP8_SCALE_LAYOUTS, SCALE_LAYOUTS
@@ -20,10 +21,8 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """
     if len(shape) < 2:
         raise ValueError(f"blocks need a tensor of at least 2 dimensions, got shape {tuple(shape)}")
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows, shape[-1]
+    *leading, cols = shape
+    return math.prod(leading), cols
 
 
 def check_matrix(rows: int, cols: int, *, columnwise: bool) -> None:

@@ -89,6 +89,25 @@ def test_many_equal_one_by_one(device, count):
             assert_bytes_equal(back[i], compact[i], f"{layout} {i} back, {shapes[i]}")
 
 
+@pytest.mark.parametrize("count", [1, 33, 100])
+def test_many_of_few_shapes(device, count):
+    """They share storages, where compact sizes are multiples of 16 bytes and where they are not; lists of
+    scales and of their bytes give what they came as.
+    """
+    shapes = [[(32, 128), (33, 40), (0, 16), (256, 64)][i % 4] for i in range(count)]
+    compact = [compact_scale(shape, 1, i).to(device) for i, shape in enumerate(shapes)]
+    given = [scale.view(torch.uint8) if i % 3 == 2 else scale for i, scale in enumerate(compact)]
+    for scales in (compact, given):
+        with poisoned_allocations():
+            swizzled = zerofp4.swizzle_scales(list(zip(scales, shapes, strict=True)))
+            back = zerofp4.unswizzle_scales(list(zip(swizzled, shapes, strict=True)), block=(1, 16))
+        for i, shape in enumerate(shapes):
+            assert swizzled[i].dtype == back[i].dtype == scales[i].dtype
+            expected = padded_scale(compact[i].cpu(), shape, 1, "swizzled").view(torch.uint8)
+            assert_bytes_equal(swizzled[i].view(torch.uint8), expected, f"{i}, {shape}")
+            assert_bytes_equal(back[i], scales[i], f"{i} back, {shape}")
+
+
 def test_swizzle_scales_of_tensors(device):
     x = [torch.randn(m, k, device=device) for m, k in ((48, 80), (130, 32), (16, 16))]
     tensors = [

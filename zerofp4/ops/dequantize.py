@@ -15,6 +15,7 @@ from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plai
 from zerofp4.storage import check_buffer
 
 E4M3_MAXIMA = (448, 256)
+_COMPACT = SCALE_LAYOUTS.index("compact")
 
 torch.library.define(
     "zerofp4::dequantize",
@@ -102,11 +103,14 @@ def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> tor
     if not is_plain_call(data):
         options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
         return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
-    item = _Item(data, scale, amax, block_rows, e4m3_max, columnwise)
-    out = torch.empty(item.shape, dtype=dtype, device=data.device)
-    if out.numel():
-        native = _C.DequantizeList(data.device.type == "cpu", _words(item, out, 0), DTYPE_CODES[dtype])
-        native.run(target_of(data.device))
+    rows, half = data.shape
+    rows, cols = (2 * half, rows) if columnwise else (rows, 2 * half)
+    out = torch.empty((rows, cols), dtype=dtype, device=data.device)
+    if rows and cols:
+        target = target_of(data.device)
+        addresses = data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr()
+        options = columnwise, block_rows, _COMPACT, e4m3_max, DTYPE_CODES[dtype]
+        _C.dequantize(target, *addresses, rows, cols, *options)
     return out
 
 

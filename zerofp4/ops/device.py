@@ -33,15 +33,19 @@ def architectures() -> list[str]:
     return _C.build().get("cuda_architectures", "").split()
 
 
+_target = functools.lru_cache(maxsize=256)(_C.Target)
+"""A target is three integers; to find one costs the host less than to make one."""
+
+
 def target_of(device: torch.device) -> _C.Target:
     """The current stream of a GPU, or torch's number of threads."""
     if device.type == "cpu":
-        return _C.Target(-1, 0, torch.get_num_threads())
+        return _target(-1, 0, torch.get_num_threads())
     if device.type != "cuda":
         raise RuntimeError(f"zerofp4 runs on CPU and CUDA tensors, not on {device}")
     index = torch.cuda.current_device() if device.index is None else device.index
     check_cuda(index)
-    return _C.Target(index, current_stream(index), 0)
+    return _target(index, current_stream(index), 0)
 
 
 def current_stream(index: int) -> int:

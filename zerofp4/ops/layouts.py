@@ -2,8 +2,9 @@
 multi-tensor forms.
 """
 
+import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,6 +16,8 @@ from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plai
 
 FIELDS = 6
 """Integers of an item of the native list."""
+
+VECTOR_BYTES = 16
 
 _ONE = "(Tensor scale, int rows, int cols, int block_rows, str layout) -> Tensor"
 _MANY = "(Tensor[] scales, int[] rows, int[] cols, int[] block_rows, str layout) -> Tensor[]"
@@ -36,9 +39,10 @@ def _change_layouts(
     matrices: (rows, cols, block_rows) of the quantized matrices.
     """
     code, words = SCALE_LAYOUTS.index(layout), []
-    for source, target, (rows, cols, block_rows) in zip(sources, targets, matrices, strict=True):
-        if target.numel():
-            words += (source.data_ptr(), target.data_ptr(), rows, ceil_div(cols, BLOCK), block_rows, code)
+    inputs, outputs = map(torch.Tensor.data_ptr, sources), map(torch.Tensor.data_ptr, targets)
+    for source, target, (rows, cols, block_rows) in zip(inputs, outputs, matrices, strict=True):
+        if rows and cols:
+            words += source, target, rows, ceil_div(cols, BLOCK), block_rows, code
     if words:
         device = sources[0].device
         run_list(_C.ScaleLayoutList(device.type == "cpu", words, pad), len(words) // FIELDS, device)
@@ -57,36 +61,62 @@ _known_shapes = functools.lru_cache(maxsize=1024)(_shapes)
 """Not for tracing, whose sizes may be symbols. A model has few shapes, and many weights of each."""
 
 
-def _new_scale(name, scale, device, matrix, layout, pad: bool, shapes=_shapes) -> torch.Tensor:
+def _new_scale(name, scale, device, matrix, layout, pad: bool) -> torch.Tensor:
     """matrix: (rows, cols, block_rows)"""
-    given, made = shapes(*matrix, layout, pad)
-    as_usual = scale.shape == given and scale.dtype == SCALE_DTYPE and scale.device == device
-    if not (as_usual and scale.is_contiguous()):
-        check_scale(name, scale, given, device)  # which takes bytes too
+    given, made = _shapes(*matrix, layout, pad)
+    check_scale(name, scale, given, device)
     return scale.new_empty(made)
 
 
-def _new_scales(scales, rows, cols, block_rows, layout, pad: bool, shapes=_shapes) -> list[torch.Tensor]:
+def _new_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
     items = zip_lists(scales=scales, rows=rows, cols=cols, block_rows=block_rows)
     device = scales[0].device if scales else None
     return [
-        _new_scale(f"scales[{i}]", scale, device, matrix, layout, pad, shapes)
+        _new_scale(f"scales[{i}]", scale, device, matrix, layout, pad)
         for i, (scale, *matrix) in enumerate(items)
     ]
 
 
 def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
-    """The multi-tensor operators, called past the dispatcher where nobody else would see the call."""
-    if all(map(is_plain_call, scales[:1])):
-        return _run_many(scales, rows, cols, block_rows, layout, pad)
-    operator = torch.ops.zerofp4.pad_scales if pad else torch.ops.zerofp4.unpad_scales
-    return operator(scales, rows, cols, block_rows, layout)
-
-
-def _run_many(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
-    out = _new_scales(scales, rows, cols, block_rows, layout, pad, _known_shapes)
-    _change_layouts(scales, out, list(zip(rows, cols, block_rows, strict=True)), layout, pad)
+    """The multi-tensor operators, called past the dispatcher where nobody else would see the call. What this
+    returns lies in one storage for each shape: to allocate a list one by one takes the host longer than all
+    the rest. (An operator may not return tensors that share one.)
+    """
+    if not all(map(is_plain_call, scales[:1])):
+        operator = torch.ops.zerofp4.pad_scales if pad else torch.ops.zerofp4.unpad_scales
+        return operator(scales, rows, cols, block_rows, layout)
+    matrices = list(zip(rows, cols, block_rows, strict=True))
+    shapes = [_known_shapes(*matrix, layout, pad) for matrix in matrices]
+    given, made = map(list, zip(*shapes, strict=True)) if shapes else ([], [])
+    if scales and _are_as_usual(scales, given):
+        out = _allocate(scales[0], made)
+    else:  # which says what is wrong, and takes bytes too
+        out = _new_scales(scales, rows, cols, block_rows, layout, pad)
+    _change_layouts(scales, out, matrices, layout, pad)
     return out
+
+
+def _are_as_usual(scales: Sequence[torch.Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
+    """Whether all are contiguous E4M3 scales of these shapes on one device."""
+    return (
+        [scale.shape for scale in scales] == shapes
+        and all(scale.dtype == SCALE_DTYPE for scale in scales)
+        and all(map(torch.Tensor.is_contiguous, scales))
+        and len({scale.device for scale in scales}) == 1
+    )
+
+
+def _allocate(like: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Uninitialized tensors of the dtype and on the device of `like`. Those of a shape share a storage,
+    where each then begins at an address that kernels read whole vectors from.
+    """
+    made: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
+    for shape, count in collections.Counter(shapes).items():
+        if shape[0] * shape[1] * like.itemsize % VECTOR_BYTES == 0:
+            made[shape] = iter(like.new_empty((count, *shape)).unbind())
+        else:
+            made[shape] = iter([like.new_empty(shape) for _ in range(count)])
+    return [next(made[shape]) for shape in shapes]
 
 
 def _register(name: str, pad: bool) -> None:
@@ -102,7 +132,9 @@ def _register(name: str, pad: bool) -> None:
         return out
 
     def run_many(scales, rows, cols, block_rows, layout) -> list[torch.Tensor]:
-        return _run_many(scales, rows, cols, block_rows, layout, pad)
+        out = new_many(scales, rows, cols, block_rows, layout)
+        _change_layouts(scales, out, list(zip(rows, cols, block_rows, strict=True)), layout, pad)
+        return out
 
     backend(name)(run_one)
     backend(f"{name}s")(run_many)

@@ -76,8 +76,9 @@ def swizzle_scales(
     All on one device; in a captured CUDA graph 32 at most.
 
     Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)) with zeros as padding; of a
-    tensor that has persistent swizzled scales those. Raises TypeError or ValueError for an item that is
-    neither, or a tensor without the copy.
+    tensor that has persistent swizzled scales those. The others of one shape share a storage.
+
+    Raises TypeError or ValueError for an item that is neither, or a tensor without the copy.
     """
     return _change(scales, SIDES[int(columnwise)], None, compact=True)
 
@@ -109,7 +110,8 @@ def _change(scales, side: str, block_rows: int | None, *, compact: bool) -> list
         if not isinstance(item, NVFP4Tensor):
             arguments[i] = _pair(f"scales[{i}]", item, block_rows)
             continue
-        copy: Side | None = getattr(item.record, side)
+        record = item.record
+        copy: Side | None = getattr(record, side)
         swizzled = None if copy is None else copy.scales.get("swizzled")
         if (copy if compact else swizzled) is None:
             missing = f"{side} copy" if compact else f"persistent swizzled {side} scales"
@@ -118,7 +120,7 @@ def _change(scales, side: str, block_rows: int | None, *, compact: bool) -> list
             done[i] = swizzled
         else:
             scale = copy.scales["compact"] if compact else swizzled
-            arguments[i] = (scale, *item.record.side_matrix(side), item.block[0])
+            arguments[i] = (scale, *record.side_matrix(side), record.block[0])
     if arguments:
         columns = map(list, zip(*arguments.values(), strict=True))
         made = ops.change_scales(*columns, "swizzled", compact)

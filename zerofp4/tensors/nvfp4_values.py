@@ -27,7 +27,9 @@ def dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
     source = values_source(record)
     check_memory("the tensor's codes", source[0])
-    return ops.values_of(*source, kernel_dtype).view(record.shape).to(dtype)
+    values = ops.values_of(*source, kernel_dtype)
+    values = values if values.dim() == len(record.shape) else values.view(record.shape)
+    return values if kernel_dtype == dtype else values.to(dtype)
 
 
 def requantize(record: NVFP4Storage, values: torch.Tensor) -> None:

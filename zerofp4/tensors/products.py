@@ -38,6 +38,11 @@ class Dequantize(torch.autograd.Function):
         return grad
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A matrix of all its last dimension's rows."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
 class Linear(torch.autograd.Function):
     """F.linear(x [..., K], weight [N, K], bias [N] or None), where x or weight is quantized."""
 
@@ -45,22 +50,20 @@ class Linear(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x_needs, weight_needs, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return F.linear(plain(x), plain(weight), bias)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
         x, weight = ctx.saved_tensors
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         with torch._C.DisableTorchFunctionSubclass():
             if weight is not None:
-                grad_x = (grad @ plain(weight, grad.dtype)).to(x_dtype)
+                grad_x = grad @ plain(weight, grad.dtype)
+            rows = _rows(grad)
             if x is not None:
-                grad_weight = (rows.t() @ plain(x, grad.dtype).reshape(-1, x.shape[-1])).to(weight_dtype)
+                grad_weight = rows.t() @ _rows(plain(x, grad.dtype))
             if ctx.needs_input_grad[2]:
-                grad_bias = rows.sum(0).to(bias_dtype)
+                grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias
 
 
