@@ -1,4 +1,4 @@
-// The optimizer's update of a list of tensors.
+// The optimizer's update of a list of tensors, and the mean of gradients.
 
 #include "bindings/bindings.h"
 #include "dispatch/update.h"
@@ -30,6 +30,15 @@ AdamWOptions adamw_options(uintptr_t lr_address, double lr, double beta1, double
     return {pointer<const float>(lr_address), lr, beta1, beta2, eps, weight_decay, maximize};
 }
 
+void average(const Target& target, uintptr_t pieces, int dtype, int64_t count, int64_t numel,
+             uintptr_t output) {
+    const AverageArgs args{pointer<const void>(pieces), static_cast<DType>(dtype), count, numel,
+                           pointer<float>(output)};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.average(args, threads); },
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.average(args, stream); });
+}
+
 }  // namespace
 
 void bind_optim(py::module_& m) {
@@ -48,6 +57,7 @@ void bind_optim(py::module_& m) {
         .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
         .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
         .def("update", &AdamWPlan::update, NoGil());
+    m.def("average", &average, NoGil());
 }
 
 }  // namespace zerofp4::bindings

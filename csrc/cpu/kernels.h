@@ -3,6 +3,7 @@
 // set (ZEROFP4_ISA names it); select.cpp picks one table of functions at run time.
 
 #include "common/args/adamw.h"
+#include "common/args/average.h"
 #include "common/args/cast.h"
 #include "common/args/grouped.h"
 #include "common/args/mxfp8.h"
@@ -28,6 +29,7 @@ struct Kernels {
     void (*quantize_mxfp8)(const Mxfp8Args&, int threads);
     void (*dequantize_mxfp8)(const Mxfp8DequantizeTable&, DType, int threads);
     void (*adamw_update)(const AdamWTable&, int threads);
+    void (*average)(const AverageArgs&, int threads);
 };
 
 // The best table that this processor runs, or the one that the environment variable ZEROFP4_CPU_ISA names

@@ -21,6 +21,7 @@ void unpad_scale(const ScaleLayoutTable&, int threads);
 void quantize_mxfp8(const Mxfp8Args&, int threads);
 void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, int threads);
 void adamw_update(const AdamWTable&, int threads);
+void average(const AverageArgs&, int threads);
 
 extern const Kernels kTable;
 const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
@@ -37,6 +38,7 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &unpad_scale,
                         &quantize_mxfp8,
                         &dequantize_mxfp8,
-                        &adamw_update};
+                        &adamw_update,
+                        &average};
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -3,6 +3,7 @@
 // kernels on `stream`, allocates nothing and throws std::runtime_error when a launch fails.
 
 #include "common/args/adamw.h"
+#include "common/args/average.h"
 #include "common/args/cast.h"
 #include "common/args/grouped.h"
 #include "common/args/mxfp8.h"
@@ -41,6 +42,7 @@ struct Kernels {
     void (*adamw_begin)(const AdamWTable&, const AdamWOptions&, int64_t first, const uintptr_t* gradients,
                         int64_t count, cudaStream_t stream);
     void (*adamw_update)(const AdamWTable&, cudaStream_t stream);
+    void (*average)(const AverageArgs&, cudaStream_t stream);
 };
 
 // Null in a build without nvcc.

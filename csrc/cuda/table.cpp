@@ -26,12 +26,14 @@ void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, const Mxfp8DequantizeD
 void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t first, const uintptr_t* gradients,
                  int64_t count, cudaStream_t);
 void adamw_update(const AdamWTable&, cudaStream_t);
+void average(const AverageArgs&, cudaStream_t);
 
 const Kernels* kernels() {
-    static constexpr Kernels kTable = {
-        &enter_device, &leave_device, &cast_begin,     &partial_amax,     &fused_scale,      &partial_cast,
-        &transpose,    &tensor_amax,  &quantize,       &grouped_amax,     &quantize_grouped, &dequantize,
-        &pad_scale,    &unpad_scale,  &quantize_mxfp8, &dequantize_mxfp8, &adamw_begin,      &adamw_update};
+    static constexpr Kernels kTable = {&enter_device, &leave_device, &cast_begin,       &partial_amax,
+                                       &fused_scale,  &partial_cast, &transpose,        &tensor_amax,
+                                       &quantize,     &grouped_amax, &quantize_grouped, &dequantize,
+                                       &pad_scale,    &unpad_scale,  &quantize_mxfp8,   &dequantize_mxfp8,
+                                       &adamw_begin,  &adamw_update, &average};
     return &kTable;
 }
 

@@ -67,29 +67,13 @@ def averaged(tensor: torch.Tensor) -> torch.Tensor:
     return total / dist.get_world_size()
 
 
-class RankOrder(reduction.GradientReducer):
-    """Reduces by gathering and adding in rank order, so that the sums do not depend on the collective."""
-
-    def reduce_scatter(self, output, staged):
-        total, *others = gathered(staged)
-        for other in others:
-            total += other
-        output.copy_(total.chunk(self.world_size)[self.rank])
-
-
-class RankOrderOptimizer(ZeroFP4Optimizer):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self._reducer.__class__ = RankOrder
-
-
 class Injected(ZeroFP4Optimizer):
     """Takes the gradients of this rank for those of the whole group."""
 
     def _reduce_gradients(self, gradients):
         for bucket in self._reducer._buckets:
             reduction.pack(bucket, gradients)
-            bucket.output.copy_(bucket.staged.chunk(self._reducer.world_size)[self._reducer.rank])
+            bucket.output.copy_(bucket.sent.chunk(self._reducer.world_size)[self._reducer.rank])
 
 
 class Net(nn.Module):

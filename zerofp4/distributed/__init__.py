@@ -4,9 +4,9 @@ from zerofp4.distributed.agreement import attempt, exchange, first_difference
 from zerofp4.distributed.collectives import (
     GroupReference,
     all_gather_slices,
+    exchange_slices,
     rank_and_size,
     reduce_max,
-    reduce_scatter_slices,
     resolve_group,
 )
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
@@ -22,9 +22,9 @@ __all__ = [
     "check_disjoint",
     "check_ownership",
     "exchange",
+    "exchange_slices",
     "first_difference",
     "rank_and_size",
     "reduce_max",
-    "reduce_scatter_slices",
     "resolve_group",
 ]

@@ -68,9 +68,11 @@ def all_gather_slices(
     return gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
 
 
-def reduce_scatter_slices(
-    output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+def exchange_slices(
+    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """output = the sum over the ranks of this rank's equal slice of `flat`."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(output, flat, group=group, async_op=async_op)
+    """Slice r of `received` becomes what rank r has in the slice of `sent` that is this rank's own. Equal
+    slices of a contiguous tensor of any dtype, which travels as bytes.
+    """
+    sent, received = sent.view(torch.uint8), received.view(torch.uint8)
+    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)

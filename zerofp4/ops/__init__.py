@@ -5,6 +5,7 @@ operator on given tensors each: schema, fake and backends.
 """
 
 from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
+from zerofp4.ops.average import average
 from zerofp4.ops.dequantize import values_of, values_of_many
 from zerofp4.ops.device import build_info, check_cuda, has_fp4_tensor_cores, is_capturing, target_of
 from zerofp4.ops.grouped import grouped_shapes
@@ -39,6 +40,7 @@ __all__ = [
     "MasterPiece",
     "TransposeStage",
     "adamw_options",
+    "average",
     "build_info",
     "change_scales",
     "check_capability",

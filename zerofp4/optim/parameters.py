@@ -91,20 +91,36 @@ def kind_of(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}"
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What autograd makes its gradients: the parameter's own dtype, unless its grad_dtype says another or,
+    being None, any; then float32.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        found = getattr(parameter, "grad_dtype", parameter.dtype)
+    return found or torch.float32
+
+
 def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
     """What all ranks must have in common: a line per parameter, then the class of the optimizer."""
     lines = []
     for g, group in enumerate(param_groups):
         for p in group["params"]:
             frozen = "" if p.requires_grad else ", frozen"
-            lines.append(f"{kind_of(p)} in group {g}{frozen}")
+            dtype = gradient_dtype(p)
+            gradients = "" if dtype == p.dtype else f", gradients {dtype}"
+            lines.append(f"{kind_of(p)} in group {g}{frozen}{gradients}")
     return [*lines, f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"]
+
+
+_OTHERS = "optimizer_class", "on_nonfinite", "gradient_wire and bucket_mb", "what masters_from hands over"
+"""What ranks must have in common beside their parameters."""
 
 
 def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
     """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's.
 
-    A description: describe(), then on_nonfinite and the positions of the masters that are handed over.
+    A description: describe(), then on_nonfinite, how gradients travel, and the positions of the masters that
+    are handed over.
     """
     difference = first_difference(descriptions)
     if difference is None:
@@ -112,7 +128,8 @@ def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str
     rank, i = difference
     expected, found = descriptions[0], descriptions[rank]
     if i is None:
-        counts = len(expected) - 3, len(found) - 3
+        others = len(_OTHERS)
+        counts = len(expected) - others, len(found) - others
         raise ValueError(f"params: rank 0 has {counts[0]} parameters, rank {rank} has {counts[1]}")
-    name = [*names, "optimizer_class", "on_nonfinite", "what masters_from hands over"][i]
+    name = [*names, *_OTHERS][i]
     raise ValueError(f"{name} is {expected[i]} on rank 0 and {found[i]} on rank {rank}")

@@ -1,4 +1,9 @@
-"""Gradients from the model's parameters to the ranks' FP32 slices, through a bounded staging buffer."""
+"""Gradients from the model's parameters to the ranks' FP32 slices, through a bounded staging buffer.
+
+What travels are the gradients' own values; the rank that owns an element adds them up in FP32, in rank order.
+So no bit is lost that the gradients had, no sum depends on a library's algorithm, and bfloat16 gradients take
+half the bytes of FP32 sums.
+"""
 
 import bisect
 import math
@@ -8,12 +13,47 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, rank_and_size, reduce_max, reduce_scatter_slices
+from zerofp4 import ops
+from zerofp4.distributed import GroupReference, exchange_slices, rank_and_size, reduce_max
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.flat import ALIGNMENT, FlatBuffer
+from zerofp4.optim.parameters import gradient_dtype
 from zerofp4.shard import intersect
 
-STAGING_ELEMENTS = 1 << 23
-"""FP32 elements of one of the two staging buffers, all ranks' parts together: 32 MiB."""
+BUCKET_MB = 64.0
+"""Megabytes of one bucket as it travels, all ranks' parts together. Four of them are held: two are packed and
+sent, two received and added up, in turns.
+"""
+
+
+class Wire(NamedTuple):
+    """How gradients travel.
+
+    dtype: what they are rounded to before they are added; None is their own, as their parameters have it when
+    the optimizer is built. bucket_mb: as BUCKET_MB.
+    """
+
+    dtype: torch.dtype | None
+    bucket_mb: float
+
+    def dtype_of(self, buffer: FlatBuffer) -> torch.dtype:
+        """That of the gradients of all its parameters, or float32 which holds the values of all."""
+        dtypes = {gradient_dtype(parameter) for parameter in buffer.parameters}
+        return self.dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+    def rounds(self, gradient: torch.Tensor, travels_as: torch.dtype) -> bool:
+        """Whether values would be lost that nobody asked to lose."""
+        return self.dtype is None and gradient.dtype != travels_as != torch.float32
+
+
+def make_wire(gradient_wire: torch.dtype | None, bucket_mb: float | None) -> Wire:
+    """Raises ValueError for arguments that cannot be meant."""
+    if gradient_wire is not None and gradient_wire not in WEIGHT_DTYPES:
+        raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {gradient_wire!r}")
+    size = BUCKET_MB if bucket_mb is None else bucket_mb
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf:
+        raise ValueError(f"bucket_mb must be a positive number of megabytes, got {bucket_mb!r}")
+    return Wire(gradient_wire, float(size))
 
 
 class Piece(NamedTuple):
@@ -32,11 +72,13 @@ class Piece(NamedTuple):
 class Bucket(NamedTuple):
     """The same stretch of every rank's slice.
 
-    staged: float32 [world_size * n], rank r's stretch at r * n; output: float32 [n] of this rank's gradients;
-    gaps: what of `staged` belongs to no parameter.
+    sent: [world_size * n] of the dtype that travels, rank r's stretch at r * n. received: this rank's stretch
+    from every rank, in rank order. output: float32 [n] of this rank's gradients. gaps: what of `sent` belongs
+    to no parameter. Where nothing is to be added up, all are the output.
     """
 
-    staged: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
     output: torch.Tensor
     pieces: list[Piece]
     gaps: list[torch.Tensor]
@@ -48,25 +90,46 @@ class GradientReducer:
     A bucket is packed while the one before it travels; in a world of one they are packed where they belong.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], group: dist.ProcessGroup | None):
-        self.buffers, self.group = buffers, GroupReference(group)
+    def __init__(self, buffers: Sequence[FlatBuffer], group: dist.ProcessGroup | None, wire: Wire):
+        self.buffers, self.group, self._wire = buffers, GroupReference(group), wire
         self.rank, self.world_size = rank_and_size(group)
-        device = buffers[0].device
-        self._buckets = self._make_buckets(device)
+        self._dtypes = [wire.dtype_of(buffer) for buffer in buffers]
+        self._travels_as = {
+            i: dtype
+            for buffer, dtype in zip(buffers, self._dtypes, strict=True)
+            for i in buffer.indices
+            if dtype != torch.float32
+        }
+        self._buckets: list[Bucket] = []
+        for dtype in dict.fromkeys(self._dtypes):
+            self._add_buckets([b for b, d in zip(buffers, self._dtypes, strict=True) if d == dtype], dtype)
 
-    def _make_buckets(self, device: torch.device) -> list[Bucket]:
-        if self.world_size == 1:
-            return [make_bucket(b, 0, b.slice_numel, b.gradients) for b in self.buffers]
-        longest = max(buffer.slice_numel for buffer in self.buffers)
-        chunk = min(longest, max(STAGING_ELEMENTS // self.world_size, 1))
-        staging = torch.empty(2, self.world_size * chunk, dtype=torch.float32, device=device)
-        buckets = []
-        for buffer in self.buffers:
+    def _add_buckets(self, buffers: Sequence[FlatBuffer], dtype: torch.dtype) -> None:
+        """Those of the buffers whose gradients travel as dtype."""
+        if self.world_size == 1 and self._wire.dtype in (None, torch.float32):
+            self._buckets += [make_bucket(b, 0, b.slice_numel, b.gradients, b.gradients) for b in buffers]
+            return
+        longest = max(buffer.slice_numel for buffer in buffers)
+        part = int(self._wire.bucket_mb * 2**20) // (dtype.itemsize * self.world_size)
+        chunk = min(longest, max(part // ALIGNMENT * ALIGNMENT, ALIGNMENT))
+        shape = 2, 2, self.world_size * chunk
+        staging = torch.empty(shape, dtype=dtype, device=buffers[0].device)
+        for buffer in buffers:
             for start in range(0, buffer.slice_numel, chunk):
                 size = min(chunk, buffer.slice_numel - start)
-                staged = staging[len(buckets) % 2, : self.world_size * size]
-                buckets.append(make_bucket(buffer, start, size, staged))
-        return buckets
+                sent, received = staging[len(self._buckets) % 2, :, : self.world_size * size]
+                self._buckets.append(make_bucket(buffer, start, size, sent, received))
+
+    def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+        """Raises TypeError for a gradient that would lose values on its way."""
+        for i, dtype in self._travels_as.items():
+            gradient = gradients[i]
+            if gradient is not None and self._wire.rounds(gradient, dtype):
+                raise TypeError(
+                    f"{names[i]} has a gradient of {gradient.dtype}, which would be rounded to {dtype} to be "
+                    "added to those of other ranks: build the optimizer with gradient_wire=torch.float32, or "
+                    f"{dtype} if that is meant"
+                )
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Average the gradients of all trainable parameters, in order; None counts as zeros. Collective."""
@@ -74,19 +137,26 @@ class GradientReducer:
         for bucket in self._buckets:
             pack(bucket, gradients)
             if pending is not None:
-                pending.wait()
-            pending = self.reduce_scatter(bucket.output, bucket.staged)
+                add_up(*pending)
+            pending = bucket, self.exchange(bucket)
         if pending is not None:
-            pending.wait()
-        if self.world_size > 1:
-            for buffer in self.buffers:
-                buffer.gradients.div_(self.world_size)
+            add_up(*pending)
 
-    def reduce_scatter(self, output: torch.Tensor, staged: torch.Tensor) -> dist.Work | None:
-        """Begin output = the sum over the ranks of this rank's stretch of `staged`."""
-        if self.world_size == 1:
-            return None
-        return reduce_scatter_slices(output, staged, self.group(), async_op=True)
+    def exchange(self, bucket: Bucket) -> dist.Work | None:
+        """Begin to send every rank its stretch of `sent`."""
+        if self.world_size > 1:
+            return exchange_slices(bucket.received, bucket.sent, self.group(), async_op=True)
+        if bucket.received is not bucket.sent:
+            bucket.received.copy_(bucket.sent)
+        return None
+
+
+def add_up(bucket: Bucket, travelling: dist.Work | None) -> None:
+    """The mean of what has been received, once it is there."""
+    if travelling is not None:
+        travelling.wait()
+    if bucket.received is not bucket.output:
+        ops.average(bucket.received.view(-1, len(bucket.output)), bucket.output)
 
 
 def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
@@ -103,12 +173,14 @@ def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     return numbers[0], numbers[1]
 
 
-def make_bucket(buffer: FlatBuffer, start: int, size: int, staged: torch.Tensor) -> Bucket:
-    """Elements [start, start + size) of every slice, to be packed into `staged`."""
+def make_bucket(
+    buffer: FlatBuffer, start: int, size: int, sent: torch.Tensor, received: torch.Tensor
+) -> Bucket:
+    """Elements [start, start + size) of every slice, to be packed into `sent`."""
     pieces, gaps = [], []
     for rank in range(buffer.world_size):
         begin = rank * buffer.slice_numel + start
-        stretch = staged[rank * size : (rank + 1) * size]
+        stretch = sent[rank * size : (rank + 1) * size]
         filled = 0
         i = max(bisect.bisect_right(buffer.offsets, begin) - 1, 0)
         while i < len(buffer.offsets) and buffer.offsets[i] < begin + size:
@@ -125,11 +197,12 @@ def make_bucket(buffer: FlatBuffer, start: int, size: int, staged: torch.Tensor)
             i += 1
         if filled < size:
             gaps.append(stretch[filled:])
-    return Bucket(staged, buffer.gradients[start : start + size], pieces, gaps)
+    output = sent if sent is buffer.gradients else buffer.gradients[start : start + size]
+    return Bucket(sent, received, output, pieces, gaps)
 
 
 def pack(bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Fill the staged stretches from gradients of any floating dtype, in the shapes of their parameters."""
+    """Fill what is sent from gradients of any floating dtype, in the shapes of their parameters."""
     zeros, destinations, sources = list(bucket.gaps), [], []
     for piece in bucket.pieces:
         gradient = gradients[piece.parameter]

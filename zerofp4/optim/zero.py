@@ -18,7 +18,7 @@ from zerofp4.optim.parameters import (
     describe,
     parameter_names,
 )
-from zerofp4.optim.reduction import GradientReducer, clip_arguments, global_norm
+from zerofp4.optim.reduction import GradientReducer, clip_arguments, global_norm, make_wire
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state import ShardedState, take_over
 from zerofp4.optim.votes import Intent, Votes, host_options_hash
@@ -37,6 +37,10 @@ class ZeroFP4Optimizer(ShardedState):
     process_group: the data-parallel ranks; None is the default group, or a world of one without
     torch.distributed.
     amax_groups: lists of NVFP4 weights of params that share one amax.
+    gradient_wire: what each rank's gradients are rounded to before they are added up; None is their own
+    dtype, that of the parameter unless its grad_dtype says another by now, and wider ones raise TypeError.
+    bucket_mb: megabytes of gradients that travel at once, all ranks' parts together (default 64); the memory
+    for it is four times as large.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; those that were frozen then with their values. For a
     new list of parameters, after unfreezing, say; its moments are not taken.
@@ -46,10 +50,11 @@ class ZeroFP4Optimizer(ShardedState):
     clip_grad_norm_ or step(), and nothing changes. A sum over the ranks that overflows float32 is left to the
     cast.
 
-    step() averages the gradients over the group in FP32, as DDP does, updates this rank's masters, casts them
-    and all-gathers the weights in place: 4-bit codes for NVFP4 weights. A parameter that has a gradient on no
-    rank is skipped as torch.optim skips it; where only some ranks have one, the others count as zeros. p.grad
-    is read, never written, so clip_grad_norm_ scales what step() uses and not p.grad.
+    step() averages the gradients over the group (their values travel, and are added in FP32 in rank order),
+    updates this rank's masters, casts them and all-gathers the weights in place: 4-bit codes for NVFP4
+    weights. A parameter that has a gradient on no rank is skipped as torch.optim skips it; where only some
+    ranks have one, the others count as zeros. p.grad is read, never written, so clip_grad_norm_ scales what
+    step() uses and not p.grad.
 
     The masters are the truth. They begin as rank 0's values (what get_high_precision_init_val() has, else the
     parameter's), and from then on the weights are the masters rounded or quantized, on every rank. Load a
@@ -81,6 +86,8 @@ class ZeroFP4Optimizer(ShardedState):
         *,
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
+        gradient_wire: torch.dtype | None = None,
+        bucket_mb: float | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
         on_nonfinite: str = "skip_step",
         **defaults: Any,
@@ -92,10 +99,11 @@ class ZeroFP4Optimizer(ShardedState):
         description, options, error = [], [], None
         try:
             check_policy(on_nonfinite)
+            wire = make_wire(gradient_wire, bucket_mb)
             self._take_arguments(params, optimizer_class, amax_groups, defaults)
             held = take_over(masters_from, self._trainable, self._trainable_names, group)
             description = describe(self.param_groups, optimizer_class)
-            options = [on_nonfinite, [i for i, p in enumerate(self._parameters) if id(p) in held]]
+            options = [on_nonfinite, wire, [i for i, p in enumerate(self._parameters) if id(p) in held]]
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
         check_same_parameters(exchange([*description, *options], error, group), self._names)
@@ -105,7 +113,7 @@ class ZeroFP4Optimizer(ShardedState):
             self._shards.initialize_masters(held)
             self._broadcast_frozen()
             self._build_inner(optimizer_class, defaults)
-            self._reducer = GradientReducer(self._shards.buffers, group)
+            self._reducer = GradientReducer(self._shards.buffers, group, wire)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced: Snapshot | None = None
             self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards.names, self._shards.buffers)
@@ -184,7 +192,7 @@ class ZeroFP4Optimizer(ShardedState):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            gradients = self._watch.gradients(self.param_groups)
+            gradients = self._gradients()
             if self._reduced is not None:
                 self._reduced.check_unchanged(gradients)
             intent = self._intent(clip=False, reduce=self._reduced is None)
@@ -223,7 +231,7 @@ class ZeroFP4Optimizer(ShardedState):
         gradients, intent, word, snapshot, error = [], None, None, None, None
         try:
             numbers = clip_arguments(max_norm, norm_type)
-            gradients = self._watch.gradients(self.param_groups)
+            gradients = self._gradients()
             if self._reduced is not None:
                 self._reduced.check_unwritten()
             snapshot = Snapshot(gradients)
@@ -263,6 +271,11 @@ class ZeroFP4Optimizer(ShardedState):
         or clip_grad_norm_ last looked; None if there was none. The same on every rank; waits for nothing.
         """
         return self._nonfinite.first_name
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        gradients = self._watch.gradients(self.param_groups)
+        self._reducer.check(gradients, self._shards.names)
+        return gradients
 
     def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
         alone = self._votes.world_size == 1

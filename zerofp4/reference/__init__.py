@@ -5,7 +5,7 @@ where a product has three factors the brackets say which two are multiplied firs
 changes bytes.
 """
 
-from zerofp4.reference.adamw import adamw_step, power
+from zerofp4.reference.adamw import adamw_step, average, power
 from zerofp4.reference.elements import (
     e2m1_to_float,
     float_to_e2m1,
@@ -56,6 +56,7 @@ __all__ = [
     "Quantized",
     "QuantizedMXFP8",
     "adamw_step",
+    "average",
     "block_amax",
     "block_encode",
     "block_error",

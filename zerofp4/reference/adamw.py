@@ -55,3 +55,15 @@ def adamw_step(
     # In double and then rounded, a square root is the nearest one; torch's in float32 often is not, on a CPU.
     denominator = exp_avg_sq.double().sqrt().float() * inv_sqrt + eps
     return master * decay - step_size * (exp_avg / denominator), exp_avg, exp_avg_sq
+
+
+def average(pieces: torch.Tensor) -> torch.Tensor:
+    """float32 [n]: the mean of gradients of all ranks.
+
+    pieces [ranks, n] of any floating dtype: converted to float32, added in rank order from the first on, then
+    divided by their number.
+    """
+    total, *others = pieces.float()
+    for other in others:
+        total = total + other
+    return total / len(pieces)

@@ -1,0 +1,46 @@
+// average: the mean of pieces that lie side by side, added in their order.
+
+#include "common/args/average.h"
+
+#include "cpu/device/parallel.h"
+#include "cpu/kernels.h"
+
+namespace zerofp4::cpu::ZEROFP4_ISA {
+namespace {
+
+constexpr int64_t kSums = 1024;  // elements whose sums stay in the cache until every piece was added
+constexpr int64_t kGrain = 16;   // of so many sums
+
+// Not inlined: GCC would forget that the arrays do not overlap.
+template <class T, bool kFirst>
+__attribute__((noinline)) void add(const T* __restrict piece, int64_t count, float* __restrict sums) {
+    for (int64_t i = 0; i < count; ++i)
+        sums[i] = kFirst ? load_float(piece[i]) : sums[i] + load_float(piece[i]);
+}
+
+void divide(float* sums, int64_t count, float by) {
+    for (int64_t i = 0; i < count; ++i) sums[i] /= by;
+}
+
+template <class T>
+void average_sums(const AverageArgs& args, int64_t begin, int64_t end) {
+    const T* pieces = static_cast<const T*>(args.pieces);
+    for (int64_t at = begin * kSums; at < least(end * kSums, args.numel); at += kSums) {
+        const int64_t count = least(kSums, args.numel - at);
+        add<T, true>(pieces + at, count, args.output + at);
+        for (int64_t r = 1; r < args.count; ++r) {
+            add<T, false>(pieces + r * args.numel + at, count, args.output + at);
+        }
+        divide(args.output + at, count, static_cast<float>(args.count));
+    }
+}
+
+}  // namespace
+
+void average(const AverageArgs& args, int threads) {
+    parallel_shares(ceil_div(args.numel, kSums), threads, kGrain, [&](int64_t begin, int64_t end) {
+        with_dtype(args.dtype, [&](auto t) { average_sums<decltype(t)>(args, begin, end); });
+    });
+}
+
+}  // namespace zerofp4::cpu::ZEROFP4_ISA
