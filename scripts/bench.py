@@ -7,6 +7,8 @@
     scripts/bench.py adamw --scale 16           the lists of weights, 16 times smaller
     scripts/bench.py transpose --profile        with kernels and host time of every row
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
+    torchrun --nproc-per-node 2 scripts/bench.py step
+                                                a whole optimizer step, a rank for each GPU
     scripts/bench.py instructions               what rows execute, counted by ncu, for budgets in the tables
     scripts/bench.py docs                       charts and the tables of docs/performance.md from the results
 
@@ -39,9 +41,11 @@ from benchmarking import chart, instructions, tables
 from benchmarking.clock import keep_freed_memory
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
+from benchmarking.steps import only_rank_0_speaks, step
 from benchmarking.workloads import NAMES
 
 from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.launch import destroy_process_group, init_process_group
 
 SIZES = {"cuda": 16384, "cpu": 4096}
 SCALES = {"cuda": 1, "cpu": 16}
@@ -69,10 +73,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         add_options(add_command(commands, name, summary), workloads, has_layouts)
     summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
     add_options(add_command(commands, "all", summary), tuple(NAMES))
+    add_step_options(add_command(commands, "step", step.__doc__.splitlines()[0]))
     add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
     add_command(commands, "docs", "write the charts, and the tables of docs/performance.md, from the results")
     options = parser.parse_args(arguments)
-    if options.command not in ("docs", "instructions"):
+    if options.command not in ("docs", "instructions", "step"):
         complete(options, parser)
     return options
 
@@ -104,6 +109,14 @@ def add_options(
     add("--threads", type=at_least(1), help="threads on the CPU (default: torch's)")
     add("--no-peers", dest="peers", action="store_false", help="leave out what others do")
     add("--profile", action="store_true", help="also count kernels and take the host time of every row")
+    add_output(parser)
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 1, CPU 64)")
+    add("--repeats", type=at_least(1), default=20, help="steps per median (default: 20)")
+    add("--bucket-mb", type=float, help="of ZeroFP4Optimizer (default: its own)")
     add_output(parser)
 
 
@@ -147,6 +160,24 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     return result
 
 
+def measure_step(options: argparse.Namespace) -> None:
+    """All ranks measure, rank 0 writes."""
+    world = init_process_group()
+    try:
+        options.scale = options.scale or (1 if world.device.type == "cuda" else 64)
+        name = f"step_{world.world_size}_ranks"
+        with only_rank_0_speaks(world):
+            session = Session(name, world.device, options.repeats, False)
+            step(session, options, world)
+            result = session.result({"scale": options.scale, "repeats": options.repeats})
+            if world.rank == 0:
+                path = save(result, options.output, world.device.type)
+                tables.print_tables(result)
+                print(f"wrote {path}", flush=True)
+    finally:
+        destroy_process_group()
+
+
 def count_instructions(folder: Path) -> int:
     """The exit code: 1 where they cannot be counted, which is said."""
     try:
@@ -175,6 +206,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "instructions":
         return count_instructions(options.output)
+    if options.command == "step":
+        measure_step(options)
+        return 0
     for name in SHOWN if options.command == "all" else [options.command]:
         measure(name, options)
     draw(options.output)

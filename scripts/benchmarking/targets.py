@@ -27,6 +27,8 @@ KINDS = {
     "host_us": Kind(" us", 1, at_least=False),
     "host_us_per_weight": Kind(" us per weight", 2, at_least=False),
     "launches": Kind("", 0, at_least=False),
+    "milliseconds": Kind(" ms", 3, at_least=False),
+    "megabytes": Kind(" MB", 0, at_least=False),
     "percent_of_shard": Kind("% of the FP32 shard", 3, at_least=False),
 }
 

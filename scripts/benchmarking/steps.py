@@ -1,0 +1,183 @@
+"""An optimizer step of several ranks and its parts, beside a plain bf16 ZeRO-1 step of the same weights."""
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofp4
+from benchmarking.session import Session
+from benchmarking.workloads import llama_sizes
+from zerofp4.launch import World
+
+ARGUMENTS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+MAX_NORM = 1.0
+WARM_UP = 3
+MEGABYTES = 1e6
+
+
+def step(session: Session, options: argparse.Namespace, world: World) -> None:
+    """ZeroFP4Optimizer.step() with FusedAdamW and its parts, and those of a bf16 ZeRO-1 step.
+
+    Both begin with gradients on every rank, and end with weights on every rank. Those of bf16 lie in one flat
+    buffer, which its reduce-scatter needs no copy of; ours are where autograd put them.
+    """
+    shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
+    timer = Timer(session, world, options.repeats)
+    ours = measure_ours(timer, shapes, options.bucket_mb)
+    theirs = measure_bf16(timer, shapes)
+    for part, most in (("step", 0.72), ("step_clipped", 0.78), ("publish", 0.50), ("update", 0.62)):
+        timer.ratio(part, ours[part], theirs[part], most)
+
+
+class Timer:
+    """Times what all ranks do together: the longest of the ranks' times, and the median of those."""
+
+    def __init__(self, session: Session, world: World, repeats: int):
+        self.session, self.world, self.repeats = session, world, repeats
+        self.device = session.device
+        self.places = f"{world.world_size}x{self.device.type}"
+
+    def ms(self, name: str, run: Callable[[], object], rule: str) -> float:
+        times = [self._once(run) for _ in range(WARM_UP + self.repeats)][WARM_UP:]
+        longest = torch.tensor(times, device=self.device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        found = statistics.median(longest.tolist())
+        self.session.count(f"{name}/{self.places}", "milliseconds", found, rule)
+        return found
+
+    def _once(self, run: Callable[[], object]) -> float:
+        dist.barrier()
+        self.session.clock.synchronize()
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            run()
+            return (time.perf_counter() - begin) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        self.session.clock.synchronize()
+        return begin.elapsed_time(end)
+
+    def ratio(self, part: str, ours: float, theirs: float, most: float) -> None:
+        rule = f"{part} of ours over that of bf16"
+        target = most if self.device.type == "cuda" else None
+        self.session.count(f"{part}_over_bf16/{self.places}", "ratio", ours / theirs, rule, target=target)
+
+    @contextlib.contextmanager
+    def peak(self, name: str, beside: str) -> Iterator[None]:
+        """Report the most memory that was allocated meanwhile."""
+        if self.device.type == "cpu":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        held = torch.cuda.max_memory_allocated(self.device) / MEGABYTES
+        self.session.count(f"{name}/{self.places}", "megabytes", held, f"peak on rank 0, {beside}")
+
+
+def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float | None) -> dict[str, float]:
+    torch.manual_seed(0)
+    options = {"device": timer.device, "dtype": torch.bfloat16}
+    parameters = []
+    for shape in shapes:
+        value = zerofp4.quantize(torch.randn(shape, **options), columnwise=True)
+        parameters.append(nn.Parameter(value))
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(
+        parameters, zerofp4.optim.FusedAdamW, bucket_mb=bucket_mb, **ARGUMENTS
+    )
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, **options).mul_(1e-2)
+    gradients = [parameter.grad for parameter in parameters]
+
+    def clipped() -> None:
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+
+    def update() -> None:
+        optimizer._update_masters([True] * len(parameters))
+        optimizer._publish()
+
+    found = {}
+    with torch.no_grad(), timer.peak("memory", "weights, gradients and state included"):
+        found["step"] = timer.ms("step", optimizer.step, "ZeroFP4Optimizer.step() with FusedAdamW")
+        found["step_clipped"] = timer.ms("step_clipped", clipped, "clip_grad_norm_ and step()")
+        reduce = "gradients to the FP32 slices"
+        found["reduce"] = timer.ms("reduce", lambda: optimizer._reduce_gradients(gradients), reduce)
+        found["update"] = timer.ms("update", update, "from reduced FP32 gradients to weights on every rank")
+        publish = "from masters to weights on every rank, amaxes included"
+        found["publish"] = timer.ms("publish", optimizer._publish, publish)
+    return found
+
+
+def measure_bf16(timer: Timer, shapes: list[tuple[int, int]]) -> dict[str, float]:
+    """What the plainest bf16 ZeRO-1 does: one reduce-scatter, one fused AdamW, one all-gather."""
+    world, device = timer.world, timer.device
+    numel = sum(rows * cols for rows, cols in shapes)
+    part = -(-numel // (256 * world.world_size)) * 256
+    options = {"device": device, "dtype": torch.bfloat16}
+    weights = torch.zeros(world.world_size * part, **options)
+    gradients = torch.randn(world.world_size * part, **options).mul_(1e-2)
+    reduced = torch.empty(part, **options)
+    own = weights[world.rank * part : (world.rank + 1) * part]
+    master = nn.Parameter(torch.zeros(part, device=device))
+    master.grad = torch.zeros_like(master)
+    optimizer = torch.optim.AdamW([master], fused=True, **ARGUMENTS)
+    average = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def reduce() -> None:
+        scatter(reduced, gradients, average)
+        master.grad.copy_(reduced)
+
+    def clip() -> None:
+        total = torch.linalg.vector_norm(master.grad).square()
+        dist.all_reduce(total)
+        master.grad.mul_((MAX_NORM / (total.sqrt() + 1e-6)).clamp(max=1.0))
+
+    def publish() -> None:
+        own.copy_(master)
+        gather(weights, own)
+
+    def update() -> None:
+        optimizer.step()
+        publish()
+
+    def whole() -> None:
+        reduce()
+        update()
+
+    def clipped() -> None:
+        reduce()
+        clip()
+        update()
+
+    found = {}
+    with torch.no_grad(), timer.peak("memory_bf16", "weights, gradients and state included"):
+        found["step"] = timer.ms(
+            "step_bf16", whole, "reduce-scatter, torch's fused AdamW, all-gather, in bf16"
+        )
+        found["step_clipped"] = timer.ms("step_bf16_clipped", clipped, "the same with clipping")
+        found["reduce"] = timer.ms("reduce_bf16", reduce, "reduce-scatter, and the slice to FP32")
+        found["update"] = timer.ms("update_bf16", update, "torch's fused AdamW, cast, all-gather")
+        found["publish"] = timer.ms("publish_bf16", publish, "cast and all-gather")
+    return found
+
+
+@contextlib.contextmanager
+def only_rank_0_speaks(world: World) -> Iterator[None]:
+    if world.rank == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+    sys.stdout.flush()

@@ -1,0 +1,41 @@
+"""scripts/bench.py step: a step of several ranks. Never how fast anything is."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from benchmarking import tables
+from benchmarking.session import ROOT
+from benchmarking.targets import KINDS
+
+PARTS = ("step", "step_clipped", "reduce", "update", "publish")
+
+
+@pytest.mark.bench
+@pytest.mark.heavy
+def test_a_step_of_two_ranks(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["scripts/bench.py", "step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    arguments = [*launcher, *command, "--output", str(tmp_path)]
+    run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "step_2_ranks_cpu.json").read_text())
+    names = {row["name"] for row in result["rows"]}
+    for part in PARTS:
+        assert f"{part}/2xcpu" in names
+    rows = {row["name"]: row for row in result["rows"]}
+    for part in ("step", "step_clipped", "publish", "update"):
+        theirs = (
+            "publish_bf16"
+            if part == "publish"
+            else part.replace("step", "step_bf16").replace("update", "update_bf16")
+        )
+        ours, bf16 = rows[f"{part}/2xcpu"], rows[f"{theirs}/2xcpu"]
+        expected = ours["milliseconds"] / bf16["milliseconds"]
+        assert rows[f"{part}_over_bf16/2xcpu"]["ratio"] == pytest.approx(expected)
+    assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
+    assert run.stdout.count("step_2_ranks: copy ceiling") == 1  # rank 0 alone speaks
+    tables.print_tables(result)
