@@ -73,7 +73,7 @@ class Injected(ZeroFP4Optimizer):
     def _reduce_gradients(self, gradients):
         for bucket in self._reducer._buckets:
             reduction.pack(bucket, gradients)
-            bucket.output.copy_(bucket.sent.chunk(self._reducer.world_size)[self._reducer.rank])
+            bucket.output.copy_(bucket.received[self._reducer.rank])
 
 
 class Net(nn.Module):

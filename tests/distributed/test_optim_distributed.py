@@ -244,7 +244,8 @@ def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type):
     parameters = parameters_of(world)
     optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0)
     for bucket in optimizer._reducer._buckets:
-        bucket.sent.fill_(math.nan)  # what lies between parameters must not get into the norm
+        bucket.sent.fill_(math.nan)
+        bucket.received.fill_(math.nan)  # what lies between parameters must not get into the norm
     before = optimizer.gathered_masters()
     set_gradients(parameters, make_gradients(parameters, world.rank))
     means = [averaged(p.grad) for p in parameters]

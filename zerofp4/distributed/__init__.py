@@ -4,10 +4,10 @@ from zerofp4.distributed.agreement import attempt, exchange, first_difference
 from zerofp4.distributed.collectives import (
     GroupReference,
     all_gather_slices,
-    exchange_slices,
     rank_and_size,
     reduce_max,
     resolve_group,
+    start_exchange,
 )
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
 from zerofp4.distributed.packed_gather import OTHER, PRESENT, PackedGather
@@ -22,9 +22,9 @@ __all__ = [
     "check_disjoint",
     "check_ownership",
     "exchange",
-    "exchange_slices",
     "first_difference",
     "rank_and_size",
     "reduce_max",
     "resolve_group",
+    "start_exchange",
 ]

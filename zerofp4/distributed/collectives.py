@@ -68,11 +68,16 @@ def all_gather_slices(
     return gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
 
 
-def exchange_slices(
-    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """Slice r of `received` becomes what rank r has in the slice of `sent` that is this rank's own. Equal
-    slices of a contiguous tensor of any dtype, which travels as bytes.
+def start_exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Begin to send every other rank its row of `sent`, and to receive its row of `received` from it.
+
+    Both [world_size, n] contiguous, of any dtype: bytes travel. This rank's own rows are left alone.
     """
+    rank, size = rank_and_size(group)
     sent, received = sent.view(torch.uint8), received.view(torch.uint8)
-    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
+    calls = []
+    for step in range(1, size):  # every rank begins with its neighbour, not all with rank 0
+        to, source = (rank + step) % size, (rank - step) % size
+        calls.append(dist.P2POp(dist.isend, sent[to], group=group, group_peer=to))
+        calls.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source))
+    return dist.batch_isend_irecv(calls)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import GroupReference, exchange_slices, rank_and_size, reduce_max
+from zerofp4.distributed import GroupReference, rank_and_size, reduce_max, start_exchange
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.flat import ALIGNMENT, FlatBuffer
 from zerofp4.optim.parameters import gradient_dtype
@@ -72,9 +72,9 @@ class Piece(NamedTuple):
 class Bucket(NamedTuple):
     """The same stretch of every rank's slice.
 
-    sent: [world_size * n] of the dtype that travels, rank r's stretch at r * n. received: this rank's stretch
-    from every rank, in rank order. output: float32 [n] of this rank's gradients. gaps: what of `sent` belongs
-    to no parameter. Where nothing is to be added up, all are the output.
+    sent: [world_size, n] of the dtype that travels, rank r's stretch in row r. received: this rank's stretch
+    from every rank; its own is packed there. output: float32 [n] of this rank's gradients. gaps: what is
+    packed and belongs to no parameter. In a world of one where nothing is rounded, all are the output.
     """
 
     sent: torch.Tensor
@@ -107,18 +107,21 @@ class GradientReducer:
     def _add_buckets(self, buffers: Sequence[FlatBuffer], dtype: torch.dtype) -> None:
         """Those of the buffers whose gradients travel as dtype."""
         if self.world_size == 1 and self._wire.dtype in (None, torch.float32):
-            self._buckets += [make_bucket(b, 0, b.slice_numel, b.gradients, b.gradients) for b in buffers]
+            for buffer in buffers:
+                whole = buffer.gradients.view(1, -1)
+                self._buckets.append(make_bucket(buffer, 0, buffer.slice_numel, whole, whole))
             return
         longest = max(buffer.slice_numel for buffer in buffers)
         part = int(self._wire.bucket_mb * 2**20) // (dtype.itemsize * self.world_size)
         chunk = min(longest, max(part // ALIGNMENT * ALIGNMENT, ALIGNMENT))
-        shape = 2, 2, self.world_size * chunk
-        staging = torch.empty(shape, dtype=dtype, device=buffers[0].device)
+        staging = torch.empty(4, self.world_size * chunk, dtype=dtype, device=buffers[0].device)
         for buffer in buffers:
             for start in range(0, buffer.slice_numel, chunk):
                 size = min(chunk, buffer.slice_numel - start)
-                sent, received = staging[len(self._buckets) % 2, :, : self.world_size * size]
-                self._buckets.append(make_bucket(buffer, start, size, sent, received))
+                turn = 2 * (len(self._buckets) % 2)
+                sent, received = staging[turn : turn + 2, : self.world_size * size].unbind()
+                shape = self.world_size, size
+                self._buckets.append(make_bucket(buffer, start, size, sent.view(shape), received.view(shape)))
 
     def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
         """Raises TypeError for a gradient that would lose values on its way."""
@@ -136,27 +139,25 @@ class GradientReducer:
         pending = None
         for bucket in self._buckets:
             pack(bucket, gradients)
+            # Before the last one is added up: what is queued after it waits for it, the network too.
+            travelling = self.start(bucket)
             if pending is not None:
                 add_up(*pending)
-            pending = bucket, self.exchange(bucket)
+            pending = bucket, travelling
         if pending is not None:
             add_up(*pending)
 
-    def exchange(self, bucket: Bucket) -> dist.Work | None:
-        """Begin to send every rank its stretch of `sent`."""
-        if self.world_size > 1:
-            return exchange_slices(bucket.received, bucket.sent, self.group(), async_op=True)
-        if bucket.received is not bucket.sent:
-            bucket.received.copy_(bucket.sent)
-        return None
+    def start(self, bucket: Bucket) -> list[dist.Work]:
+        """Begin to send every other rank its stretch."""
+        return start_exchange(bucket.received, bucket.sent, self.group()) if self.world_size > 1 else []
 
 
-def add_up(bucket: Bucket, travelling: dist.Work | None) -> None:
+def add_up(bucket: Bucket, travelling: Sequence[dist.Work]) -> None:
     """The mean of what has been received, once it is there."""
-    if travelling is not None:
-        travelling.wait()
-    if bucket.received is not bucket.output:
-        ops.average(bucket.received.view(-1, len(bucket.output)), bucket.output)
+    for work in travelling:
+        work.wait()
+    if bucket.received is not bucket.sent:
+        ops.average(bucket.received, bucket.output)
 
 
 def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
@@ -176,11 +177,13 @@ def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 def make_bucket(
     buffer: FlatBuffer, start: int, size: int, sent: torch.Tensor, received: torch.Tensor
 ) -> Bucket:
-    """Elements [start, start + size) of every slice, to be packed into `sent`."""
+    """Elements [start, start + size) of every slice: this rank's are packed into `received`, the others'
+    into `sent`.
+    """
     pieces, gaps = [], []
     for rank in range(buffer.world_size):
         begin = rank * buffer.slice_numel + start
-        stretch = sent[rank * size : (rank + 1) * size]
+        stretch = (received if rank == buffer.rank else sent)[rank]
         filled = 0
         i = max(bisect.bisect_right(buffer.offsets, begin) - 1, 0)
         while i < len(buffer.offsets) and buffer.offsets[i] < begin + size:
@@ -197,12 +200,11 @@ def make_bucket(
             i += 1
         if filled < size:
             gaps.append(stretch[filled:])
-    output = sent if sent is buffer.gradients else buffer.gradients[start : start + size]
-    return Bucket(sent, received, output, pieces, gaps)
+    return Bucket(sent, received, buffer.gradients[start : start + size], pieces, gaps)
 
 
 def pack(bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Fill what is sent from gradients of any floating dtype, in the shapes of their parameters."""
+    """Fill a bucket from gradients of any floating dtype, in the shapes of their parameters."""
     zeros, destinations, sources = list(bucket.gaps), [], []
     for piece in bucket.pieces:
         gradient = gradients[piece.parameter]
