@@ -160,7 +160,9 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     tokens = options.batch_size * options.sequence_length * options.grad_accumulation * world.world_size
     validate_every = max(1, options.steps // VALIDATIONS)
     start = time.perf_counter()
-    training_seconds, skipped_in_a_row = 0.0, 0
+    # The first step loads kernels and opens connections, whatever the weights are: it is no part of the rate.
+    first_seconds = training_seconds = 0.0
+    skipped_in_a_row = 0
     with Recorder(options.out, kind, options.steps, active=world.rank == 0) as recorder:
         for step in range(1, options.steps + 1):
             step_start = time.perf_counter()
@@ -186,6 +188,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                 )
             seconds = time.perf_counter() - step_start
             training_seconds += seconds
+            first_seconds = first_seconds or seconds
             row = {"step": step, "loss": loss, "lr": lr, "grad_norm": float(norm)}
             row |= {"tokens_per_second": tokens / seconds, "seconds": time.perf_counter() - start}
             if step % validate_every == 0 or step == options.steps or stop:
@@ -200,7 +203,10 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         "loss": sum(last) / len(last),
         "validation_loss": row["validation_loss"],
         "seconds": time.perf_counter() - start,
-        "tokens_per_second": tokens * step / training_seconds,
+        "first_step_seconds": first_seconds,
+        "tokens_per_second": tokens
+        * max(step - 1, 1)
+        / ((training_seconds - first_seconds) or first_seconds),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "verified": verify_model(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
@@ -221,7 +227,8 @@ def describe(kind: str, result: dict, world: World) -> str:
     nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
     return (
         f"{KINDS[kind]}: loss {result['loss']:.4f}, validation {result['validation_loss']:.4f} after "
-        f"{result['steps']} steps in {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} bytes/s\n"
+        f"{result['steps']} steps in {result['seconds']:.1f} s, the first in "
+        f"{result['first_step_seconds']:.1f} s and the others at {result['tokens_per_second']:,.0f} bytes/s\n"
         f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
         f"{others} others the rounded FP32 masters\n"
         f"  all-gathered per step: {traffic}"
