@@ -25,9 +25,18 @@ AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t 
     return tensor;
 }
 
-AdamWOptions adamw_options(uintptr_t lr_address, double lr, double beta1, double beta2, double eps,
-                           double weight_decay, bool maximize) {
-    return {pointer<const float>(lr_address), lr, beta1, beta2, eps, weight_decay, maximize};
+AdamWOptions adamw_options(uintptr_t lr_address, uintptr_t skip, double lr, double beta1, double beta2,
+                           double eps, double weight_decay, bool maximize) {
+    AdamWOptions options{};
+    options.lr_address = pointer<const float>(lr_address);
+    options.skip = pointer<const float>(skip);
+    options.lr = lr;
+    options.beta1 = beta1;
+    options.beta2 = beta2;
+    options.eps = eps;
+    options.weight_decay = weight_decay;
+    options.maximize = maximize;
+    return options;
 }
 
 void average(const Target& target, uintptr_t pieces, int dtype, int64_t count, int64_t numel,
@@ -47,8 +56,8 @@ void bind_optim(py::module_& m) {
              "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a, "tile_offset"_a,
              "amax_offset"_a);
     py::class_<AdamWOptions>(m, "AdamWOptions")
-        .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
-             "weight_decay"_a, "maximize"_a);
+        .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "skip"_a, "lr"_a, "beta1"_a, "beta2"_a,
+             "eps"_a, "weight_decay"_a, "maximize"_a);
     py::class_<AdamWPlan>(m, "AdamWPlan")
         .def(py::init<bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
              "tensors"_a, "reduced"_a)

@@ -32,12 +32,12 @@ ZEROFP4_HD double power(double base, int64_t exponent) {
 }
 
 // Counts the step of a tensor that has a gradient, and computes its scalars: in double, each rounded to float
-// once.
+// once. In a step that is skipped no tensor has one.
 ZEROFP4_HD AdamWStep adamw_scalars(const AdamWOptions& options, const AdamWDescriptor& tensor,
                                    const void* gradient) {
     AdamWStep step{};
+    if (gradient == nullptr || (options.skip && *options.skip != 0.0f)) return step;
     step.gradient = gradient;
-    if (gradient == nullptr) return step;
     *tensor.step += 1.0f;
     const int64_t count = static_cast<int64_t>(*tensor.step);
     const double lr = options.lr_address ? static_cast<double>(*options.lr_address) : options.lr;

@@ -105,6 +105,41 @@ def test_more_tensors_than_a_launch_has_arguments_for(device):
         expected.check(f"step {step}:")
 
 
+def test_a_step_that_finds_an_infinity_changes_nothing(device):
+    """Neither parameters nor moments nor step counts, whatever the gradients hold."""
+    parameters = [torch.randn(n, device=device) for n in (5, 4096, 700)]
+    optimizer = FusedAdamW(parameters, **OPTIONS)
+    expected = Expected(optimizer)
+    optimizer.found_inf = torch.zeros((), device=device)
+    for step, flag in enumerate([0.0, 1.0, 0.0, math.inf, 0.0]):
+        optimizer.found_inf.fill_(flag)
+        for p in parameters:
+            p.grad = torch.full_like(p, math.nan) if flag else torch.randn_like(p)
+        if not flag:
+            expected.step()
+        optimizer.step()
+        expected.check(f"step {step}:")
+
+
+@pytest.mark.parametrize(
+    ("found_inf", "error", "message"),
+    [
+        (1.0, TypeError, "found_inf must be None or one element of float32, got float"),
+        (torch.zeros(2), TypeError, r"one element of float32, got torch.float32 \(2,\)"),
+        (torch.zeros(1, dtype=torch.int32), TypeError, r"one element of float32, got torch.int32 \(1,\)"),
+        (torch.zeros(1, device="meta"), ValueError, "found_inf is on meta, the parameters on"),
+    ],
+)
+def test_flags_that_cannot_be_read(device, found_inf, error, message):
+    p = torch.ones(3, device=device)
+    p.grad = torch.ones_like(p)
+    optimizer = FusedAdamW([p])
+    optimizer.found_inf = found_inf
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert p.eq(1).all() and not optimizer.state
+
+
 # What an optimizer does
 
 

@@ -9,11 +9,11 @@ from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
-def stepped(device, count, optimizer_class=torch.optim.SGD):
+def stepped(device, count, optimizer_class=torch.optim.SGD, **options):
     """An optimizer of `count` NVFP4 weights and a bias after a step, with the next gradients there."""
     specifications = [((16, 16), torch.bfloat16, True)] * count + [((7,), torch.bfloat16, False)]
     parameters = make_parameters(device, specifications=specifications)
-    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1, **options)
     for step in range(2):
         if step:
             optimizer.step()
@@ -48,9 +48,19 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_value_is_read_back_in_a_world_of_one(device):
-    """Whether the gradients are finite; clip_grad_norm_ has read it for its step."""
-    optimizer = stepped(device, 5, FusedAdamW)
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "expected"),
+    [
+        (FusedAdamW, {}, 0),
+        (torch.optim.AdamW, {"fused": True}, 0),
+        (torch.optim.SGD, {"fused": True}, 0),
+        (torch.optim.SGD, {"fused": True, "momentum": 0.9}, 1),
+        (torch.optim.SGD, {"foreach": True}, 1),
+    ],
+)
+def test_values_read_back_in_a_world_of_one(device, optimizer_class, options, expected):
+    """None where the update heeds a flag on the device; else whether the gradients are finite, in step()."""
+    optimizer = stepped(device, 5, optimizer_class, **options)
     reads = []
     for clip in (False, True):
         with Operations() as operations:
@@ -58,7 +68,25 @@ def test_one_value_is_read_back_in_a_world_of_one(device):
                 optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         reads.append(sum("_local_scalar_dense" in name for name in operations.names))
-    assert reads == [1, 1]
+    assert reads == [expected] * 2
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("optimizer_class", [FusedAdamW, torch.optim.AdamW])
+def test_nothing_waits_for_a_gpu_in_a_world_of_one(device, optimizer_class, clip):
+    if device.type != "cuda":
+        pytest.skip("there is no GPU to wait for")
+    options = {} if optimizer_class is FusedAdamW else {"fused": True}
+    optimizer = stepped(device, 5, optimizer_class, **options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.skipped_steps == 0
 
 
 def test_operations_of_a_step_do_not_grow_with_the_model(device):

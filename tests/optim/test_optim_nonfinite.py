@@ -13,6 +13,16 @@ from zerofp4.optim.nonfinite import first_nonfinite, from_word
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 VALUES = [math.nan, math.inf, -math.inf]
+# The first three are told on the device, for the others the host reads. Torch has fused ones of its own kind:
+# where SGD with momentum skips its first step, its momentum buffers stay uninitialized.
+INNER = {
+    "FusedAdamW": (FusedAdamW, DEFAULTS),
+    "fused AdamW": (torch.optim.AdamW, DEFAULTS | {"fused": True}),
+    "fused SGD": (torch.optim.SGD, {"lr": 0.1, "fused": True}),
+    "AdamW": (torch.optim.AdamW, DEFAULTS),
+    "fused SGD with momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01}),
+}
 
 
 def everything(parameters, optimizer):
@@ -26,12 +36,13 @@ def everything(parameters, optimizer):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
-def test_a_step_is_skipped_and_the_next_one_goes_on(device, optimizer_class, clip):
+@pytest.mark.parametrize("name", INNER)
+def test_a_step_is_skipped_and_the_next_one_goes_on(device, name, clip):
     """As if the step had not been called: masters, moments and step counts are those of the steps taken."""
+    optimizer_class, defaults = INNER[name]
     parameters = make_parameters(device)
-    plain = Plain(parameters, optimizer_class, **DEFAULTS)
-    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **DEFAULTS)
+    plain = Plain(parameters, optimizer_class, **defaults)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **defaults)
     for step in range(6):
         set_gradients(parameters, make_gradients(parameters, step))
         bad = step % 2 == 1
@@ -52,6 +63,79 @@ def test_a_step_is_skipped_and_the_next_one_goes_on(device, optimizer_class, cli
             assert optimizer.first_nonfinite() is None
             plain.step()
             check(optimizer, plain, f"step {step}:")
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_the_first_step_is_skipped(device, name):
+    """Whatever the state was made of in it: the next step is a first one."""
+    optimizer_class, defaults = INNER[name]
+    parameters = make_parameters(device)
+    plain = Plain(parameters, optimizer_class, **defaults)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **defaults)
+    before = optimizer.gathered_masters()
+    for step in range(3):
+        set_gradients(parameters, make_gradients(parameters, step))
+        if step == 0:
+            parameters[0].grad[0, 0] = math.nan
+        optimizer.step()
+        if step == 0:
+            assert_all_equal(optimizer.gathered_masters(), before, "master")
+        else:
+            plain.step()
+            check(optimizer, plain, f"step {step}:")
+    assert optimizer.skipped_steps == 1
+
+
+def test_found_inf_is_cleared_without_quantized_weights(device):
+    parameters = make_parameters(device, specifications=[((5, 3), torch.bfloat16, False)])
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    for value, found in ((math.nan, 1), (1.0, 0)):
+        parameters[0].grad = torch.full_like(parameters[0], value)
+        optimizer.step()
+        assert optimizer.found_inf.item() == found
+
+
+def test_what_was_found_is_asked_for_later(device):
+    """After zero_grad(), which drops the gradients: they are still where they were packed."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **DEFAULTS)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    for i in (4, 3):
+        parameters[i].grad.view(-1)[-1] = math.nan
+    optimizer.clip_grad_norm_(1.0)  # of a norm that is NaN
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.first_nonfinite() == "param_groups[0]['params'][3]"
+    assert (optimizer.skipped_steps, optimizer.found_inf.item()) == (1, 1)
+
+
+def test_replays_of_a_cuda_graph_skip_steps(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs are captured on a GPU")
+    parameters = make_parameters(device)
+    plain = Plain(parameters, FusedAdamW, **DEFAULTS)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, capturable=True, **DEFAULTS)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        set_gradients(parameters, make_gradients(parameters, 0))
+        optimizer.step()
+        plain.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 5):
+        for p, gradient in zip(parameters, make_gradients(parameters, step), strict=True):
+            p.grad.copy_(gradient)
+        bad = step % 2
+        if bad:
+            parameters[3].grad[0, 0] = math.nan
+        else:
+            plain.step()
+        graph.replay()
+        assert (optimizer.found_inf.item(), optimizer.skipped_steps) == (bad, (step + 1) // 2)
+        check(optimizer, plain, f"step {step}:")
 
 
 def test_skipped_gradients_are_not_used_again(device):

@@ -80,6 +80,11 @@ class FusedAdamW(torch.optim.Optimizer):
     RuntimeError for sparse gradients, before anything has changed.
     """
 
+    found_inf: torch.Tensor | None = None
+    """float32 of one element on the parameters' device: where it is not 0, a step leaves parameters and state
+    as they are, and counts nothing. Read by the kernels, as torch's fused optimizers read theirs.
+    """
+
     # On the class: neither pickled nor part of a state dict.
     _route: AmaxRoute | None = None
     _stage: AdamWStage | None = None
@@ -168,8 +173,9 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        checks.check_found_inf(self.found_inf, self._device())
         members = self._members()
-        options = [_options(group) for group in self.param_groups]
+        options = [_options(group, self.found_inf) for group in self.param_groups]
         self._bind(members)
         if self._route is not None:
             self._route.begin()
@@ -265,6 +271,6 @@ def _initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
-def _options(group: dict[str, Any]):
+def _options(group: dict[str, Any], skip: torch.Tensor | None):
     names = ("lr", "betas", "eps", "weight_decay", "maximize")
-    return adamw_options(**{name: group[name] for name in names})
+    return adamw_options(**{name: group[name] for name in names}, skip=skip)

@@ -59,6 +59,20 @@ def check_lr(name: str, lr: float | torch.Tensor, device: torch.device | None) -
         raise ValueError(f"{name} is on {lr.device}, the parameters on {device}")
 
 
+def check_found_inf(found_inf: torch.Tensor | None, device: torch.device | None) -> None:
+    """Raises TypeError or ValueError for a flag that kernels cannot read."""
+    if found_inf is None:
+        return
+    if not isinstance(found_inf, torch.Tensor) or found_inf.dtype != torch.float32 or found_inf.numel() != 1:
+        shown = type(found_inf).__name__
+        if isinstance(found_inf, torch.Tensor):
+            shown = f"{found_inf.dtype} {tuple(found_inf.shape)}"
+        raise TypeError(f"found_inf must be None or one element of float32, got {shown}")
+    if device is not None and found_inf.device != device:
+        raise ValueError(f"found_inf is on {found_inf.device}, the parameters on {device}")
+    check_plain("found_inf", found_inf)
+
+
 def check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
     """Raises TypeError or ValueError unless p is plain, contiguous, float32 and on the device."""
     if is_traceable_wrapper_subclass(p):

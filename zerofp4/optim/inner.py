@@ -47,17 +47,42 @@ def build_inner(
     return optimizer_class(groups, **defaults)
 
 
+def heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the optimizer leaves masters and state as they are, and counts nothing, where its
+    attribute `found_inf`, float32 [] on the device, is 1: FusedAdamW, and torch's with fused=True, as their
+    GradScaler relies on.
+
+    Not with momentum: where torch's fused SGD skips its first step, its momentum buffers stay uninitialized,
+    and the second step takes them for values.
+    """
+    if hasattr(type(optimizer), "found_inf"):
+        return True
+    supported = getattr(optimizer, "_step_supports_amp_scaling", False)
+    groups = optimizer.param_groups
+    return supported and all(group.get("fused") and not group.get("momentum") for group in groups)
+
+
 def step_masters(
     optimizer: torch.optim.Optimizer,
     masters: Sequence[torch.Tensor | None],
     gradients: Sequence[torch.Tensor | None],
+    found_inf: torch.Tensor | None,
 ) -> None:
     """A step with these gradients; masters without one are skipped.
 
     The masters keep them: they are the same views in every step, and to assign one costs more than to see
     that it is there.
+
+    found_inf: what an optimizer that heeds it reads in this step.
     """
     for master, gradient in zip(masters, gradients, strict=True):
         if master is not None and master.grad is not gradient:
             master.grad = gradient
-    optimizer.step()
+    if found_inf is None:
+        optimizer.step()
+        return
+    optimizer.found_inf = found_inf
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf

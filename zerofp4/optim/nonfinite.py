@@ -6,6 +6,7 @@ import torch
 
 from zerofp4.ops import is_capturing
 from zerofp4.optim.flat import FlatBuffer
+from zerofp4.optim.inner import heeds_found_inf
 
 POLICIES = ("skip_step", "raise")
 """What on_nonfinite may be."""
@@ -15,42 +16,101 @@ class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
 
     policy: one of POLICIES. names: what messages call the parameters. buffers: where gradients are reduced
-    to. first: the position of the first parameter whose gradient holds a NaN or Inf on any rank, None if none
-    does.
+    to. gradients: those of the parameters in the buffers, None where this rank owns nothing. inner: the
+    optimizer of the masters.
+
+    found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
+    there. In a world of one the host does not know it, and what it counts and names is read when somebody
+    asks; several ranks have heard it in their vote.
     """
 
-    def __init__(self, policy: str, names: Sequence[str], buffers: Sequence[FlatBuffer]):
-        self._policy, self._names, self._buffers = policy, names, buffers
-        self._alone = buffers[0].world_size == 1
-        self.first: int | None = None
+    def __init__(
+        self,
+        policy: str,
+        names: Sequence[str],
+        buffers: Sequence[FlatBuffer],
+        gradients: Sequence[torch.Tensor | None],
+        inner: torch.optim.Optimizer,
+    ):
+        self._policy, self._names, self._inner = policy, names, inner
+        self._buffers, self._gradients = buffers, gradients
+        self._alone, self._device = buffers[0].world_size == 1, buffers[0].device
+        self.found = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._skipped = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._first: int | None = None
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped. Waits for the device."""
+        return int(self._skipped.item())
 
     @property
     def first_name(self) -> str | None:
-        return None if self.first is None else self._names[self.first]
+        """What messages call the first parameter whose gradient held a NaN or Inf; None if none did. In a
+        world of one it waits for the device.
+        """
+        first = self._first
+        if self._alone and self.found.item():
+            # They are still where they were packed: whatever writes there looks at them.
+            first = from_word(first_nonfinite(self._gradients).item(), len(self._gradients))
+        return None if first is None else self._names[first]
 
     def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """What this rank votes. None in a world of one, which looks at what was packed instead."""
         return None if self._alone else first_nonfinite(gradients)
 
-    def look_at_reduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """In a world of one these are the rank's own gradients. Waits for the device: in a step that a CUDA
-        graph captures nothing is looked at.
+    def hear(self, first: int | None) -> None:
+        """Of a vote: the position of the first parameter whose gradient holds a NaN or Inf on any rank."""
+        if not self._alone:
+            self._first = first
+            self.found.fill_(first is not None)
+
+    def look_at_packed(self) -> None:
+        """In a world of one these are the rank's own gradients. Waits for nothing: where a CUDA graph is
+        captured and the optimizer of the masters cannot be told on the device, nothing is looked for.
         """
-        if not self._alone or is_capturing(self._buffers[0].device):
+        if not self._alone:
             return
-        if not all_finite(self._buffers):
-            self.first = from_word(first_nonfinite(gradients).item(), len(gradients))
+        if is_capturing(self._device) and not heeds_found_inf(self._inner):
+            self.found.zero_()
+        else:
+            self.found.copy_(are_nonfinite(self._buffers))
 
     def raise_if_asked(self) -> None:
-        """Raises FloatingPointError if there are some and the policy is to raise."""
-        if self.first is None or self._policy != "raise":
+        """Raises FloatingPointError if there are some and the policy is to raise. Then it waits for the
+        device in a world of one, and leaves it to the update where a CUDA graph is captured.
+        """
+        if self._policy != "raise" or is_capturing(self._device):
+            return
+        name = self.first_name
+        if name is None:
             return
         error = FloatingPointError(
-            f"the gradient of {self.first_name} holds a NaN or Inf on some rank, and on_nonfinite is "
-            "'raise'; no rank takes this step"
+            f"the gradient of {name} holds a NaN or Inf on some rank, and on_nonfinite is 'raise'; no rank "
+            "takes this step"
         )
         error.all_ranks_raise = True
         raise error
+
+    def for_update(self) -> torch.Tensor | None:
+        """What the optimizer of the masters is to read on the device; None where the host knows that there is
+        nothing to find.
+        """
+        return self.found if self._alone and heeds_found_inf(self._inner) else None
+
+    def must_leave_out_update(self) -> bool:
+        """Whether the host has to leave out the update of the masters. Waits for the device where their
+        optimizer cannot be told there.
+        """
+        if not self._alone:
+            return self._first is not None
+        if heeds_found_inf(self._inner) or is_capturing(self._device):
+            return False
+        return bool(self.found.item())
+
+    def count(self) -> None:
+        """A step ends, skipped or not."""
+        self._skipped.add_(self.found)
 
 
 def check_policy(on_nonfinite: str) -> None:
@@ -81,11 +141,13 @@ def from_word(word: float, count: int) -> int | None:
     return count - int(word) if word else None
 
 
-def all_finite(buffers: Sequence[FlatBuffer]) -> bool:
-    """Whether the gradients of flat buffers hold no NaN or Inf. Waits for the device."""
+def are_nonfinite(buffers: Sequence[FlatBuffer]) -> torch.Tensor:
+    """bool [] on the device: whether the gradients of flat buffers hold a NaN or Inf. Waits for nothing."""
     gradients = [buffer.gradients for buffer in buffers if buffer.slice_numel]
     ends = [end for flat in gradients for end in torch.aminmax(flat)]
-    return not ends or bool(torch.stack(ends).isfinite().all())
+    if not ends:
+        return torch.zeros((), dtype=torch.bool, device=buffers[0].device)
+    return torch.stack(ends).isfinite().all().logical_not_()
 
 
 def _are_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

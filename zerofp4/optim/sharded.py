@@ -21,8 +21,8 @@ class ShardedParameters:
 
     names: what messages call the parameters.
     masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing.
-    found_inf: float32 [1], whether NVFP4 weights were left alone by the last publish() because of a NaN or
-    Inf.
+    found_inf: float32 [1], what the last publish() was given, or 1 where it left NVFP4 weights alone because
+    of a NaN or Inf.
 
     Building it is collective, and so are its methods. The parameters move into the buffers; the masters have
     no values until initialize_masters().
@@ -130,14 +130,21 @@ class ShardedParameters:
             optimizer.offer_amaxes(self._plan)
             self._amaxes_from = optimizer
 
-    def publish(self) -> None:
-        """Cast this rank's masters into the weights and gather the other ranks' slices, in place."""
+    def publish(self, found_inf: torch.Tensor | None = None) -> None:
+        """Cast this rank's masters into the weights and gather the other ranks' slices, in place.
+
+        found_inf: float32, one element on the device, which ours begins with; 0 without it. Where an update
+        has left the masters as they were, the weights get the bytes that they have.
+        """
+        if found_inf is None:
+            self.found_inf.zero_()
+        else:
+            self.found_inf.copy_(found_inf)
         gathers = []
         for buffer in self._dense:
             buffer.cast()
             gathers.append(buffer.start_gather())
         if self._plan is not None:
-            self.found_inf.zero_()
             if self._amaxes_from is not None and self._amaxes_from.amaxes_outdated():
                 self._plan.begin_update()  # takes them back
             self._plan.step()

@@ -32,8 +32,8 @@ class ShardedState(torch.optim.Optimizer):
     def _pull_options(self) -> None:
         copy_options(self.inner.param_groups, self.param_groups)
 
-    def _publish(self) -> None:
-        self._shards.publish()
+    def _publish(self, found_inf: torch.Tensor | None = None) -> None:
+        self._shards.publish(found_inf)
         self._watch.accept_values()
 
     @torch.no_grad()

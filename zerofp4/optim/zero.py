@@ -61,9 +61,12 @@ class ZeroFP4Optimizer(ShardedState):
     model before its optimizer is built: writing into a weight afterwards makes step() raise. NVFP4 weights
     whose masters become NaN or Inf keep their last codes, and found_inf is 1 after such a step.
 
-    Gradients are looked at once, before the update. In a world of one the host reads one flag for it per
-    step, on a GPU too, and nothing else (none while a CUDA graph is captured, whose replays look at nothing);
-    with more ranks it is part of the vector that is read anyway.
+    Gradients are looked at once, before the update. With more ranks that is part of the vector that is read
+    anyway. In a world of one the update reads a flag on the device, also in replays of a CUDA graph: nothing
+    waits, and skipped_steps, first_nonfinite() and found_inf are read when somebody asks. For this
+    optimizer_class must be FusedAdamW or, without momentum, one of torch's with fused=True. For others the
+    host reads the flag in every step (none while a CUDA graph is captured, whose replays skip nothing), as it
+    does with on_nonfinite="raise".
 
     A parameter that is frozen (requires_grad False) when the optimizer is built gets rank 0's bytes once, no
     master and no update; unfreezing it later makes step() raise. Freezing a parameter later does what it does
@@ -93,7 +96,6 @@ class ZeroFP4Optimizer(ShardedState):
         **defaults: Any,
     ):
         self._built = False
-        self.skipped_steps = 0
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         description, options, error = [], [], None
@@ -116,7 +118,9 @@ class ZeroFP4Optimizer(ShardedState):
             self._reducer = GradientReducer(self._shards.buffers, group, wire)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced: Snapshot | None = None
-            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards.names, self._shards.buffers)
+            self._nonfinite = NonfiniteGradients(
+                on_nonfinite, self._shards.names, self._shards.buffers, self._shards.gradients, self.inner
+            )
             self._steps = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._fingerprint = checkpoint.fingerprint(description, self._shards.buffers)
@@ -203,19 +207,18 @@ class ZeroFP4Optimizer(ShardedState):
             error = failure
         agreed = self._votes.agree(gradients, intent, error, word, self.param_groups)
         if intent.reduce:
-            self._nonfinite.first = agreed.nonfinite
+            self._nonfinite.hear(agreed.nonfinite)
             if agreed.nonfinite is None:
                 self._reduce_gradients(gradients)
-                self._nonfinite.look_at_reduced(gradients)
-        if self._nonfinite.first is None:
-            self._update_masters(agreed.present)
-            self._reduced = None
-            self._publish()
-        else:
-            self._reduced = None
+                self._nonfinite.look_at_packed()
             self._nonfinite.raise_if_asked()
+        if self._nonfinite.must_leave_out_update():
             self.found_inf.fill_(1)
-            self.skipped_steps += 1
+        else:
+            self._update_masters(agreed.present)
+            self._publish(self._nonfinite.for_update())
+        self._reduced = None
+        self._nonfinite.count()
         self._steps += 1
         return loss
 
@@ -242,15 +245,17 @@ class ZeroFP4Optimizer(ShardedState):
             error = failure
         agreed = self._votes.agree(gradients, intent, error, word, self.param_groups)
         if intent.reduce:
-            self._nonfinite.first, self._reduced = agreed.nonfinite, None
-            self._nonfinite.raise_if_asked()
+            self._reduced = None
+            self._nonfinite.hear(agreed.nonfinite)
             self._reduce_gradients(gradients)
-            self._nonfinite.look_at_reduced(gradients)
+            self._nonfinite.look_at_packed()
             self._nonfinite.raise_if_asked()
             self._reduced = snapshot
         total = global_norm(self._shards.buffers, intent.norm_type, self.process_group())
         # Multiplying by 1 is cheaper than asking the device whether that is all there is to do.
         scale = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
+        # What no step will use stays as it was packed, for first_nonfinite() to look at.
+        scale.masked_fill_(self._nonfinite.found != 0, 1.0)
         torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], scale)
         return total
 
@@ -266,9 +271,15 @@ class ZeroFP4Optimizer(ShardedState):
         """
         return self._shards.found_inf
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped because of gradients with a NaN or Inf. Waits for the device."""
+        return self._nonfinite.skipped
+
     def first_nonfinite(self) -> str | None:
         """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
-        or clip_grad_norm_ last looked; None if there was none. The same on every rank; waits for nothing.
+        or clip_grad_norm_ last looked; None if there was none. The same on every rank; in a world of one it
+        waits for the device.
         """
         return self._nonfinite.first_name
 
@@ -293,5 +304,5 @@ class ZeroFP4Optimizer(ShardedState):
             gradient if somewhere else None
             for gradient, somewhere in zip(self._shards.gradients, present, strict=True)
         ]
-        step_masters(self.inner, self._shards.masters, gradients)
+        step_masters(self.inner, self._shards.masters, gradients, self._nonfinite.for_update())
         self._pull_options()

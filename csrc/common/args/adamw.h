@@ -19,6 +19,7 @@ struct AdamWDescriptor : ShardGeometry {
 // The options of a parameter group.
 struct AdamWOptions {
     const float* lr_address;  // float[1] that is read in place of lr, or null
+    const float* skip;        // float[1]: unless it is 0 nothing is updated or counted; or null
     double lr;
     double beta1;
     double beta2;
