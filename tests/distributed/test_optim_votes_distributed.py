@@ -111,7 +111,40 @@ def test_options_that_differ_are_named(world):
         group[name] = good
     assert_all_equal(everything(parameters, optimizer), before, "tensor")
     group["weight_decay"] = 0 if bad else 0.0  # the same number
-    group["lr"] = torch.tensor(0.1)  # not compared
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, 3, time_limit=30)
+def test_tensor_options_that_differ_are_named(world):
+    parameters = parameters_of(world)
+    last = world.world_size - 1
+    bad = world.rank == last
+    tensor = lambda value: torch.tensor(value, device=world.device)  # noqa: E731
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": tensor(0.5)}]
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=tensor(0.25))
+    before = everything(parameters, optimizer)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    first, second = optimizer.param_groups
+    for group, others, here, there in [
+        (first, tensor(0.125), "a tensor of 0.25", "a tensor of 0.125"),
+        (second, tensor(0.25), "a tensor of 0.5", "a tensor of 0.25"),
+        (first, 0.25, "a tensor of 0.25", "0.25"),
+        (second, tensor(math.nan), "a tensor of 0.5", "a tensor of nan"),
+    ]:
+        good = group["lr"]
+        group["lr"] = others if bad else good
+        place = f"param_groups[{0 if group is first else 1}]['lr']"
+        message = f"{place} must be the same on every rank, but is {here} on rank 0 and {there} on rank "
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            assert message in raised_everywhere(world, RuntimeError, call)
+        group["lr"] = good
+    if bad:
+        first["lr"], second["lr"] = second["lr"], first["lr"]
+    assert "['lr'] must be the same" in raised_everywhere(world, RuntimeError, optimizer.step)
+    if bad:
+        first["lr"], second["lr"] = second["lr"], first["lr"]
+    assert_all_equal(everything(parameters, optimizer), before, "tensor")
     optimizer.step()
     check_weights(parameters, optimizer)
 
@@ -129,6 +162,42 @@ def test_a_rank_that_skipped_a_step_alone_is_found_by_its_schedule(world):
     message = raised_everywhere(world, RuntimeError, optimizer.step)
     assert "['lr'] must be the same on every rank, but is 0.1 on rank 0 and 0.05 on rank 1" in message
     assert_all_equal(everything(parameters, optimizer), before, "tensor")
+
+
+@on_ranks(2, 3, time_limit=30)
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_rank_that_skipped_a_step_alone_is_found_by_its_zero_grad(world, clip):
+    """With a constant lr nothing else tells: its gradients of batch 1 meet those of batch 0."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
+    before = everything(parameters, optimizer)
+    for batch in range(2):
+        optimizer.zero_grad()
+        set_gradients(parameters, make_gradients(parameters, batch))
+        if world.rank == world.world_size - 1 and batch == 0:
+            continue
+        call = (lambda: optimizer.clip_grad_norm_(1.0)) if clip else optimizer.step
+        message = raised_everywhere(world, RuntimeError, call)
+        assert message.startswith("since the last step some ranks called zero_grad() 1 times and others 2")
+        break
+    assert_all_equal(everything(parameters, optimizer), before, "tensor")
+    optimizer.zero_grad()
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_a_rank_without_gradients_may_have_dropped_them(world):
+    """Then it has none of another batch, and counts as zeros."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
+    optimizer.zero_grad()
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    if world.rank == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+    check_weights(parameters, optimizer)
 
 
 @on_ranks(2, time_limit=30)

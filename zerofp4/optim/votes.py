@@ -1,19 +1,15 @@
 """What ranks of a ZeRO optimizer tell each other before a step: one small vector, reduced by maximum."""
 
-import hashlib
-import numbers
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange, first_difference, rank_and_size, reduce_max
-from zerofp4.optim.inner import options
 from zerofp4.optim.nonfinite import from_word
-
-HASH_BITS = 48
-"""Of the options; a float64 word holds it exactly."""
+from zerofp4.optim.options import host_options, tensor_options_hash
 
 
 class Intent(NamedTuple):
@@ -21,13 +17,15 @@ class Intent(NamedTuple):
 
     clip: clip_grad_norm_ was called, not step(). reduce: gradients are to be reduced, not those used that
     clip_grad_norm_ reduced before. step: how many steps there were. options: host_options_hash().
-    max_norm, norm_type: of clip_grad_norm_, no NaN.
+    cleared: how often zero_grad() was called since the last vote. max_norm, norm_type: of clip_grad_norm_, no
+    NaN.
     """
 
     clip: bool
     reduce: bool
     step: int
     options: int
+    cleared: int
     max_norm: float = 0.0
     norm_type: float = 0.0
 
@@ -70,23 +68,17 @@ class Votes:
             if error is not None:
                 raise error
             return Agreement([gradient is not None for gradient in gradients], None)
-        width = len(Intent._fields)
-        mine = [0.0] * (self._count + 2 * width + 1) + [self.rank + 1.0]
-        if error is None:
-            present = [gradient is not None for gradient in gradients]
-            mine = [*present, *intent, *(-word for word in intent), 0.0, 0.0]
-        votes = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        if error is None and nonfinite is not None:
-            votes[-2] = nonfinite
+        votes = self._ballot(gradients, intent, error, nonfinite, param_groups)
         reduce_max(votes, self.group())
-        *words, first, failed = votes.tolist()
+        *words, tensors, minus_tensors, first, failed = votes.tolist()
+        width = len(Intent._fields)
         highest = Intent(*words[self._count : self._count + width])
         lowest = Intent(*(-word for word in words[self._count + width :]))
         if failed:
             message = f"rank {int(failed) - 1} found an error, and no rank takes this step"
         else:
             message = find_difference(lowest, highest)
-            if message is None and lowest.options != highest.options:
+            if message is None and (lowest.options != highest.options or tensors != -minus_tensors):
                 message = self._find_different_option(param_groups)
         if message is None:
             return Agreement([bool(word) for word in words[: self._count]], from_word(first, self._count))
@@ -94,10 +86,42 @@ class Votes:
         error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
         raise error
 
-    def _find_different_option(self, param_groups: Sequence[dict]) -> str:
-        """Collective, after a vote that told all ranks that there is one."""
-        by_rank = exchange(host_options(param_groups), None, self.group())
-        rank, i = first_difference(by_rank)
+    def _ballot(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        intent: Intent | None,
+        error: BaseException | None,
+        nonfinite: torch.Tensor | None,
+        param_groups: Sequence[dict],
+    ) -> torch.Tensor:
+        """float64: which gradients there are, the intent and the hash of tensor options, each also negated,
+        then nonfinite and 1 + the number of a rank with an error.
+        """
+        if error is not None:
+            zeros = [0.0] * (self._count + 2 * len(Intent._fields) + 3)
+            return torch.tensor([*zeros, self.rank + 1.0], dtype=torch.float64, device=self._device)
+        present = [gradient is not None for gradient in gradients]
+        minus = Intent(*(-word for word in intent))
+        if not any(present):  # nothing of this rank's could be taken for another step's
+            intent, minus = intent._replace(cleared=-math.inf), minus._replace(cleared=-math.inf)
+        words = [*present, *intent, *minus, 0.0, 0.0, 0.0, 0.0]
+        votes = torch.tensor(words, dtype=torch.float64, device=self._device)
+        tensors = tensor_options_hash(param_groups, self._device)
+        if tensors is not None:
+            votes[-4], votes[-3] = tensors, -tensors
+        if nonfinite is not None:
+            votes[-2] = nonfinite
+        return votes
+
+    def _find_different_option(self, param_groups: Sequence[dict]) -> str | None:
+        """Collective, after a vote that told all ranks that there is one. None where only the bits of a NaN
+        differ.
+        """
+        by_rank = exchange(host_options(param_groups, read_tensors=True), None, self.group())
+        difference = first_difference(by_rank)
+        if difference is None:
+            return None
+        rank, i = difference
         if i is None:
             return f"param_groups: rank 0 has {len(by_rank[0])} options, rank {rank} has {len(by_rank[rank])}"
         (name, mine), (other, theirs) = by_rank[0][i], by_rank[rank][i]
@@ -122,29 +146,14 @@ def find_difference(lowest: Intent, highest: Intent) -> str | None:
             f"the ranks are out of step: some have taken {int(lowest.step)} steps and others "
             f"{int(highest.step)}; load the same state on all of them"
         )
+    if lowest.cleared < highest.cleared:
+        return (
+            f"since the last step some ranks called zero_grad() {int(lowest.cleared)} times and others "
+            f"{int(highest.cleared)}: a rank that leaves out a step alone would add its gradients to those "
+            "that the others have of another batch. Call it equally often on every rank that has gradients"
+        )
     for name in ("max_norm", "norm_type"):
         low, high = getattr(lowest, name), getattr(highest, name)
         if low != high:
             return f"{name} must be the same on every rank, got from {low} to {high}"
     return None
-
-
-def host_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
-    """The options of groups that are numbers or lists of numbers, by what messages call them, sorted.
-
-    Not those that are tensors, whose values may be on a GPU.
-    """
-    found = []
-    for g, group in enumerate(param_groups):
-        for name, value in options(group).items():
-            several = isinstance(value, tuple | list)
-            values = value if several else (value,)
-            if all(isinstance(v, numbers.Real) for v in values):
-                plain = tuple(map(float, values))
-                found.append((f"param_groups[{g}]['{name}']", plain if several else plain[0]))
-    return sorted(found)
-
-
-def host_options_hash(param_groups: Sequence[dict]) -> int:
-    digest = hashlib.sha256(repr(host_options(param_groups)).encode()).digest()
-    return int.from_bytes(digest[: HASH_BITS // 8], "big")

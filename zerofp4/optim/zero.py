@@ -11,6 +11,7 @@ from zerofp4.optim import checkpoint
 from zerofp4.optim.initial import broadcast_frozen
 from zerofp4.optim.inner import build_inner, step_masters, try_options
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
+from zerofp4.optim.options import host_options_hash
 from zerofp4.optim.parameters import (
     check_optimizer_class,
     check_parameters,
@@ -21,7 +22,7 @@ from zerofp4.optim.parameters import (
 from zerofp4.optim.reduction import GradientReducer, clip_arguments, global_norm, make_wire
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state import ShardedState, take_over
-from zerofp4.optim.votes import Intent, Votes, host_options_hash
+from zerofp4.optim.votes import Agreement, Intent, Votes
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 from zerofp4.tensors import NVFP4Tensor
 
@@ -62,11 +63,10 @@ class ZeroFP4Optimizer(ShardedState):
     whose masters become NaN or Inf keep their last codes, and found_inf is 1 after such a step.
 
     Gradients are looked at once, before the update. With more ranks that is part of the vector that is read
-    anyway. In a world of one the update reads a flag on the device, also in replays of a CUDA graph: nothing
-    waits, and skipped_steps, first_nonfinite() and found_inf are read when somebody asks. For this
-    optimizer_class must be FusedAdamW or, without momentum, one of torch's with fused=True. For others the
-    host reads the flag in every step (none while a CUDA graph is captured, whose replays skip nothing), as it
-    does with on_nonfinite="raise".
+    anyway. In a world of one nothing waits: the update reads a flag on the device, also in replays of a CUDA
+    graph. That takes FusedAdamW or, without momentum, an optimizer_class of torch's with fused=True. For
+    others, and with on_nonfinite="raise", the host reads the flag (not while a CUDA graph is captured, whose
+    replays then skip nothing).
 
     A parameter that is frozen (requires_grad False) when the optimizer is built gets rank 0's bytes once, no
     master and no update; unfreezing it later makes step() raise. Freezing a parameter later does what it does
@@ -75,9 +75,9 @@ class ZeroFP4Optimizer(ShardedState):
     Building is collective. An invalid argument on any rank, or ranks that disagree, raises the same
     ValueError or TypeError on all of them. What one rank finds wrong before an update, or its closure raises,
     is raised there, and RuntimeError on the others, before anything has changed; where ranks do different
-    things, as when one alone called zero_grad() after clip_grad_norm_, took another number of steps or has
-    another lr (options that are tensors are not compared), all raise RuntimeError. For this step() and
-    clip_grad_norm_ read one small vector back each, where there are several ranks. What one rank alone raises
+    things, as when one alone called zero_grad(), took another number of steps or has another lr, a number or
+    a tensor, all raise RuntimeError. For this step() and clip_grad_norm_ read one small vector back each,
+    where there are several ranks. What one rank alone raises
     later, out of memory in the step() of its optimizer_class or in a hook, cannot be undone: the others wait
     until the group's timeout ends them.
     """
@@ -121,7 +121,7 @@ class ZeroFP4Optimizer(ShardedState):
             self._nonfinite = NonfiniteGradients(
                 on_nonfinite, self._shards.names, self._shards.buffers, self._shards.gradients, self.inner
             )
-            self._steps = 0
+            self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._fingerprint = checkpoint.fingerprint(description, self._shards.buffers)
             self._publish()
@@ -205,7 +205,7 @@ class ZeroFP4Optimizer(ShardedState):
             if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
                 raise
             error = failure
-        agreed = self._votes.agree(gradients, intent, error, word, self.param_groups)
+        agreed = self._vote(gradients, intent, error, word)
         if intent.reduce:
             self._nonfinite.hear(agreed.nonfinite)
             if agreed.nonfinite is None:
@@ -243,7 +243,7 @@ class ZeroFP4Optimizer(ShardedState):
             word = self._nonfinite.word(gradients) if reduce else None
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        agreed = self._votes.agree(gradients, intent, error, word, self.param_groups)
+        agreed = self._vote(gradients, intent, error, word)
         if intent.reduce:
             self._reduced = None
             self._nonfinite.hear(agreed.nonfinite)
@@ -260,8 +260,11 @@ class ZeroFP4Optimizer(ShardedState):
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ reduced."""
+        """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ reduced. Ranks that have gradients
+        must call it equally often between steps; no rank waits for another.
+        """
         self._reduced = None
+        self._cleared += 1
         super().zero_grad(set_to_none)
 
     @property
@@ -289,10 +292,12 @@ class ZeroFP4Optimizer(ShardedState):
         return gradients
 
     def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
-        alone = self._votes.world_size == 1
-        return Intent(
-            clip, reduce, self._steps, 0 if alone else host_options_hash(self.param_groups), *numbers
-        )
+        options = 0 if self._votes.world_size == 1 else host_options_hash(self.param_groups)
+        return Intent(clip, reduce, self._steps, options, self._cleared, *numbers)
+
+    def _vote(self, gradients, intent, error, word) -> Agreement:
+        self._cleared = 0  # on every rank, whatever comes of the vote
+        return self._votes.agree(gradients, intent, error, word, self.param_groups)
 
     def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._reducer.reduce(gradients)
