@@ -72,6 +72,36 @@ def test_a_tangent_passes_through_fake_quantization(device):
     assert_bytes_equal(*jacobians, "jacobian")
 
 
+def test_transforms_of_torch_func(device):
+    """grad, vmap and their compositions, with jvp too: values are those of each tensor alone, derivatives
+    those of the identity.
+    """
+    fake, batch = (
+        zerofp4.quantize_dequantize,
+        torch.stack([values(16, 32, device=device, seed=s) for s in (0, 1)]),
+    )
+    x, tangent = batch
+    loss = lambda x: (x.detach() * fake(x)).sum()  # noqa: E731
+    grad, vmap = torch.func.grad, torch.func.vmap
+    assert_bytes_equal(grad(loss)(x), x, "grad")
+    gradient, value = torch.func.grad_and_value(lambda x: fake(x).square().sum())(x)
+    assert_bytes_equal(gradient, 2 * fake(x), "gradient of squares")
+    assert_bytes_equal(value, fake(x).square().sum(), "value")
+    each = torch.stack([fake(part) for part in batch])
+    assert_bytes_equal(vmap(fake)(batch), each, "vmap")
+    assert_bytes_equal(vmap(fake, in_dims=1)(batch.transpose(0, 1)), each, "vmap of dimension 1")
+    assert_bytes_equal(vmap(grad(loss))(batch), batch, "vmap of grad")
+    assert_bytes_equal(grad(lambda b: vmap(loss)(b).sum())(batch), batch, "grad of vmap")
+    assert_bytes_equal(
+        grad(lambda x: grad(lambda y: fake(y).square().sum())(x).sum())(x), 0 * x + 2, "grad of grad"
+    )
+    _, derivative = torch.func.jvp(grad(lambda x: fake(x).square().sum()), (x,), (tangent,))
+    assert_bytes_equal(derivative, 2 * tangent, "jvp of grad")
+    required = x.clone().requires_grad_()
+    grad(lambda y: (fake(y) * fake(required)).sum())(x).sum().backward()
+    assert_bytes_equal(required.grad, torch.ones_like(x), "autograd around grad")
+
+
 # Arguments
 
 
