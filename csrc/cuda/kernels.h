@@ -18,9 +18,9 @@ namespace zerofp4::cuda {
 // `host` is the host's copy of the descriptors: a table of one travels in the kernel's arguments, so that
 // operations on a single tensor need no device memory for it.
 struct Kernels {
-    // Makes a device current; returns the one that was, or -1 where that is the same. leave_device goes back.
+    // Makes a device current; returns what leave_device is given to go back, -1 where it was current before.
     int (*enter_device)(int device);
-    void (*leave_device)(int previous);
+    void (*leave_device)(int entered);
 
     void (*cast_begin)(const CastTable&, float error, cudaStream_t stream);
     void (*partial_amax)(const CastTable&, const WeightDescriptor* host, cudaStream_t stream);

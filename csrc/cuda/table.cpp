@@ -7,7 +7,7 @@ namespace zerofp4::cuda {
 #if defined(ZEROFP4_CUDA_VERSION)
 
 int enter_device(int device);
-void leave_device(int previous);
+void leave_device(int entered);
 void cast_begin(const CastTable&, float error, cudaStream_t);
 void partial_amax(const CastTable&, const WeightDescriptor* host, cudaStream_t);
 void fused_scale(const CastTable&, const WeightDescriptor* host, cudaStream_t);

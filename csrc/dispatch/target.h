@@ -22,14 +22,14 @@ struct Target {
 class DeviceGuard {
   public:
     DeviceGuard(const cuda::Kernels& kernels, int device)
-        : kernels_(kernels), previous_(kernels.enter_device(device)) {}
-    ~DeviceGuard() { kernels_.leave_device(previous_); }
+        : kernels_(kernels), entered_(kernels.enter_device(device)) {}
+    ~DeviceGuard() { kernels_.leave_device(entered_); }
     DeviceGuard(const DeviceGuard&) = delete;
     DeviceGuard& operator=(const DeviceGuard&) = delete;
 
   private:
     const cuda::Kernels& kernels_;
-    int previous_;
+    int entered_;
 };
 
 // Calls on_cpu(kernels, threads) or, with the target's device current, on_cuda(kernels, stream).

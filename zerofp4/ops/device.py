@@ -78,15 +78,19 @@ class StreamUse:
         """There is memory that was not told of."""
         self._last = None
 
-    def note(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What is queued next on the current stream uses `tensors`. O(1) while the stream stays the same."""
+    def note(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """What is queued next on the current stream uses `tensors`. O(1) while the stream stays the same;
+        returns whether it is another, or forget() was called.
+        """
         if self._device.type == "cpu":
-            return
+            return False
         stream = current_stream(self._device.index)
-        if stream != self._last:
-            for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self._device))
-            self._last = stream
+        if stream == self._last:
+            return False
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        self._last = stream
+        return True
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -9,7 +9,15 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, scale_addresses, target_of
+from zerofp4.ops.device import (
+    DTYPE_CODES,
+    StreamUse,
+    address,
+    current_stream,
+    is_capturing,
+    scale_addresses,
+    target_of,
+)
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
@@ -74,7 +82,7 @@ class _DescriptorTable:
     which travel in a kernel's arguments.
 
     Loads go into the same memory until a CUDA graph reads it (`hold`): then that stays as it is, and the next
-    load goes elsewhere.
+    load goes elsewhere. So does one on another stream than the last use, which may not have run yet.
     """
 
     def __init__(self, device: torch.device):
@@ -83,6 +91,9 @@ class _DescriptorTable:
         """The table in use, last, after those that graphs read."""
         self._held = False
         self._contents = b""
+        self._stream: int | None = None
+        """Of the last load or use: what is queued there finds what was loaded."""
+        self._loaded = torch.cuda.Event() if device.type == "cuda" else None
 
     def hold(self) -> None:
         """What is in use now is what a CUDA graph, being captured, reads in every replay."""
@@ -109,13 +120,27 @@ class _DescriptorTable:
                 "moved: make the same call once before the capture, with the same storage"
             )
         first = not self.memory
-        if first or self._held:
-            self.memory.append(torch.empty(len(contents), dtype=torch.uint8, device=self._device))
+        stream = current_stream(self._device.index)
+        if first or self._held or stream != self._stream:
+            kept = self.memory if self._held else self.memory[:-1]
+            self.memory = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self._device)]
             self._held = False
         # torch does not reuse pinned memory before the copies from it are done.
         staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
         self.memory[-1].copy_(staging, non_blocking=not first)
-        self._contents = contents
+        self._loaded.record(torch.cuda.current_stream(self._device))
+        self._contents, self._stream = contents, stream
+
+    def wait(self) -> None:
+        """Let the current stream wait for the load, if that was queued on another. Not while a CUDA graph is
+        captured, which nothing outside can be waited for in: torch.cuda.graph has waited for everything.
+        """
+        if not self.memory:
+            return
+        stream = current_stream(self._device.index)
+        if stream != self._stream and not is_capturing(self._device):
+            torch.cuda.current_stream(self._device).wait_event(self._loaded)
+        self._stream = stream
 
 
 class CastStages:
@@ -172,7 +197,8 @@ class CastStages:
     def target(self) -> _C.Target:
         """Where the stages run now: on the current stream."""
         flags = () if self._found_inf is None else (self._found_inf,)
-        self._streams.note((self._reduced, *flags, *self._table.memory[-1:]))
+        if self._streams.note((self._reduced, *flags, *self._table.memory[-1:])):
+            self._table.wait()
         return target_of(self.device)
 
     def begin(self, error: bool = False) -> None:
@@ -236,5 +262,6 @@ class TransposeStage:
         if is_capturing(self.device):
             self._table.hold()
             self.captured.update((t.data_ptr(), t.detach()) for pair in self._pairs for t in pair)
-        self._streams.note(self._table.memory[-1:])
+        if self._streams.note(self._table.memory[-1:]):
+            self._table.wait()
         self._plan.run(target_of(self.device))
