@@ -60,9 +60,33 @@ needs_gpu = pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda
 
 
 def at_an_odd_address(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, one byte from where it would be aligned, as in a file that was mapped."""
+    """A copy, one byte from where it would be aligned, as in a file that was mapped, or from a library that
+    hands over its GPU memory.
+    """
+    if x.is_cuda:
+        return _at_an_odd_gpu_address(x)
     memory = bytearray(1 + x.numel() * x.element_size())
     moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=1).view(x.shape)
     moved.copy_(x)
+    assert moved.data_ptr() % 2 == 1
+    return moved
+
+
+class _Handed:
+    """GPU memory, as other libraries hand it over."""
+
+    def __init__(self, x: torch.Tensor):
+        self.memory = torch.empty(1 + x.nbytes, dtype=torch.uint8, device=x.device)
+        self.memory[1:].copy_(x.reshape(-1).view(torch.uint8))  # torch's kernels could not load more there
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape),
+            "typestr": f"<i{x.itemsize}",
+            "data": (self.memory.data_ptr() + 1, False),
+            "version": 3,
+        }
+
+
+def _at_an_odd_gpu_address(x: torch.Tensor) -> torch.Tensor:
+    moved = torch.as_tensor(_Handed(x), device=x.device).view(x.dtype)
     assert moved.data_ptr() % 2 == 1
     return moved

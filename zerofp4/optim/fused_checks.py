@@ -1,5 +1,7 @@
 """What FusedAdamW takes: every rule about its options, parameters, gradients and state stands here."""
 
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerofp4.storage import check_plain, check_signs, dispatches
+from zerofp4.storage import check_memory, check_plain, check_signs, dispatches
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -86,6 +88,7 @@ def check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on a CPU or CUDA device, got {p.device}")
     if p.device != device:
         raise ValueError(f"{name} is on {p.device}, the first parameter on {device}")
+    check_memory(name, p)
 
 
 def find_unusable_gradient(
@@ -109,7 +112,16 @@ def are_usable(gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor]
         and list(map(_device, gradients)) == list(map(_device, params))
         and list(map(torch.Tensor.numel, gradients)) == list(map(torch.Tensor.numel, params))
         and all(map(torch.Tensor.is_contiguous, gradients))
+        and _are_aligned(gradients)
     )
+
+
+def _are_aligned(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether a GPU can load their elements."""
+    if not gradients or not gradients[0].is_cuda:
+        return True
+    together = functools.reduce(operator.or_, map(torch.Tensor.data_ptr, gradients))
+    return together % 4 == 0 or all(g.data_ptr() % g.itemsize == 0 for g in gradients)
 
 
 def gradient_error(name: str, gradient: torch.Tensor, p: torch.Tensor) -> Exception:
@@ -152,6 +164,7 @@ def check_state(name: str, p: torch.Tensor, state: dict[str, Any]) -> None:
                 f"the state of {name}: {key} must be contiguous float32 with {numel} elements on {p.device}, "
                 f"got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
             )
+        check_memory(f"the state of {name}: {key}", tensor)
 
 
 def check_capturable(groups: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
     TypeError, which says what to pass instead: a subclass with a dispatch of its own (DTensor, FakeTensor and
     other tensors over tensors), a layout that is not dense, a functionalized tensor, an efficient zero
-    tensor. RuntimeError: a storage that was freed or shrunk in place.
+    tensor. ValueError, RuntimeError: as check_memory.
     """
     if dispatches(tensor):
         kind = type(tensor).__name__
@@ -46,13 +46,16 @@ def _inside(tensor: torch.Tensor) -> str:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raises RuntimeError where a storage does not reach to the tensor's last element. What is traced or
+    """Raises RuntimeError where a storage does not reach to the tensor's last element, ValueError where a GPU
+    could not load its elements: at an address that is no multiple of their size, as other libraries may hand
+    over. (A CPU loads from any; kernels take vectors only where they find them aligned.) What is traced or
     transformed has no bytes to ask for.
     """
     if torch.compiler.is_compiling() or dispatches(tensor):
         return
     try:
         held = tensor.untyped_storage().nbytes()
+        address = tensor.data_ptr() if tensor.is_cuda else 0
     except NotImplementedError:  # a tensor inside vmap or grad
         return
     needed = _end(tensor)
@@ -60,6 +63,11 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         raise RuntimeError(
             f"{name} needs {needed} bytes of its storage, which has {held}: it was freed or shrunk in place "
             "(resize_), or never was as large"
+        )
+    if address % tensor.itemsize:
+        raise ValueError(
+            f"{name} is at address {address:#x} of a GPU, which is no multiple of the {tensor.itemsize} "
+            "bytes of its elements: pass a copy of its bytes"
         )
 
 

@@ -127,6 +127,7 @@ def _copy_(target, source, non_blocking=False):
         if mine is not other:
             take_initial_value(mine, other)
         return target
+    check_memory("the source of copy_", source)
     values = source.resolve_neg() if other is None else plain(source, target.dtype)
     if is_kept_by(mine, values, lambda: plain(target)):
         return target
