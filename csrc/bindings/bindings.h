@@ -24,6 +24,7 @@ T* pointer(uintptr_t address) {
 }
 
 void bind_cast(py::module_& m);
+void bind_gather(py::module_& m);
 void bind_quantize(py::module_& m);
 void bind_grouped(py::module_& m);
 void bind_lists(py::module_& m);

@@ -24,11 +24,15 @@ PYBIND11_MODULE(_C, m) {
     m.attr("HASH_WORD") = kHashWord;
     m.attr("PEER_ERROR") = static_cast<int>(kPeerError);
     m.attr("PLAN_MISMATCH") = static_cast<int>(kPlanMismatch);
+    m.attr("GATHER_REFUSED") = static_cast<int>(kGatherRefused);
+    m.attr("GATHER_WITHOUT_STEP") = static_cast<int>(kGatherWithoutStep);
+    m.attr("STATUS_RANK_SHIFT") = kStatusRankShift;
     m.def("build", &build);
     m.def("cpu_isa", [] { return cpu::kernels().isa; });
 
     py::class_<Target>(m, "Target").def(py::init<int, int64_t, int>(), "device"_a, "stream"_a, "threads"_a);
     bind_cast(m);
+    bind_gather(m);
     bind_quantize(m);
     bind_grouped(m);
     bind_lists(m);

@@ -5,6 +5,7 @@
 #include "common/args/adamw.h"
 #include "common/args/average.h"
 #include "common/args/cast.h"
+#include "common/args/gather.h"
 #include "common/args/grouped.h"
 #include "common/args/mxfp8.h"
 #include "common/args/scale_layout.h"
@@ -19,6 +20,8 @@ struct Kernels {
     void (*fused_scale)(const CastTable&, int threads);
     void (*partial_cast)(const CastTable&, int threads);
     void (*transpose)(const TransposeTable&, int threads);
+    void (*gather_pack)(const GatherTable&, int32_t state, int threads);
+    void (*gather_unpack)(const GatherTable&, int threads);
     void (*tensor_amax)(const AmaxArgs&, int threads);
     void (*quantize)(const QuantizeArgs&, int threads);
     void (*grouped_amax)(const GroupedAmaxArgs&, int threads);

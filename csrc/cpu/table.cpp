@@ -11,6 +11,8 @@ void partial_amax(const CastTable&, int threads);
 void fused_scale(const CastTable&, int threads);
 void partial_cast(const CastTable&, int threads);
 void transpose(const TransposeTable&, int threads);
+void gather_pack(const GatherTable&, int32_t state, int threads);
+void gather_unpack(const GatherTable&, int threads);
 void tensor_amax(const AmaxArgs&, int threads);
 void quantize(const QuantizeArgs&, int threads);
 void grouped_amax(const GroupedAmaxArgs&, int threads);
@@ -29,6 +31,8 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &fused_scale,
                         &partial_cast,
                         &transpose,
+                        &gather_pack,
+                        &gather_unpack,
                         &tensor_amax,
                         &quantize,
                         &grouped_amax,

@@ -5,6 +5,7 @@
 #include "common/args/adamw.h"
 #include "common/args/average.h"
 #include "common/args/cast.h"
+#include "common/args/gather.h"
 #include "common/args/grouped.h"
 #include "common/args/mxfp8.h"
 #include "common/args/scale_layout.h"
@@ -27,6 +28,8 @@ struct Kernels {
     void (*fused_scale)(const CastTable&, const WeightDescriptor* host, cudaStream_t stream);
     void (*partial_cast)(const CastTable&, const WeightDescriptor* host, cudaStream_t stream);
     void (*transpose)(const TransposeTable&, const TransposeDescriptor* host, cudaStream_t stream);
+    void (*gather_pack)(const GatherTable&, int32_t state, cudaStream_t stream);
+    void (*gather_unpack)(const GatherTable&, cudaStream_t stream);
     void (*tensor_amax)(const AmaxArgs&, cudaStream_t stream);
     void (*quantize)(const QuantizeArgs&, cudaStream_t stream);
     void (*grouped_amax)(const GroupedAmaxArgs&, cudaStream_t stream);

@@ -13,6 +13,8 @@ void partial_amax(const CastTable&, const WeightDescriptor* host, cudaStream_t);
 void fused_scale(const CastTable&, const WeightDescriptor* host, cudaStream_t);
 void partial_cast(const CastTable&, const WeightDescriptor* host, cudaStream_t);
 void transpose(const TransposeTable&, const TransposeDescriptor* host, cudaStream_t);
+void gather_pack(const GatherTable&, int32_t state, cudaStream_t);
+void gather_unpack(const GatherTable&, cudaStream_t);
 void tensor_amax(const AmaxArgs&, cudaStream_t);
 void quantize(const QuantizeArgs&, cudaStream_t);
 void grouped_amax(const GroupedAmaxArgs&, cudaStream_t);
@@ -29,11 +31,11 @@ void adamw_update(const AdamWTable&, cudaStream_t);
 void average(const AverageArgs&, cudaStream_t);
 
 const Kernels* kernels() {
-    static constexpr Kernels kTable = {&enter_device, &leave_device, &cast_begin,       &partial_amax,
-                                       &fused_scale,  &partial_cast, &transpose,        &tensor_amax,
-                                       &quantize,     &grouped_amax, &quantize_grouped, &dequantize,
-                                       &pad_scale,    &unpad_scale,  &quantize_mxfp8,   &dequantize_mxfp8,
-                                       &adamw_begin,  &adamw_update, &average};
+    static constexpr Kernels kTable = {
+        &enter_device,     &leave_device, &cast_begin,    &partial_amax, &fused_scale,    &partial_cast,
+        &transpose,        &gather_pack,  &gather_unpack, &tensor_amax,  &quantize,       &grouped_amax,
+        &quantize_grouped, &dequantize,   &pad_scale,     &unpad_scale,  &quantize_mxfp8, &dequantize_mxfp8,
+        &adamw_begin,      &adamw_update, &average};
     return &kTable;
 }
 

@@ -12,7 +12,7 @@ from zerofp4.cast.request import CastRequest, check_refresh
 from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
 from zerofp4.cast.status import StepStatus
 from zerofp4.distributed import PackedGather, attempt
-from zerofp4.ops import CastItem, CastStages, MasterPiece, TransposeStage, target_of
+from zerofp4.ops import CastItem, CastStages, GatherHeader, MasterPiece, TransposeStage, target_of
 from zerofp4.shard import Shard
 from zerofp4.storage import Addresses, NVFP4Storage
 
@@ -60,15 +60,30 @@ class PlanParts:
         self._captured: dict[int, torch.Tensor] = {}
         self._gather: PackedGather | None = None
         self._amaxes = Amaxes.NONE
+        self._hash = plan_hash(signatures)
         self._stages = CastStages(
             self._items(),
             self.reduced,
-            hash=plan_hash(signatures),
+            hash=self._hash,
             found_inf=self.found_inf,
             status=self._status.word,
         )
+        self._stages.begin()  # a gather before the first step finds nothing wrong with it
         self._transposes = TransposeStage(self._transpose_pairs())
         self.addresses = self._present_addresses()
+
+    def _build_gather(self) -> PackedGather:
+        """Raises ValueError, the same on every rank, where not all codes are gathered from the ranks."""
+        if not self._into_weights:
+            raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
+        numels = [record.shape.numel() for record in self.records]
+        distributed.check_ownership(self._names, numels, self._rank_shards)
+        header = GatherHeader(self.reduced, self._hash, self._status.word)
+        shards, device = self._rank_shards, self._request.device
+        return PackedGather(self._rowwise_codes(), shards, self.group(), device, header)
+
+    def _rowwise_codes(self) -> list[torch.Tensor]:
+        return [record.rowwise.data for record in self.records]
 
     @property
     def records(self) -> list[NVFP4Storage]:
@@ -108,6 +123,8 @@ class PlanParts:
     def _take_addresses(self) -> None:
         self._stages.bind(self._items(), self.found_inf)
         self._transposes.bind(self._transpose_pairs())
+        if self._gather is not None:
+            self._gather.bind(self._rowwise_codes())
         self.addresses = self._present_addresses()
 
     def _present_addresses(self, *, hold: bool = True) -> Addresses:

@@ -21,8 +21,8 @@ from zerofp4.cast.plan_cache import (
 )
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
 from zerofp4.cast.signature import check_same_weights, describe
-from zerofp4.distributed import OTHER, PRESENT, GroupReference, PackedGather, attempt
-from zerofp4.ops import TransposeStage, target_of
+from zerofp4.distributed import GroupReference, PackedGather, attempt
+from zerofp4.ops import GATHER_OTHER, GATHER_PRESENT, TransposeStage, target_of
 from zerofp4.shard import Shard
 from zerofp4.storage import Addresses, NVFP4Storage
 
@@ -99,7 +99,7 @@ def _gather_checked(
             fits = error is None and parsed[1] == plan.shards
             plan.gather.bind_if_moved([record.rowwise.data for record in plan.records])
             plan.addresses = weights_addresses(plan.records)
-            if plan.gather.run(PRESENT if fits else OTHER, error):
+            if plan.gather.run(GATHER_PRESENT if fits else GATHER_OTHER, error):
                 return plan
             plans.remove(plan)  # every rank came with other shards
             break

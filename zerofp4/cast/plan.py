@@ -12,7 +12,7 @@ from zerofp4.cast.plan_cache import advance_versions
 from zerofp4.cast.reduced_vector import Amaxes
 from zerofp4.cast.request import check_request
 from zerofp4.cast.status import PEER_MESSAGE
-from zerofp4.distributed import PackedGather, attempt
+from zerofp4.distributed import attempt
 from zerofp4.ops import MasterPiece
 
 
@@ -39,9 +39,10 @@ class CastPlan(PlanParts):
     reduced: float32 vector that a step reduces by maximum over the ranks: header words, one amax per amax
     group, then the tile amaxes of each weight.
 
-    A CUDA graph that step() or post() is captured in uses, in every replay, the storage of the capture:
-    codes, masters, shard buffers and found_inf. The plan keeps that alive, also after refresh(), and must
-    itself live as long as the graph. After refresh() capture again: a replay does not see the new storage.
+    A CUDA graph that step(), all_gather() or post() is captured in uses, in every replay, the storage of the
+    capture: codes, masters, shard buffers and found_inf. The plan keeps that alive, also after refresh(),
+    and must itself live as long as the graph. After refresh() capture again: a replay does not see the new
+    storage.
 
     Building is collective: every rank must build the same plan, and an invalid argument on any rank
     raises the same ValueError or TypeError on all of them. Who raises what, and what is left to the
@@ -123,7 +124,7 @@ class CastPlan(PlanParts):
         """
         late = self._status.take()
         if late is not None:
-            late = RuntimeError(f"an earlier step did not take place: {late}. This one did")
+            late = RuntimeError(f"an earlier call had no effect: {late}. This step took place")
         capturing = self._status.is_capturing()
         if capturing and error is None:
             error = self.find_moved()
@@ -142,7 +143,7 @@ class CastPlan(PlanParts):
         self._reduce()
         self._stages.scale_cast(target)
         if not capturing:
-            self._status.step_queued()
+            self._status.queued()
         if raises:
             self._status.wait()
             self._raise_nonfinite()
@@ -198,7 +199,7 @@ class CastPlan(PlanParts):
     # After a step
 
     def check(self) -> None:
-        """Wait for the last step and raise RuntimeError if a rank kept all from writing in it, or if any
+        """Wait for the last step or gather and raise RuntimeError if a rank kept all from writing, or if any
         weight, master or shard buffer has moved since the plan took its address.
 
         Does not wait while a CUDA graph is being captured, nor for the replay of one, which leaves no mark to
@@ -210,22 +211,22 @@ class CastPlan(PlanParts):
             raise error
 
     def all_gather(self) -> None:
-        """Give every rank the codes of all shards. Collective; waits for the step.
+        """Give every rank the codes of all shards. Collective; only queues work on a GPU.
+
+        Storage that has moved is noticed as in step(). Where that or a step that did not take place keeps one
+        rank from giving its codes, no rank changes a weight: that rank raises RuntimeError, the others do as
+        soon as they hear of it, as with step().
 
         Raises ValueError if an element is owned by no rank, or if codes went to fsdp_shard_model_weights,
-        which are the caller's to gather; RuntimeError on all ranks if a weight or master has moved on one.
+        which are the caller's to gather.
         """
-        self._status.wait()
-        if not self._into_weights:
-            raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
-        buffers = [record.rowwise.data for record in self._request.records]
+        every = self._gather is None  # it takes addresses of its own
         if self._gather is None:
-            numels = [record.shape.numel() for record in self._request.records]
-            distributed.check_ownership(self._names, numels, self._rank_shards)
-            device = self._request.device
-            self._gather = PackedGather(buffers, self._rank_shards, self.group(), device)
-        self._gather.bind_if_moved(buffers)
-        self._gather.run(error=self.find_moved())
+            self._gather = self._build_gather()
+        capturing = self._sharded and self._status.is_capturing()
+        self._gather.queue(self.find_moved(every=every or capturing))
+        if self._sharded and not capturing:
+            self._status.queued()
 
     def post(self) -> None:
         """Columnwise data of every weight that has some, from its rowwise data, in one launch; with it the

@@ -4,9 +4,22 @@ import ctypes
 
 import torch
 
-from zerofp4.ops import PEER_ERROR, is_capturing
+from zerofp4.ops import (
+    GATHER_REFUSED,
+    GATHER_WITHOUT_STEP,
+    PEER_ERROR,
+    PLAN_MISMATCH,
+    STATUS_RANK_SHIFT,
+    is_capturing,
+)
 
 PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
+_MESSAGES = {
+    PEER_ERROR: PEER_MESSAGE,
+    PLAN_MISMATCH: "the ranks are running different cast plans; no rank changed a weight",
+    GATHER_REFUSED: "rank {rank} could not take part in all_gather(); no rank changed a weight",
+    GATHER_WITHOUT_STEP: "all_gather() came after a step that did not take place; no rank changed a weight",
+}
 
 _retired: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 """Pinned words of plans that are gone, with the end of what was queued to write them: torch does not know
@@ -19,7 +32,7 @@ def _release_finished() -> None:
 
 
 class StepStatus:
-    """The word that a step leaves when the ranks did not agree, and the end of the last step queued.
+    """The word that a step or a gather leaves when the ranks did not agree, and the end of the last one.
 
     word: int32 [1] on the CPU, pinned for a GPU, that the device writes and only take() clears.
     """
@@ -42,9 +55,9 @@ class StepStatus:
         """Whether the device's current stream is being captured in a CUDA graph."""
         return is_capturing(self._device)
 
-    def step_queued(self) -> None:
-        """A whole step is on the device's current stream, which is not being captured; on the CPU it has been
-        done.
+    def queued(self) -> None:
+        """A whole step, or gather, is on the device's current stream, which is not being captured; on the CPU
+        it has been done, and what take() returns is raised.
         """
         if self._done is None:
             self.wait()
@@ -52,17 +65,16 @@ class StepStatus:
             self._done.record(torch.cuda.current_stream(self._device))
 
     def take(self) -> RuntimeError | None:
-        """What kept the ranks from writing in a step that is done, once. Waits for nothing."""
+        """What kept the ranks from writing in a step or gather that is done, once. Waits for nothing."""
         status = self._value.value
         if status == 0:
             return None
         self._value.value = 0
-        if status == PEER_ERROR:
-            return RuntimeError(PEER_MESSAGE)
-        return RuntimeError("the ranks are running different cast plans; no rank changed a weight")
+        rank, kind = divmod(status, 1 << STATUS_RANK_SHIFT)
+        return RuntimeError(_MESSAGES[kind].format(rank=rank))
 
     def wait(self) -> None:
-        """Wait for the last step and raise what take() returns; nothing while a CUDA graph is captured."""
+        """Wait for the last one and raise what take() returns; nothing while a CUDA graph is captured."""
         if self.is_capturing():
             return
         if self._done is not None:

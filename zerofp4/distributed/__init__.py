@@ -10,11 +10,9 @@ from zerofp4.distributed.collectives import (
     start_exchange,
 )
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
-from zerofp4.distributed.packed_gather import OTHER, PRESENT, PackedGather
+from zerofp4.distributed.packed_gather import PackedGather
 
 __all__ = [
-    "OTHER",
-    "PRESENT",
     "GroupReference",
     "PackedGather",
     "all_gather_slices",

@@ -1,13 +1,25 @@
 """The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
 
-device.py says where a call runs, stages.py and update.py have the stages of plans, the other files one
-operator on given tensors each: schema, fake and backends.
+device.py says where a call runs, stages.py, gather.py and update.py have the stages of plans, the other files
+one operator on given tensors each: schema, fake and backends.
 """
 
 from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.average import average
 from zerofp4.ops.dequantize import values_of, values_of_many
 from zerofp4.ops.device import build_info, check_cuda, has_fp4_tensor_cores, is_capturing, target_of
+from zerofp4.ops.gather import (
+    GATHER_FAILED,
+    GATHER_OTHER,
+    GATHER_PRESENT,
+    GATHER_REFUSED,
+    GATHER_VECTOR,
+    GATHER_WITHOUT_STEP,
+    STATUS_RANK_SHIFT,
+    GatherHeader,
+    GatherRun,
+    GatherStages,
+)
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import change_scales
@@ -29,14 +41,24 @@ from zerofp4.ops.update import AdamWItem, AdamWStage, adamw_options
 
 __all__ = [
     "ERROR_WORD",
+    "GATHER_FAILED",
+    "GATHER_OTHER",
+    "GATHER_PRESENT",
+    "GATHER_REFUSED",
+    "GATHER_VECTOR",
+    "GATHER_WITHOUT_STEP",
     "HASH_WORD",
     "HEADER_WORDS",
     "PEER_ERROR",
     "PLAN_MISMATCH",
+    "STATUS_RANK_SHIFT",
     "AdamWItem",
     "AdamWStage",
     "CastItem",
     "CastStages",
+    "GatherHeader",
+    "GatherRun",
+    "GatherStages",
     "MasterPiece",
     "TransposeStage",
     "adamw_options",

@@ -9,15 +9,8 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import (
-    DTYPE_CODES,
-    StreamUse,
-    address,
-    current_stream,
-    is_capturing,
-    scale_addresses,
-    target_of,
-)
+from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, scale_addresses, target_of
+from zerofp4.ops.table import DescriptorTable
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
@@ -77,72 +70,6 @@ def _weight_descriptor(item: CastItem) -> _C.WeightDescriptor:
     )
 
 
-class _DescriptorTable:
-    """The copy of a native plan's descriptors on the GPU; none on the CPU or for fewer than two descriptors,
-    which travel in a kernel's arguments.
-
-    Loads go into the same memory until a CUDA graph reads it (`hold`): then that stays as it is, and the next
-    load goes elsewhere. So does one on another stream than the last use, which may not have run yet.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self.memory: list[torch.Tensor] = []
-        """The table in use, last, after those that graphs read."""
-        self._held = False
-        self._contents = b""
-        self._stream: int | None = None
-        """Of the last load or use: what is queued there finds what was loaded."""
-        self._loaded = torch.cuda.Event() if device.type == "cuda" else None
-
-    def hold(self) -> None:
-        """What is in use now is what a CUDA graph, being captured, reads in every replay."""
-        self._held = True
-
-    def load(self, plan, count: int) -> None:
-        """Give a native plan the table, with its descriptors in it: queued on the current stream.
-
-        Only the first call waits for the copy. A table that has these contents is not copied to again. Raises
-        RuntimeError for a copy while a CUDA graph is captured.
-        """
-        if self._device.type == "cpu" or count < 2:
-            return
-        contents = plan.descriptor_bytes()
-        if contents != self._contents:
-            self._copy(contents)
-        plan.set_device_descriptors(self.memory[-1].data_ptr())
-
-    def _copy(self, contents: bytes) -> None:
-        if is_capturing(self._device):
-            # A replay would read the staging memory again, long after it went back to the allocator.
-            raise RuntimeError(
-                "while a CUDA graph is captured a plan cannot take addresses, and it is new or storage has "
-                "moved: make the same call once before the capture, with the same storage"
-            )
-        first = not self.memory
-        stream = current_stream(self._device.index)
-        if first or self._held or stream != self._stream:
-            kept = self.memory if self._held else self.memory[:-1]
-            self.memory = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self._device)]
-            self._held = False
-        # torch does not reuse pinned memory before the copies from it are done.
-        staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
-        self.memory[-1].copy_(staging, non_blocking=not first)
-        self._loaded.record(torch.cuda.current_stream(self._device))
-        self._contents, self._stream = contents, stream
-
-    def wait(self) -> None:
-        """Let the current stream wait for the load, if that was queued on another. Not while a CUDA graph is
-        captured, which nothing outside can be waited for in: torch.cuda.graph has waited for everything.
-        """
-        if not self.memory:
-            return
-        stream = current_stream(self._device.index)
-        if stream != self._stream and not is_capturing(self._device):
-            torch.cuda.current_stream(self._device).wait_event(self._loaded)
-        self._stream = stream
-
-
 class CastStages:
     """begin, amax, scale and cast of a list of weights on one device, each a single launch, on the current
     stream.
@@ -175,7 +102,7 @@ class CastStages:
             "status": address(status),
         }
         self._reduced = reduced
-        self._table, self._streams = _DescriptorTable(self.device), StreamUse(self.device)
+        self._table, self._streams = DescriptorTable(self.device), StreamUse(self.device)
         self.bind(items, found_inf)
 
     def bind(self, items: Sequence[CastItem], found_inf: torch.Tensor | None) -> None:
@@ -186,7 +113,7 @@ class CastStages:
         """
         weights = [_weight_descriptor(item) for item in items]
         plan = _C.CastPlan(weights=weights, found_inf=address(found_inf), **self._options)
-        self._table.load(plan, len(weights))
+        self._table.load(plan, len(weights) > 1)
         self._streams.forget()
         self._plan, self._found_inf = plan, found_inf
 
@@ -241,7 +168,7 @@ class TransposeStage:
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
         self.device = pairs[0][0].device if pairs else torch.device("cpu")
         self.captured: dict[int, torch.Tensor] = {}
-        self._table, self._streams = _DescriptorTable(self.device), StreamUse(self.device)
+        self._table, self._streams = DescriptorTable(self.device), StreamUse(self.device)
         self.bind(pairs)
 
     def bind(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -252,7 +179,7 @@ class TransposeStage:
             if data.numel()
         ]
         plan = _C.TransposePlan(self.device.type == "cpu", items) if items else None
-        self._table.load(plan, len(items))
+        self._table.load(plan, len(items) > 1)
         self._streams.forget()
         self._plan, self._pairs = plan, pairs
 

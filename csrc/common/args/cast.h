@@ -20,7 +20,15 @@ constexpr int kWarpSquares = 32;  // squares of a unit of scale on CUDA; on the 
 constexpr int kBlockStrips = 32;
 constexpr int kBlockScales = 8;
 
-enum Status : int32_t { kOk = 0, kPeerError = 1, kPlanMismatch = 2 };
+// The gathers' have the number of a rank above them.
+enum Status : int32_t {
+    kOk = 0,
+    kPeerError = 1,
+    kPlanMismatch = 2,
+    kGatherRefused = 3,      // that rank found an error
+    kGatherWithoutStep = 4,  // the step before the gather did not take place
+};
+constexpr int kStatusRankShift = 8;
 
 // The flat elements [start, start + numel) of a weight [rows, cols] that this rank owns, where their amaxes
 // go in the reduced vector, and how they are cut into strips.
@@ -68,12 +76,14 @@ struct CastTable {
     int32_t* status;   // int32[1] that the host can read (pinned for CUDA), or null
 };
 
-// True when no rank reported an error and all run this plan.
-ZEROFP4_HD int32_t header_status(const CastTable& table) {
-    if (table.reduced[kErrorWord] > 0.0f) return kPeerError;
-    const bool same = table.reduced[kHashWord] == table.hash && table.reduced[kMinusHashWord] == -table.hash;
+// kOk when no rank reported an error and all run the plan with this hash.
+ZEROFP4_HD int32_t header_status(const float* reduced, float hash) {
+    if (reduced[kErrorWord] > 0.0f) return kPeerError;
+    const bool same = reduced[kHashWord] == hash && reduced[kMinusHashWord] == -hash;
     return same ? kOk : kPlanMismatch;
 }
+
+ZEROFP4_HD int32_t header_status(const CastTable& table) { return header_status(table.reduced, table.hash); }
 
 ZEROFP4_HD float group_amax(const CastTable& table, const WeightDescriptor& weight) {
     return table.reduced[weight.amax_offset];

@@ -1,0 +1,226 @@
+"""The gather of packed codes with all its ranks in one process: every boundary, alignment and refusal, and
+that the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_bytes_equal, needs_gpu
+
+from distributed.cases import SPLITS, split
+from zerofp4 import ops
+from zerofp4.distributed import PackedGather, packed_gather
+from zerofp4.shard import Shard
+
+POISON = 0xA5
+HASH = 77
+SHAPES = [(2, 2), (16, 16), (34, 288), (2, 1000), (130, 66), (514, 1030)]
+"""The last one has runs of more than one unit of the kernels."""
+
+
+class Ranks:
+    """One gather per rank over copies of the same weights, of which a rank has its own codes."""
+
+    def __init__(self, monkeypatch, device, world: int, shards: list[list[Shard]], shapes=SHAPES, offset=0):
+        """shards: [weight][rank]. offset: of every weight's codes from where they would be aligned."""
+        monkeypatch.setattr(packed_gather, "all_gather_slices", lambda flat, group: None)
+        generator = torch.Generator().manual_seed(world)
+        codes = [torch.randint(256, (m, k // 2), dtype=torch.uint8, generator=generator) for m, k in shapes]
+        self.whole = [whole.to(device) for whole in codes]
+        self.buffers, self.gathers, self.statuses, self.headers = [], [], [], []
+        for rank in range(world):
+            monkeypatch.setattr(packed_gather, "rank_and_size", lambda group, rank=rank: (rank, world))
+            mine = [of_weight[rank] for of_weight in shards]
+            pairs = zip(self.whole, mine, strict=True)
+            self.buffers.append([_own(whole, shard, offset) for whole, shard in pairs])
+            status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+            reduced = torch.tensor([0.0, HASH, -HASH, 0.0], device=device)
+            by_rank = [list(of_rank) for of_rank in zip(*shards, strict=True)]
+            header = ops.GatherHeader(reduced, HASH, status)
+            self.gathers.append(PackedGather(self.buffers[rank], by_rank, None, device, header))
+            self.statuses.append(status)
+            self.headers.append(reduced)
+
+    def run(self, failed: tuple[int, ...] = ()) -> None:
+        """What queue() does on every rank, with the collective between its halves."""
+        staging = [gather.staging for gather in self.gathers]
+        for rank, gather in enumerate(self.gathers):
+            state = ops.GATHER_FAILED if rank in failed else ops.GATHER_PRESENT
+            gather._stages.pack(gather._stages.target(), state)
+        for mine in staging:
+            for rank, theirs in enumerate(staging):
+                mine[rank] = theirs[rank]
+        for rank, gather in enumerate(self.gathers):
+            if rank not in failed:
+                gather._stages.unpack(gather._stages.target())
+        if staging[0].is_cuda:
+            torch.cuda.synchronize()
+
+    def check(self) -> None:
+        for rank, buffers in enumerate(self.buffers):
+            for i, (buffer, whole) in enumerate(zip(buffers, self.whole, strict=True)):
+                assert_bytes_equal(buffer, whole, f"rank {rank}, weight {i}")
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffers in self.buffers for buffer in buffers]
+
+
+def _own(whole: torch.Tensor, shard: Shard, offset: int) -> torch.Tensor:
+    """The codes of a weight on a rank that has only those of its shard."""
+    memory = torch.full((offset + whole.numel(),), POISON, dtype=torch.uint8, device=whole.device)
+    mine = memory[offset:].view(whole.shape)
+    element = torch.arange(2 * whole.numel(), device=whole.device).view(-1, 2)
+    owned = (element >= shard.start) & (element < shard.end)
+    mask = (owned[:, 0] * 0x0F + owned[:, 1] * 0xF0).to(torch.uint8).view(whole.shape)
+    mine.copy_((mine & ~mask) | (whole & mask))
+    return mine
+
+
+def _split_all(world: int, how: str, shapes=SHAPES) -> list[list[Shard]]:
+    return [split(m * k, world, how, seed) for seed, (m, k) in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_every_boundary(monkeypatch, device, world, how):
+    ranks = Ranks(monkeypatch, device, world, _split_all(world, how))
+    ranks.run()
+    ranks.check()
+    assert not any(status.item() for status in ranks.statuses)
+
+
+@pytest.mark.parametrize("offset", [1, 4, 6, 8])
+def test_codes_at_any_address(monkeypatch, device, offset):
+    ranks = Ranks(monkeypatch, device, 3, _split_all(3, "flat"), offset=offset)
+    ranks.run()
+    ranks.check()
+
+
+@pytest.mark.parametrize("first", range(30, 36))
+@pytest.mark.parametrize("numel", [1, 2, 3, 29, 30, 31, 32, 33, 34, 35, 63, 64, 65])
+def test_short_runs_around_a_vector(monkeypatch, device, first, numel):
+    """Elements are half a byte: runs that begin and end just before, at and after 16 bytes."""
+    shards = [[Shard(0, first), Shard(first, numel), Shard(first + numel, 200 - first - numel)]]
+    ranks = Ranks(monkeypatch, device, 3, shards, shapes=[(2, 100)])
+    ranks.run()
+    ranks.check()
+
+
+def test_bytes_of_which_each_element_has_another_owner(monkeypatch, device):
+    shards = [[Shard(i, 1) for i in range(12)]]
+    ranks = Ranks(monkeypatch, device, 12, shards, shapes=[(2, 6)])
+    ranks.run()
+    ranks.check()
+
+
+@pytest.mark.threads
+def test_runs_of_many_units_on_many_threads(monkeypatch):
+    shapes = [(1026, 2050), (2, 2), (512, 1024)]
+    ranks = Ranks(monkeypatch, torch.device("cpu"), 2, _split_all(2, "odd", shapes), shapes=shapes)
+    ranks.run()
+    ranks.check()
+
+
+@pytest.mark.parametrize("failed", [(0,), (2,), (1, 2)])
+def test_no_rank_takes_anything_where_one_found_an_error(monkeypatch, device, failed):
+    ranks = Ranks(monkeypatch, device, 3, _split_all(3, "odd"))
+    before = ranks.snapshot()
+    ranks.run(failed)
+    for after, expected in zip(ranks.snapshot(), before, strict=True):
+        assert_bytes_equal(after, expected, "codes that must not change")
+    for rank, status in enumerate(ranks.statuses):
+        told = ops.GATHER_REFUSED | failed[0] << ops.STATUS_RANK_SHIFT
+        assert status.item() == (0 if rank in failed else told)
+    for rank in failed:  # whose codes may be in memory that is gone
+        assert not ranks.gathers[rank].staging[rank, ops.GATHER_VECTOR :].any()
+    for status in ranks.statuses:
+        status.zero_()
+    ranks.run()  # and the next one is as if nothing had been
+    ranks.check()
+
+
+@pytest.mark.parametrize("header", [[torch.inf, HASH, -HASH], [0, HASH, -HASH + 1], [0, HASH + 1, -HASH - 1]])
+def test_no_rank_takes_anything_after_a_step_that_did_not_take_place(monkeypatch, device, header):
+    """Also where one rank only should think so."""
+    ranks = Ranks(monkeypatch, device, 3, _split_all(3, "odd"))
+    before = ranks.snapshot()
+    ranks.headers[1][:3] = torch.tensor(header)
+    ranks.run()
+    for after, expected in zip(ranks.snapshot(), before, strict=True):
+        assert_bytes_equal(after, expected, "codes that must not change")
+    for status in ranks.statuses:
+        assert status.item() == ops.GATHER_WITHOUT_STEP | 1 << ops.STATUS_RANK_SHIFT
+
+
+def test_what_a_step_has_said_is_not_overwritten(monkeypatch, device):
+    ranks = Ranks(monkeypatch, device, 2, _split_all(2, "even"))
+    ranks.statuses[0].fill_(ops.PEER_ERROR)
+    ranks.run(failed=(1,))
+    assert ranks.statuses[0].item() == ops.PEER_ERROR
+
+
+@pytest.mark.parametrize("refusing", [0, 255, 256, 299])
+def test_any_of_hundreds_of_ranks_is_heard(device, refusing):
+    """More ranks than a thread block has threads."""
+    staging = torch.zeros(300, ops.GATHER_VECTOR, dtype=torch.uint8, device=device)
+    status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    header = ops.GatherHeader(torch.tensor([0.0, HASH, -HASH, 0.0], device=device), HASH, status)
+    stages = ops.GatherStages(staging, 7, header)
+    source = torch.arange(64, dtype=torch.uint8, device=device)
+    output = torch.full_like(source, POISON)
+    run = ops.GatherRun(source.data_ptr(), output.data_ptr(), 0, 64)
+    stages.bind([], [run], [output])
+    staging.view(torch.int32)[refusing, 0] = ops.GATHER_FAILED
+    stages.unpack(stages.target())
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert status.item() == ops.GATHER_REFUSED | refusing << ops.STATUS_RANK_SHIFT
+    assert_bytes_equal(output, torch.full_like(source, POISON), "codes that must not change")
+    staging.zero_()
+    stages.unpack(stages.target())
+    assert_bytes_equal(output, source, "codes")
+
+
+@needs_gpu
+def test_queueing_allocates_nothing_and_waits_for_nothing(monkeypatch):
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = Ranks(monkeypatch, device, 2, _split_all(2, "odd"))
+    gather = ranks.gathers[0]
+    gather.queue()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda._sleep(10**8)
+        gather.queue()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert not torch.cuda.current_stream().query(), "the host waited, or was too slow to show anything"
+        with pytest.raises(ValueError, match="mine"):
+            gather.queue(ValueError("mine"))
+        assert not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_replays_of_a_captured_gather(monkeypatch):
+    """Each decides anew whether all ranks take part."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = Ranks(monkeypatch, device, 2, _split_all(2, "odd"))
+    ranks.run()
+    graph = torch.cuda.CUDAGraph()
+    stages = ranks.gathers[0]._stages
+    with torch.cuda.graph(graph):
+        stages.unpack(stages.target())
+    for refused in (False, True, False):
+        ranks.gathers[0].staging.view(torch.int32)[1, 0] = int(refused)
+        for whole, buffer in zip(ranks.whole, ranks.buffers[0], strict=True):
+            buffer.copy_(whole)
+            buffer.view(-1)[-3:] = POISON  # owned by the other rank
+        poisoned = ranks.buffers[0][-1].clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert ranks.statuses[0].item() == (ops.GATHER_REFUSED | 1 << ops.STATUS_RANK_SHIFT if refused else 0)
+        ranks.statuses[0].zero_()
+        assert_bytes_equal(ranks.buffers[0][-1], poisoned if refused else ranks.whole[-1], "codes")
