@@ -38,6 +38,7 @@ PYBIND11_MODULE(_C, m) {
     bind_lists(m);
     bind_mxfp8(m);
     bind_optim(m);
+    bind_tensors(m);
 }
 
 }  // namespace zerofp4::bindings

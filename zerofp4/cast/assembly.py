@@ -12,9 +12,9 @@ from zerofp4.cast.request import CastRequest, check_refresh
 from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
 from zerofp4.cast.status import StepStatus
 from zerofp4.distributed import PackedGather, attempt
-from zerofp4.ops import CastItem, CastStages, GatherHeader, MasterPiece, TransposeStage, target_of
+from zerofp4.ops import Addresses, CastItem, CastStages, GatherHeader, MasterPiece, TransposeStage, target_of
 from zerofp4.shard import Shard
-from zerofp4.storage import Addresses, NVFP4Storage
+from zerofp4.storage import NVFP4Storage
 
 _built: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many plans this rank has begun to build in a group."""

@@ -22,7 +22,8 @@ from zerofp4.cast.plan_cache import (
 )
 from zerofp4.cast.request import CastRequest, check_request
 from zerofp4.distributed import GroupReference, attempt, resolve_group
-from zerofp4.storage import Addresses, NVFP4Storage, pointers
+from zerofp4.ops import Addresses, pointers
+from zerofp4.storage import NVFP4Storage
 
 
 def cast_master_weights_to_nvfp4(
@@ -84,7 +85,7 @@ class _KeptPlan:
     """
 
     plan: CastPlan
-    taken: list[tuple[int, torch.dtype]]
+    taken: tuple[bytes | list[int], list[torch.dtype]]
     """Addresses and dtypes of the tensors of the last call."""
     fingerprint: list | None = None
     """Of the last call, where nothing is to be checked or taken anew if the next one has it too."""
@@ -150,10 +151,10 @@ def _find_for(
     return _KeptPlan(CastPlan.from_request(request, error, group), _places(request))
 
 
-def _places(request: CastRequest) -> list[tuple[int, torch.dtype]]:
+def _places(request: CastRequest) -> tuple[bytes | list[int], list[torch.dtype]]:
     buffers = [buffer for record in request.records for _, buffer in record.buffers()]
     tensors = [*request.shard_tensors().values(), *buffers]
-    return list(zip(pointers(tensors), [tensor.dtype for tensor in tensors], strict=True))
+    return pointers(tensors), [tensor.dtype for tensor in tensors]
 
 
 def _fingerprint(

@@ -22,9 +22,9 @@ from zerofp4.cast.plan_cache import (
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
 from zerofp4.cast.signature import check_same_weights, describe
 from zerofp4.distributed import GroupReference, PackedGather, attempt
-from zerofp4.ops import GATHER_OTHER, GATHER_PRESENT, TransposeStage, target_of
+from zerofp4.ops import GATHER_OTHER, GATHER_PRESENT, Addresses, TransposeStage, target_of
 from zerofp4.shard import Shard
-from zerofp4.storage import Addresses, NVFP4Storage
+from zerofp4.storage import NVFP4Storage
 
 
 @dataclasses.dataclass

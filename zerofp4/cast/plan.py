@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from zerofp4 import distributed
 from zerofp4.cast.assembly import PlanParts
-from zerofp4.cast.plan_cache import advance_versions
 from zerofp4.cast.reduced_vector import Amaxes
 from zerofp4.cast.request import check_request
 from zerofp4.cast.status import PEER_MESSAGE
@@ -176,7 +176,7 @@ class CastPlan(PlanParts):
             return
         bad = [self._names[i] for i in self._vector.nonfinite_weights()]
         # The others were written, and post() may never come.
-        advance_versions(self._request.weights)
+        increment_version(self._request.versioned)
         raise FloatingPointError(
             f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
             "these weights and their amax groups were not changed"
@@ -240,4 +240,4 @@ class CastPlan(PlanParts):
         if error is not None:
             raise error
         self._transposes.run()
-        advance_versions(self._request.weights)
+        increment_version(self._request.versioned)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.storage import Addresses, NVFP4Storage, pointers, rebindings, record_of
+from zerofp4.ops import Addresses, pointers, tensor_facts
+from zerofp4.storage import NVFP4Storage, rebindings, record_of
 
 PLANS_PER_WEIGHT = 4
 """Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
@@ -22,13 +23,7 @@ PLANS_PER_WEIGHT = 4
 _LISTS = {list, tuple}
 _PLAIN = {torch.Tensor, torch.nn.Parameter, NoneType}
 _RECORDS = {NVFP4Storage}
-_FACTS = (
-    torch.Tensor.data_ptr,
-    torch.Tensor.numel,
-    torch.Tensor.dim,
-    torch.Tensor.is_contiguous,
-    attrgetter("dtype"),
-)
+_RECORD, _CODES = attrgetter("record"), attrgetter("rowwise.data")
 
 
 def attached(model_weights: Any, kind: str) -> list:
@@ -76,24 +71,35 @@ def same_weights(model_weights: Sequence[Any], records: Sequence[NVFP4Storage]) 
 
 def advance_versions(model_weights: Sequence[Any]) -> None:
     """As after any update in place, a backward pass through the old values of the weights fails."""
-    if set(map(type, model_weights)) <= _RECORDS:
-        return
-    torch.autograd.graph.increment_version([w for w in model_weights if isinstance(w, torch.Tensor)])
+    torch.autograd.graph.increment_version(tensors_among(model_weights))
+
+
+def tensors_among(weights: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """Those that have autograd versions, which records have not."""
+    if _are_tensors(set(map(type, weights))):
+        return weights
+    return [weight for weight in weights if isinstance(weight, torch.Tensor)]
+
+
+def _are_tensors(kinds: set[type]) -> bool:
+    return all(issubclass(kind, torch.Tensor) for kind in kinds)
 
 
 def weights_fingerprint(weights: Any) -> list | None:
     """Of a list of NVFP4 weights: their records, compared by identity, and that none was rebound since.
+    Raises AttributeError for tensors that have no record or codes, which no check lets pass.
     On a GPU also where their codes are, which may be exchanged behind a record (.data assigned); on the
     CPU `find` asks for the addresses of all.
     """
     if type(weights) not in _LISTS:
         return None
-    records = list(map(record_of, weights))
+    # A loop in Python would take longer than all that follows.
+    alike = _are_tensors(set(map(type, weights)))
+    records = list(map(_RECORD if alike else record_of, weights))
     if not set(map(type, records)) <= _RECORDS:
         return None
     on_gpu = records and records[0].device.type == "cuda"
-    codes = [r.rowwise.data for r in records if r.rowwise is not None] if on_gpu else []
-    return [rebindings(), records, pointers(codes)]
+    return [rebindings(), records, pointers(list(map(_CODES, records))) if on_gpu else ()]
 
 
 def weights_addresses(records: Sequence[NVFP4Storage]) -> Addresses:
@@ -101,21 +107,11 @@ def weights_addresses(records: Sequence[NVFP4Storage]) -> Addresses:
     return Addresses({f"model_weights[{i}]": record for i, record in enumerate(records)}, {}, hold=False)
 
 
-def tensors_fingerprint(tensors: Any) -> list | None:
+def tensors_fingerprint(tensors: Any) -> bytes | list | None:
     """Of a list of plain tensors and Nones: all but their values. Holds no tensor."""
-    if type(tensors) not in _LISTS:
+    if type(tensors) not in _LISTS or not set(map(type, tensors)) <= _PLAIN:
         return None
-    kinds = set(map(type, tensors))
-    if not kinds <= _PLAIN:
-        return None
-    present = tensors
-    if kinds != {torch.Tensor}:
-        kinds = list(map(type, tensors))
-        present = [tensor for tensor in tensors if tensor is not None]
-    facts = [list(map(fact, present)) for fact in _FACTS]
-    # An address says on which device it is, but that of an empty tensor.
-    empty = [tensor.device for tensor in present if not tensor.data_ptr()] if 0 in facts[0] else []
-    return [kinds, empty, *facts]
+    return tensor_facts(list(tensors))
 
 
 def integers_fingerprint(integers: Any) -> list | None:

@@ -1,6 +1,7 @@
 """What a caller asks to be cast, checked: every rule about the arguments of a cast stands here, once."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +49,11 @@ class CastRequest:
             if tensor is not None
         }
         return given if self.found_inf is None else {**given, "found_inf": self.found_inf}
+
+    @functools.cached_property
+    def versioned(self) -> list[torch.Tensor]:
+        """The weights whose autograd versions advance: records have none."""
+        return [weight for weight in self.weights if isinstance(weight, torch.Tensor)]
 
     def codes(self, i: int) -> torch.Tensor | None:
         """The bytes of weight i that this rank writes, as they are bound now."""

@@ -1,10 +1,11 @@
 """The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
 
 device.py says where a call runs, stages.py, gather.py and update.py have the stages of plans, the other files
-one operator on given tensors each: schema, fake and backends.
+one operator on given tensors each: schema, fake and backends. addresses.py asks whether storage has moved.
 """
 
 from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
+from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.average import average
 from zerofp4.ops.dequantize import values_of, values_of_many
 from zerofp4.ops.device import build_info, check_cuda, has_fp4_tensor_cores, is_capturing, target_of
@@ -26,6 +27,7 @@ from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.quantize import check_rounding, choice_arguments, draw_rng_state, quantize_into
+from zerofp4.ops.reader import pointers, tensor_facts
 from zerofp4.ops.stages import (
     ERROR_WORD,
     HASH_WORD,
@@ -54,6 +56,7 @@ __all__ = [
     "STATUS_RANK_SHIFT",
     "AdamWItem",
     "AdamWStage",
+    "Addresses",
     "CastItem",
     "CastStages",
     "GatherHeader",
@@ -76,8 +79,10 @@ __all__ = [
     "is_capturing",
     "is_plain_call",
     "padded_scale",
+    "pointers",
     "quantize_into",
     "target_of",
+    "tensor_facts",
     "values_of",
     "values_of_many",
 ]

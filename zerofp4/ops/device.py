@@ -61,6 +61,8 @@ def is_capturing(device: torch.device) -> bool:
     """Whether a GPU's current stream is being captured in a CUDA graph, whichever GPU is the current one."""
     if device.type != "cuda":
         return False
+    if device.index in (None, torch.cuda.current_device()):  # asked in every step: no context for nothing
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.ops import AdamWItem, AdamWStage, MasterPiece, adamw_options, is_capturing
+from zerofp4.ops import AdamWItem, AdamWStage, Addresses, MasterPiece, adamw_options, is_capturing
 from zerofp4.optim import fused_checks as checks
 from zerofp4.optim.amaxes import AmaxRoute
 from zerofp4.optim.parameters import parameter_name
-from zerofp4.storage import Addresses
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""

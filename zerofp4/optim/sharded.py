@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
+from zerofp4.ops import Addresses
 from zerofp4.optim.flat import DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import HeldMaster, initialize_masters
 from zerofp4.optim.parameters import kind_of
-from zerofp4.storage import Addresses
 from zerofp4.tensors import NVFP4Tensor
 
 

@@ -1,8 +1,5 @@
-"""Records of quantized tensors: which buffers they have, what those mean, and whether they are where they
-were.
-"""
+"""Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged."""
 
-from zerofp4.storage.addresses import Addresses, pointers
 from zerofp4.storage.memory import check_memory, check_plain, check_signs, dispatches
 from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
 from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
@@ -22,7 +19,6 @@ from zerofp4.storage.sides import BUFFERS, SIDES, Side, Sides, scale_name, side_
 __all__ = [
     "BUFFERS",
     "SIDES",
-    "Addresses",
     "MXFP8Storage",
     "NVFP4Storage",
     "Side",
@@ -42,7 +38,6 @@ __all__ = [
     "dispatches",
     "empty_buffer",
     "note_rebinding",
-    "pointers",
     "rebindings",
     "record_of",
     "scale_name",

@@ -1,16 +1,12 @@
 """Has storage moved? Whoever holds addresses asks here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from zerofp4.storage.record import rebindings, record_of
-
-
-def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The addresses of plain tensors, at the price of a loop in C."""
-    return list(map(torch.Tensor.data_ptr, tensors))
+from zerofp4.ops.reader import first_moved, pointers
+from zerofp4.storage import rebindings, record_of
 
 
 class Addresses:
@@ -64,8 +60,7 @@ class Addresses:
             names, tensors = self._names, self._tensors
         now = pointers(tensors)
         if now != self._pointers:
-            first = next(i for i, p in enumerate(now) if p != self._pointers[i])
-            return self._moved(names[first])
+            return self._moved(names[first_moved(self._pointers, now)])
         if tensors is not self._tensors:
             self._take(names, tensors)
         return None

@@ -1,0 +1,99 @@
+"""What is asked of a list of tensors at once: by DLPack's function, and by loops where torch has none."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from helpers import needs_gpu
+
+from zerofp4.ops import pointers, reader, tensor_facts
+from zerofp4.ops.reader import first_moved
+
+
+@pytest.fixture(params=["dlpack", "loops"])
+def way(request, monkeypatch):
+    if request.param == "loops":
+        monkeypatch.setattr(reader, "_reader", None)
+    elif reader._reader is None:
+        pytest.skip(f"torch {torch.__version__} does not hand out DLPack's functions")
+
+
+def some(device) -> list[torch.Tensor]:
+    """One of every kind that plans ask about, and views at an offset."""
+    memory = torch.zeros(4096, dtype=torch.uint8, device=device)
+    parameter = torch.nn.Parameter(torch.zeros(64, device=device))
+    dtypes = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+    views = [memory[256 * i : 256 * (i + 1)].view(dtype) for i, dtype in enumerate(dtypes, start=1)]
+    return [parameter, memory[3:], memory.view(64, 64).t(), torch.empty(0, device=device), *views]
+
+
+def test_pointers_are_those_of_torch(way, device):
+    tensors = some(device)
+    expected = [tensor.data_ptr() for tensor in tensors]
+    found = pointers(tensors)
+    assert (list(memoryview(found).cast("q")) if isinstance(found, bytes) else found) == expected
+
+
+@pytest.mark.parametrize("place", [0, 3, 8])
+def test_the_first_that_moved_is_found(way, device, place):
+    tensors = some(device)
+    before = pointers(tensors)
+    assert pointers(list(tensors)) == before
+    moved = [*tensors[:place], *(torch.zeros(8, device=device) for _ in tensors[place:])]
+    assert first_moved(before, pointers(moved)) == place
+
+
+def test_facts_of_equal_tensors_are_equal(way, device):
+    tensors = [*some(device), None]
+    before = tensor_facts(tensors)
+    tensors[1].fill_(7)
+    assert tensor_facts([t if t is None else t.detach() for t in tensors]) == before
+
+
+def test_facts_differ_where_anything_does(way, device):
+    memory = torch.zeros(64, device=device)
+    before = tensor_facts([memory])
+    others = [
+        memory[1:],
+        memory[:63],
+        memory.view(8, 8),
+        memory.as_strided((64,), (0,)),
+        memory.view(torch.int32),
+        memory[:32].view(torch.complex64)[:0],
+        memory[:0],
+        memory.clone(),
+        None,
+    ]
+    found = [tensor_facts([other]) for other in others]
+    assert before not in found
+    assert all(a != b for i, a in enumerate(found) for b in found[:i])
+    assert tensor_facts([memory, None]) != tensor_facts([None, memory])
+    assert tensor_facts([memory, memory]) != before
+
+
+def test_freed_storage_has_another_address(way):
+    tensor = torch.zeros(64)
+    before, facts = pointers([tensor]), tensor_facts([tensor])
+    tensor.untyped_storage().resize_(0)
+    assert pointers([tensor]) != before and tensor_facts([tensor]) != facts
+
+
+@needs_gpu
+def test_facts_of_empty_tensors_tell_devices_apart(way):
+    assert tensor_facts([torch.empty(0)]) != tensor_facts([torch.empty(0, device="cuda")])
+
+
+def test_facts_hold_no_tensor(way):
+    tensor = torch.zeros(64)
+    alive = weakref.ref(tensor)
+    kept = tensor_facts([tensor])
+    del tensor
+    assert alive() is None and kept
+
+
+def test_what_is_no_tensor_raises(way):
+    for ask in (pointers, tensor_facts):
+        with pytest.raises((TypeError, BufferError, RuntimeError, AttributeError)):
+            ask([torch.zeros(2), 5])
