@@ -85,7 +85,7 @@ def test_the_status_word_outlives_its_plan():
         torch.cuda._sleep(CYCLES)
         plan._stages.begin(error=True)
         plan._stages.scale()
-        plan._status.step_queued()
+        plan._status.queued()
     del plan
     gc.collect()
     assert address in [word.data_ptr() for _, word in status._retired]

@@ -8,7 +8,7 @@ import zerofp4._C as _C
 
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _reader = None if _exchange is None else _C.TensorReader(_exchange)
-"""torch 2.10 has none: there the same is asked by more loops."""
+"""None where torch hands out no such function: there the same is asked by more loops."""
 
 _FACTS = (
     torch.Tensor.data_ptr,
