@@ -10,6 +10,7 @@ from zerofp4.ops import (
     PEER_ERROR,
     PLAN_MISMATCH,
     STATUS_RANK_SHIFT,
+    current_stream,
     is_capturing,
 )
 
@@ -44,6 +45,8 @@ class StepStatus:
         # A plain read of the memory: every step looks at it.
         self._value = ctypes.c_int32.from_address(self.word.data_ptr())
         self._done = torch.cuda.Event() if on_gpu else None
+        self._handle: int | None = None
+        self._stream: torch.cuda.Stream | None = None
         if on_gpu:
             _release_finished()
 
@@ -61,8 +64,11 @@ class StepStatus:
         """
         if self._done is None:
             self.wait()
-        else:
-            self._done.record(torch.cuda.current_stream(self._device))
+            return
+        handle = current_stream(self._device.index)
+        if handle != self._handle:  # making a Stream takes the host longer than recording the event
+            self._handle, self._stream = handle, torch.cuda.current_stream(self._device)
+        self._done.record(self._stream)
 
     def take(self) -> RuntimeError | None:
         """What kept the ranks from writing in a step or gather that is done, once. Waits for nothing."""

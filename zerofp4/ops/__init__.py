@@ -8,7 +8,14 @@ from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: 
 from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.average import average
 from zerofp4.ops.dequantize import values_of, values_of_many
-from zerofp4.ops.device import build_info, check_cuda, has_fp4_tensor_cores, is_capturing, target_of
+from zerofp4.ops.device import (
+    build_info,
+    check_cuda,
+    current_stream,
+    has_fp4_tensor_cores,
+    is_capturing,
+    target_of,
+)
 from zerofp4.ops.gather import (
     GATHER_FAILED,
     GATHER_OTHER,
@@ -73,6 +80,7 @@ __all__ = [
     "check_rounding",
     "choice_arguments",
     "code_for",
+    "current_stream",
     "draw_rng_state",
     "grouped_shapes",
     "has_fp4_tensor_cores",
