@@ -109,7 +109,8 @@ class ParameterWatch:
         name = self._names[written[0]]
         return (
             f"{name} was written to since the last step, which its FP32 master would undo: load a model "
-            "before its optimizer is built, or before the optimizer's load_state_dict()"
+            "before its optimizer is built, or before the optimizer's load_state_dict(); wrap it in "
+            "DistributedDataParallel, which writes rank 0's values, before that or with init_sync=False"
         )
 
     def _find_unfrozen(self) -> str | None:
