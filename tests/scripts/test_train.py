@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,26 @@ def scripts_are_importable(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
-def run_train(out: Path, *options: str, ranks: int = 1, launcher: str = "alone"):
-    return run_script([str(SCRIPTS / "train.py"), *SMALL, "--out", str(out), *options], ranks, launcher)
+# What the two runs of one seed have in common; most of a run is Python starting, so one serves several tests.
+SEEDED = ["--steps", "12", "--grad-accumulation", "2", "--seed", "7"]
+RUNS = {
+    "both": ([*SEEDED, "--weights", "both"], 2, "torchrun"),
+    "again": (SEEDED, 2, "torchrun" if why_not("mpirun") else "mpirun"),
+    "not finite": (["--steps", "50", "--optimizer", "sgd", "--lr", "1e30", "--clip", "0"], 1, "alone"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[dict[str, Future]]:
+    """All at once. The result of each is what the launcher left, and the output folder."""
+
+    def run(options, ranks: int, launcher: str):
+        out = tmp_path_factory.mktemp("train")
+        command = [str(SCRIPTS / "train.py"), *SMALL, "--out", str(out), *options]
+        return run_script(command, ranks, launcher, time_limit=180.0), out
+
+    with ThreadPoolExecutor() as pool:
+        yield {name: pool.submit(run, *arguments) for name, arguments in RUNS.items()}
 
 
 def read(path: Path) -> list[dict]:
@@ -44,16 +64,16 @@ def check_picture(out: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_two_ranks_and_both_kinds_of_weights(tmp_path):
-    finished = run_train(tmp_path, "--weights", "both", "--steps", "12", ranks=2, launcher="torchrun")
+def test_two_ranks_and_both_kinds_of_weights(runs):
+    finished, out = runs["both"].result()
     assert finished.status == 0, finished.output
     for kind in ("nvfp4", "bf16"):
-        rows = read(tmp_path / f"metrics-{kind}.jsonl")
+        rows = read(out / f"metrics-{kind}.jsonl")
         assert [row["step"] for row in rows] == list(range(1, 13))
         assert all(row.keys() - {"validation_loss"} == STEP_KEYS for row in rows)
         assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
         assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["world_size"] == 2 and not summary["interrupted"]
     nvfp4, bf16 = summary["runs"]["nvfp4"], summary["runs"]["bf16"]
     assert nvfp4["verified"] == {"nvfp4_weights": 8, "other_weights": 8}
@@ -63,26 +83,26 @@ def test_two_ranks_and_both_kinds_of_weights(tmp_path):
     assert gathered["nvfp4"] + gathered["high_precision"] < 0.5 * gathered["bf16_equivalent"]
     assert bf16["gathered_bytes_per_step"]["nvfp4"] == 0
     assert "the same bytes on 2 ranks; 8 NVFP4 weights equal the quantized and 8 others" in finished.output
-    check_picture(tmp_path)
+    check_picture(out)
 
 
 @pytest.mark.heavy
 @pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
-def test_under_mpirun(tmp_path):
-    finished = run_train(tmp_path, "--steps", "2", ranks=2, launcher="mpirun")
+def test_under_mpirun(runs):
+    finished, out = runs["again"].result()
     assert finished.status == 0, finished.output
-    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 2
+    assert json.loads((out / "summary.json").read_text())["world_size"] == 2
 
 
 @pytest.mark.heavy
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    options = ["--steps", "3", "--optimizer", "sgd", "--grad-accumulation", "2", "--seed", "7"]
-    for name in ("first", "second"):
-        finished = run_train(tmp_path / name, *options, ranks=2, launcher="torchrun")
+def test_the_same_seed_gives_the_same_run(runs):
+    """Also under another launcher, and alone as well as before a second kind of weights."""
+    lines = []
+    for name in ("both", "again"):
+        finished, out = runs[name].result()
         assert finished.status == 0, finished.output
-    first = numbers(tmp_path / "first" / "metrics-nvfp4.jsonl")
-    assert first == numbers(tmp_path / "second" / "metrics-nvfp4.jsonl")
-    assert len(first) == 3
+        lines.append(numbers(out / "metrics-nvfp4.jsonl"))
+    assert lines[0] == lines[1] and len(lines[0]) == 12
 
 
 @pytest.mark.heavy
@@ -112,11 +132,11 @@ def test_interrupt_leaves_usable_files(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    finished = run_train(tmp_path, "--steps", "50", "--optimizer", "sgd", "--lr", "1e30", "--clip", "0")
+def test_a_loss_that_is_not_finite_ends_the_run(runs):
+    finished, out = runs["not finite"].result()
     assert finished.status == 1, finished.output
     assert "try a lower --lr than 1e+30" in finished.output
-    assert all(row["loss"] < float("inf") for row in read(tmp_path / "metrics-nvfp4.jsonl"))
+    assert all(row["loss"] < float("inf") for row in read(out / "metrics-nvfp4.jsonl"))
 
 
 @pytest.mark.parametrize(
