@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,16 +50,36 @@ def one_dies(world):
     time.sleep(1000)
 
 
+def keeps_a_group(world):
+    sys.kept = dist.new_group([0])
+
+
+def check(function, time_limit: float = 20.0, name: str | None = None, **arguments) -> Check:
+    function = function.__name__
+    return Check(name or function, f"{__name__}:{function}", arguments, time_limit)
+
+
 @pytest.fixture(scope="module")
-def bad_launch():
-    checks = [Check("first", f"{__name__}:rank_times", {"factor": 1}, 20.0)]
-    for function, time_limit in ((one_fails_the_other_waits, 20.0), (one_hangs, 2.0), (one_dies, 20.0)):
-        name = function.__name__
-        checks.append(Check(name, f"{__name__}:{name}", {}, time_limit))
-    checks.append(Check("last", f"{__name__}:rank_times", {"factor": 3}, 20.0))
-    launch = Launch(Setting(2), checks)
-    yield launch
-    launch.stop()
+def bad_launches() -> Iterator[dict[str, Launch]]:
+    """By the names of their checks. A failure ends its ranks and new ones take seconds: those that no other
+    check need be beside have ranks of their own, on the CPU, from the beginning. Only a hang must not wait
+    until somebody asks.
+    """
+    beside = [check(rank_times, name="first", factor=1), check(one_fails_the_other_waits)]
+    beside.append(check(rank_times, name="last", factor=3))
+    groups = [
+        (Setting(2), beside),
+        (Setting(2), [check(one_dies)]),
+        (Setting(1, "alone"), [check(keeps_a_group)]),
+    ]
+    groups.append((Setting(2), [check(one_hangs, 2.0)]))
+    cpu = {"CUDA_VISIBLE_DEVICES": ""}
+    launches = [Launch(*group, env=None if group[1] is beside else cpu) for group in groups]
+    for launch in launches[:-1]:
+        launch.start()
+    yield {found.name: launch for launch, group in zip(launches, groups, strict=True) for found in group[1]}
+    for launch in launches:
+        launch.stop()
 
 
 @pytest.mark.heavy
@@ -70,25 +91,25 @@ def bad_launch():
         ("one_dies", ["rank 1: ended early"]),
     ],
 )
-def test_what_went_wrong_is_said(bad_launch, name, messages):
+def test_what_went_wrong_is_said(bad_launches, name, messages):
     with pytest.raises(RanksFailed) as caught:
-        bad_launch.outcome(name)
+        bad_launches[name].outcome(name)
     for message in messages:
         assert message in str(caught.value)
 
 
 @pytest.mark.heavy
-def test_checks_beside_a_failure_still_run(bad_launch):
-    first, last = bad_launch.outcome("first"), bad_launch.outcome("last")
+def test_checks_beside_a_failure_still_run(bad_launches):
+    first, last = bad_launches["first"].outcome("first"), bad_launches["last"].outcome("last")
     assert (first.values, last.values) == ([0, 1], [0, 3])
     assert ["this is rank 0" in text for text in last.outputs] == [True, False]
     assert ["this is rank 1" in text for text in last.outputs] == [False, True]
 
 
 @pytest.mark.heavy
-def test_a_rank_that_hung_is_gone(bad_launch):
+def test_a_rank_that_hung_is_gone(bad_launches):
     with pytest.raises(RanksFailed) as caught:
-        bad_launch.outcome("one_hangs")
+        bad_launches["one_hangs"].outcome("one_hangs")
     pid = re.search(r"I am process (\d+)", str(caught.value))[1]
     command = Path(f"/proc/{pid}/cmdline")
     assert not command.exists() or command.read_bytes() == b""  # empty: dead, and not yet waited for
@@ -112,11 +133,7 @@ def test_an_unknown_launcher():
         run_ranks(rank_times, 2, "srun", factor=1)
 
 
-def keeps_a_group(world):
-    sys.kept = dist.new_group([0])
-
-
 @pytest.mark.heavy
-def test_a_group_that_outlives_the_launch_is_named():
+def test_a_group_that_outlives_the_launch_is_named(bad_launches):
     with pytest.raises(RanksFailed, match=r"every check passed, then .*(?s:.*)outlived .* still run: \['"):
-        run_ranks(keeps_a_group, 1, "alone", env={"CUDA_VISIBLE_DEVICES": ""})
+        bad_launches["keeps_a_group"].outcome("keeps_a_group")
