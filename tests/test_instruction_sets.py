@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,21 +14,36 @@ import pytest
 import zerofp4
 
 ROOMS = ("ops", "tensors")  # whose tests are marked cpu_kernel
-CPU = zerofp4.build_info()["cpu"]
+SETS = ("baseline", "avx2", "avx512")
+RUNNING = zerofp4.build_info()["cpu"]["running"]
+
+# Not those on a GPU: "cpu" would be a word of theirs too, for their mark.
+SELECTED = ["-m", "cpu_kernel", "-k", "not cuda"]
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    if isa == CPU["running"]:
-        pytest.skip("all tests of this run are with it")
+def run_with(isa: str) -> subprocess.CompletedProcess:
     folders = [str(Path(__file__).with_name(room)) for room in ROOMS]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *folders, "-m", "cpu_kernel", "-k", "cpu"],
-        env=os.environ | {"ZEROFP4_CPU_ISA": isa},
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *folders, *SELECTED],
+        env=os.environ | {"ZEROFP4_CPU_ISA": isa, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future]]:
+    """All at once: most of a run's time is Python's, on one core."""
+    with ThreadPoolExecutor() as pool:
+        yield {isa: pool.submit(run_with, isa) for isa in SETS if isa != RUNNING}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("isa", SETS)
+def test_every_instruction_set(runs, isa):
+    if isa == RUNNING:
+        pytest.skip("all tests of this run are with it")
+    run = runs[isa].result()
     if "this build runs" in run.stdout + run.stderr:
         pytest.skip(f"this processor or build has no {isa}")
     assert run.returncode == 0, run.stdout + run.stderr
