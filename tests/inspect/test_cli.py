@@ -42,6 +42,7 @@ def shown(capsys, *arguments) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_the_module_runs():
     command = [sys.executable, "-m", "zerofp4", "--version"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)

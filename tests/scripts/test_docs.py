@@ -40,15 +40,11 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target} has no such heading"
 
 
-def test_the_snippet_is_the_example_and_runs():
+def test_the_snippet_is_the_example():
     example = (ROOT / "examples" / "own_optimizer_step.py").read_text()
     page = (DOCS / "own-step.md").read_text()
     shown = re.search(r"```python\n(import torch.*?)```", page, re.DOTALL).group(1)
     assert example.endswith(shown), "docs/own-step.md has another snippet than the example"
-    command = [sys.executable, "examples/own_optimizer_step.py"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "linear gives (4, 256) torch.bfloat16" in run.stdout
 
 
 def test_the_snippet_of_quantizing_runs():
@@ -105,6 +101,7 @@ def run_docs(script: Path, path: str, *options: str) -> subprocess.CompletedProc
     return subprocess.run([script, *options], env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_site_builds_without_a_warning(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

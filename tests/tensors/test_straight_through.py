@@ -30,6 +30,7 @@ def test_a_straight_through_gradient_is_that_of_the_values(device, options):
     assert type(x.grad) is torch.Tensor and x.grad.dtype == x.dtype
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_straight_through(device, backend):
     def loss(x):

@@ -25,6 +25,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.heavy
 def test_mypy_accepts_a_caller_of_every_public_name():
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed: pip install mypy")
@@ -32,6 +33,7 @@ def test_mypy_accepts_a_caller_of_every_public_name():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.heavy
 def test_the_caller_runs():
     finished = run(str(CALLER))
     assert finished.returncode == 0, finished.stderr
