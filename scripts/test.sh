@@ -12,7 +12,8 @@
 #   --sanitize    pytest alone, under AddressSanitizer and UndefinedBehaviorSanitizer: the CPU side is built with them
 #                 into build/sanitized, and the rooms that call it are tested, with every instruction set. What they
 #                 find ends the run. Needs g++ and its libraries of sanitizers, and uses no GPU.
-#   -m slow       the conversions on all 2^32 floats; needs a GPU
+#   -m slow       the conversions on all 2^32 floats and tensors of more than 2^31 elements: a minute on a GPU with
+#                 70 GB of free memory
 #   -m bench      the tooling of the benchmarks only; -m 'not bench and not slow' leaves it out
 #   -k WORD, tests/cast, --durations=20, ...     anything else goes to pytest as it is
 set -euo pipefail

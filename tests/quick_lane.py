@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-LEFT_OUT = {"heavy", "bench", "skip"}  # marks
+LEFT_OUT = {"heavy", "bench", "slow", "skip"}  # marks
 RANKS = "torchrun-2"  # the only setting of tests on ranks, so that they share one launch
 
 
