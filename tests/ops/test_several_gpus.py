@@ -1,0 +1,121 @@
+"""Every operation on a GPU that is not the current one: the same bytes, and no memory of the current one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cast_cases import check, check_transposes, make
+from fused_cases import OPTIONS
+from guards import Guards
+from helpers import assert_bytes_equal, why_no_cuda
+from tensor_helpers import FORMATS, assert_record_equal, values
+from test_guards import RUNS, matrix_of
+
+import zerofp4
+from zerofp4.optim import FusedAdamW
+
+OTHER = torch.device("cuda", 1)
+pytestmark = pytest.mark.skipif(
+    why_no_cuda() is not None or torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_happens_to_the_current_gpu():
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    yield
+    torch.cuda.synchronize(OTHER)
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.max_memory_allocated(0) == before
+
+
+def sleep() -> None:
+    """What is queued on a stream of another GPU comes before what is written here, and is seen."""
+    with torch.cuda.device(OTHER):
+        torch.cuda._sleep(10**7)
+
+
+def outputs(run, shape, device) -> list[tuple[str, torch.Tensor]]:
+    guards = Guards(0xA5, 0)
+    with guards.placing():
+        return run(matrix_of(shape, torch.bfloat16, device), guards)
+
+
+@pytest.mark.parametrize("shape", [(17, 30), (130, 144)], ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_operators_and_stages(run, shape):
+    sleep()
+    found, expected = (outputs(run, shape, device) for device in (OTHER, torch.device("cpu")))
+    for (name, actual), (other, wanted) in zip(found, expected, strict=True):
+        assert name == other and actual.device == OTHER
+        assert_bytes_equal(actual.cpu(), wanted, name)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tensors(format):
+    x, options = values(48, 80, device=OTHER), {"columnwise": True, **FORMATS[format]}
+    t = zerofp4.quantize(x, **options)
+    sleep()
+    t.copy_(x * 2)
+    assert t.clone().device == t.dequantize().device == OTHER
+    assert_record_equal(t.cpu(), zerofp4.quantize(x.cpu() * 2, **options))
+
+
+def test_random_numbers_are_those_of_the_tensors_gpu():
+    x, results = values(48, 80, device=OTHER), []
+    for _ in range(2):
+        generator = torch.Generator(OTHER).manual_seed(3)
+        sleep()
+        results.append(zerofp4.quantize(x, stochastic_rounding=True, generator=generator))
+    assert_record_equal(*results)
+
+
+def test_products_and_gradients():
+    x, gradient = values(34, 80, device=OTHER), values(34, 48, device=OTHER, seed=2)
+    weight = zerofp4.quantize(values(48, 80, device=OTHER, seed=1), columnwise=True)
+    x.requires_grad_()
+    sleep()
+    y = torch.nn.functional.linear(x, weight)
+    y.backward(gradient)
+    assert y.device == x.grad.device == OTHER
+    torch.testing.assert_close(y, x @ weight.dequantize().t())  # sums may be in another order, here and below
+    a, b = (zerofp4.quantize(each, block=(1, 16)) for each in (x.detach(), weight.dequantize()))
+    sleep()
+    product, expected = zerofp4.gemm(a, b), zerofp4.gemm(a.cpu(), b.cpu())
+    assert product.device == OTHER
+    torch.testing.assert_close(product.cpu(), expected)
+
+
+def test_a_step_of_an_optimizer_and_a_plan():
+    weights, masters, starts = make(OTHER)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    for _ in range(2):
+        for master in masters:
+            master.grad = torch.randn_like(master)
+        sleep()
+        optimizer.step()
+        plan.step()
+        plan.post()
+    check(weights, masters)
+    check_transposes(weights, masters)
+
+
+def test_a_captured_step():
+    weights, masters, starts = make(OTHER)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.step()
+    plan.post()
+    with torch.cuda.device(OTHER):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan.step()
+            plan.post()
+    for master in masters:
+        master.mul_(-3)
+    graph.replay()
+    torch.cuda.synchronize(OTHER)
+    check(weights, masters)
+    check_transposes(weights, masters)
