@@ -3,7 +3,8 @@
 Environment:
     ZEROFP4_CUDA=0      the CPU side only
     ZEROFP4_CUDA_ARCHS  GPU architectures: "90", "80;90;100f", "native" or "all". If not given, native where
-                        there is a GPU, else all. PTX of compute_90 is always added, for newer GPUs.
+                        there is a GPU, else all. PTX of compute_90 is always added, for newer GPUs. Or
+                        "compute_80": its PTX alone, to try the code for an older GPU on a newer one.
     ZEROFP4_SANITIZE=1  with AddressSanitizer and UndefinedBehaviorSanitizer. Needs ZEROFP4_CUDA=0, and that
                         Python runs under them, as scripts/test.sh --sanitize starts it.
     NVCC, CXX           the compilers to use in place of those on the PATH

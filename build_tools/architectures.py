@@ -1,6 +1,7 @@
 """The GPU architectures to compile for: ZEROFP4_CUDA_ARCHS, the GPUs of this machine, or all.
 
 Architectures are written as nvcc writes them behind sm_: "80", "90", "100f" (the family of 10.0 and 10.3).
+"compute_80" stands alone, PTX and nothing else: so code for an older GPU can be tried on a newer one.
 """
 
 import re
@@ -13,6 +14,7 @@ VARIABLE = "ZEROFP4_CUDA_ARCHS"
 # Machine code for these, and PTX of PTX_ARCHITECTURE for GPUs that are newer than this list.
 ALL = ("80", "90", "100f", "120f")
 PTX_ARCHITECTURE = "90"
+PTX = "compute_"
 OLDEST = 80
 OLDEST_FAMILY = 100
 OLDEST_NVCC_WITH_FAMILIES = (12, 9)
@@ -33,19 +35,30 @@ def choose(wanted, toolkit, gpus):
         if wanted == "native":
             raise BuildError(f"{VARIABLE}=native: nvidia-smi names no GPU of compute capability 8.0 or newer")
         return all_of(toolkit)
+    if wanted.startswith(PTX):
+        return [PTX + checked(wanted.removeprefix(PTX), wanted, toolkit)]
     return in_order(checked(item, wanted, toolkit) for item in re.split(r"[;,\s]+", wanted) if item)
 
 
 def names(architectures):
     """What build_info() says of them."""
-    return [f"sm_{arch}" for arch in architectures] + [f"compute_{PTX_ARCHITECTURE}"]
+    machine_code, ptx = split(architectures)
+    return [f"sm_{arch}" for arch in machine_code] + [PTX + ptx]
 
 
 def nvcc_flags(architectures):
     """PTX is always there; with machine code of its own architecture it is one compilation for both."""
-    codes = {arch: [f"sm_{arch}"] for arch in architectures}
-    codes.setdefault(PTX_ARCHITECTURE, []).append(f"compute_{PTX_ARCHITECTURE}")
-    return [f"-gencode=arch=compute_{arch},code=[{','.join(code)}]" for arch, code in codes.items()]
+    machine_code, ptx = split(architectures)
+    codes = {arch: [f"sm_{arch}"] for arch in machine_code}
+    codes.setdefault(ptx, []).append(PTX + ptx)
+    return [f"-gencode=arch={PTX}{arch},code=[{','.join(code)}]" for arch, code in codes.items()]
+
+
+def split(architectures):
+    """Those with machine code, and that of the PTX."""
+    if len(architectures) == 1 and architectures[0].startswith(PTX):
+        return [], architectures[0].removeprefix(PTX)
+    return architectures, PTX_ARCHITECTURE
 
 
 def all_of(toolkit):
@@ -77,7 +90,7 @@ def checked(item, wanted, toolkit):
         raise BuildError(f"{VARIABLE}={wanted!r}: {item!r} {why}")
 
     if not re.fullmatch(r"\d{2,3}[af]?", item):
-        refuse("is no architecture; give all, native, or a list of numbers as in 80;90;100f")
+        refuse("is no architecture; give all, native, or a list of numbers as in 80;90;100f, or compute_80")
     if number(item) < OLDEST:
         refuse("is too old: the kernels need compute capability 8.0")
     version = ".".join(map(str, toolkit.version))

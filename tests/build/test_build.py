@@ -33,6 +33,7 @@ def choose(wanted, toolkit=NEW, gpus=()):
         ("90;90", ["90"]),
         ("90a;103", ["90a", "103"]),
         ("all", ["80", "90", "100f", "120f"]),
+        ("compute_80", ["compute_80"]),
     ],
 )
 def test_given_architectures(wanted, expected):
@@ -76,6 +77,9 @@ def test_no_usable_gpu(gpus):
         ("100f", OLD, "'100f' is unknown to nvcc 12.4"),
         ("90f", NEW, "'90f' is no family"),
         ("80a", NEW, "'80a' has no variant"),
+        ("compute_75", NEW, "'75' is too old"),
+        ("compute_80;90", NEW, "'80;90' is no architecture; .*, or compute_80"),
+        ("90;compute_80", NEW, "'compute_80' is no architecture"),
     ],
 )
 def test_bad_architectures(wanted, toolkit, message):
@@ -90,6 +94,12 @@ def test_machine_code_and_ptx_of_one_architecture_are_one_compilation():
     ]
     assert architectures.nvcc_flags([]) == ["-gencode=arch=compute_90,code=[compute_90]"]
     assert architectures.names(["80"]) == ["sm_80", "compute_90"]
+
+
+def test_ptx_alone():
+    """Else the PTX that is always there would run on a GPU that is newer."""
+    assert architectures.nvcc_flags(["compute_80"]) == ["-gencode=arch=compute_80,code=[compute_80]"]
+    assert architectures.names(["compute_80"]) == ["compute_80"]
 
 
 @pytest.mark.parametrize(

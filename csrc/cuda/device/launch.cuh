@@ -24,13 +24,16 @@ inline void check(cudaError_t error, const char* operation) {
 
 // A kernel launched here may start while the one before it in the stream still runs (programmatic dependent
 // launch, compute capability 9.0 and later): the last blocks of one then overlap with the start of the next.
-// Every kernel begins with this, before it touches memory.
+// Every kernel begins with this, before it touches memory. Code for an older GPU alone cannot wait, and its
+// kernels do not overlap, also where a newer GPU runs its PTX.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
     cudaGridDependencySynchronize();
 #endif
 }
+
+constexpr bool kCanWait = std::max({__CUDA_ARCH_LIST__}) >= 900;
 
 inline int device_attribute(cudaDeviceAttr attribute, const char* operation) {
     int device = 0, value = 0;
@@ -66,7 +69,7 @@ void launch(const char* operation, void (*kernel)(Params...), dim3 blocks, cudaS
     config.blockDim = kThreads;
     config.stream = stream;
     config.attrs = &overlap;
-    config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, operation) >= 9 ? 1 : 0;
+    config.numAttrs = kCanWait && device_attribute(cudaDevAttrComputeCapabilityMajor, operation) >= 9 ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, Params(args)...), operation);
 }
 
