@@ -15,6 +15,10 @@ from quick_lane import representatives
 # The same examples on every machine and in every run: a failure in CI is a failure at one's desk.
 settings.register_profile("zerofp4", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.register_profile("quick", settings.get_profile("zerofp4"), max_examples=3)
+# --hypothesis-profile=night: other examples in every run, for hours; a failure prints how to run it again.
+settings.register_profile(
+    "night", settings.get_profile("zerofp4"), derandomize=False, max_examples=10_000, print_blob=True
+)
 settings.load_profile("zerofp4")
 
 BENCH = Path(__file__).with_name("bench")

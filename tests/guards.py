@@ -4,6 +4,7 @@ allocator holds is seen by no tool that watches allocations.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -50,10 +51,10 @@ class Guards:
             self._replace()
 
     def check(self) -> None:
-        if not self._placed:
-            return
-        around = [part for memory, begin, end in self._placed for part in (memory[:begin], memory[end:])]
-        if (torch.cat(around) == self._poison).all():
+        around = defaultdict(list)
+        for memory, begin, end in self._placed:
+            around[memory.device] += (memory[:begin], memory[end:])
+        if all((torch.cat(parts) == self._poison).all() for parts in around.values()):
             return
         for memory, begin, end in self._placed:
             for at in (memory != self._poison).nonzero().flatten().tolist():
@@ -71,6 +72,8 @@ class Guards:
         return lambda *args, **kwargs: self._between(allocate(*args, **kwargs))
 
     def _between(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
         size = tensor.element_size()
         begin = MARGIN + self._offset * size
         end = begin + tensor.numel() * size

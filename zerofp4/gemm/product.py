@@ -8,6 +8,7 @@ from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.gemm import exact, native
 from zerofp4.gemm.operand import Operand, as_operand, check_pair
+from zerofp4.storage import check_memory
 
 BACKENDS = ("auto", "native", "exact")
 
@@ -100,6 +101,7 @@ def _check_vector(bias: torch.Tensor | None, size: int, device: torch.device) ->
         raise ValueError(
             f"bias must have shape {(size,)} on {device}, got {tuple(bias.shape)} on {bias.device}"
         )
+    check_memory("bias", bias)
 
 
 def _check_target(target: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
@@ -113,3 +115,4 @@ def _check_target(target: torch.Tensor | None, shape: tuple[int, int], device: t
         raise ValueError(f"accumulate_into must have shape {shape} on {device}, got {found}")
     if not target.is_contiguous():
         raise ValueError(f"accumulate_into must be contiguous, got strides {target.stride()}")
+    check_memory("accumulate_into", target)

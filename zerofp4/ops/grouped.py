@@ -16,7 +16,7 @@ from zerofp4.ops.operator import (
     named_sides,
     own_amaxes,
 )
-from zerofp4.storage import BUFFERS, Sides, check_buffer, check_transform, scale_name
+from zerofp4.storage import BUFFERS, Sides, check_buffer, check_memory, check_transform, scale_name
 
 torch.library.define(
     "zerofp4::quantize_grouped",
@@ -59,6 +59,7 @@ def _check_inputs(x, splits) -> None:
         raise ValueError(f"x must be a matrix of one of {WEIGHT_DTYPES}, got {x.dtype} {tuple(x.shape)}")
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()}")
+    check_memory("x", x)
     check_matrix(*x.shape, columnwise=False)
     if splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
         raise ValueError(

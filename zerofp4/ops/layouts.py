@@ -42,6 +42,8 @@ def _change_layouts(
     inputs, outputs = map(torch.Tensor.data_ptr, sources), map(torch.Tensor.data_ptr, targets)
     for source, target, (rows, cols, block_rows) in zip(inputs, outputs, matrices, strict=True):
         if rows and cols:
+            if not source:
+                raise RuntimeError("a scale has no memory: its storage was freed in place (resize_)")
             words += source, target, rows, ceil_div(cols, BLOCK), block_rows, code
     if words:
         device = sources[0].device

@@ -16,7 +16,7 @@ from zerofp4.layout import mxfp8_scale_shape
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
 from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_bytes
-from zerofp4.storage import check_buffer
+from zerofp4.storage import check_buffer, check_memory
 
 FIELDS = 7
 """Integers of an item of the native list."""
@@ -57,6 +57,7 @@ def _check_quantize(x, skip, *buffers) -> None:
         raise ValueError(f"x must be a matrix of one of {WEIGHT_DTYPES}, got {x.dtype} {tuple(x.shape)}")
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()}")
+    check_memory("x", x)
     if skip is not None:
         check_buffer("skip", skip, (1,), torch.float32, x.device)
     _check_copy("rowwise", x, *buffers[:3])

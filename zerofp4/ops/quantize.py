@@ -17,7 +17,15 @@ from zerofp4.ops.operator import (
     named_sides,
     own_amaxes,
 )
-from zerofp4.storage import BUFFERS, NVFP4Storage, Sides, check_buffer, check_transform, scale_name
+from zerofp4.storage import (
+    BUFFERS,
+    NVFP4Storage,
+    Sides,
+    check_buffer,
+    check_memory,
+    check_transform,
+    scale_name,
+)
 
 _OPTIONS = "Tensor? rng_state, int e4m3_max, str error"
 _SCALES = "Tensor({})? {side}_scale, Tensor({})? {side}_scale_expanded, Tensor({})? {side}_scale_swizzled"
@@ -45,6 +53,7 @@ def _check_input(x, block_rows, rng_state, e4m3_max, error) -> None:
         raise ValueError(f"x must be a matrix of one of {WEIGHT_DTYPES}, got {x.dtype} {tuple(x.shape)}")
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()}")
+    check_memory("x", x)
     if rng_state is not None:
         check_buffer("rng_state", rng_state, (2,), torch.int64, x.device)
     if not e4m3_max:

@@ -1,0 +1,336 @@
+"""Whatever an operation is called with, it raises a Python exception or returns: it never crashes, and never
+writes beside its outputs. Under --hypothesis-profile=night these are 50,000 calls.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from guards import Guards
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zerofp4
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
+from zerofp4.storage import BUFFERS, allocate, allocate_mxfp8, side_names
+
+ZEROFP4 = torch.ops.zerofp4
+SHAPE = (34, 80)
+CALLS = 5  # of an example
+
+Call = tuple[Callable, list[Any]]
+
+
+# Calls that are right
+
+
+def matrix(device) -> torch.Tensor:
+    return torch.randn(SHAPE, device=device).bfloat16()
+
+
+def quantize(device) -> Call:
+    x = matrix(device)
+    record = allocate(SHAPE, dtype=x.dtype, device=device, scale_layouts=SCALE_LAYOUTS)
+    buffers = dict(record.buffers())
+    options = [BLOCK, None, None, False, True, None, 0, "mae", torch.zeros(1, device=device)]
+    return ZEROFP4.quantize, [x, *options, *(buffers.get(name) for name in BUFFERS)]
+
+
+def quantize_hadamard(device) -> Call:
+    x, amax = matrix(device), torch.ones(1, device=device)
+    record = allocate(SHAPE, dtype=x.dtype, device=device, block=(1, BLOCK), hadamard=True)
+    buffers = dict(record.buffers())
+    state = torch.tensor([3, 4], device=device)
+    options = [1, amax, amax.clone(), True, True, state, 0, "mae", None]
+    return ZEROFP4.quantize, [x, *options, *(buffers.get(name) for name in BUFFERS)]
+
+
+def quantize_dequantize(device) -> Call:
+    amax = torch.ones(1, device=device)
+    return ZEROFP4.quantize_dequantize, [matrix(device), 1, amax, None, 256, "mse"]
+
+
+def quantize_grouped(device) -> Call:
+    x, splits = matrix(device), torch.tensor([16, 0, 18], device=device)
+    shapes = zerofp4.ops.grouped_shapes(SHAPE[0], 3, SHAPE[1])
+    buffers = [
+        torch.empty(shapes[name], dtype=torch.float32 if "amax" in name else torch.uint8, device=device)
+        for name in BUFFERS[:-1]
+    ]
+    offsets = torch.empty(3, 4, dtype=torch.int64, device=device)
+    error = torch.empty(1, dtype=torch.int32, device=device)
+    return ZEROFP4.quantize_grouped, [x, splits, None, None, False, True, *buffers, None, offsets, error]
+
+
+def dequantize(device) -> Call:
+    t = zerofp4.quantize(matrix(device))
+    arguments = [t.rowwise_data, t.rowwise_scale, t.amax, BLOCK, torch.float32, "compact", 448, False]
+    return ZEROFP4.dequantize, arguments
+
+
+def dequantize_many(device) -> Call:
+    t = zerofp4.quantize(matrix(device), columnwise=True)
+    lists = [t.rowwise_data, t.columnwise_data], [t.rowwise_scale, t.columnwise_scale], [t.amax, t.amax]
+    options = [[BLOCK, BLOCK], torch.bfloat16, "compact", [448, 448], [False, True]]
+    return ZEROFP4.dequantize_many, [*lists, *options]
+
+
+def quantize_mxfp8(device) -> Call:
+    x, sides = matrix(device), ("rowwise", "columnwise")
+    layouts = ("compact", "swizzled")
+    record = allocate_mxfp8(SHAPE, dtype=x.dtype, device=device, sides=sides, scale_layouts=layouts)
+    return ZEROFP4.quantize_mxfp8, [x, None, *(record.buffer(name) for name in side_names(layouts))]
+
+
+def dequantize_mxfp8(device) -> Call:
+    t = zerofp4.quantize_mxfp8(matrix(device))
+    return ZEROFP4.dequantize_mxfp8, [t.rowwise_data, t.rowwise_scale, False, "compact", torch.float16]
+
+
+def dequantize_mxfp8_many(device) -> Call:
+    t = zerofp4.quantize_mxfp8(matrix(device))
+    lists = [t.rowwise_data] * 2, [t.rowwise_scale] * 2, [False] * 2
+    return ZEROFP4.dequantize_mxfp8_many, [*lists, "compact", torch.float32]
+
+
+def pad_scale(device) -> Call:
+    scale = zerofp4.quantize(matrix(device)).rowwise_scale
+    return ZEROFP4.pad_scale, [scale, *SHAPE, BLOCK, "swizzled"]
+
+
+def unpad_scales(device) -> Call:
+    scale = zerofp4.quantize(matrix(device), scale_layouts=["swizzled"]).rowwise_scale_swizzled
+    return ZEROFP4.unpad_scales, [[scale] * 2, *([size] * 2 for size in SHAPE), [BLOCK] * 2, "swizzled"]
+
+
+def transpose_packed(device) -> Call:
+    return ZEROFP4.transpose_packed, [zerofp4.quantize(matrix(device)).rowwise_data]
+
+
+def public_quantize(device) -> Call:
+    def function(x, block, amax, hadamard, stochastic, layouts, out, skip):
+        options = {"amax": amax, "hadamard": hadamard, "stochastic_rounding": stochastic, "skip": skip}
+        return zerofp4.quantize(x, block=block, scale_layouts=layouts, out=out, columnwise=True, **options)
+
+    amax, skip = torch.ones(1, device=device), torch.zeros(1, device=device)
+    out = zerofp4.empty(SHAPE, device=device)
+    return function, [matrix(device), (BLOCK, BLOCK), amax, False, False, ["compact"], out, skip]
+
+
+def public_lists(device) -> Call:
+    def function(first, second, dtype, columnwise):
+        values = zerofp4.dequantize_many([first, second], dtype)
+        return values, zerofp4.swizzle_scales([first, second], columnwise=columnwise)
+
+    tensors = [zerofp4.quantize(matrix(device), columnwise=True) for _ in range(2)]
+    return function, [*tensors, torch.float32, False]
+
+
+def public_grouped(device) -> Call:
+    return zerofp4.quantize_grouped, [matrix(device), [16, 0, 18]]
+
+
+def product(device) -> Call:
+    def function(a, b, out_dtype, bias, accumulate_into):
+        return zerofp4.gemm(a, b, out_dtype=out_dtype, bias=bias, accumulate_into=accumulate_into)
+
+    a, b = (zerofp4.quantize(matrix(device), block=(1, BLOCK)) for _ in range(2))
+    into = torch.zeros(SHAPE[0], SHAPE[0], device=device)
+    return function, [a, b, torch.float32, torch.zeros(SHAPE[0], device=device), into]
+
+
+def cast(device) -> Call:
+    def function(weight, master, start, shard):
+        shards = None if shard is None else [shard]
+        options = {"fsdp_shard_model_weights": shards}
+        plan = zerofp4.CastPlan([weight], [master], [start], **options)
+        plan.step()
+        plan.post()
+
+    weight = zerofp4.empty(SHAPE, device=device)
+    weight.zero_()
+    return function, [weight, torch.randn(101, device=device), 33, None]
+
+
+CALLS_THAT_ARE_RIGHT = (
+    quantize,
+    quantize_hadamard,
+    quantize_dequantize,
+    quantize_grouped,
+    dequantize,
+    dequantize_many,
+    quantize_mxfp8,
+    dequantize_mxfp8,
+    dequantize_mxfp8_many,
+    pad_scale,
+    unpad_scales,
+    transpose_packed,
+    public_quantize,
+    public_lists,
+    public_grouped,
+    product,
+    cast,
+)
+
+
+# What may be wrong with an argument
+
+
+def freed(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def shrunk(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(max(t.untyped_storage().nbytes() - 1, 0))
+    return t
+
+
+def at_any_address(t: torch.Tensor) -> torch.Tensor:
+    """A right argument."""
+    memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return memory[1:].view(t.shape).copy_(t)
+
+
+OF_TENSORS = (
+    lambda t: t[:-1],
+    lambda t: t[1:],
+    lambda t: t[:0],
+    lambda t: t[..., :-1],
+    lambda t: t[..., :-2].contiguous(),
+    lambda t: t[0],
+    lambda t: t.flatten(),
+    lambda t: t.unsqueeze(0),
+    lambda t: t.mT,
+    lambda t: t.mT.contiguous(),
+    lambda t: torch.cat([t, t]),
+    lambda t: torch.cat([t, t], -1),
+    lambda t: torch.cat([t, t], -1)[..., ::2],
+    lambda t: t[:1].expand(t.shape),
+    lambda t: t.float(),
+    lambda t: t.double(),
+    lambda t: t.bfloat16(),
+    lambda t: t.int(),
+    lambda t: t.bool(),
+    lambda t: t.to(torch.complex64).imag,
+    lambda t: t.to(torch.complex64).conj().imag,
+    lambda t: t.view(torch.uint8),
+    lambda t: t.view(torch.int8),
+    lambda t: t.to("meta"),
+    lambda t: t.to_sparse(),
+    lambda t: t.requires_grad_(),
+    lambda t: t.new_empty(0),
+    lambda t: t.new_empty(()),
+    lambda t: t.new_zeros(2, 2, 2),
+    lambda t: t.cpu(),
+    lambda t: t.tolist(),
+    lambda t: zerofp4.quantize(t.float().expand(2, *t.shape).reshape(2, -1)),
+    lambda t: [t],
+    lambda t: torch._efficientzerotensor(t.shape),
+    freed,
+    shrunk,
+    at_any_address,
+)
+VALUES = (
+    None,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    16,
+    448,
+    2**31,
+    2**62,
+    -(2**63),
+    2**64,
+    0.5,
+    float("nan"),
+    "",
+    "compact",
+    "mse",
+)
+VALUES += (
+    "swizzled",
+    True,
+    False,
+    [],
+    (),
+    [None],
+    {},
+    torch.float32,
+    torch.int8,
+    torch.device("cpu"),
+    object(),
+)
+
+
+def changed(value: Any, draw: random.Random) -> Any:
+    """Something else in the place of an argument."""
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        value = list(value)
+        at = draw.randrange(len(value))
+        kind = draw.randrange(4)
+        if kind == 0:
+            del value[at]
+        elif kind == 1:
+            value.append(value[at])
+        else:
+            value[at] = changed(value[at], draw)
+        return value
+    if isinstance(value, torch.Tensor) and draw.random() < 0.8:
+        try:
+            return draw.choice(OF_TENSORS)(value.detach().clone())
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return None  # not every tensor can be changed in every way
+    if isinstance(value, int) and draw.random() < 0.3:
+        return value + draw.choice((-1, 1, 2, 16, 2**31, 2**32, 2**60))
+    return draw.choice(VALUES)
+
+
+def call_wrongly(make: Callable[..., Call], device, seed: int) -> None:
+    """The right call with one to three other arguments, between guards."""
+    draw, guards = random.Random(seed), Guards(0xA5, 0)
+    with guards.placing():
+        function, arguments = make(device)
+        count = min(draw.choice((1, 1, 2, 3)), len(arguments))
+        for at in draw.sample(range(len(arguments)), count):  # once each: torch cannot change a freed tensor
+            arguments[at] = changed(arguments[at], draw)
+        try:
+            function(*arguments)
+        except Exception:
+            pass
+    guards.check()
+
+
+calls = pytest.mark.parametrize("make", CALLS_THAT_ARE_RIGHT, ids=lambda make: make.__name__)
+
+
+@calls
+def test_the_calls_are_right(device, make):
+    function, arguments = make(device)
+    function(*arguments)
+
+
+@calls
+def test_freed_memory_is_refused(make):
+    """On the CPU, where torch frees it in place: a kernel would read or write at address 0."""
+    _, arguments = make("cpu")
+    for i, argument in enumerate(arguments):
+        if type(argument) is torch.Tensor:
+            function, arguments = make("cpu")
+            arguments[i] = freed(arguments[i])
+            with pytest.raises(RuntimeError, match="freed"):
+                function(*arguments)
+
+
+@given(make=st.sampled_from(CALLS_THAT_ARE_RIGHT), seed=st.integers(0, 2**63))
+def test_wrong_arguments(device, make, seed):
+    for call in range(CALLS):
+        call_wrongly(make, device, seed + call)
