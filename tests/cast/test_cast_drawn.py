@@ -1,0 +1,117 @@
+"""Drawn casts by 1 to 4 ranks, which are simulated: each has its own stages, masters and buffers, a maximum
+of their vectors stands for the all-reduce, and the codes that they own are put together.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from helpers import assert_bytes_equal
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import DTYPES, KINDS, POISON, draw_values, expected_buffers, poisoned_like
+
+from zerofp4 import ops, reference
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
+from zerofp4.layout import ceil_div
+from zerofp4.shard import Shard, byte_range
+
+LARGEST_WORLD = 4
+
+
+@st.composite
+def weights(draw):
+    """(shape, dtype, kind of values, bounds of the ranks' shards, the amax group)"""
+    rows, cols = draw(st.integers(1, 50)), 2 * draw(st.integers(1, 80))
+    cuts = draw(st.lists(st.integers(0, rows * cols), min_size=3, max_size=3))
+    dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(KINDS))
+    return (rows, cols), dtype, kind, cuts, draw(st.integers(0, 2))
+
+
+class Rank:
+    """What one rank owns of all weights, in an order of ranks that each weight may have another of."""
+
+    def __init__(self, device, drawn, whole, shards, tiles, master_dtype):
+        groups, first = 3, ops.HEADER_WORDS
+        offsets = list(itertools.accumulate(tiles, initial=first + groups))
+        self.reduced = torch.full((offsets[-1],), torch.nan, device=device)
+        self.found_inf = torch.zeros(1, device=device)
+        self.items = []
+        for i, (shape, dtype, _, _, group) in enumerate(drawn):
+            record = poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS)
+            begin, end = byte_range(shards[i])
+            codes = torch.full((end - begin,), POISON, dtype=torch.uint8, device=device)
+            master = whole[i].flatten()[shards[i].start : shards[i].end].to(device, master_dtype)
+            piece = ops.MasterPiece(master, shards[i], shape, dtype, offsets[i], first + group)
+            self.items.append(ops.CastItem(record, piece, codes))
+        self.stages = ops.CastStages(self.items, self.reduced, hash=5, found_inf=self.found_inf)
+
+
+def shards_of(cuts: list[int], world_size: int, numel: int, turn: int) -> list[Shard]:
+    bounds = [0, *sorted(cuts[: world_size - 1]), numel]
+    shards = [Shard(begin, end - begin) for begin, end in itertools.pairwise(bounds)]
+    return shards[turn % world_size :] + shards[: turn % world_size]
+
+
+def put_together(ranks: list[Rank], index: int, shape) -> torch.Tensor:
+    """The packed codes of a weight: of each rank only the nibbles that it owns."""
+    nibbles = torch.full((shape[0] * shape[1],), 0xFF, dtype=torch.uint8)
+    for rank in ranks:
+        shard, codes = rank.items[index].piece.shard, rank.items[index].codes.cpu()
+        mine = torch.stack([codes & 15, codes >> 4], 1).flatten()
+        skipped = shard.start % 2
+        nibbles[shard.start : shard.end] = mine[skipped : skipped + shard.numel]
+        beside = torch.cat([mine[:skipped], mine[skipped + shard.numel :]])
+        both = torch.tensor([POISON & 15, POISON >> 4], dtype=torch.uint8)
+        assert torch.isin(beside, both).all(), "another rank's nibble was written"
+    low, high = nibbles.view(-1, 2).unbind(1)
+    return (low | high << 4).view(shape[0], shape[1] // 2)
+
+
+@given(
+    drawn=st.lists(weights(), min_size=1, max_size=4),
+    world_size=st.integers(1, LARGEST_WORLD),
+    master_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_size, master_dtype, seed):
+    whole = [
+        draw_values(seed + i, shape[0] * shape[1], kind).to(master_dtype).float().view(shape)
+        for i, (shape, _, kind, *_) in enumerate(drawn)
+    ]
+    tiles = [ceil_div(shape[0], BLOCK) * ceil_div(shape[1], BLOCK) for shape, *_ in drawn]
+    shards = [
+        shards_of(cuts, world_size, shape[0] * shape[1], seed + i)
+        for i, (shape, _, _, cuts, _) in enumerate(drawn)
+    ]
+    ranks = [
+        Rank(device, drawn, whole, [of[r] for of in shards], tiles, master_dtype) for r in range(world_size)
+    ]
+    for rank in ranks:
+        rank.stages.begin()
+        rank.stages.amax()
+    largest = torch.stack([rank.reduced for rank in ranks]).amax(0)
+    for rank in ranks:
+        rank.reduced.copy_(largest)
+        rank.stages.scale()
+        rank.stages.cast()
+    rounded = [values.to(dtype) for values, (_, dtype, *_) in zip(whole, drawn, strict=True)]
+    amaxes = [reference.magnitude(values).amax() for values in rounded]
+    for i, (shape, *_, group) in enumerate(drawn):
+        members = [amaxes[j] for j, other in enumerate(drawn) if other[-1] == group]
+        amax = torch.stack(members).amax().reshape(1)
+        what = f"weight {i} of {world_size} ranks"
+        if not amax.isfinite():
+            for rank in ranks:
+                item = rank.items[i]
+                assert rank.found_inf.item() == 1
+                assert (item.codes == POISON).all() and (item.record.amax.view(torch.uint8) == POISON).all()
+            continue
+        q = reference.quantize(rounded[i], amax=amax)
+        assert_bytes_equal(put_together(ranks, i, shape), q.rowwise_data, f"{what}: codes")
+        expected = expected_buffers(q, shape, BLOCK)
+        for r, rank in enumerate(ranks):
+            for name, buffer in rank.items[i].record.buffers():
+                if not name.endswith("_data"):
+                    assert_bytes_equal(buffer.cpu(), expected[name], f"{what}, rank {r}: {name}")
