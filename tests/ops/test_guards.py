@@ -11,7 +11,7 @@ from quantize_cases import MODES, with_state
 import zerofp4
 from zerofp4 import ops
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS, SCALE_LAYOUTS
-from zerofp4.layout import ceil_div, scale_shape
+from zerofp4.layout import ceil_div, round_up, scale_shape
 from zerofp4.shard import Shard, byte_range
 from zerofp4.storage import allocate
 
@@ -204,6 +204,34 @@ def adamw(x, guards):
     return outputs
 
 
+def average(x, guards):
+    """Of the rows, as gradients of so many ranks."""
+    out = torch.empty(x.shape[1], device=x.device)
+    ops.average(x, out)
+    return [("mean", out)]
+
+
+def gather(x, guards):
+    """Bytes of one rank through both slots of a staging buffer, which is aligned."""
+    codes = x.view(torch.uint8).flatten()
+    taken = torch.empty_like(codes)
+    with guards.suspended():
+        slot = round_up(codes.numel() + ops.GATHER_VECTOR, ops.GATHER_VECTOR)
+        staging = torch.zeros(2, slot, dtype=torch.uint8, device=x.device)
+        own, other = (staging[rank].data_ptr() + ops.GATHER_VECTOR for rank in (0, 1))
+        stages = ops.GatherStages(staging, 0, None)
+        runs = [
+            [ops.GatherRun(*run, 0, codes.numel())]
+            for run in ((codes.data_ptr(), own), (other, taken.data_ptr()))
+        ]
+        stages.bind(*runs, [codes, taken])
+    stages.pack(stages.target(), ops.GATHER_PRESENT)
+    staging[1] = staging[0]
+    stages.unpack(stages.target())
+    assert torch.equal(taken, codes)
+    return [("taken", taken), ("own", staging[0, ops.GATHER_VECTOR :][: codes.numel()])]
+
+
 RUNS = (
     quantize,
     quantize_dequantize,
@@ -214,6 +242,8 @@ RUNS = (
     transpose,
     cast_stages,
     adamw,
+    average,
+    gather,
 )
 
 

@@ -111,6 +111,10 @@ def transpose_packed(device) -> Call:
     return ZEROFP4.transpose_packed, [zerofp4.quantize(matrix(device)).rowwise_data]
 
 
+def average(device) -> Call:
+    return ZEROFP4.average, [matrix(device), torch.empty(SHAPE[1], device=device)]
+
+
 def public_quantize(device) -> Call:
     def function(x, block, amax, hadamard, stochastic, layouts, out, skip):
         options = {"amax": amax, "hadamard": hadamard, "stochastic_rounding": stochastic, "skip": skip}
@@ -169,6 +173,7 @@ CALLS_THAT_ARE_RIGHT = (
     pad_scale,
     unpad_scales,
     transpose_packed,
+    average,
     public_quantize,
     public_lists,
     public_grouped,

@@ -6,7 +6,7 @@ import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.operator import backend
-from zerofp4.storage import check_buffer
+from zerofp4.storage import check_buffer, check_memory
 
 torch.library.define("zerofp4::average", "(Tensor pieces, Tensor(a!) out) -> ()")
 
@@ -19,6 +19,7 @@ def _check(pieces: torch.Tensor, out: torch.Tensor) -> None:
             "pieces must be a contiguous matrix with a row for each rank, got shape "
             f"{tuple(pieces.shape)} and strides {pieces.stride()}"
         )
+    check_memory("pieces", pieces)
     check_buffer("out", out, pieces.shape[1:], torch.float32, pieces.device)
 
 
