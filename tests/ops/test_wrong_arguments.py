@@ -324,13 +324,14 @@ def test_the_calls_are_right(device, make):
 
 
 @calls
-def test_freed_memory_is_refused(make):
-    """On the CPU, where torch frees it in place: a kernel would read or write at address 0."""
+@pytest.mark.parametrize("change", [freed, shrunk], ids=lambda change: change.__name__)
+def test_memory_that_is_gone_is_refused(make, change):
+    """On the CPU, where torch frees it in place: a kernel would read address 0, or what is others'."""
     _, arguments = make("cpu")
     for i, argument in enumerate(arguments):
         if type(argument) is torch.Tensor:
             function, arguments = make("cpu")
-            arguments[i] = freed(arguments[i])
+            arguments[i] = change(arguments[i])
             with pytest.raises(RuntimeError, match="freed"):
                 function(*arguments)
 

@@ -13,6 +13,7 @@ from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
 from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
+from zerofp4.storage import check_memory
 
 FIELDS = 6
 """Integers of an item of the native list."""
@@ -129,6 +130,7 @@ def _register(name: str, pad: bool) -> None:
         return _new_scales(scales, rows, cols, block_rows, layout, pad)
 
     def run_one(scale, rows, cols, block_rows, layout) -> torch.Tensor:
+        check_memory("scale", scale)
         out = new_one(scale, rows, cols, block_rows, layout)
         _change_layouts([scale], [out], [(rows, cols, block_rows)], layout, pad)
         return out
