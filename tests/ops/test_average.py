@@ -49,6 +49,7 @@ def test_threads():
     assert_values_equal(out, reference.average(pieces), "mean")
 
 
+@pytest.mark.heavy
 def test_opcheck(device):
     pieces, out = gradients(2, 64, torch.bfloat16, device).nan_to_num(), torch.empty(64, device=device)
     torch.library.opcheck(torch.ops.zerofp4.average.default, (pieces, out))
