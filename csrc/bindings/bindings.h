@@ -31,5 +31,6 @@ void bind_lists(py::module_& m);
 void bind_mxfp8(py::module_& m);
 void bind_optim(py::module_& m);
 void bind_tensors(py::module_& m);
+void bind_product(py::module_& m);
 
 }  // namespace zerofp4::bindings

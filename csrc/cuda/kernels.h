@@ -5,11 +5,13 @@
 #include "common/args/adamw.h"
 #include "common/args/average.h"
 #include "common/args/cast.h"
+#include "common/args/dequantize.h"
 #include "common/args/gather.h"
 #include "common/args/grouped.h"
 #include "common/args/mxfp8.h"
 #include "common/args/scale_layout.h"
 #include "common/args/transpose.h"
+#include "cuda/gemm/product.h"
 
 // As in cuda_runtime_api.h, which a build without CUDA does not have.
 typedef struct CUstream_st* cudaStream_t;
@@ -35,6 +37,9 @@ struct Kernels {
     void (*grouped_amax)(const GroupedAmaxArgs&, cudaStream_t stream);
     void (*quantize_grouped)(const GroupedArgs&, cudaStream_t stream);
     void (*dequantize)(const DequantizeTable&, DType, const DequantizeDescriptor* host, cudaStream_t stream);
+    // The same, and the alpha of a product.
+    void (*product_values)(const DequantizeTable&, DType, const ProductScale&,
+                           const DequantizeDescriptor* host, cudaStream_t stream);
     void (*pad_scale)(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t stream);
     void (*unpad_scale)(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t stream);
     void (*quantize_mxfp8)(const Mxfp8Args&, cudaStream_t stream);
@@ -46,6 +51,12 @@ struct Kernels {
                         int64_t count, cudaStream_t stream);
     void (*adamw_update)(const AdamWTable&, cudaStream_t stream);
     void (*average)(const AverageArgs&, cudaStream_t stream);
+
+    // Finds cuBLASLt, under its file name, in the process; returns its version. Throws std::runtime_error
+    // where it is not there.
+    int64_t (*load_cublaslt)(const char* name);
+    // For the current device; null where cuBLASLt has no algorithm.
+    std::unique_ptr<Product> (*find_product)(const ProductProblem&);
 };
 
 // Null in a build without nvcc.

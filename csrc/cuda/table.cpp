@@ -20,6 +20,8 @@ void quantize(const QuantizeArgs&, cudaStream_t);
 void grouped_amax(const GroupedAmaxArgs&, cudaStream_t);
 void quantize_grouped(const GroupedArgs&, cudaStream_t);
 void dequantize(const DequantizeTable&, DType, const DequantizeDescriptor* host, cudaStream_t);
+void product_values(const DequantizeTable&, DType, const ProductScale&, const DequantizeDescriptor* host,
+                    cudaStream_t);
 void pad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t);
 void unpad_scale(const ScaleLayoutTable&, const ScaleLayoutDescriptor* host, cudaStream_t);
 void quantize_mxfp8(const Mxfp8Args&, cudaStream_t);
@@ -29,13 +31,15 @@ void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t first, const ui
                  int64_t count, cudaStream_t);
 void adamw_update(const AdamWTable&, cudaStream_t);
 void average(const AverageArgs&, cudaStream_t);
+int64_t load_cublaslt(const char* name);
+std::unique_ptr<Product> find_product(const ProductProblem&);
 
 const Kernels* kernels() {
     static constexpr Kernels kTable = {
-        &enter_device,     &leave_device, &cast_begin,    &partial_amax, &fused_scale,    &partial_cast,
-        &transpose,        &gather_pack,  &gather_unpack, &tensor_amax,  &quantize,       &grouped_amax,
-        &quantize_grouped, &dequantize,   &pad_scale,     &unpad_scale,  &quantize_mxfp8, &dequantize_mxfp8,
-        &adamw_begin,      &adamw_update, &average};
+        &enter_device,     &leave_device, &cast_begin,     &partial_amax, &fused_scale,   &partial_cast,
+        &transpose,        &gather_pack,  &gather_unpack,  &tensor_amax,  &quantize,      &grouped_amax,
+        &quantize_grouped, &dequantize,   &product_values, &pad_scale,    &unpad_scale,   &quantize_mxfp8,
+        &dequantize_mxfp8, &adamw_begin,  &adamw_update,   &average,      &load_cublaslt, &find_product};
     return &kTable;
 }
 

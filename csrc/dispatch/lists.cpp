@@ -75,6 +75,25 @@ void DequantizeList::run(const Target& target) const {
         });
 }
 
+void DequantizeList::run_product(const Target& target, const ProductScale& scale) const {
+    dispatch(
+        target,
+        [&](const cpu::Kernels& k, int threads) {
+            *scale.alpha = scale.value();
+            k.dequantize(table_, dtype_, threads);
+        },
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            k.product_values(table_, dtype_, scale, items_.data(), stream);
+        });
+}
+
+ProductScale product_scale(uintptr_t amax_a, int e4m3_max_a, uintptr_t amax_b, int e4m3_max_b,
+                           uintptr_t alpha) {
+    return {{reinterpret_cast<const float*>(amax_a), reinterpret_cast<const float*>(amax_b)},
+            {decode_factor(static_cast<float>(e4m3_max_a)), decode_factor(static_cast<float>(e4m3_max_b))},
+            reinterpret_cast<float*>(alpha)};
+}
+
 Mxfp8DequantizeDescriptor mxfp8_dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t output,
                                                       int64_t rows, int64_t cols, bool columnwise,
                                                       int layout) {

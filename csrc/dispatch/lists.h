@@ -50,10 +50,16 @@ class DequantizeList : public ItemList<DequantizeDescriptor> {
   public:
     DequantizeList(bool on_cpu, std::vector<DequantizeDescriptor> items, int dtype);
     void run(const Target& target) const;
+    // The same, and the alpha of a product.
+    void run_product(const Target& target, const ProductScale& scale) const;
 
   private:
     DType dtype_;
 };
+
+// Of two amaxes, and where alpha goes.
+ProductScale product_scale(uintptr_t amax_a, int e4m3_max_a, uintptr_t amax_b, int e4m3_max_b,
+                           uintptr_t alpha);
 
 Mxfp8DequantizeDescriptor mxfp8_dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t output,
                                                       int64_t rows, int64_t cols, bool columnwise,

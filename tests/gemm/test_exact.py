@@ -2,16 +2,22 @@
 
 import pytest
 import torch
-from gemm_cases import nvfp4, operand, specified
+from gemm_cases import alpha, nvfp4, operand, specified
 from helpers import assert_bytes_equal
 from tensor_helpers import values
 
 import zerofp4
-from zerofp4 import Operand, reference
+from zerofp4 import FourOverSix, Operand, ops, reference
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.gemm import exact
 
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def values_of(a: Operand, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    left, right, _ = exact.factors(a, a, dtype)
+    assert_bytes_equal(left, right, "both operands")
+    return left
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,7 +34,7 @@ def test_every_code_times_every_scale_is_exact(device, dtype, e4m3_max):
     record.rowwise.scales["compact"].view(torch.uint8).copy_(scales.view(torch.uint8))
     record.rowwise.amax.fill_(1e9)  # no part of them
     expected = reference.e2m1_to_float(codes).double() * scales.double()
-    actual = exact.values(Operand(record), dtype)
+    actual = values_of(Operand(record), dtype)
     assert actual.dtype == dtype
     assert torch.equal(actual.cpu().double(), expected)
     assert_bytes_equal(actual.cpu().float(), expected.float(), "signs of zeros too")
@@ -39,12 +45,12 @@ def test_every_code_times_every_scale_is_exact(device, dtype, e4m3_max):
 @pytest.mark.parametrize("options", [{}, {"block": (1, 16)}], ids=["2d", "1d"])
 def test_values_are_in_the_orientation_of_the_product(device, options, side, dtype):
     a = operand(34, 50, side, nvfp4(**options), device=device)
-    assert torch.equal(exact.values(a, dtype).cpu().double(), specified(a))
+    assert torch.equal(values_of(a, dtype).cpu().double(), specified(a))
 
 
 def test_the_last_group_of_a_transform_is_there(device):
     a = operand(32, 17, "columnwise", nvfp4(block=(1, 16), hadamard=True), device=device)
-    assert exact.values(a).shape == (32, 32) and a.shape == (32, 17)
+    assert values_of(a).shape == (32, 32) and a.shape == (32, 17)
 
 
 def test_mxfp8_values_are_those_of_bfloat16(device):
@@ -52,12 +58,41 @@ def test_mxfp8_values_are_those_of_bfloat16(device):
     x = values(32, 64, device=device, dtype=torch.float32)
     x *= torch.logspace(-41, 30, 32, device=device).unsqueeze(1)
     a = Operand(zerofp4.quantize_mxfp8(x))
-    assert torch.equal(exact.values(a, torch.float32), exact.values(a).float())
+    assert torch.equal(values_of(a, torch.float32), values_of(a).float())
     normal = x.abs().amin(1) > 2.0**-100
     whole = zerofp4.quantize_mxfp8(x).dequantize(torch.float32)
-    assert torch.equal(exact.values(a, torch.float32)[normal], whole[normal])
+    assert torch.equal(values_of(a, torch.float32)[normal], whole[normal])
+
+
+@pytest.mark.parametrize("maxima", [(448, 448), (448, 256), (256, 448)], ids=str)
+def test_alpha_comes_with_the_values(device, maxima):
+    options = [{} if each == 448 else {"four_over_six": FourOverSix(each)} for each in maxima]
+    a, b = (
+        operand(32, 64, "rowwise", nvfp4(**each), device=device, seed=seed)
+        for seed, each in enumerate(options)
+    )
+    a.copy.amax.mul_(3e-7)
+    b.copy.amax.mul_(7e5)
+    *_, found = exact.factors(a, b, torch.bfloat16)
+    assert_bytes_equal(found.cpu(), alpha(a, b), "alpha")
+
+
+def test_mxfp8_has_no_alpha(device):
+    a = Operand(zerofp4.quantize_mxfp8(values(32, 64, device=device)))
+    assert exact.factors(a, a, torch.bfloat16)[2] is None
+
+
+@pytest.mark.parametrize("make", [zerofp4.quantize, zerofp4.quantize_mxfp8])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_the_dtype_of_factors(device, out_dtype, make):
+    """A product of bfloat16 cannot be rounded to float16, so one of float16 is taken where that is exact."""
+    a = Operand(make(values(32, 64, device=device)))
+    halves = out_dtype == torch.float16 and a.is_nvfp4
+    on_cuda = torch.float16 if halves else torch.bfloat16
+    assert exact.factor_dtype(a, out_dtype) == (torch.float32 if device.type == "cpu" else on_cuda)
 
 
 def test_the_neutral_amax_is_made_once(device):
-    assert exact.neutral_amax(device) is exact.neutral_amax(device)
-    assert exact.neutral_amax(device).item() == 2688
+    neutral_amax = ops.product.neutral_amax
+    assert neutral_amax(device) is neutral_amax(device)
+    assert neutral_amax(device).item() == 2688

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 from gemm_cases import NVFP4, SHAPES, SIDES, TRANSFORMS, alpha, nvfp4, operand, relative_error, specified
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, poisoned_allocations
 from tensor_helpers import DTYPES, values
 
 import zerofp4
-from zerofp4 import Operand, gemm, reference
+from zerofp4 import Operand, gemm, ops, reference
 
 BOTH_SIDES = list(itertools.product(SIDES, SIDES))
 
@@ -102,8 +102,10 @@ def test_more_dimensions_are_rows(device):
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
-def test_alpha_then_bias_then_one_rounding(device, out_dtype, bias_dtype):
+def test_alpha_then_bias_then_one_rounding(monkeypatch, device, out_dtype, bias_dtype):
     """Bitwise: the sums themselves are taken from a product of the same sizes."""
+    if device.type == "cuda":
+        monkeypatch.setattr(ops.cublaslt, "multiply", lambda *_: False)  # which may fuse them
     a, b = (zerofp4.quantize(values(32, 64, device=device, seed=i), block=(1, 16)) for i in range(2))
     bias = None if bias_dtype is None else values(32, device=device, dtype=bias_dtype, seed=3)
     left, right = (specified(Operand(t)).to(device, torch.bfloat16) for t in (a, b))
@@ -119,6 +121,95 @@ def test_alpha_then_bias_then_one_rounding(device, out_dtype, bias_dtype):
     assert gemm(a, b, bias=bias, accumulate_into=target) is target
     assert target.data_ptr() == address
     assert_bytes_equal(target, before + expected, "accumulated")
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding."""
+    return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("make", [nvfp4(block=(1, 16)), zerofp4.quantize_mxfp8], ids=["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
+@pytest.mark.parametrize(
+    "shape", [(33, 47, 98), (64, 96, 128), (1, 3, 2), (129, 1, 34), (512, 24, 4096)], ids=str
+)
+def test_one_rounding(device, shape, out_dtype, bias_dtype, make):
+    """Against float64: each element is off by what its dtype rounds, and a little of the sum's own."""
+    m, n, k = shape
+    a = operand(m, k, "rowwise", make, device=device, seed=1)
+    b = operand(n, k, "rowwise", make, device=device, seed=2)
+    bias = None if bias_dtype is None else values(n, device=device, dtype=bias_dtype, seed=3) * k
+    exact = reference.gemm(specified(a), specified(b), alpha(a, b), None if bias is None else bias.cpu())
+    with poisoned_allocations():
+        actual = gemm(a, b, out_dtype=out_dtype, bias=bias)
+    assert actual.dtype == out_dtype
+    slack = tolerance(device) * exact.norm() / exact.numel() ** 0.5
+    assert ((actual.cpu().double() - exact).abs() <= rounding_of(out_dtype) * exact.abs() + slack).all()
+    if out_dtype == torch.float32:
+        assert relative_error(actual, exact) <= tolerance(device)
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+@pytest.mark.parametrize("shape", [(33, 47, 98), (64, 96, 128)], ids=str)
+def test_accumulation(device, shape, offset, bias_dtype):
+    """At addresses of every alignment, such as a slice of a flat buffer of gradients has."""
+    m, n, k = shape
+    make = nvfp4(block=(1, 16))
+    a = operand(m, k, "rowwise", make, device=device, seed=1)
+    b = operand(n, k, "rowwise", make, device=device, seed=2)
+    bias = None if bias_dtype is None else values(n, device=device, dtype=bias_dtype, seed=3)
+    flat = values(m * n + 8, device=device, dtype=torch.float32, seed=4)
+    before, target = flat.clone(), flat[offset : offset + m * n].view(m, n)
+    expected = reference.gemm(specified(a), specified(b), alpha(a, b), None if bias is None else bias.cpu())
+    expected = expected + target.cpu().double()
+    assert gemm(a, b, bias=bias, accumulate_into=target) is target
+    assert relative_error(target, expected) <= tolerance(device)
+    for part in (slice(None, offset), slice(offset + m * n, None)):
+        assert_bytes_equal(flat[part], before[part], "what lies around it")
+
+
+def test_a_bias_that_is_a_view(device):
+    a = zerofp4.quantize(values(32, 64, device=device), block=(1, 16))
+    wide = values(64, device=device, dtype=torch.float32, seed=1)
+    whole = gemm(a, a, out_dtype=torch.float32, bias=wide[::2].contiguous())
+    assert_bytes_equal(gemm(a, a, out_dtype=torch.float32, bias=wide[::2]), whole, "strided")
+    assert_bytes_equal(
+        gemm(a, a, out_dtype=torch.float32, bias=(-wide[::2]).resolve_neg()),
+        gemm(a, a, out_dtype=torch.float32, bias=torch._neg_view(wide[::2])),
+        "negated",
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false")
+def test_nothing_waits_and_a_graph_can_hold_it():
+    """Of a product with alpha, bias and accumulation; replayed with other operands, it reads their alpha."""
+    device = torch.device("cuda", 0)
+    quantizer = zerofp4.Quantizer(block=(1, 16))
+    x = values(64, 128, device=device)
+    a, b = quantizer(x), zerofp4.quantize(values(96, 128, device=device, seed=1))
+    bias = values(96, device=device, seed=2)
+    target = torch.zeros(64, 96, device=device)
+
+    def step():
+        return gemm(a, b, bias=bias), gemm(a, b, accumulate_into=target)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = step()
+    quantizer.update_(a, 1000 * values(64, 128, device=device, seed=3))
+    target.zero_()
+    graph.replay()
+    assert_bytes_equal(captured, gemm(a, b, bias=bias), "replayed")
+    expected = reference.gemm(specified(Operand(a)), specified(Operand(b)), alpha(Operand(a), Operand(b)))
+    assert relative_error(target, expected) <= tolerance(device)
 
 
 def test_by_default_the_dtype_is_what_both_promote_to():

@@ -26,6 +26,7 @@ def built_for(monkeypatch, architectures, *devices, unusable=None):
     """The extension was compiled for these architectures, and torch sees these GPUs: (name, capability)."""
     gpus = [{"name": name, "capability": capability, "usable": True} for name, capability in devices]
     cuda = {"compiled": bool(architectures), "version": "13.0", "architectures": architectures}
+    cuda["products"] = "cuBLASLt 13.1.0"
     build = {"cpu": {"compiled": ["baseline"], "running": "baseline"}, "cuda": cuda | {"devices": gpus}}
 
     def check(index):

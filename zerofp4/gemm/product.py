@@ -8,7 +8,7 @@ from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.gemm import exact, native
 from zerofp4.gemm.operand import Operand, as_operand, check_pair
-from zerofp4.storage import check_memory
+from zerofp4.storage import check_memory, check_plain, check_signs
 
 BACKENDS = ("auto", "native", "exact")
 
@@ -39,6 +39,10 @@ def gemm(
     backend: "native" is torch's scaled_mm on FP4 tensor cores (compute capability 10.0 or newer), with the
     contraction and N padded with zeros to the multiples of 32 and 16 that it takes; "exact" a bfloat16
     product of the exact values of codes and scales, on the CPU a float32 one; "auto" native where it exists.
+    On CUDA the exact product is that of cuBLASLt, the copy that torch has loaded, which takes alpha, bias and
+    accumulation into its epilogue, where sums may be fused with them (one rounding less). Where build_info()
+    names torch.mm instead, and for sizes that cuBLASLt has no algorithm for, they cost a pass each. Nothing
+    waits for the device.
 
     Raises TypeError for what is not quantized or a dtype that is unknown, ValueError for operands that do not
     match or a missing copy, RuntimeError where a backend is asked for that the hardware lacks.
@@ -49,16 +53,16 @@ def gemm(
     out_dtype = _out_dtype(left, right, out_dtype, accumulate_into)
     _check_vector(bias, shape[1], left.device)
     _check_target(accumulate_into, shape, left.device)
+    if ops.is_plain_call(left.copy.data):  # what is traced has no memory
+        _check_addressed(bias, accumulate_into)
     used = chosen_backend(left.device, backend)
+    bias = None if bias is None else bias.detach()
     if used == "exact" or 0 in (*shape, left.shape[1]):
-        result, alpha = exact.multiply(left, right)
-        if alpha is not None:
-            result.mul_(alpha)
-    else:
-        plain = bias is None and accumulate_into is None
-        result = native.multiply(left, right, out_dtype if plain else torch.float32)
+        return exact.multiply(left, right, out_dtype, bias, accumulate_into)
+    plain = bias is None and accumulate_into is None
+    result = native.multiply(left, right, out_dtype if plain else torch.float32)
     if bias is not None:
-        result.add_(bias.detach())
+        result.add_(bias)
     if accumulate_into is not None:
         return accumulate_into.add_(result)
     return result.to(out_dtype)
@@ -102,6 +106,15 @@ def _check_vector(bias: torch.Tensor | None, size: int, device: torch.device) ->
             f"bias must have shape {(size,)} on {device}, got {tuple(bias.shape)} on {bias.device}"
         )
     check_memory("bias", bias)
+
+
+def _check_addressed(bias: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    """Raises TypeError or ValueError for what has no bytes of its own, or other ones than its values."""
+    if bias is not None:
+        check_plain("bias", bias)
+    if target is not None:
+        check_plain("accumulate_into", target)
+        check_signs("accumulate_into", target)
 
 
 def _check_target(target: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:

@@ -162,6 +162,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("CPU", f"{cpu['machine']}, {cpu['cores']} cores, {cpu['threads']} threads"),
         ("CPU kernels", f"{cpu['running'] or 'none'}, out of {', '.join(cpu['compiled']) or 'none'}"),
         ("CUDA kernels", _shown_cuda(cuda)),
+        ("exact products", "unknown" if cuda is None else f"on a GPU by {cuda['products']}"),
         *((f"GPU {gpu['index']}", _shown_gpu(gpu)) for gpu in facts["gpus"]),
         *([] if facts["gpus"] else [("GPUs", "none that torch sees")]),
         *_shown_distributed(facts["distributed"]),

@@ -4,12 +4,12 @@ device.py says where a call runs, stages.py, gather.py and update.py have the st
 one operator on given tensors each: schema, fake and backends. addresses.py asks whether storage has moved.
 """
 
-from zerofp4.ops import dequantize, grouped, layouts, mxfp8, transpose  # noqa: F401 (they register operators)
+from zerofp4.ops import dequantize, grouped, layouts, mxfp8, product, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.average import average
+from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import values_of, values_of_many
 from zerofp4.ops.device import (
-    build_info,
     check_cuda,
     current_stream,
     has_fp4_tensor_cores,
@@ -33,6 +33,7 @@ from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
+from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
 from zerofp4.ops.quantize import check_rounding, choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.reader import pointers, tensor_facts
 from zerofp4.ops.stages import (
@@ -72,6 +73,7 @@ __all__ = [
     "MasterPiece",
     "TransposeStage",
     "adamw_options",
+    "add_scaled_product",
     "average",
     "build_info",
     "change_scales",
@@ -88,7 +90,9 @@ __all__ = [
     "is_plain_call",
     "padded_scale",
     "pointers",
+    "product_values",
     "quantize_into",
+    "scaled_product",
     "target_of",
     "tensor_facts",
     "values_of",

@@ -29,7 +29,7 @@ torch.library.define(
 )
 
 
-class _Item(NamedTuple):
+class DequantizeItem(NamedTuple):
     """A copy of a quantized matrix. data uint8 [M, K/2], columnwise [K, M/2]; scale E4M3 or its bytes, of the
     matrix as it is stored; amax float32 [1].
     """
@@ -48,7 +48,9 @@ class _Item(NamedTuple):
         return stored[::-1] if self.columnwise else stored
 
 
-def _check(items: Sequence[_Item], dtype: torch.dtype, layout: str, names: Sequence[str]) -> None:
+def check_items(
+    items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str, names: Sequence[str]
+) -> None:
     """`names` are what messages append to the names of arguments, by item."""
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
@@ -67,14 +69,14 @@ def _check(items: Sequence[_Item], dtype: torch.dtype, layout: str, names: Seque
         check_buffer(f"amax{name}", item.amax, (1,), torch.float32, device)
 
 
-def _words(item: _Item, out: torch.Tensor, layout: int) -> tuple[int, ...]:
+def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, ...]:
     """An item of the native list."""
     data, scale, amax, block_rows, e4m3_max, columnwise = item
     addresses = (data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr())
     return (*addresses, *out.shape, columnwise, block_rows, layout, e4m3_max)
 
 
-def _run(items: Sequence[_Item], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
+def _run(items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
     outputs = [torch.empty(item.shape, dtype=dtype, device=item.data.device) for item in items]
     code = SCALE_LAYOUTS.index(layout)
     words = [_words(item, out, code) for item, out in zip(items, outputs, strict=True) if out.numel()]
@@ -85,16 +87,20 @@ def _run(items: Sequence[_Item], dtype: torch.dtype, layout: str) -> list[torch.
     return outputs
 
 
-def _one(data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False) -> _Item:
-    item = _Item(data, scale, amax, block_rows, e4m3_max, columnwise)
-    _check([item], dtype, layout, [""])
+def _one(
+    data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False
+) -> DequantizeItem:
+    item = DequantizeItem(data, scale, amax, block_rows, e4m3_max, columnwise)
+    check_items([item], dtype, layout, [""])
     return item
 
 
-def _many(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise) -> list[_Item]:
+def _many(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise) -> list[DequantizeItem]:
     lists = {"data": data, "scale": scale, "amax": amax, "block_rows": block_rows}
-    items = [_Item(*fields) for fields in zip_lists(**lists, e4m3_max=e4m3_max, columnwise=columnwise)]
-    _check(items, dtype, layout, [f"[{i}]" for i in range(len(items))])
+    items = [
+        DequantizeItem(*fields) for fields in zip_lists(**lists, e4m3_max=e4m3_max, columnwise=columnwise)
+    ]
+    check_items(items, dtype, layout, [f"[{i}]" for i in range(len(items))])
     return items
 
 
@@ -116,7 +122,7 @@ def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> tor
 
 def values_of_many(copies: Sequence[tuple], dtype: torch.dtype) -> list[torch.Tensor]:
     """The same of a list of copies, in one launch."""
-    items = [_Item(*copy) for copy in copies]
+    items = [DequantizeItem(*copy) for copy in copies]
     if all(is_plain_call(item.data) for item in items[:1]):
         return _run(items, dtype, "compact")
     columns = list(map(list, zip(*items, strict=True)))

@@ -7,7 +7,7 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS
-from zerofp4.ops.hardware import FP4_CAPABILITY, check_capability, code_for
+from zerofp4.ops.hardware import FP4_CAPABILITY, check_capability
 from zerofp4.storage import Side
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -107,34 +107,3 @@ def scale_addresses(side: Side | None) -> list[int]:
     """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
     scales = {} if side is None else side.scales
     return [address(scales.get(layout)) for layout in SCALE_LAYOUTS]
-
-
-def build_info() -> dict[str, dict]:
-    """What was compiled in and what this machine can run.
-
-    {"cpu": {"compiled": [instruction sets], "running": the one in use},
-     "cuda": {"compiled": bool, "version": of the toolkit, "architectures": [...],
-              "devices": [{"name", "capability", "usable", "gemm": the backend that zerofp4.gemm chooses}]}}
-    """
-    build = _C.build()
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(index)
-        usable = code_for(capability, architectures()) is not None
-        devices.append(
-            {
-                "name": torch.cuda.get_device_name(index),
-                "capability": capability,
-                "usable": usable,
-                "gemm": "native" if capability >= FP4_CAPABILITY else "exact",
-            }
-        )
-    return {
-        "cpu": {"compiled": build["isas"].split(), "running": _C.cpu_isa()},
-        "cuda": {
-            "compiled": "cuda_version" in build,
-            "version": build.get("cuda_version"),
-            "architectures": architectures(),
-            "devices": devices,
-        },
-    }

@@ -36,6 +36,16 @@ struct DequantizeDescriptor {
 
 using DequantizeTable = ItemTable<DequantizeDescriptor>;
 
+// The factor of a product of two quantized matrices, whose values are written without their global scales:
+// the product of those, each of which is rounded first.
+struct ProductScale {
+    const float* amax[2];  // float[1] each
+    float factor[2];       // decode_factor(e4m3_max), scale.h
+    float* alpha;          // float[1], written
+
+    ZEROFP4_HD float value() const { return (*amax[0] * factor[0]) * (*amax[1] * factor[1]); }
+};
+
 // How a matrix of values is cut into units: on the CPU 32 x 128 elements,
 constexpr int kValueRows = 32;
 constexpr int kValueColumns = 128;

@@ -218,16 +218,30 @@ __global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
-    dequantize_list_kernel(const __grid_constant__ ItemTable<DequantizeDescriptor> table,
-                           const __grid_constant__ ItemArguments<DequantizeDescriptor> arguments) {
-    wait_for_previous_kernel();
-    const DequantizeDescriptor item = item_of_block(table, arguments);
+__device__ __forceinline__ void dequantize_item(const DequantizeDescriptor& item) {
     if (item.columnwise) {
         dequantize_columnwise<T>(item);
     } else {
         dequantize_rowwise<T>(item);
     }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+    dequantize_list_kernel(const __grid_constant__ ItemTable<DequantizeDescriptor> table,
+                           const __grid_constant__ ItemArguments<DequantizeDescriptor> arguments) {
+    wait_for_previous_kernel();
+    dequantize_item<T>(item_of_block(table, arguments));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+    product_values_kernel(const __grid_constant__ ItemTable<DequantizeDescriptor> table,
+                          const __grid_constant__ ItemArguments<DequantizeDescriptor> arguments,
+                          const __grid_constant__ ProductScale scale) {
+    wait_for_previous_kernel();
+    if (blockIdx.x == 0 && threadIdx.x == 0) *scale.alpha = scale.value();
+    dequantize_item<T>(item_of_block(table, arguments));
 }
 
 template <typename T>
@@ -241,6 +255,15 @@ void dequantize_as(const DequantizeTable& table, const DequantizeDescriptor* hos
 void dequantize(const DequantizeTable& table, DType dtype, const DequantizeDescriptor* host,
                 cudaStream_t stream) {
     with_dtype(dtype, [&](auto t) { dequantize_as<decltype(t)>(table, host, stream); });
+}
+
+void product_values(const DequantizeTable& table, DType dtype, const ProductScale& scale,
+                    const DequantizeDescriptor* host, cudaStream_t stream) {
+    const ItemArguments<DequantizeDescriptor> arguments = argument_items(table, host);
+    with_dtype(dtype, [&](auto t) {
+        launch("product_values", product_values_kernel<decltype(t)>, table.units, stream, table, arguments,
+               scale);
+    });
 }
 
 }  // namespace zerofp4::cuda

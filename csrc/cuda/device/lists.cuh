@@ -19,15 +19,21 @@ __device__ __forceinline__ Item item_of_block(const ItemTable<Item>& table,
     return items[find_item<&Item::unit_begin>(items, 0, table.count, blockIdx.x)];
 }
 
-// Launches `single` for a list of one, `many` for a longer one. `host` are the items in host memory.
+// `host` are the items in host memory.
+template <typename Item>
+ItemArguments<Item> argument_items(const ItemTable<Item>& table, const Item* host) {
+    ItemArguments<Item> arguments{};
+    if (table.items == nullptr) std::copy(host, host + table.count, arguments.items);
+    return arguments;
+}
+
+// Launches `single` for a list of one, `many` for a longer one.
 template <typename Item>
 void launch_list(const char* operation, void (*single)(Item),
                  void (*many)(ItemTable<Item>, ItemArguments<Item>), const ItemTable<Item>& table,
                  const Item* host, cudaStream_t stream) {
     if (table.count == 1) return launch(operation, single, table.units, stream, host[0]);
-    ItemArguments<Item> arguments{};
-    if (table.items == nullptr) std::copy(host, host + table.count, arguments.items);
-    launch(operation, many, table.units, stream, table, arguments);
+    launch(operation, many, table.units, stream, table, argument_items(table, host));
 }
 
 }  // namespace zerofp4::cuda

@@ -1,0 +1,36 @@
+#pragma once
+// A product of two plain matrices with what a product of quantized ones does to its sums.
+
+#include "common/dtype.h"
+
+namespace zerofp4 {
+
+// out [rows, cols] = alpha * (a b^T) + bias, rounded once, or added to what out holds. a [rows, contraction]
+// and b [cols, contraction] are row-major, or the transposes of row-major matrices; out is row-major, bias
+// [cols] of out's dtype. No size is 0.
+struct ProductProblem {
+    int64_t rows;
+    int64_t cols;
+    int64_t contraction;
+    DType inputs;
+    DType output;
+    bool a_transposed;
+    bool b_transposed;
+    bool accumulate;
+    // Powers of two that divide the addresses; bias 0 where there is none.
+    uint32_t a_alignment;
+    uint32_t b_alignment;
+    uint32_t bias_alignment;
+    uint32_t output_alignment;
+};
+
+struct ProductAddresses {
+    const void* a;
+    const void* b;
+    const float* alpha;  // float[1] where the operation runs; null for 1
+    const void* bias;    // null where the problem has none
+    void* output;
+    void* workspace;
+};
+
+}  // namespace zerofp4
