@@ -138,3 +138,32 @@ def test_shards_together_equal_the_whole(shape):
         reference.partial_cast(master[a:b], a, shape, torch.bfloat16, tile_amax, amax, codes)
     assert_bytes_equal(data, whole.rowwise_data, "codes")
     assert_bytes_equal(reference.block_scale(tile_amax, amax), whole.rowwise_scale, "scales")
+
+
+# Matrices whose products are known
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (18, 50), (34, 80), (128, 128), (256, 512)], ids=str)
+@pytest.mark.parametrize("block_rows", [1, 16])
+def test_a_pattern_is_what_it_is_quantized_to(shape, block_rows):
+    matrix = reference.pattern(*shape)
+    amax = torch.full((1,), 2688.0)
+    q = reference.quantize(matrix, block_rows, amax)
+    assert torch.equal(reference.nvfp4_operand(q.rowwise_data, q.rowwise_scale, block_rows), matrix.double())
+    scales = q.rowwise_scale.float()
+    assert len(scales.unique()) == 11 or scales[::16].numel() < 32
+
+
+def test_a_pattern_differs_from_itself_elsewhere():
+    """A product with a one-hot matrix finds each element that is in the place of another: all rows differ,
+    and all columns.
+    """
+    matrix = reference.pattern(128, 256)
+    assert matrix.unique(dim=0).shape == matrix.unique(dim=1).shape == matrix.shape
+
+
+def test_one_hot():
+    matrix = reference.one_hot(100)
+    assert torch.equal((matrix != 0).int(), torch.eye(100, dtype=torch.int32))
+    q = reference.quantize(matrix, 1, torch.full((1,), 2688.0))
+    assert torch.equal(reference.nvfp4_operand(q.rowwise_data, q.rowwise_scale, 1), matrix.double())

@@ -17,6 +17,7 @@ from zerofp4.reference.elements import (
 from zerofp4.reference.four_over_six import block_error, four_over_six_scale, scale_candidates
 from zerofp4.reference.gemm import gemm, gemm_alpha, mxfp8_operand, nvfp4_operand
 from zerofp4.reference.hadamard import hadamard_transform
+from zerofp4.reference.known import one_hot, pattern
 from zerofp4.reference.layouts import compact_scale, expand_scale, swizzle_scale, unswizzle_scale
 from zerofp4.reference.mxfp8 import (
     QuantizedMXFP8,
@@ -84,9 +85,11 @@ __all__ = [
     "mxfp8_operand",
     "mxfp8_scale",
     "nvfp4_operand",
+    "one_hot",
     "pack",
     "partial_amax",
     "partial_cast",
+    "pattern",
     "philox",
     "place_shard",
     "power",

@@ -1,0 +1,133 @@
+"""python -m zerofp4.blackwell_check, by the exact backend, which runs everywhere."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zerofp4 import blackwell_check, ops
+from zerofp4.blackwell_check import main
+
+GROUPS = [
+    "one-hot products",
+    "random products",
+    "bias and accumulation",
+    "quantized bytes",
+    "layers",
+]
+
+
+@pytest.fixture
+def few_shapes(monkeypatch):
+    names = ("ragged", "one pair")
+    monkeypatch.setattr(blackwell_check, "SHAPES", {name: blackwell_check.SHAPES[name] for name in names})
+
+
+def checked(capsys, *arguments) -> tuple[int, list[str]]:
+    code = main(arguments)
+    return code, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.heavy
+def test_the_module_passes(tmp_path):
+    command = [sys.executable, "-m", "zerofp4.blackwell_check", "--backend", "exact", "--device", "cpu"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1] == "BLACKWELL CHECK PASSED"
+
+
+def test_every_check_on_a_device(device, capsys, tmp_path, few_shapes):
+    report = tmp_path / "report.json"
+    code, lines = checked(capsys, "--backend", "exact", "--device", str(device), "--json", str(report))
+    assert (code, lines[-1]) == (0, "BLACKWELL CHECK PASSED"), lines
+    assert [line.partition(":")[0] for line in lines[:-1]] == GROUPS
+    found = json.loads(report.read_text())
+    assert found["passed"] and found["reason"] is None and found["backend"] == "exact"
+    assert found["device"]["type"] == device.type and found["versions"]["torch"] == torch.__version__
+    assert {each["check"] for each in found["checks"]} == set(GROUPS)
+    assert all(each["passed"] and each["message"] is None for each in found["checks"])
+
+
+def test_without_the_hardware_it_fails_and_says_why(capsys, tmp_path):
+    report = tmp_path / "report.json"
+    code, lines = checked(capsys, "--device", "cpu", "--json", str(report))
+    assert code == 1 and lines[-1] == "BLACKWELL CHECK FAILED"
+    assert "needs FP4 tensor cores" in lines[0]
+    found = json.loads(report.read_text())
+    assert not found["passed"] and "needs FP4 tensor cores" in found["reason"] and found["checks"] == []
+
+
+def one_wrong_element(monkeypatch):
+    """As if one scale or element had been looked for where it is not."""
+    right = blackwell_check.gemm
+
+    def gemm(a, b, *, accumulate_into=None, **options):
+        out = right(a, b, accumulate_into=accumulate_into, **options)
+        out[-1, -1] += 1
+        return out
+
+    monkeypatch.setattr(blackwell_check, "gemm", gemm)
+
+
+def other_bytes_at_times(monkeypatch):
+    calls = []
+
+    def quantize_into(x, record, **options):
+        ops.quantize_into(x, record, **options)
+        calls.append(record)
+        record.rowwise.data[-1, -1] ^= len(calls) % 2
+
+    others = {name: getattr(ops, name) for name in ("build_info", "check_cuda")}
+    changed = SimpleNamespace(quantize_into=quantize_into, **others)
+    monkeypatch.setattr(blackwell_check, "ops", changed)
+
+
+def no_tolerance(monkeypatch):
+    monkeypatch.setattr(blackwell_check, "LAYER_TOLERANCE", -1.0)
+
+
+@pytest.mark.parametrize(
+    ("defect", "groups"),
+    [
+        (one_wrong_element, {"one-hot products", "random products", "bias and accumulation"}),
+        (other_bytes_at_times, {"quantized bytes"}),
+        (no_tolerance, {"layers"}),
+    ],
+)
+def test_a_defect_is_found(monkeypatch, capsys, tmp_path, few_shapes, defect, groups):
+    defect(monkeypatch)
+    report = tmp_path / "report.json"
+    code, lines = checked(capsys, "--backend", "exact", "--device", "cpu", "--json", str(report))
+    assert code == 1 and lines[-1] == "BLACKWELL CHECK FAILED"
+    failed = [each for each in json.loads(report.read_text())["checks"] if not each["passed"]]
+    assert {each["check"] for each in failed} == groups
+    for each in failed:
+        assert f"  {each['case']}: {each['message']}" in lines
+
+
+def test_what_a_check_raises_is_reported(monkeypatch, capsys, few_shapes):
+    def gemm(*_, **__):
+        raise RuntimeError("cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(blackwell_check, "gemm", gemm)
+    code, lines = checked(capsys, "--backend", "exact", "--device", "cpu")
+    assert code == 1
+    assert any(line.endswith("RuntimeError: cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED") for line in lines)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "The last line is BLACKWELL CHECK PASSED" in text and "--backend {native,exact}" in text
+
+
+@pytest.mark.parametrize("arguments", [["--backend", "auto"], ["--device", "tpu7"], ["--j", "x"]], ids=str)
+def test_a_wrong_command_line(arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2

@@ -1,0 +1,349 @@
+"""python -m zerofp4.blackwell_check: whether this GPU multiplies and quantizes as it must.
+
+The native backend of zerofp4.gemm needs FP4 tensor cores, on which it was never run by those who wrote it.
+This shows, on such a GPU and in a few minutes, that the elements and scales that we hand to them are where
+they look for them: products with one-hot operands, of which every element is known exactly, name any element
+or scale that is not in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofp4 import nn, ops, reference
+from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
+from zerofp4.gemm import BACKENDS, Operand, chosen_backend, gemm
+from zerofp4.storage import SIDES, allocate
+from zerofp4.tensors import quantize, quantize_mxfp8
+from zerofp4.testing import first_difference
+from zerofp4.version import VERSION
+
+# (rows of a, rows of b, contraction)
+SHAPES = {
+    "one atom": (128, 128, 128),
+    "several atoms": (256, 384, 512),
+    "rows beyond an atom": (130, 144, 256),
+    "padded contraction": (64, 48, 80),
+    "padded rows of b": (64, 40, 96),
+    "ragged": (34, 18, 50),
+    "one block": (16, 16, 16),
+    "one pair": (2, 2, 2),
+    "long contraction": (32, 64, 4096),
+}
+NEUTRAL_AMAX = 2688.0  # with it a block that ends at 6 has scale 1
+TOLERANCE = 1e-5  # of float32 sums in another order, relative to their Frobenius norm
+LAYER_TOLERANCE = 2e-2  # of bfloat16 results that are quantized again on the way
+
+DESCRIPTION = """\
+Check the products and the quantization of this GPU, in every class of shapes: one-hot operands, whose
+products are known exactly, random ones against float64, every byte of quantize against the CPU, native
+products and layers against exact ones. The last line is BLACKWELL CHECK PASSED or BLACKWELL CHECK FAILED.
+"""
+
+
+class Wrong(Exception):
+    """What a check found."""
+
+
+Check = tuple[str, str, Callable[[], None]]
+"""Its group, its case, and what raises Wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    device: torch.device
+    backend: str
+
+    def gemm(self, a: Operand, b: Operand, **options: Any) -> torch.Tensor:
+        return gemm(a, b, backend=self.backend, **options)
+
+
+def expect_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    difference = first_difference(actual.cpu(), expected.cpu())
+    if difference is not None:
+        raise Wrong(f"{what}: {difference}")
+
+
+def expect_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    error = float((actual - expected).norm() / expected.norm().clamp_min(1e-300))
+    if not error <= tolerance:
+        raise Wrong(f"{what}: relative error {error:.3g}, at most {tolerance:g} is right")
+
+
+# Operands
+
+FORMATS: dict[str, Callable[..., Any]] = {
+    "1x16": lambda x, **options: quantize(x, block=(1, BLOCK), **options),
+    "16x16": lambda x, **options: quantize(x, **options),
+    "mxfp8": lambda x, amax=None, **options: quantize_mxfp8(x, **options),
+}
+
+
+def operand(matrix: torch.Tensor, side: str, format: str, **options: Any) -> Operand:
+    """The matrix [rows, contraction], from the copy of that side."""
+    x = matrix if side == "rowwise" else matrix.t().contiguous()
+    copies = {"rowwise": side == "rowwise", "columnwise": side == "columnwise"}
+    return Operand(FORMATS[format](x, **copies, **options), side)
+
+
+def specified(each: Operand) -> torch.Tensor:
+    """float64 values of an operand without its global scale, from its bytes."""
+    data, scale = each.copy.data.cpu(), each.copy.scales["compact"].cpu()
+    if each.is_nvfp4:
+        return reference.nvfp4_operand(data, scale, each.record.block[0])
+    if each.side == "columnwise":
+        data, scale = (t.view(torch.uint8).t().contiguous().view(t.dtype) for t in (data, scale))
+    return reference.mxfp8_operand(data, scale)
+
+
+def product_of(a: Operand, b: Operand) -> torch.Tensor:
+    """In float64."""
+    alpha = None
+    if a.is_nvfp4:
+        maxima = (a.record.e4m3_max, b.record.e4m3_max)
+        alpha = reference.gemm_alpha(a.copy.amax.cpu(), b.copy.amax.cpu(), *maxima)
+    return reference.gemm(specified(a), specified(b), alpha)
+
+
+# Checks
+
+
+def one_hot_products(setting: Setting) -> Iterator[Check]:
+    """Each element of a pattern, taken out by a one-hot operand, as the left and as the right one."""
+    for (name, (rows, _, size)), side, format in itertools.product(SHAPES.items(), SIDES, FORMATS):
+
+        def check(rows=rows, size=size, side=side, format=format) -> None:
+            # Alpha is 4 * 0.5.
+            amaxes = [torch.full((1,), NEUTRAL_AMAX * f, device=setting.device) for f in (4, 0.5)]
+            hot, dense = reference.one_hot(size), reference.pattern(rows, size)
+            a, b = (
+                operand(each.to(setting.device), side, format, amax=amax)
+                for each, amax in zip((hot, dense), amaxes, strict=True)
+            )
+            expected = hot @ dense.t()
+            for out_dtype in (torch.float32, torch.bfloat16):
+                for left, right, known in ((a, b, expected), (b, a, expected.t().contiguous())):
+                    found = setting.gemm(left, right, out_dtype=out_dtype)
+                    expect_equal(found, known.to(out_dtype), f"{out_dtype}")
+
+        yield "one-hot products", f"{name}, {side}, {format}", check
+
+
+def random_products(setting: Setting) -> Iterator[Check]:
+    """Against float64, and with backend native against the exact one."""
+    for (name, (m, n, k)), sides, format in itertools.product(SHAPES.items(), both_sides(), FORMATS):
+
+        def check(m=m, n=n, k=k, sides=sides, format=format) -> None:
+            a, b = (
+                operand(randoms(rows, k, setting.device, seed), side, format)
+                for seed, (rows, side) in enumerate(zip((m, n), sides, strict=True))
+            )
+            found = setting.gemm(a, b, out_dtype=torch.float32)
+            expect_close(found, product_of(a, b), TOLERANCE, "against float64")
+            exact = gemm(a, b, out_dtype=torch.float32, backend="exact")
+            expect_close(found, exact, TOLERANCE, "against the exact backend")
+
+        yield "random products", f"{name}, {' x '.join(sides)}, {format}", check
+
+
+def epilogues(setting: Setting) -> Iterator[Check]:
+    """Bias, accumulation, and operands of the Hadamard transform and of four over six."""
+    for name, (m, n, k) in SHAPES.items():
+
+        def check(m=m, n=n, k=k) -> None:
+            device = setting.device
+            options = {"hadamard": True, "four_over_six": FourOverSix()}
+            a, b = (
+                operand(randoms(rows, k, device, seed), "columnwise", "1x16", **options)
+                for seed, rows in enumerate((m, n))
+            )
+            bias, into = randoms(1, n, device, 3)[0], randoms(m, n, device, 4)
+            expected = product_of(a, b) + bias.double().cpu()
+            found = setting.gemm(a, b, out_dtype=torch.float32, bias=bias)
+            expect_close(found, expected, TOLERANCE, "bias")
+            expected = expected + into.double().cpu()
+            setting.gemm(a, b, bias=bias, accumulate_into=into)
+            expect_close(into, expected, TOLERANCE, "accumulation")
+
+        yield "bias and accumulation", name, check
+
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "1x16": {"block": (1, BLOCK)},
+    "16x16": {},
+    "Hadamard": {"block": (1, BLOCK), "hadamard": True},
+    "four over six": {"four_over_six": FourOverSix()},
+    "stochastic": {"block": (1, BLOCK)},
+}
+
+
+def quantized_bytes(setting: Setting) -> Iterator[Check]:
+    """Every buffer that quantize writes here, against the CPU's."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for (name, (m, _, k)), format, dtype in itertools.product(SHAPES.items(), QUANTIZED, dtypes):
+
+        def check(m=m, k=k, format=format, dtype=dtype) -> None:
+            x = randoms(m, k, torch.device("cpu"), 5).to(dtype)
+            state = torch.tensor([7, 11]) if format == "stochastic" else None
+            records = []
+            for device in (setting.device, x.device):
+                options = {"dtype": dtype, "device": device, "scale_layouts": SCALE_LAYOUTS}
+                record = allocate((m, k), **options, **QUANTIZED[format])
+                ops.quantize_into(x.to(device), record, rng_state=None if state is None else state.to(device))
+                records.append(record)
+            for (buffer, here), (_, there) in zip(*(r.buffers() for r in records), strict=True):
+                expect_equal(here, there, buffer)
+
+        yield "quantized bytes", f"{name}, {format}, {dtype}", check
+    for name, (m, _, k) in SHAPES.items():
+
+        def check(m=m, k=k) -> None:
+            x = randoms(m, k, torch.device("cpu"), 6)
+            pair = [quantize_mxfp8(x.to(device), columnwise=True) for device in (setting.device, x.device)]
+            for (buffer, here), (_, there) in zip(*(t.record.buffers() for t in pair), strict=True):
+                expect_equal(here, there, buffer)
+
+        yield "quantized bytes", f"{name}, mxfp8", check
+
+
+def layers(setting: Setting) -> Iterator[Check]:
+    """Output and gradients of a linear layer, against those by the exact backend."""
+    recipes = {"nvfp4": nn.NVFP4Recipe, "mxfp8": nn.MXFP8Recipe}
+    for (name, (tokens, n, k)), recipe in itertools.product(SHAPES.items(), recipes):
+
+        def check(tokens=tokens, n=n, k=k, recipe=recipe) -> None:
+            torch.manual_seed(0)
+            layer = nn.Linear(k, n, device=setting.device, dtype=torch.bfloat16)
+            results = []
+            for backend in (setting.backend, "exact"):
+                layer.zero_grad()
+                x = randoms(tokens, k, setting.device, 7).bfloat16().requires_grad_()
+                with nn.autocast(recipes[recipe](backend=backend)):
+                    y = layer(x)
+                torch.manual_seed(1)  # of the stochastic rounding of gradients
+                y.backward(randoms(tokens, n, setting.device, 8).bfloat16())
+                results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+            names = ("output", "gradient of x", "gradient of the weight", "gradient of the bias")
+            for what, *pair in zip(names, *results, strict=True):
+                expect_close(*pair, LAYER_TOLERANCE, what)
+
+        yield "layers", f"{name}, {recipe}", check
+
+
+CHECKS = (one_hot_products, random_products, epilogues, quantized_bytes, layers)
+
+
+def both_sides() -> list[tuple[str, str]]:
+    """Those of the products of a layer: of the output, of the input's gradient, of the weight's."""
+    return [("rowwise", "rowwise"), ("rowwise", "columnwise"), ("columnwise", "columnwise")]
+
+
+def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tensor:
+    """float32 values that are the same on every device."""
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+# The command
+
+
+def run_checks(setting: Setting) -> list[dict[str, Any]]:
+    """Runs them all; {"check", "case", "passed", "message"} for each. What a check raises is its message."""
+    results = []
+    for group in CHECKS:
+        own = []
+        for check, case, run in group(setting):
+            message = None
+            try:
+                run()
+            except Exception as error:  # whatever it is, the other checks are still worth running
+                message = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+            own.append({"check": check, "case": case, "passed": message is None, "message": message})
+        failed = [each for each in own if not each["passed"]]
+        print(f"{own[0]['check']}: {len(own) - len(failed)} of {len(own)} passed", flush=True)
+        for each in failed:
+            print(f"  {each['case']}: {each['message']}", flush=True)
+        results += own
+    return results
+
+
+def why_not(setting: Setting) -> str | None:
+    """Why nothing can be checked."""
+    try:
+        chosen_backend(setting.device, setting.backend)
+        if setting.device.type == "cuda":
+            ops.check_cuda(setting.device.index or 0)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def report_of(setting: Setting, results: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    """What --json writes."""
+    name, capability = platform.processor() or platform.machine(), None
+    if setting.device.type == "cuda":
+        name = torch.cuda.get_device_name(setting.device)
+        capability = list(torch.cuda.get_device_capability(setting.device))
+    return {
+        "passed": reason is None and all(each["passed"] for each in results),
+        "reason": reason,
+        "backend": setting.backend,
+        "device": {"type": setting.device.type, "name": name, "capability": capability},
+        "versions": {"zerofp4": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda},
+        "build": ops.build_info(),
+        "checks": results,
+    }
+
+
+def named_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m zerofp4.blackwell_check",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="exit codes:\n  0  passed\n  1  failed, the output says what\n  2  wrong command line\n",
+    )
+    backends = [backend for backend in BACKENDS if backend != "auto"]
+    parser.add_argument("--backend", choices=backends, default="native", help="of zerofp4.gemm (native)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument(
+        "--device", type=named_device, default=device, help="cpu or cuda:N (%(default)s here)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a report for programs")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line, sys.argv's by default. Returns the exit code; a wrong one raises SystemExit(2)."""
+    options = parse_options(arguments)
+    setting = Setting(torch.device(options.device), options.backend)
+    reason = why_not(setting)
+    if reason is not None:
+        print(reason)
+    results = run_checks(setting) if reason is None else []
+    report = report_of(setting, results, reason)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"BLACKWELL CHECK {'PASSED' if report['passed'] else 'FAILED'}")
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
