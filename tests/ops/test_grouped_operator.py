@@ -19,7 +19,7 @@ def operator_arguments(device, hadamard):
     amaxes = [torch.zeros(3, device=device), torch.zeros(3, device=device) if hadamard else None]
     offsets = torch.zeros((3, 4), dtype=torch.int64, device=device)
     error = torch.zeros(1, dtype=torch.int32, device=device)
-    return (x, splits, None, None, hadamard, True, *buffers, *amaxes, offsets, error)
+    return (x, splits, None, None, hadamard, True, None, *buffers, *amaxes, offsets, error)
 
 
 @pytest.mark.heavy
@@ -34,12 +34,13 @@ def test_opcheck(device, hadamard):
     [
         (0, torch.zeros(48, 64).t(), ValueError, "x must be contiguous"),
         (1, torch.zeros(3), ValueError, "m_splits must be a vector of int32 or int64"),
-        (6, None, ValueError, "rowwise_data and at least one buffer of its scales"),
-        (6, torch.zeros(64, 24, dtype=torch.uint8), ValueError, r"rowwise_data must have shape \(112, 24\)"),
-        (10, torch.zeros(2688, dtype=SCALE_DTYPE), TypeError, "columnwise_data must be a torch.uint8"),
-        (11, torch.zeros(4, dtype=torch.uint8), ValueError, r"columnwise_scale must have shape \(336,\)"),
-        (16, torch.zeros(3, 3, dtype=torch.int64), ValueError, r"offsets must have shape \(3, 4\)"),
-        (17, torch.zeros(1), TypeError, "error must be a torch.int32 tensor"),
+        (6, torch.zeros(2, dtype=torch.int64), ValueError, r"rng_state must have shape \(3, 2\), got \(2,\)"),
+        (7, None, ValueError, "rowwise_data and at least one buffer of its scales"),
+        (7, torch.zeros(64, 24, dtype=torch.uint8), ValueError, r"rowwise_data must have shape \(112, 24\)"),
+        (11, torch.zeros(2688, dtype=SCALE_DTYPE), TypeError, "columnwise_data must be a torch.uint8"),
+        (12, torch.zeros(4, dtype=torch.uint8), ValueError, r"columnwise_scale must have shape \(336,\)"),
+        (17, torch.zeros(3, 3, dtype=torch.int64), ValueError, r"offsets must have shape \(3, 4\)"),
+        (18, torch.zeros(1), TypeError, "error must be a torch.int32 tensor"),
     ],
 )
 def test_operator_refuses(index, value, error, message):

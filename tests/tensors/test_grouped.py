@@ -12,7 +12,9 @@ from op_cases import DTYPES, KINDS, POISON
 from tensor_helpers import assert_record_equal
 
 import zerofp4
+from zerofp4 import ops
 from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.tensors import grouped as grouped_module
 
 SPLITS = [
     [1],
@@ -186,7 +188,7 @@ def test_views_compile_without_a_break(device):
         ({"x": torch.zeros(64, 6, dtype=torch.int32)}, TypeError, "int32"),
         ({"block": (16, 16)}, ValueError, r"block must be \(1, 16\) for groups"),
         ({"block": (4, 4)}, ValueError, "block must be"),
-        ({"stochastic_rounding": True}, ValueError, "stochastic_rounding is not there for groups"),
+        ({"generator": torch.Generator()}, ValueError, "generator is for stochastic rounding"),
         ({"four_over_six": zerofp4.FourOverSix()}, ValueError, "four_over_six is not there for groups"),
         ({"rowwise": False}, ValueError, "both False"),
         ({"hadamard": True}, ValueError, "transforms the columnwise copy, but none is asked for"),
@@ -201,3 +203,57 @@ def test_refuses(change, error, message):
     arguments = {"x": torch.zeros(64, 6), "m_splits": [32, 32]} | change
     with pytest.raises(error, match=message):
         zerofp4.quantize_grouped(**arguments)
+
+
+# Stochastic rounding
+
+
+@pytest.mark.parametrize("splits", [[16, 0, 48, 3], [1, 130, 300]], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[2:], ids=str)
+def test_each_group_rounds_by_its_own_state(device, splits, options):
+    """What the operator gives with a state for each group is quantization of that group with it."""
+    x = values(splits, 96, device)
+    states = []
+    draw = grouped_module.draw_rng_state
+
+    def drawn(*arguments):
+        states.append(draw(*arguments))
+        return states[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_module, "draw_rng_state", drawn)
+        grouped = zerofp4.quantize_grouped(x, splits, stochastic_rounding=True, **options)
+    assert states[0].shape == (len(splits), 2)
+    for part, state, actual in zip(x.split(splits), states[0], grouped.tensors(), strict=True):
+        if not len(part):
+            continue
+        record = actual.record.map(torch.zeros_like)
+        ops.quantize_into(part.contiguous(), record, rng_state=state.clone())
+        for (name, expected), (_, found) in zip(record.buffers(), actual.record.buffers(), strict=True):
+            assert_bytes_equal(found, expected, name)
+
+
+def test_what_belongs_to_no_group_is_zero_with_stochastic_rounding(monkeypatch, device):
+    poison_allocations(monkeypatch)
+    x, splits = values([17, 3], 64, device), [17, 3]
+    options = {"columnwise": True, "hadamard": True, "scale_layouts": SCALE_LAYOUTS}
+    nearest = zerofp4.quantize_grouped(x, splits, **options)
+    stochastic = zerofp4.quantize_grouped(x, splits, stochastic_rounding=True, **options)
+    for (name, one), (_, other) in zip(nearest.buffers(), stochastic.buffers(), strict=True):
+        if "data" not in name:
+            assert_bytes_equal(other, one, name)
+    rows = torch.ones(len(nearest.rowwise_data), dtype=torch.bool)
+    rows[:17] = rows[32:35] = False
+    assert not stochastic.rowwise_data[rows.to(device)].any()
+
+
+def test_a_generator_repeats_itself(device):
+    x = values([17, 47], 64, device)
+    made = [
+        zerofp4.quantize_grouped(
+            x, [17, 47], stochastic_rounding=True, generator=torch.Generator(device).manual_seed(seed)
+        )
+        for seed in (1, 1, 2)
+    ]
+    assert_bytes_equal(made[0].rowwise_data, made[1].rowwise_data, "the same seed")
+    assert not torch.equal(made[0].rowwise_data, made[2].rowwise_data)

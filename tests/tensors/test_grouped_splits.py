@@ -19,7 +19,7 @@ def run_operator(x, splits):
     buffers["columnwise_amax"] = None
     offsets = torch.full((3, splits.numel() + 1), -7, device=x.device)
     error = torch.full((1,), 9, dtype=torch.int32, device=x.device)
-    arguments = (None, None, False, True, *buffers.values(), offsets, error)
+    arguments = (None, None, False, True, None, *buffers.values(), offsets, error)
     torch.ops.zerofp4.quantize_grouped(x, splits, *arguments)
     return buffers, offsets, error
 

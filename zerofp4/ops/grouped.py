@@ -21,7 +21,7 @@ from zerofp4.storage import BUFFERS, Sides, check_buffer, check_memory, check_tr
 torch.library.define(
     "zerofp4::quantize_grouped",
     "(Tensor x, Tensor splits, Tensor? given_amax, Tensor? given_columnwise_amax, bool hadamard, "
-    "bool random_signs, Tensor(a!)? rowwise_data, Tensor(b!)? rowwise_scale, "
+    "bool random_signs, Tensor? rng_state, Tensor(a!)? rowwise_data, Tensor(b!)? rowwise_scale, "
     "Tensor(c!)? rowwise_scale_expanded, Tensor(d!)? rowwise_scale_swizzled, Tensor(e!)? columnwise_data, "
     "Tensor(f!)? columnwise_scale, Tensor(g!)? columnwise_scale_expanded, "
     "Tensor(h!)? columnwise_scale_swizzled, Tensor(i!) amax, Tensor(j!)? columnwise_amax, "
@@ -78,7 +78,9 @@ def _check_buffers(x, groups: int, sides: Sides) -> None:
             check_scale(name, scale, shapes[name], x.device)
 
 
-def _check(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, *outputs) -> Sides:
+def _check(
+    x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, rng_state, *outputs
+) -> Sides:
     """The buffers as sides."""
     *buffers, offsets, error = outputs
     sides = named_sides(BUFFERS, buffers)
@@ -88,22 +90,27 @@ def _check(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs,
     _check_buffers(x, groups, sides)
     check_given_amaxes(x.device, groups, given_amax, given_columnwise_amax, hadamard, sides)
     check_own_amaxes(x.device, groups, hadamard, sides, *buffers[-2:])
+    if rng_state is not None:
+        check_buffer("rng_state", rng_state, (groups, 2), torch.int64, x.device)
     check_buffer("offsets", offsets, (3, groups + 1), torch.int64, x.device)
     check_buffer("error", error, (1,), torch.int32, x.device)
     return sides
 
 
 @backend("quantize_grouped")
-def _quantize_grouped(x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, *outputs) -> None:
+def _quantize_grouped(
+    x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, rng_state, *outputs
+) -> None:
     """x [tokens, K] in groups of splits[g] rows, blocks of 1x16, into a storage (grouped_shapes), of which
     every byte is written.
 
+    rng_state: int64 [groups, 2], rounding is stochastic then, each group's by its own.
     amax, columnwise_amax: float32 [groups], the ones used, the given ones or each group's own. offsets: int64
     [3, groups + 1], where groups begin in the rows of x, of the data and of the padded scales. error: int32
     [1], 1 where a split is negative or their sum is not the number of rows; then the storage is all zeros.
     """
     given = (given_amax, given_columnwise_amax)
-    sides = _check(x, splits, *given, hadamard, random_signs, *outputs)
+    sides = _check(x, splits, *given, hadamard, random_signs, rng_state, *outputs)
     *_, offsets, error = outputs
     rows = _C.GroupSplits(address(splits), splits.dtype == torch.int64, splits.shape[0], x.shape[0])
     target = target_of(x.device)
@@ -119,6 +126,7 @@ def _quantize_grouped(x, splits, given_amax, given_columnwise_amax, hadamard, ra
         block_rows=1,
         hadamard=hadamard,
         random_signs=random_signs,
+        rng_state=address(rng_state),
         amax=address(columnwise_used if used is None else used),
         columnwise_amax=address(columnwise_used),
         rowwise_data=data_address(sides.rowwise),

@@ -215,11 +215,15 @@ torch.library.register_autograd("zerofp4::quantize_dequantize", lambda ctx, grad
 # What the layers above call
 
 
-def draw_rng_state(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """int64 [2] on `device`: seed and offset from torch.randint, with the generator on its own device."""
+def draw_rng_state(
+    device: torch.device, generator: torch.Generator | None, shape: tuple[int, ...] = (2,)
+) -> torch.Tensor:
+    """int64 [2] on `device`, or so many: seed and offset from torch.randint, with the generator on its own
+    device.
+    """
     drawn = torch.randint(
         2**63 - 1,
-        (2,),
+        shape,
         dtype=torch.int64,
         device=device if generator is None else generator.device,
         generator=generator,

@@ -9,7 +9,7 @@ import torch
 
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, FourOverSix
 from zerofp4.layout import ceil_div, columnwise_rows, round_up
-from zerofp4.ops import grouped_shapes, is_capturing
+from zerofp4.ops import draw_rng_state, grouped_shapes, is_capturing
 from zerofp4.storage import (
     BUFFERS,
     NVFP4Storage,
@@ -23,7 +23,7 @@ from zerofp4.storage import (
     scale_name,
     sides_of,
 )
-from zerofp4.tensors.arguments import check_values, detached, kernel_input
+from zerofp4.tensors.arguments import check_generator, check_values, detached, kernel_input
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
 from zerofp4.tensors.quantized_tensor import wrap
 
@@ -192,6 +192,7 @@ def quantize_grouped(
     hadamard: bool = False,
     random_signs: bool = True,
     stochastic_rounding: bool = False,
+    generator: torch.Generator | None = None,
     four_over_six: FourOverSix | None = None,
     scale_layouts: Sequence[str] = ("compact",),
 ) -> GroupedNVFP4Tensor:
@@ -206,7 +207,8 @@ def quantize_grouped(
     amax, columnwise_amax: float32 [groups] on x's device, to use in place of each group's own.
     rowwise, columnwise, hadamard, random_signs, scale_layouts: as in quantize, but a columnwise copy takes
     any number of rows, because groups are padded with rows of zeros to a multiple of 16.
-    block (16, 16), stochastic_rounding and four_over_six: not for groups.
+    stochastic_rounding, generator: as in quantize, with a state drawn for each group.
+    block (16, 16) and four_over_six: not for groups.
 
     The result has no autograd history. TypeError for a wrong dtype; ValueError for a wrong shape, option or
     combination of options, and for host splits that are negative or do not sum to tokens; RuntimeError for
@@ -219,9 +221,9 @@ def quantize_grouped(
             f"block must be (1, 16) for groups, got {tuple(block)}: blocks of 16x16 are for weights, which "
             "are tensors of their own"
         )
-    if stochastic_rounding or four_over_six is not None:
-        name = "stochastic_rounding" if stochastic_rounding else "four_over_six"
-        raise ValueError(f"{name} is not there for groups: quantize each group by itself")
+    if four_over_six is not None:
+        raise ValueError("four_over_six is not there for groups: quantize each group by itself")
+    check_generator(generator, stochastic_rounding)
     sides = check_sides(rowwise, columnwise)
     check_transform(1, columnwise, hadamard, random_signs)
     layouts = check_layouts(scale_layouts)
@@ -236,7 +238,9 @@ def quantize_grouped(
     options = (hadamard, random_signs)
     buffers = dict(groups.buffers())
     outputs = [buffers.get(name) for name in BUFFERS]
-    torch.ops.zerofp4.quantize_grouped(kernel_input(x), splits, *given, *options, *outputs, offsets, error)
+    state = draw_rng_state(x.device, generator, (splits.shape[0], 2)) if stochastic_rounding else None
+    inputs = (kernel_input(x), splits, *given, *options, state)
+    torch.ops.zerofp4.quantize_grouped(*inputs, *outputs, offsets, error)
     return GroupedNVFP4Tensor(
         x.shape,
         x.dtype,

@@ -45,8 +45,8 @@ ZEROFP4_HD int64_t most_scale_rows(const GroupSplits& splits) {
     return round_up(splits.tokens + int64_t{kAtomRows - 1} * splits.count, kAtomRows);
 }
 
-// `whole` is of the storage, its amaxes and stored amaxes float[count]; its choice is off, there is no
-// rng_state, no skip and no `values`, and block_rows is 1.
+// `whole` is of the storage, its amaxes and stored amaxes float[count], its rng_state int64[count][2] or
+// null; its choice is off, there is no skip and no `values`, and block_rows is 1.
 struct GroupedArgs {
     QuantizeArgs whole;
     GroupSplits splits;
@@ -98,6 +98,7 @@ ZEROFP4_HD QuantizeArgs arguments_of(const QuantizeArgs& whole, const GroupPlace
     args.rows = round_up(place.rows, kBlock);
     args.amax = whole.amax + place.group;
     args.columnwise_amax = whole.columnwise_amax ? whole.columnwise_amax + place.group : nullptr;
+    args.rng_state = whole.rng_state ? whole.rng_state + 2 * place.group : nullptr;
     args.values = nullptr;
     visit_buffers(args, [&](uint8_t*& buffer, int64_t bytes, bool padded) {
         if (buffer) buffer += (padded ? place.scale_row : place.data_row) / kBlock * bytes;
