@@ -6,7 +6,7 @@ from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocation
 from op_cases import DTYPES, SHAPES, marked
 
 import zerofp4
-from zerofp4 import reference
+from zerofp4 import ops, reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
 
@@ -261,3 +261,25 @@ def test_many_refuses():
         zerofp4.dequantize_many([zerofp4.empty((16, 16)), torch.zeros(16, 16)])
     with pytest.raises(ValueError, match="dtype must be one of"):
         zerofp4.dequantize_many([zerofp4.empty((16, 16))], torch.float64)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 40])  # 40: more than travel in a kernel's arguments
+def test_stacked_values_with_amaxes_of_their_own(device, count, columnwise):
+    made = [
+        zerofp4.quantize(
+            torch.randn(34, 66, generator=torch.Generator().manual_seed(i)).to(device), columnwise=True
+        )
+        for i in range(count)
+    ]
+    sides = [t.record.columnwise if columnwise else t.record.rowwise for t in made]
+    copies = [(side.data, side.scales["compact"], 16, columnwise) for side in sides]
+    amaxes = torch.arange(1, count + 1, device=device, dtype=torch.float32)
+    with poisoned_allocations():
+        actual = ops.stacked_values_of(copies, amaxes, torch.bfloat16)
+    assert actual.shape == (count, 34, 66)
+    for values, tensor, amax in zip(actual, made, amaxes, strict=True):
+        expected = reference.dequantize(
+            tensor.rowwise_data.cpu(), tensor.rowwise_scale.cpu(), amax.cpu().view(1), 16, torch.bfloat16
+        )
+        assert_bytes_equal(values.cpu(), expected, "values")

@@ -79,12 +79,13 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
         )
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    call = _call(layer, weight, recipe, is_first, torch.is_grad_enabled() and x.requires_grad)
+    call = linear_call(layer, weight, recipe, is_first, torch.is_grad_enabled() and x.requires_grad)
     rows = x.reshape(-1, x.shape[-1])
     return LinearFunction.apply(rows, weight, bias, call).view(*x.shape[:-1], weight.shape[0])
 
 
-def _call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
+def linear_call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
+    """Of a layer, whose weight it quantizes or takes from its cache."""
     quantizers = quantizers_of(recipe, weight.device)
     main_grad = MainGrad(weight) if layer.fuse_wgrad_accumulation else None
     if isinstance(weight, NVFP4Tensor):

@@ -39,13 +39,14 @@ class Quantizers:
     def _nvfp4(self, role: str, rowwise: bool, columnwise: bool) -> Quantizer:
         key = (role, rowwise, columnwise)
         if key not in self._made:
-            options = _nvfp4_options(self.recipe, role, columnwise)
+            options = nvfp4_options(self.recipe, role, columnwise)
             copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": (self.layout,)}
             self._made[key] = Quantizer(**copies, **options)
         return self._made[key]
 
 
-def _nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
+def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
+    """Options of quantize for a role out of ROLES."""
     if role == "weight":
         return {"block": recipe.weight_block, "four_over_six": recipe.four_over_six}
     options: dict[str, Any] = {"block": (1, BLOCK)}

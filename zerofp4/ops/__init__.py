@@ -8,7 +8,7 @@ from zerofp4.ops import dequantize, grouped, layouts, mxfp8, product, transpose 
 from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.average import average
 from zerofp4.ops.build import build_info
-from zerofp4.ops.dequantize import values_of, values_of_many
+from zerofp4.ops.dequantize import stacked_values_of, values_of, values_of_many
 from zerofp4.ops.device import (
     check_cuda,
     current_stream,
@@ -33,7 +33,7 @@ from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
-from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
+from zerofp4.ops.product import add_scaled_product, neutral_amax, product_values, scaled_product
 from zerofp4.ops.quantize import check_rounding, choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.reader import pointers, tensor_facts
 from zerofp4.ops.stages import (
@@ -88,11 +88,13 @@ __all__ = [
     "has_fp4_tensor_cores",
     "is_capturing",
     "is_plain_call",
+    "neutral_amax",
     "padded_scale",
     "pointers",
     "product_values",
     "quantize_into",
     "scaled_product",
+    "stacked_values_of",
     "target_of",
     "tensor_facts",
     "values_of",

@@ -129,6 +129,25 @@ def values_of_many(copies: Sequence[tuple], dtype: torch.dtype) -> list[torch.Te
     return torch.ops.zerofp4.dequantize_many(*columns[:4], dtype, "compact", *columns[4:])
 
 
+def stacked_values_of(
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor, int, bool]], amaxes: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[E, M, K] values of E copies in records, (data, compact scale, block_rows, columnwise) of one shape
+    each, with amaxes float32 [E] in place of their own, in one launch.
+    """
+    items = [
+        DequantizeItem(data, scale, amax, block_rows, E4M3_MAXIMA[0], columnwise)
+        for (data, scale, block_rows, columnwise), amax in zip(copies, amaxes.split(1), strict=True)
+    ]
+    device = amaxes.device
+    out = torch.empty((len(items), *items[0].shape), dtype=dtype, device=device)
+    flat = [word for item, each in zip(items, out, strict=True) for word in _words(item, each, _COMPACT)]
+    if out.numel():
+        native = _C.DequantizeList(device.type == "cpu", flat, DTYPE_CODES[dtype])
+        run_list(native, len(items), device)
+    return out
+
+
 @backend("dequantize")
 def _dequantize(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
     return _run([_one(data, scale, amax, block_rows, dtype, layout, *options)], dtype, layout)[0]

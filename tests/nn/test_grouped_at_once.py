@@ -1,0 +1,172 @@
+"""GroupedLinear with all groups in one launch, as it runs on Hopper, beside one after another. On the CPU,
+where torch's grouped_mm is a loop, the same code runs when it is made to.
+"""
+
+import pytest
+import torch
+from gemm_cases import relative_error
+from helpers import assert_bytes_equal, needs_gpu
+from tensor_helpers import values
+
+from zerofp4.gemm import grouped
+from zerofp4.nn import GroupedLinear, MXFP8Recipe, NVFP4Recipe, autocast, grouped_function, grouped_linear
+from zerofp4.nn.grouped_function import why_one_by_one
+
+NEAREST = NVFP4Recipe(stochastic_rounding=False)
+SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [9, 9, 9, 9]]
+TOLERANCE = 6e-3  # of two roundings to bfloat16, one of them of the weight's values
+
+
+@pytest.fixture
+def at_once(monkeypatch, device):
+    if grouped._grouped_mm is None:
+        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
+    if device.type == "cpu":
+        monkeypatch.setattr(grouped_function, "why_not_grouped", lambda *_: None)
+    elif torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
+        pytest.skip("grouped_mm is not one kernel on this GPU")
+    calls = []
+    apply = grouped_function.GroupedFunction.apply
+    monkeypatch.setattr(
+        grouped_linear.GroupedFunction, "apply", lambda *args: calls.append(args) or apply(*args)
+    )
+    return calls
+
+
+def experts(device, **options):
+    torch.manual_seed(0)
+    return GroupedLinear(4, 64, 48, device=device, dtype=torch.bfloat16, **options)
+
+
+def train(module, splits, device, recipe=NEAREST, first=None):
+    module.zero_grad()
+    x = values(sum(splits) if isinstance(splits, list) else 36, 64, device=device).requires_grad_()
+    with autocast(recipe):
+        y = module(x, splits, first)
+    y.backward(values(*y.shape, device=device, seed=1))
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def one_by_one(monkeypatch, *arguments):
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped_linear, "why_one_by_one", lambda *_: "for a test")
+        return train(*arguments)
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("primary", [True, False])
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_all_groups_at_once(monkeypatch, device, at_once, splits, bias, primary, hadamard):
+    module = experts(device, bias=bias, primary_weights=primary)
+    recipe = NVFP4Recipe(stochastic_rounding=False, hadamard=hadamard)
+    if not hadamard and any(rows % 2 for rows in splits):
+        splits = [2 * rows for rows in splits]  # one after another they need a columnwise copy
+    expected = one_by_one(monkeypatch, module, splits, device, recipe)
+    assert not at_once
+    actual = train(module, splits, device, recipe)
+    assert len(at_once) == 1
+    for index, (mine, other) in enumerate(zip(actual, expected, strict=True)):
+        assert mine.dtype == other.dtype and mine.shape == other.shape
+        assert relative_error(mine, other.cpu().double()) <= TOLERANCE, f"result {index}"
+
+
+def test_splits_anywhere_give_the_same_bytes(device, at_once):
+    module = experts(device)
+    results = []
+    for splits in ([16, 0, 17, 3], torch.tensor([16, 0, 17, 3]), torch.tensor([16, 0, 17, 3], device=device)):
+        results.append(train(module, splits, device))
+    for others in results[1:]:
+        for index, pair in enumerate(zip(others, results[0], strict=True)):
+            assert_bytes_equal(*pair, f"result {index}")
+
+
+def test_stochastic_rounding_is_the_default(device, at_once):
+    module, results = experts(device), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(train(module, [16, 0, 17, 3], device, NVFP4Recipe()))
+    for index, pair in enumerate(zip(*results[:2], strict=True)):
+        assert_bytes_equal(*pair, f"result {index}")
+    assert_bytes_equal(results[2][0], results[0][0], "the output rounds to nearest")
+    assert not torch.equal(results[2][1], results[0][1])
+    assert relative_error(results[2][1], results[0][1].cpu().double()) < 0.4
+    assert len(at_once) == 3
+
+
+def test_the_cache(device, at_once):
+    module = experts(device)
+    expected = train(module, [9] * 4, device)
+    for first in (True, False):
+        for index, pair in enumerate(zip(train(module, [9] * 4, device, first=first), expected, strict=True)):
+            assert_bytes_equal(*pair, f"result {index}")
+    x = values(36, 64, device=device).requires_grad_()
+    with autocast(NEAREST):
+        y = module(x, [9] * 4, True)
+        with torch.no_grad():
+            module.experts[2].weight.mul_(2)
+        module(x, [9] * 4, True)
+    with pytest.raises(RuntimeError, match="was written to between its forward and its backward pass"):
+        y.sum().backward()
+
+
+def test_accumulation_into_main_grad(device, at_once):
+    module = experts(device, fuse_wgrad_accumulation=True)
+    for expert in module.experts:
+        expert.weight.main_grad = torch.ones(48, 64, device=device)
+    plain = experts(device)
+    expected = train(plain, [16, 0, 17, 3], device)[2::2]
+    train(module, [16, 0, 17, 3], device)
+    for expert, gradient in zip(module.experts, expected, strict=True):
+        assert expert.weight.grad is None
+        assert_bytes_equal(expert.weight.main_grad, gradient.float() + 1, "main_grad")
+
+
+def test_a_column_that_nobody_needs_is_not_made(device, at_once):
+    module = experts(device)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    x = values(36, 64, device=device).requires_grad_()
+    with autocast(NEAREST):
+        y = module(x, [9] * 4)
+    y.backward(values(36, 48, device=device, seed=1))
+    assert_bytes_equal(x.grad, train(experts(device), [9] * 4, device)[1], "gradient of x")
+    with autocast(NEAREST), torch.no_grad():
+        assert_bytes_equal(module(x, [9] * 4), y.detach(), "without gradients")
+
+
+@needs_gpu
+def test_nothing_waits_for_the_device(at_once):
+    device = torch.device("cuda", 0)
+    module, splits = experts(device, bias=False), torch.tensor([16, 0, 17, 3], device=device)
+    train(module, splits, device, NVFP4Recipe())
+    x, grad = values(36, 64, device=device).requires_grad_(), values(36, 48, device=device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with autocast(NVFP4Recipe()):
+            y = module(x, splits)
+        y.backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_wrong_splits_on_a_gpu_give_nan(at_once):
+    device = torch.device("cuda", 0)
+    module = experts(device, bias=False)
+    results = train(module, torch.tensor([16, 0, 17, 4], device=device), device)
+    assert all(result.isnan().all() for result in results)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (MXFP8Recipe(), "MXFP8Recipe has no groups"),
+        (NVFP4Recipe(backward="dequantized"), "no dequantized backward pass"),
+    ],
+)
+def test_what_goes_one_by_one(device, recipe, reason):
+    x = values(36, 64, device=device)
+    assert reason in why_one_by_one(x, (48, 64), recipe)
+    assert "without tokens" in why_one_by_one(x[:0], (48, 64), NEAREST)

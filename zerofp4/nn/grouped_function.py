@@ -1,0 +1,120 @@
+"""The three products of a layer of groups as autograd sees them, one launch each for all groups."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from zerofp4.gemm import (
+    Operand,
+    chosen_backend,
+    grouped_gemm,
+    grouped_wgrad,
+    groups_of_rows,
+    why_not_grouped,
+)
+from zerofp4.nn.function import Kept, LinearCall
+from zerofp4.nn.quantizers import nvfp4_options, with_columns
+from zerofp4.nn.recipe import NVFP4Recipe, Recipe
+from zerofp4.storage import Side
+from zerofp4.tensors import GroupedNVFP4Tensor, quantize_grouped
+
+
+def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:
+    """Why the products of groups are not one launch each under a recipe; None where they are.
+
+    x: what is multiplied, in the dtype of the product. features: of input and output.
+    """
+    if not isinstance(recipe, NVFP4Recipe):
+        return f"{type(recipe).__name__} has no groups"
+    if recipe.four_over_six is not None or recipe.backward != "quantized":
+        return "groups have no four over six, and no dequantized backward pass"
+    if torch.compiler.is_compiling() or len(x) == 0:
+        return "traced, or without tokens"
+    if chosen_backend(x.device, recipe.backend) != "exact":
+        return "the native backend has no groups"
+    return why_not_grouped(x.device, x.dtype, features)
+
+
+class GroupedFunction(torch.autograd.Function):
+    """y [T, N] of x [T, K] in groups, each by the weight and the bias of its own, and their gradients.
+
+    splits: rows of each group, on the host or on x's device, where nobody reads them. parameters: all
+    weights, then all biases, if there are any. Numbers: gemm/grouped.py; the bias is added to the rounded
+    output. What is saved is as of LinearFunction.
+    """
+
+    @staticmethod
+    def forward(ctx, x, splits, recipe: NVFP4Recipe, calls: Sequence[LinearCall], *parameters):
+        x_needs, _, _, _, *needs = ctx.needs_input_grad
+        biases = parameters[len(calls) :]
+        columnwise = any(needs[: len(calls)])
+        q_x = quantize_grouped(x, splits, columnwise=columnwise, **nvfp4_options(recipe, "input", columnwise))
+        y = grouped_gemm(q_x, [Operand(call.weight) for call in calls])
+        if biases:
+            y += torch.stack(biases).index_select(0, groups_of_rows(q_x))
+        kept = []
+        for call in calls if x_needs else ():
+            side = "columnwise" if call.weight.columnwise is not None else "rowwise"
+            kept.append(Kept.of(call.weight, side, "compact"))
+        columns = q_x.columnwise if columnwise else None
+        buffers = [columns.data, columns.scales["compact"], columns.amax] if columns else []
+        ctx.save_for_backward(*buffers, *(buffer for _, own in kept for buffer in own))
+        ctx.weights, ctx.columnwise = [each for each, _ in kept], columnwise
+        ctx.groups = dataclasses.replace(q_x, rowwise=None, columnwise=None)
+        ctx.calls = [dataclasses.replace(call, weight=None) for call in calls]
+        ctx.recipe, ctx.has_bias, ctx.dtypes = recipe, bool(biases), [p.dtype for p in parameters]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        saved = list(ctx.saved_tensors)
+        x = _columns(ctx.groups, saved[:3]) if ctx.columnwise else None
+        weights, rest = [], saved[3 if ctx.columnwise else 0 :]
+        for kept in ctx.weights:
+            weights.append(kept.record(tuple(rest[: kept.count])))
+            del rest[: kept.count]
+        if weights and not all(call.is_current is None or call.is_current() for call in ctx.calls):
+            raise RuntimeError(
+                "the weight of a layer was written to between its forward and its backward pass: "
+                "call backward first"
+            )
+        grad_x, grad_weights = None, [None] * len(ctx.calls)
+        if weights or x is not None:
+            options = nvfp4_options(ctx.recipe, "gradient", x is not None)
+            copies = {"rowwise": bool(weights), "columnwise": x is not None}
+            q_grad = quantize_grouped(grad, ctx.groups.splits, **copies, **options)
+            if weights:
+                operands = [Operand(with_columns(weight), "columnwise") for weight in weights]
+                grad_x = grouped_gemm(q_grad, operands)
+            if x is not None:
+                grad_weights = _given(ctx, grouped_wgrad(q_grad, x))
+        grad_biases = _bias_gradients(ctx, grad) if ctx.has_bias else ()
+        return grad_x, None, None, None, *grad_weights, *grad_biases
+
+
+def _columns(groups: GroupedNVFP4Tensor, buffers: Sequence[torch.Tensor]) -> GroupedNVFP4Tensor:
+    data, scale, amax = buffers
+    return dataclasses.replace(groups, columnwise=Side(data, {"compact": scale}, amax))
+
+
+def _given(ctx, gradients: torch.Tensor) -> list[torch.Tensor | None]:
+    """What autograd gets of the weights' gradients [groups, N, K]; the others are added to main_grad."""
+    pairs = zip(gradients.unbind(), ctx.calls, ctx.dtypes[: len(ctx.calls)], strict=True)
+    given: list[torch.Tensor | None] = []
+    for gradient, call, dtype in pairs:
+        if call.main_grad is None:
+            given.append(gradient.to(dtype))
+        else:
+            call.main_grad.buffer().add_(gradient)
+            given.append(call.main_grad.gradient())
+    return given
+
+
+def _bias_gradients(ctx, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of the rows of each group, in float32."""
+    offsets = ctx.groups.offsets  # unsafe: they are on the device, and no check of theirs may wait for it
+    sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets, unsafe=True, initial=0)
+    return [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes[len(ctx.calls) :], strict=True)]
