@@ -41,7 +41,7 @@ SHAPES = {
     "long contraction": (32, 64, 4096),
 }
 NEUTRAL_AMAX = 2688.0  # with it a block that ends at 6 has scale 1
-TOLERANCE = 1e-5  # of float32 sums in another order, relative to their Frobenius norm
+TOLERANCE = 3e-5  # of float32 sums in another order, which tensor cores cut off, relative to their norm
 LAYER_TOLERANCE = 2e-2  # of bfloat16 results that are quantized again on the way
 
 DESCRIPTION = """\
@@ -135,7 +135,8 @@ def one_hot_products(setting: Setting) -> Iterator[Check]:
             for out_dtype in (torch.float32, torch.bfloat16):
                 for left, right, known in ((a, b, expected), (b, a, expected.t().contiguous())):
                     found = setting.gemm(left, right, out_dtype=out_dtype)
-                    expect_equal(found, known.to(out_dtype), f"{out_dtype}")
+                    # A sum of zeros has either sign.
+                    expect_equal(found + 0.0, known.to(out_dtype) + 0.0, f"{out_dtype}")
 
         yield "one-hot products", f"{name}, {side}, {format}", check
 
