@@ -1,6 +1,10 @@
-"""Parameters that optimizers hold: what becomes of a model whose parameters are replaced under them."""
+"""Parameters that optimizers hold: what becomes of a model whose parameters are replaced under them, or their
+gradients clipped behind their back.
+"""
 
 import gc
+import sys
+import warnings
 import weakref
 from typing import Any, Protocol
 
@@ -12,6 +16,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 class Holder(Protocol):
     """An optimizer that goes on training the parameter objects that it was built with."""
 
+    world_size: int
+    """Of the ranks that it averages gradients over."""
+
     def holds(self, parameter: torch.Tensor) -> bool: ...
 
     def note_replaced(self, parameter: torch.Tensor) -> None:
@@ -19,6 +26,7 @@ class Holder(Protocol):
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_warned: weakref.WeakSet[Holder] = weakref.WeakSet()
 _hook: list[Any] = []
 """The handle of _note_replaced, once there is a holder."""
 
@@ -53,6 +61,38 @@ def check_not_held(name: str, parameter: torch.Tensor) -> None:
 
 def _is_held(parameter: torch.Tensor) -> bool:
     return any(holder.holds(parameter) for holder in list(_holders))
+
+
+_CLIP = nn.utils.clip_grad.__file__
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """parameter.grad, of a quantized tensor as __torch_function__ sees it.
+
+    Where it is torch.nn.utils.clip_grad_norm_ that reads it and several ranks average such gradients: warns,
+    once for each optimizer. Nothing later could: the gradients look as those that a GradScaler has unscaled.
+    """
+    if _holders and not torch.compiler.is_compiling():
+        frame, level = sys._getframe(2), 4  # as warn() below counts
+        if frame.f_code.co_name == "<listcomp>":
+            frame, level = frame.f_back, level + 1
+        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_code.co_filename == _CLIP:
+            while frame is not None and frame.f_code.co_filename == _CLIP:
+                frame, level = frame.f_back, level + 1
+            _warn_of_local_norm(parameter, level)
+    return parameter.grad
+
+
+def _warn_of_local_norm(parameter: torch.Tensor, level: int) -> None:
+    for holder in list(_holders):
+        if holder.world_size > 1 and holder not in _warned and holder.holds(parameter):
+            _warned.add(holder)
+            warnings.warn(
+                "torch.nn.utils.clip_grad_norm_ clips this rank's gradients by the norm of these alone, "
+                f"before ZeroFP4Optimizer averages them over {holder.world_size} ranks: call the optimizer's "
+                "clip_grad_norm_ (unless something else, such as DDP, has averaged them)",
+                stacklevel=level,
+            )
 
 
 def find_in_no_module(parameters: list[torch.Tensor]) -> int | None:

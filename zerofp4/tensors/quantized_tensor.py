@@ -8,6 +8,7 @@ import torch
 
 from zerofp4.storage import Storage, note_rebinding
 from zerofp4.tensors import dispatch, products, transfer
+from zerofp4.tensors.held import gradient_of
 
 
 def buffer_property(name: str) -> property:
@@ -178,7 +179,11 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
     note_rebinding()
 
 
-_FUNCTIONS = {**products.FUNCTIONS, torch.Tensor.data.__set__: _set_data}
+_FUNCTIONS = {
+    **products.FUNCTIONS,
+    torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.grad.__get__: gradient_of,
+}
 
 
 def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
