@@ -58,6 +58,62 @@ void quantize(const Target& target, const QuantizeArgs& args) {
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize(args, stream); });
 }
 
+// The quantization of matrices of one shape with one set of options, worked out once: what is left for a
+// call are addresses.
+class Quantization {
+  public:
+    // Of the buffers of a record, 0 where there is none: the codes and the scales by layout of the rowwise
+    // and of the columnwise copy, the amax of the input, and that of its transform.
+    using Buffers = std::array<uintptr_t, 2 * (1 + kScaleLayouts) + 2>;
+
+    Quantization(int dtype, int64_t rows, int64_t cols, int block_rows, bool hadamard, bool random_signs,
+                 float e4m3_max, bool squared_error) {
+        options_.dtype = static_cast<DType>(dtype);
+        options_.rows = rows;
+        options_.cols = cols;
+        options_.block_rows = block_rows;
+        options_.hadamard = hadamard;
+        options_.signs = random_signs ? kRandomSigns : 0;
+        options_.choice = {e4m3_max, squared_error};
+    }
+
+    // A pass for the amaxes that are kept and not given, then the quantization, which stores those given.
+    void run(const Target& target, uintptr_t input, const Buffers& buffers, uintptr_t given_amax,
+             uintptr_t given_columnwise_amax, uintptr_t rng_state, uintptr_t skip) const {
+        const uintptr_t kept[] = {buffers[buffers.size() - 2], buffers[buffers.size() - 1]};
+        const uintptr_t given[] = {given_amax, given_columnwise_amax};
+        uintptr_t missing[2], used[2], stored[2];
+        for (int i = 0; i < 2; ++i) {
+            missing[i] = given[i] ? 0 : kept[i];
+            used[i] = given[i] ? given[i] : kept[i];
+            stored[i] = given[i] ? kept[i] : 0;
+        }
+        if (missing[0] || missing[1]) {
+            tensor_amax(target, input, static_cast<int>(options_.dtype), options_.rows, options_.cols,
+                        options_.signs != 0, skip, missing[0], missing[1]);
+        }
+        QuantizeArgs args = options_;
+        args.input = pointer<const void>(input);
+        args.rng_state = pointer<const int64_t>(rng_state);
+        args.amax = pointer<const float>(used[0] ? used[0] : used[1]);
+        args.columnwise_amax = pointer<const float>(used[1]);
+        args.skip = pointer<const float>(skip);
+        const uintptr_t* columnwise = &buffers[1 + kScaleLayouts];
+        args.rowwise_data = pointer<uint8_t>(buffers[0]);
+        args.columnwise_data = pointer<uint8_t>(columnwise[0]);
+        for (int layout = 0; layout < kScaleLayouts; ++layout) {
+            args.rowwise_scale[layout] = pointer<uint8_t>(buffers[1 + layout]);
+            args.columnwise_scale[layout] = pointer<uint8_t>(columnwise[1 + layout]);
+        }
+        args.stored_amax = pointer<float>(stored[0]);
+        args.stored_columnwise_amax = pointer<float>(stored[1]);
+        quantize(target, args);
+    }
+
+  private:
+    QuantizeArgs options_{};
+};
+
 }  // namespace
 
 void bind_quantize(py::module_& m) {
@@ -67,6 +123,12 @@ void bind_quantize(py::module_& m) {
              "squared_error"_a = false, "rng_state"_a = 0, "amax"_a, "columnwise_amax"_a = 0, "skip"_a = 0,
              "rowwise_data"_a = 0, "columnwise_data"_a = 0, "values"_a = 0, "rowwise_scale"_a = Addresses{},
              "columnwise_scale"_a = Addresses{}, "stored_amax"_a = 0, "stored_columnwise_amax"_a = 0);
+    py::class_<Quantization>(m, "Quantization")
+        .def(py::init<int, int64_t, int64_t, int, bool, bool, float, bool>(), py::kw_only(), "dtype"_a,
+             "rows"_a, "cols"_a, "block_rows"_a, "hadamard"_a, "random_signs"_a, "e4m3_max"_a,
+             "squared_error"_a)
+        .def("run", &Quantization::run, NoGil(), "target"_a, "input"_a, "buffers"_a, "given_amax"_a = 0,
+             "given_columnwise_amax"_a = 0, "rng_state"_a = 0, "skip"_a = 0);
     m.def("tensor_amax", &tensor_amax, NoGil());
     m.def("quantize", &quantize, NoGil());
 }

@@ -34,7 +34,7 @@ from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.product import add_scaled_product, neutral_amax, product_values, scaled_product
-from zerofp4.ops.quantize import check_rounding, choice_arguments, draw_rng_state, quantize_into
+from zerofp4.ops.quantize import Quantization, check_rounding, choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.reader import pointers, tensor_facts
 from zerofp4.ops.stages import (
     ERROR_WORD,
@@ -71,6 +71,7 @@ __all__ = [
     "GatherRun",
     "GatherStages",
     "MasterPiece",
+    "Quantization",
     "TransposeStage",
     "adamw_options",
     "add_scaled_product",

@@ -36,7 +36,7 @@ def is_plain_call(x: torch.Tensor) -> bool:
     """
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.device.type in ("cpu", "cuda")
+        and (x.is_cpu or x.is_cuda)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None

@@ -3,7 +3,7 @@
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import WEIGHT_DTYPES, FourOverSix
+from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
 from zerofp4.ops.device import DTYPE_CODES, address, data_address, scale_addresses, target_of
 from zerofp4.ops.operator import (
@@ -20,6 +20,7 @@ from zerofp4.ops.operator import (
 from zerofp4.storage import (
     BUFFERS,
     NVFP4Storage,
+    Side,
     Sides,
     check_buffer,
     check_memory,
@@ -113,6 +114,58 @@ def _amax_pass(target, x, random_signs, skip, amax, hadamard_amax) -> None:
     _C.tensor_amax(target, x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape, random_signs, *outputs)
 
 
+_NONE = (0,) * (1 + len(SCALE_LAYOUTS))
+
+
+def _addresses(side: Side | None) -> tuple[int, ...]:
+    """Of the codes and of the scales by layout, 0 where there is no buffer."""
+    if side is None:
+        return _NONE
+    scales = side.scales
+    if len(scales) == 1 and "compact" in scales:  # the first layout: most sides have no other
+        return address(side.data), scales["compact"].data_ptr(), 0, 0
+    return (data_address(side), *scale_addresses(side))
+
+
+class Quantization:
+    """The quantization of matrices [rows, cols] of a dtype with one set of options: what is left for a call
+    are addresses.
+    """
+
+    def __init__(self, dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max, error):
+        self._hadamard = hadamard
+        self._native = _C.Quantization(
+            dtype=DTYPE_CODES[dtype],
+            rows=rows,
+            cols=cols,
+            block_rows=block_rows,
+            hadamard=hadamard,
+            random_signs=random_signs,
+            e4m3_max=e4m3_max,
+            squared_error=error == "mse",
+        )
+
+    @classmethod
+    def of(cls, record: NVFP4Storage) -> "Quantization":
+        """That of matrices into buffers like the record's."""
+        choice = choice_arguments(record.four_over_six)
+        return cls(
+            record.dtype, *record.matrix, record.block[0], record.hadamard, record.random_signs, *choice
+        )
+
+    def run(self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None) -> None:
+        """Quantize x, which has elements; the arguments have been checked."""
+        kept, columnwise_kept = own_amaxes(self._hadamard, sides)
+        buffers = (
+            *_addresses(sides.rowwise),
+            *_addresses(sides.columnwise),
+            address(kept),
+            address(columnwise_kept),
+        )
+        given = (address(amax), address(columnwise_amax), address(rng_state), address(skip))
+        self._native.run(target_of(x.device), x.data_ptr(), buffers, *given)
+
+
 def _run(
     x,
     block_rows,
@@ -127,42 +180,14 @@ def _run(
     sides: Sides,
 ) -> None:
     """Quantize x [M, K]; the arguments have been checked."""
-    # Where the amax of x and where that of its transform is kept; None where nothing needs it.
-    amax, columnwise_amax = own_amaxes(hadamard, sides)
-    kept = ((amax, given_amax), (columnwise_amax, given_columnwise_amax))
-    if x.numel() == 0:
-        for buffer, value in kept:
-            if buffer is not None:
-                _fill(buffer, value, skip)
+    if x.numel():
+        whole = Quantization(x.dtype, *x.shape, block_rows, hadamard, random_signs, e4m3_max, error)
+        whole.run(x, sides, given_amax, given_columnwise_amax, rng_state, skip)
         return
-    target = target_of(x.device)
-    missing = [buffer if value is None else None for buffer, value in kept]
-    if any(buffer is not None for buffer in missing):
-        _amax_pass(target, x, random_signs, skip, *missing)
-    used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
-    stored = [0 if value is None else address(buffer) for buffer, value in kept]
-    arguments = _C.QuantizeArgs(
-        input=x.data_ptr(),
-        dtype=DTYPE_CODES[x.dtype],
-        rows=x.shape[0],
-        cols=x.shape[1],
-        block_rows=block_rows,
-        hadamard=hadamard,
-        random_signs=random_signs,
-        e4m3_max=e4m3_max,
-        squared_error=error == "mse",
-        rng_state=address(rng_state),
-        amax=address(columnwise_used if used is None else used),
-        columnwise_amax=address(columnwise_used),
-        skip=address(skip),
-        rowwise_data=data_address(sides.rowwise),
-        columnwise_data=data_address(sides.columnwise),
-        rowwise_scale=scale_addresses(sides.rowwise),
-        columnwise_scale=scale_addresses(sides.columnwise),
-        stored_amax=stored[0],
-        stored_columnwise_amax=stored[1],
-    )
-    _C.quantize(target, arguments)
+    # Where the amax of x and where that of its transform is kept; None where nothing needs it.
+    for buffer, value in zip(own_amaxes(hadamard, sides), (given_amax, given_columnwise_amax), strict=True):
+        if buffer is not None:
+            _fill(buffer, value, skip)
 
 
 @backend("quantize")

@@ -1,6 +1,6 @@
 """Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged."""
 
-from zerofp4.storage.memory import check_memory, check_plain, check_signs, dispatches
+from zerofp4.storage.memory import check_memory, check_plain, check_signs, dispatches, holds
 from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
 from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
 from zerofp4.storage.record import (
@@ -37,6 +37,7 @@ __all__ = [
     "check_transform",
     "dispatches",
     "empty_buffer",
+    "holds",
     "note_rebinding",
     "rebindings",
     "record_of",

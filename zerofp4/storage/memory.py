@@ -54,8 +54,10 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     if torch.compiler.is_compiling() or dispatches(tensor):
         return
     try:
+        if holds(tensor):
+            return
         held = tensor.untyped_storage().nbytes()
-        address = tensor.data_ptr() if tensor.is_cuda else 0
+        address = tensor.data_ptr()
     except NotImplementedError:  # a tensor inside vmap or grad
         return
     needed = _end(tensor)
@@ -64,11 +66,17 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
             f"{name} needs {needed} bytes of its storage, which has {held}: it was freed or shrunk in place "
             "(resize_), or never was as large"
         )
-    if address % tensor.itemsize:
-        raise ValueError(
-            f"{name} is at address {address:#x} of a GPU, which is no multiple of the {tensor.itemsize} "
-            "bytes of its elements: pass a copy of its bytes"
-        )
+    raise ValueError(
+        f"{name} is at address {address:#x} of a GPU, which is no multiple of the {tensor.itemsize} "
+        "bytes of its elements: pass a copy of its bytes"
+    )
+
+
+def holds(tensor: torch.Tensor) -> bool:
+    """Whether check_memory passes a plain tensor."""
+    if tensor.untyped_storage().nbytes() < _end(tensor):
+        return False
+    return not (tensor.is_cuda and tensor.data_ptr() % tensor.itemsize)
 
 
 def check_signs(name: str, tensor: torch.Tensor) -> None:
@@ -80,8 +88,8 @@ def check_signs(name: str, tensor: torch.Tensor) -> None:
 def _end(tensor: torch.Tensor) -> int:
     """Bytes from the beginning of the storage to behind the tensor's last element."""
     if tensor.is_contiguous():
-        elements = tensor.numel()
-    else:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        elements = tensor.numel() and 1 + sum((size - 1) * stride for size, stride in steps)
+        held = tensor.nbytes
+        return held and tensor.storage_offset() * tensor.itemsize + held
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = tensor.numel() and 1 + sum((size - 1) * stride for size, stride in steps)
     return (tensor.storage_offset() + elements) * tensor.itemsize if elements else 0

@@ -41,10 +41,11 @@ def _check_plain(name: str, x: torch.Tensor) -> None:
 
 def kernel_input(x: torch.Tensor) -> torch.Tensor:
     """x without history, contiguous, and with bytes that have its values' signs."""
-    x = x.detach()
-    if not torch.compiler.is_compiling():
-        x = x.resolve_neg()
-    return x.contiguous()
+    if torch.compiler.is_compiling():
+        return x.detach().contiguous()
+    if x.requires_grad:
+        x = x.detach()
+    return x.resolve_neg().contiguous()
 
 
 def check_out(

@@ -16,7 +16,7 @@ from zerofp4.storage import (
     check_layouts,
     check_sides,
     check_transform,
-    empty_buffer,
+    holds,
 )
 from zerofp4.tensors.arguments import check_generator, check_out, check_values, detached, kernel_input
 from zerofp4.tensors.initial_value import replace_initial_value
@@ -28,43 +28,66 @@ _REMEMBERED = 64
 """Shapes whose layouts a quantizer remembers; after so many others it begins anew."""
 
 
-class _SideLayout(NamedTuple):
-    """Shape and dtype of each buffer of a side. own_amax: None where it shares the other side's."""
-
-    name: str
-    data: tuple[torch.Size, torch.dtype]
-    scales: dict[str, tuple[torch.Size, torch.dtype]]
-    own_amax: tuple[torch.Size, torch.dtype] | None
-
-
-class _Layout(NamedTuple):
-    """What allocate worked out for a shape: further records like its own take no checks and no arithmetic."""
+class _Buffer(NamedTuple):
+    """What torch.empty_strided, half the price of torch.empty, takes for a buffer."""
 
     shape: torch.Size
-    context: tuple
-    sides: list[_SideLayout]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, record: NVFP4Storage) -> "_Layout":
-        def describe(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-            return buffer.shape, buffer.dtype
+    def like(cls, buffer: torch.Tensor) -> "_Buffer":
+        return cls(buffer.shape, buffer.stride(), buffer.dtype)
 
-        sides, first = [], None
+    def new(self, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+class _SideLayout(NamedTuple):
+    """The buffers of a side. amax: None where it shares the other side's."""
+
+    name: str
+    data: _Buffer
+    scales: list[tuple[str, _Buffer]]
+    amax: _Buffer | None
+
+
+class _Layout:
+    """What was worked out for a shape and dtype: further calls take no checks of options and no arithmetic.
+
+    quantization: None for no elements.
+    """
+
+    def __init__(self, record: NVFP4Storage):
+        self._shape, self._context, self._sides = record.shape, record.context(), []
         for name, side in record.sides():
-            scales = {layout: describe(scale) for layout, scale in side.scales.items()}
-            own_amax = None if side.amax is first else describe(side.amax)
-            sides.append(_SideLayout(name, describe(side.data), scales, own_amax))
-            first = side.amax if first is None else first
-        return cls(record.shape, record.context(), sides)
+            shares = bool(self._sides) and side.amax is record.amax
+            scales = [(layout, _Buffer.like(scale)) for layout, scale in side.scales.items()]
+            amax = None if shares else _Buffer.like(side.amax)
+            self._sides.append(_SideLayout(name, _Buffer.like(side.data), scales, amax))
+        self._wanted = [(side.name, [layout for layout, _ in side.scales]) for side in self._sides]
+        self.quantization = ops.Quantization.of(record) if record.shape.numel() else None
 
     def new_record(self, device: torch.device) -> NVFP4Storage:
-        record, amax = NVFP4Storage.from_context(self.shape, self.context), None
-        for name, data, scales, own_amax in self.sides:
+        record, amax = NVFP4Storage.from_context(self._shape, self._context), None
+        for name, data, scales, own_amax in self._sides:
             if own_amax is not None:
-                amax = empty_buffer(*own_amax, device)
-            buffers = {layout: empty_buffer(*scale, device) for layout, scale in scales.items()}
-            setattr(record, name, Side(empty_buffer(*data, device), buffers, amax))
+                amax = own_amax.new(device)
+            buffers = {layout: scale.new(device) for layout, scale in scales}
+            setattr(record, name, Side(data.new(device), buffers, amax))
         return record
+
+    def fits(self, record: NVFP4Storage, device: torch.device) -> bool:
+        """Whether the record is one of these, on the device, with the buffers asked for, all of them in
+        memory that is there.
+        """
+        if record.shape != self._shape or record.context() != self._context:
+            return False
+        for name, layouts in self._wanted:
+            side = getattr(record, name)
+            if side is None or not all(layout in side.scales for layout in layouts):
+                return False
+        return record.device == device and all(holds(buffer) for _, buffer in record.buffers())
 
 
 class Quantizer:
@@ -117,10 +140,23 @@ class Quantizer:
         amax, columnwise_amax: as of quantize. TypeError for a wrong dtype, ValueError for a shape that the
         options do not allow.
         """
-        check_values(x)
-        record = self._new_record(x)
-        self._fill(record, x, amax, columnwise_amax, None)
-        return wrap(NVFP4Tensor, record)
+        return wrap(NVFP4Tensor, self.record(x, amax=amax, columnwise_amax=columnwise_amax))
+
+    def record(
+        self,
+        x: torch.Tensor,
+        *,
+        amax: torch.Tensor | None = None,
+        columnwise_amax: torch.Tensor | None = None,
+    ) -> NVFP4Storage:
+        """q(x).record, for who has no use for the tensor around it."""
+        layout = self._layout(x)
+        if layout is None:
+            record = allocate(x.shape, dtype=x.dtype, device=x.device, **self._wanted, **self._scheme)
+        else:
+            record = layout.new_record(x.device)
+        self._fill(record, layout, x, amax, columnwise_amax, None)
+        return record
 
     def update_(
         self,
@@ -136,36 +172,49 @@ class Quantizer:
         out: of x's shape, dtype and device and of these options, with at least the buffers that they ask for.
         amax, columnwise_amax, skip: as of quantize. Returns out. Errors as quantize.
         """
-        check_values(x)
-        check_out(out, NVFP4Tensor, x, **self._wanted)
-        for name, value in self._scheme.items():
-            if getattr(out.record, name) != value:
-                raise ValueError(f"out must have {name} {value}, got {getattr(out.record, name)}")
+        layout = self._layout(x)
+        if layout is None or type(out) is not NVFP4Tensor or not layout.fits(out.record, x.device):
+            self._check_out(out, x)
         torch.autograd.graph.increment_version(out)
-        self._fill(out.record, x, amax, columnwise_amax, skip)
+        self._fill(out.record, layout, x, amax, columnwise_amax, skip)
         if skip is None:
             replace_initial_value(out.record, x)
         return out
 
-    def _new_record(self, x: torch.Tensor) -> NVFP4Storage:
-        remember = ops.is_plain_call(x)
-        layout = self._layouts.get((x.shape, x.dtype)) if remember else None
-        if layout is not None:
-            return layout.new_record(x.device)
-        record = allocate(x.shape, dtype=x.dtype, device=x.device, **self._wanted, **self._scheme)
-        if remember:
+    def _check_out(self, out: NVFP4Tensor, x: torch.Tensor) -> None:
+        check_out(out, NVFP4Tensor, x, **self._wanted)
+        for name, value in self._scheme.items():
+            if getattr(out.record, name) != value:
+                raise ValueError(f"out must have {name} {value}, got {getattr(out.record, name)}")
+
+    def _layout(self, x: torch.Tensor) -> _Layout | None:
+        """That of x's shape and dtype, remembered; None where somebody traces or transforms the call. Raises
+        as q(x) does for an x that cannot be quantized.
+        """
+        check_values(x)
+        if not ops.is_plain_call(x):
+            return None
+        key = (x.shape, x.dtype)
+        layout = self._layouts.get(key)
+        if layout is None:
+            record = allocate(x.shape, dtype=x.dtype, device="meta", **self._wanted, **self._scheme)
             if len(self._layouts) == _REMEMBERED:
                 self._layouts.clear()
-            self._layouts[x.shape, x.dtype] = _Layout.of(record)
-        return record
+            layout = self._layouts[key] = _Layout(record)
+        return layout
 
-    def _fill(self, record: NVFP4Storage, x: torch.Tensor, amax, columnwise_amax, skip) -> None:
+    def _fill(self, record: NVFP4Storage, layout: _Layout | None, x, amax, columnwise_amax, skip) -> None:
+        x = kernel_input(x)
+        rng_state = ops.draw_rng_state(x.device, self._generator) if self._stochastic else None
+        if layout is not None and layout.quantization is not None:
+            if amax is None and columnwise_amax is None and skip is None:
+                return layout.quantization.run(x, record, rng_state=rng_state)
         ops.quantize_into(
-            kernel_input(x),
+            x,
             record,
             amax=_apart(record, detached("amax", amax)),
             columnwise_amax=_apart(record, detached("columnwise_amax", columnwise_amax)),
-            rng_state=ops.draw_rng_state(x.device, self._generator) if self._stochastic else None,
+            rng_state=rng_state,
             skip=_apart(record, detached("skip", skip)),
         )
 
