@@ -19,7 +19,7 @@ def layer(in_features=64, out_features=48, **options):
 def counted(monkeypatch):
     """The roles of what is quantized from here on."""
     roles = []
-    call, update = quantizers.Quantizers.__call__, quantizers.Quantizers.update_
+    record, update = quantizers.Quantizers.record, quantizers.Quantizers.update_
 
     def count(function):
         def counting(self, role, *arguments, **options):
@@ -28,7 +28,7 @@ def counted(monkeypatch):
 
         return counting
 
-    monkeypatch.setattr(quantizers.Quantizers, "__call__", count(call))
+    monkeypatch.setattr(quantizers.Quantizers, "record", count(record))
     monkeypatch.setattr(quantizers.Quantizers, "update_", count(update))
     return roles
 

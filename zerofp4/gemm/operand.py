@@ -1,7 +1,5 @@
 """A factor of a product: one side of a record, as the matrix that it stands for there."""
 
-import dataclasses
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +8,6 @@ from zerofp4.format import E2M1_MAX
 from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, record_of
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Operand:
     """One copy of a quantized matrix [M, K] as a factor: its rowwise copy is a matrix [M, K] that is
     contracted over K, its columnwise copy the transpose [K, M], contracted over M. The blocks of scales lie
@@ -26,47 +23,30 @@ class Operand:
     have, and for a tensor of more than one matrix.
     """
 
-    tensor: Any
-    side: str = "rowwise"
+    __slots__ = ("copy", "device", "is_nvfp4", "record", "shape", "side", "tensor")
 
-    def __post_init__(self) -> None:
-        _check_quantized("tensor", self.tensor)
-        if self.side not in SIDES:
-            raise ValueError(f"side must be one of {SIDES}, got {self.side!r}")
-        copy = getattr(self.record, self.side)
+    def __init__(self, tensor: Any, side: str = "rowwise"):
+        self.tensor, self.side = tensor, side
+        self.record: NVFP4Storage | MXFP8Storage = _quantized("tensor", tensor)
+        if side not in SIDES:
+            raise ValueError(f"side must be one of {SIDES}, got {side!r}")
+        copy: Side | None = getattr(self.record, side)
         if copy is None or copy.data is None:
             shape = tuple(self.record.shape)
             raise ValueError(
-                f"the {self.side} copy is to be multiplied, but the tensor of shape {shape} has none: "
-                f"quantize with {self.side}=True"
+                f"the {side} copy is to be multiplied, but the tensor of shape {shape} has none: "
+                f"quantize with {side}=True"
             )
         if copy.amax is not None and copy.amax.numel() != 1:
             count = copy.amax.numel()
             raise ValueError(
                 f"an operand must be one matrix, got {count} of them in shape {tuple(self.record.shape)}"
             )
-
-    @cached_property
-    def record(self) -> NVFP4Storage | MXFP8Storage:
-        return record_of(self.tensor)
-
-    @property
-    def copy(self) -> Side:
-        return getattr(self.record, self.side)
-
-    @property
-    def is_nvfp4(self) -> bool:
-        return isinstance(self.record, NVFP4Storage)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, contraction). The copy may hold more of the contraction: the last group of a transform."""
+        self.copy, self.device = copy, copy.data.device
+        self.is_nvfp4 = isinstance(self.record, NVFP4Storage)
         rows, cols = self.record.matrix
-        return (rows, cols) if self.side == "rowwise" else (cols, rows)
-
-    @property
-    def device(self) -> torch.device:
-        return self.copy.data.device
+        self.shape = (rows, cols) if side == "rowwise" else (cols, rows)
+        """(rows, contraction). The copy may hold more of the contraction: the last group of a transform."""
 
     @property
     def transform(self) -> str:
@@ -87,17 +67,17 @@ class Operand:
 
 def as_operand(name: str, value: Any) -> Operand:
     """`value` as an operand: itself, or the rowwise copy of a tensor or record. TypeError for all else."""
-    if isinstance(value, Operand):
-        return value
-    _check_quantized(name, value)
-    return Operand(value)
+    return value if isinstance(value, Operand) else Operand(_quantized(name, value))
 
 
-def _check_quantized(name: str, value: Any) -> None:
-    if not isinstance(record_of(value), NVFP4Storage | MXFP8Storage):
+def _quantized(name: str, value: Any) -> NVFP4Storage | MXFP8Storage:
+    """The record of `value`. Raises TypeError for what has none."""
+    record = record_of(value)
+    if not isinstance(record, NVFP4Storage | MXFP8Storage):
         raise TypeError(
             f"{name} must be an NVFP4Tensor, an MXFP8Tensor or the record of one, got {type(value).__name__}"
         )
+    return record
 
 
 def check_pair(a: Operand, b: Operand) -> None:

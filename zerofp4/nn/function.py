@@ -1,8 +1,7 @@
 """The three products of a linear layer as autograd sees them."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -10,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from zerofp4.gemm import Operand, gemm
 from zerofp4.nn.quantizers import Quantizers, with_columns
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
-from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor
+from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor, QuantizedTensor
 
 
 class MainGrad:
@@ -40,27 +39,26 @@ class MainGrad:
         return zero.expand(self._parameter.shape)
 
 
-@dataclasses.dataclass
-class LinearCall:
+class LinearCall(NamedTuple):
     """What one call of a layer passes around autograd.
 
-    weight: the record to multiply with; None once autograd has saved it. main_grad: where backward adds the
-    weight's gradient, None where it returns it. is_current: whether the buffers of `weight` still hold what
-    forward multiplied with; None where they are this call's own.
+    weight: the record to multiply with. main_grad: where backward adds the weight's gradient, None where it
+    returns it. is_current: whether the buffers of `weight` still hold what forward multiplied with; None
+    where they are this call's own.
     """
 
     quantizers: Quantizers
-    weight: Storage | None
+    weight: Storage
     main_grad: MainGrad | None = None
     is_current: Callable[[], bool] | None = None
 
-    @property
-    def quantized_backward(self) -> bool:
-        return self.quantizers.recipe.backward == "quantized"
-
-    @property
-    def backend(self) -> str:
-        return self.quantizers.recipe.backend
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor | None, columnwise: bool
+    ) -> tuple[torch.Tensor, Storage]:
+        """y [T, N], and x quantized, with a columnwise copy if that is asked for."""
+        q_x = self.quantizers.input(x, columnwise=columnwise)
+        backend = self.quantizers.recipe.backend
+        return gemm(q_x, self.weight, out_dtype=x.dtype, bias=bias, backend=backend), q_x
 
 
 class Kept(NamedTuple):
@@ -74,7 +72,7 @@ class Kept(NamedTuple):
     count: int
 
     @classmethod
-    def of(cls, record: Any, side: str, layout: str) -> tuple["Kept", list[torch.Tensor]]:
+    def of(cls, record: Storage, side: str, layout: str) -> tuple["Kept", list[torch.Tensor]]:
         copy: Side = getattr(record, side)
         layout = layout if layout in copy.scales else "compact"
         buffers = [copy.data, copy.scales[layout], *([] if copy.amax is None else [copy.amax])]
@@ -96,77 +94,91 @@ class LinearFunction(torch.autograd.Function):
       its columnwise copy only.
     - the bias' gradient is the sum of g's rows.
     With a dequantized backward, g, and the values of w and x in g's dtype, are multiplied by torch.
+
+    x may be quantized already: then its own buffers are saved, which several layers share.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, call: LinearCall) -> torch.Tensor:
         x_needs, weight_needs, _, _ = ctx.needs_input_grad
-        columnwise = weight_needs and call.quantized_backward
-        q_x = call.quantizers("input", x, rowwise=True, columnwise=columnwise).record
-        y = gemm(q_x, call.weight, out_dtype=x.dtype, bias=bias, backend=call.backend)
-        side = "columnwise" if call.quantized_backward else "rowwise"
-        layout = call.quantizers.layout
+        quantizers = call.quantizers
+        y, q_x = call.forward(x, bias, weight_needs and quantizers.quantized_backward)
+        side = "columnwise" if quantizers.quantized_backward else "rowwise"
         # A primary weight may have rows only, from which its columns follow.
         weight_side = side if getattr(call.weight, side) is not None else "rowwise"
-        ctx.x, buffers = Kept.of(q_x, side, layout) if weight_needs else (None, [])
-        ctx.weight, more = Kept.of(call.weight, weight_side, layout) if x_needs else (None, [])
+        ctx.x, buffers = Kept.of(q_x, side, quantizers.layout) if weight_needs else (None, [])
+        ctx.weight, more = Kept.of(call.weight, weight_side, quantizers.layout) if x_needs else (None, [])
         ctx.save_for_backward(*buffers, *more)
-        ctx.call = dataclasses.replace(call, weight=None)  # autograd alone holds what it saved
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.quantizers, ctx.main_grad, ctx.is_current = quantizers, call.main_grad, call.is_current
+        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        call: LinearCall = ctx.call
         saved = ctx.saved_tensors
         count = 0 if ctx.x is None else ctx.x.count
         x = None if ctx.x is None else ctx.x.record(saved[:count])
         weight = None if ctx.weight is None else ctx.weight.record(saved[count:])
-        if weight is not None and call.is_current is not None and not call.is_current():
+        if weight is not None and ctx.is_current is not None and not ctx.is_current():
             raise RuntimeError(
                 "the weight of a layer was written to between its forward and its backward pass: "
                 "call backward first"
             )
-        products = _quantized if call.quantized_backward else _dequantized
-        grad_x, grad_weight = products(ctx, call, grad, x, weight)
+        grad_x, grad_weight = gradients(ctx.quantizers, grad, x, weight, ctx.dtypes[:2], ctx.main_grad)
         grad_bias = grad.sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, None
 
 
-def _quantized(ctx, call: LinearCall, grad: torch.Tensor, x: Storage | None, weight: Storage | None):
-    """(dx, dw) of a gradient in grad's own quantization; None for what nobody needs."""
+def gradients(
+    quantizers: Quantizers,
+    grad: torch.Tensor,
+    x: Storage | None,
+    weight: Storage | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    main_grad: MainGrad | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dw) of y's gradient [T, N], in these dtypes; dx needs the weight, dw needs x, and each is None
+    where that is.
+    """
+    products = _quantized if quantizers.quantized_backward else _dequantized
+    return products(quantizers, grad, x, weight, dtypes, main_grad)
+
+
+def _quantized(quantizers, grad, x, weight, dtypes, main_grad):
+    """Of a gradient in its own quantization."""
     grad_x = grad_weight = None
     if x is None and weight is None:
         return grad_x, grad_weight
-    q_grad = call.quantizers("gradient", grad, rowwise=weight is not None, columnwise=x is not None)
+    backend = quantizers.recipe.backend
+    q_grad = quantizers.record("gradient", grad, rowwise=weight is not None, columnwise=x is not None)
     if weight is not None:
         columns = Operand(with_columns(weight), "columnwise")
-        grad_x = gemm(q_grad, columns, out_dtype=ctx.dtypes[0], backend=call.backend)
+        grad_x = gemm(q_grad, columns, out_dtype=dtypes[0], backend=backend)
     if x is not None:
         operands = Operand(q_grad, "columnwise"), Operand(x, "columnwise")
-        if call.main_grad is None:
-            grad_weight = gemm(*operands, out_dtype=ctx.dtypes[1], backend=call.backend)
+        if main_grad is None:
+            grad_weight = gemm(*operands, out_dtype=dtypes[1], backend=backend)
         else:
-            gemm(*operands, accumulate_into=call.main_grad.buffer(), backend=call.backend)
-            grad_weight = call.main_grad.gradient()
+            gemm(*operands, accumulate_into=main_grad.buffer(), backend=backend)
+            grad_weight = main_grad.gradient()
     return grad_x, grad_weight
 
 
-def _dequantized(ctx, call: LinearCall, grad: torch.Tensor, x: Storage | None, weight: Storage | None):
+def _dequantized(quantizers, grad, x, weight, dtypes, main_grad):
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = (grad @ _values(weight, grad.dtype)).to(ctx.dtypes[0])
+        grad_x = (grad @ _values(weight, grad.dtype)).to(dtypes[0])
     if x is not None:
-        grad_weight = grad.t() @ _values(x, grad.dtype)
-        if call.main_grad is None:
-            grad_weight = grad_weight.to(ctx.dtypes[1])
+        grad_weight = grad.t() @ _values(x, grad.dtype).flatten(0, -2)
+        if main_grad is None:
+            grad_weight = grad_weight.to(dtypes[1])
         else:
-            call.main_grad.buffer().add_(grad_weight)
-            grad_weight = call.main_grad.gradient()
+            main_grad.buffer().add_(grad_weight)
+            grad_weight = main_grad.gradient()
     return grad_x, grad_weight
 
 
 def _values(record: Storage, dtype: torch.dtype) -> torch.Tensor:
-    kind = NVFP4Tensor if isinstance(record, NVFP4Storage) else MXFP8Tensor
+    kind: type[QuantizedTensor] = NVFP4Tensor if isinstance(record, NVFP4Storage) else MXFP8Tensor
     return kind(record).dequantize(dtype)

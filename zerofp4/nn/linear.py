@@ -8,7 +8,7 @@ from zerofp4.nn.convert import primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
 from zerofp4.nn.recipe import Recipe, current_recipe
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor, QuantizedTensor
 
 
 class Linear(nn.Linear):
@@ -79,9 +79,14 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
         )
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    call = linear_call(layer, weight, recipe, is_first, torch.is_grad_enabled() and x.requires_grad)
-    rows = x.reshape(-1, x.shape[-1])
-    return LinearFunction.apply(rows, weight, bias, call).view(*x.shape[:-1], weight.shape[0])
+    grows = torch.is_grad_enabled()
+    call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
+    rows = x if x.dim() == 2 or isinstance(x, QuantizedTensor) else x.reshape(-1, x.shape[-1])
+    if grows and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        y = LinearFunction.apply(rows, weight, bias, call)
+    else:
+        y, _ = call.forward(rows, bias, False)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
@@ -93,9 +98,9 @@ def linear_call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_
         state = weight_state(weight)
         return LinearCall(quantizers, weight.record, main_grad, lambda: weight_state(weight) == state)
     if is_first is None:
-        columnwise = x_needs and recipe.backward == "quantized"
-        own = quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
-        return LinearCall(quantizers, own.record, main_grad)
+        columnwise = x_needs and quantizers.quantized_backward
+        own = quantizers.record("weight", weight.detach(), rowwise=True, columnwise=columnwise)
+        return LinearCall(quantizers, own, main_grad)
     cache = layer._weight_cache
     kept = cache.get(weight, quantizers, is_first)
     made_from = cache.state

@@ -8,29 +8,71 @@ import torch
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
 from zerofp4.gemm import chosen_backend
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe
-from zerofp4.storage import NVFP4Storage, Storage
-from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, Quantizer, derived_side, quantize_mxfp8
+from zerofp4.storage import MXFP8Storage, NVFP4Storage, Storage
+from zerofp4.tensors import (
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+    Quantizer,
+    derived_side,
+    quantize_mxfp8,
+)
 
 ROLES = ("input", "weight", "gradient")
 
 
 class Quantizers:
-    """The quantizers of a recipe, made as they are needed. layout: of the scales that its products read,
-    "compact" for the exact backend and "swizzled" for the native one.
+    """The quantizers of a recipe. layout: of the scales that its products read, "compact" for the exact
+    backend and "swizzled" for the native one.
     """
 
     def __init__(self, recipe: Recipe, layout: str):
         self.recipe, self.layout = recipe, layout
+        self.quantized_backward = recipe.backward == "quantized"
         self._made: dict[tuple, Quantizer] = {}
 
     def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """x, of a role out of ROLES, with these copies."""
+        record = self.record(role, x, rowwise=rowwise, columnwise=columnwise)
+        return NVFP4Tensor(record) if isinstance(record, NVFP4Storage) else MXFP8Tensor(record)
+
+    def record(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Storage:
+        """The same without the tensor around it."""
         if isinstance(self.recipe, NVFP4Recipe):
-            return self._nvfp4(role, rowwise, columnwise)(x)
-        return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=(self.layout,))
+            return self._nvfp4(role, rowwise, columnwise).record(x)
+        return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=(self.layout,)).record
+
+    def input(self, x: torch.Tensor, *, columnwise: bool) -> Storage:
+        """x as a layer's input, with a rowwise copy: x may be quantized already.
+
+        Raises ValueError where that was done in another way than the recipe's, or a copy is missing.
+        """
+        if not isinstance(x, QuantizedTensor):
+            return self.record("input", x, rowwise=True, columnwise=columnwise)
+        expected = self.blank("input", x.record.shape, x.record.dtype, columnwise=columnwise)
+        found = x.record
+        if not columnwise and isinstance(found, NVFP4Storage):
+            expected.hadamard, expected.random_signs = found.hadamard, found.random_signs
+        if type(found) is not type(expected) or found.context() != expected.context():
+            raise ValueError(
+                f"x is quantized, but not as the recipe does it: make it with quantize_input, got {x}"
+            )
+        for side in ("rowwise", "columnwise")[: 1 + columnwise]:
+            copy = getattr(found, side)
+            if copy is None or self.layout not in copy.scales:
+                raise ValueError(f"x must have a {side} copy with {self.layout} scales, got {x}")
+        return found
+
+    def blank(self, role: str, shape: torch.Size, dtype: torch.dtype, *, columnwise: bool) -> Storage:
+        """A record like those of a role, without buffers."""
+        if not isinstance(self.recipe, NVFP4Recipe):
+            return MXFP8Storage(shape, dtype)
+        options = _nvfp4_options(self.recipe, role, columnwise)
+        options.pop("stochastic_rounding", None)
+        return NVFP4Storage(shape, dtype, **options)
 
     def update_(self, role: str, out: QuantizedTensor, x: torch.Tensor, *, columnwise: bool) -> None:
-        """The same, with a rowwise copy, into the buffers of `out`."""
+        """x, with a rowwise copy, into the buffers of `out`."""
         if isinstance(self.recipe, NVFP4Recipe):
             self._nvfp4(role, True, columnwise).update_(out, x)
         else:
@@ -38,11 +80,12 @@ class Quantizers:
 
     def _nvfp4(self, role: str, rowwise: bool, columnwise: bool) -> Quantizer:
         key = (role, rowwise, columnwise)
-        if key not in self._made:
+        made = self._made.get(key)
+        if made is None:
             options = nvfp4_options(self.recipe, role, columnwise)
             copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": (self.layout,)}
-            self._made[key] = Quantizer(**copies, **options)
-        return self._made[key]
+            made = self._made[key] = Quantizer(**copies, **options)
+        return made
 
 
 def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
@@ -57,19 +100,19 @@ def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str,
     return options | {"four_over_six": recipe.four_over_six}
 
 
-_quantizers: dict[tuple[Recipe, str], Quantizers] = {}
+_quantizers: dict[tuple[Recipe, torch.device], Quantizers] = {}
 """Of the recipes that were used: a program has few."""
 
 
 def quantizers_of(recipe: Recipe, device: torch.device) -> Quantizers:
     """Those of a recipe on a device; the same object as long as both are equal."""
-    backend = chosen_backend(device, recipe.backend)
-    # What dequantizes reads compact scales.
-    native = backend == "native" and recipe.backward == "quantized"
-    key = (recipe, MXFP8_SCALE_LAYOUTS[int(native)])
-    if key not in _quantizers:
-        _quantizers[key] = Quantizers(*key)
-    return _quantizers[key]
+    found = _quantizers.get((recipe, device))
+    if found is None:
+        backend = chosen_backend(device, recipe.backend)
+        # What dequantizes reads compact scales.
+        native = backend == "native" and recipe.backward == "quantized"
+        found = _quantizers[recipe, device] = Quantizers(recipe, MXFP8_SCALE_LAYOUTS[int(native)])
+    return found
 
 
 def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
@@ -102,6 +145,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._tensor: QuantizedTensor | None = None
         self._quantizers: Quantizers | None = None
+        self._of_inference = False
         self.state: tuple | None = None
         """Which weight it was made from, and when."""
 
@@ -116,7 +160,7 @@ class WeightCache:
                 "is_first_microbatch=False takes the cached weight, but there is none: "
                 "call the layer with is_first_microbatch=True first"
             )
-        if self._tensor is not None and self._tensor.is_inference() > torch.is_inference_mode_enabled():
+        if self._of_inference > torch.is_inference_mode_enabled():
             self._tensor = None  # made in inference mode, outside of which nobody may write to it or save it
         state = weight_state(weight)
         if (
@@ -131,7 +175,7 @@ class WeightCache:
         return self._tensor
 
     def _fill(self, weight: torch.Tensor, quantizers: Quantizers) -> None:
-        columnwise = quantizers.recipe.backward == "quantized"
+        columnwise = quantizers.quantized_backward
         kept = self._tensor
         fits = kept is not None and quantizers is self._quantizers
         fits = fits and all(
@@ -141,6 +185,7 @@ class WeightCache:
             quantizers.update_("weight", kept, weight.detach(), columnwise=columnwise)
         else:
             self._tensor = quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
+            self._of_inference = torch.is_inference_mode_enabled()
         self._quantizers = quantizers
 
     def __deepcopy__(self, memo: dict) -> "WeightCache":

@@ -114,7 +114,7 @@ class autocast(contextlib.ContextDecorator):
 
     def recipe_of(self, layer: nn.Module | None) -> Recipe:
         """The recipe of a layer, or that of all others."""
-        return self.recipe if layer is None else self._others.get(layer, self.recipe)
+        return self._others.get(layer, self.recipe) if self._others and layer is not None else self.recipe
 
     def __enter__(self) -> "autocast":
         if _current and _current[-1].recipe != self.recipe:
