@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from zerofp4.nn.convert import primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
+from zerofp4.nn.operators import compiled_linear
 from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor
@@ -72,21 +73,37 @@ class Linear(nn.Linear):
 
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
     """The layer's output by a recipe. Errors as Linear.forward."""
-    weight, bias = layer.weight, layer.bias
+    weight = layer.weight
     if x.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"x must have {weight.shape[1]} values in its last dimension, got shape {tuple(x.shape)}"
         )
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if torch.compiler.is_compiling():
+        if layer.fuse_wgrad_accumulation or isinstance(x, QuantizedTensor):
+            return _outside_of_the_graph(layer, x, recipe, is_first)
+        y = compiled_linear(layer, x.reshape(-1, x.shape[-1]), recipe, is_first)
+    else:
+        y = _eager_linear(layer, x, recipe, is_first)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _eager_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
+    """[T, out_features]"""
+    weight, bias = layer.weight, layer.bias
     grows = torch.is_grad_enabled()
     call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
     rows = x if x.dim() == 2 or isinstance(x, QuantizedTensor) else x.reshape(-1, x.shape[-1])
     if grows and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-        y = LinearFunction.apply(rows, weight, bias, call)
-    else:
-        y, _ = call.forward(rows, bias, False)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        return LinearFunction.apply(rows, weight, bias, call)
+    return call.forward(rows, bias, False)[0]
+
+
+@torch.compiler.disable
+def _outside_of_the_graph(layer, x, recipe, is_first) -> torch.Tensor:
+    """What torch.compile cannot trace: a gradient added to main_grad, an input that is quantized already."""
+    return quantized_linear(layer, x, recipe, is_first)
 
 
 def linear_call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:

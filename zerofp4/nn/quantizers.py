@@ -1,7 +1,9 @@
 """What a layer quantizes with: a recipe's quantizers, and the weight's operands."""
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +30,7 @@ class Quantizers:
 
     def __init__(self, recipe: Recipe, layout: str):
         self.recipe, self.layout = recipe, layout
+        self.is_nvfp4 = isinstance(recipe, NVFP4Recipe)
         self.quantized_backward = recipe.backward == "quantized"
         self._made: dict[tuple, Quantizer] = {}
 
@@ -38,7 +41,7 @@ class Quantizers:
 
     def record(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Storage:
         """The same without the tensor around it."""
-        if isinstance(self.recipe, NVFP4Recipe):
+        if self.is_nvfp4:
             return self._nvfp4(role, rowwise, columnwise).record(x)
         return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=(self.layout,)).record
 
@@ -65,7 +68,7 @@ class Quantizers:
 
     def blank(self, role: str, shape: torch.Size, dtype: torch.dtype, *, columnwise: bool) -> Storage:
         """A record like those of a role, without buffers."""
-        if not isinstance(self.recipe, NVFP4Recipe):
+        if not self.is_nvfp4:
             return MXFP8Storage(shape, dtype)
         options = _nvfp4_options(self.recipe, role, columnwise)
         options.pop("stochastic_rounding", None)
@@ -73,7 +76,7 @@ class Quantizers:
 
     def update_(self, role: str, out: QuantizedTensor, x: torch.Tensor, *, columnwise: bool) -> None:
         """x, with a rowwise copy, into the buffers of `out`."""
-        if isinstance(self.recipe, NVFP4Recipe):
+        if self.is_nvfp4:
             self._nvfp4(role, True, columnwise).update_(out, x)
         else:
             quantize_mxfp8(x, columnwise=columnwise, scale_layouts=(self.layout,), out=out)
@@ -142,12 +145,23 @@ class WeightCache:
     Copies of a cache, with its layer, begin empty.
     """
 
+    _caches: ClassVar[weakref.WeakValueDictionary[int, "WeightCache"]] = weakref.WeakValueDictionary()
+    _handles: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self) -> None:
+        self.handle = next(self._handles)
+        """By which operators know the cache."""
+        self._caches[self.handle] = self
         self._tensor: QuantizedTensor | None = None
         self._quantizers: Quantizers | None = None
         self._of_inference = False
+        self._source: Callable[[], torch.Tensor | None] = lambda: None
         self.state: tuple | None = None
         """Which weight it was made from, and when."""
+
+    @classmethod
+    def of_handle(cls, handle: int) -> "WeightCache":
+        return cls._caches[handle]
 
     def get(self, weight: torch.Tensor, quantizers: Quantizers, is_first_microbatch: bool) -> QuantizedTensor:
         """The weight quantized: anew for a first micro-batch, for another recipe, and where the weight was
@@ -162,17 +176,25 @@ class WeightCache:
             )
         if self._of_inference > torch.is_inference_mode_enabled():
             self._tensor = None  # made in inference mode, outside of which nobody may write to it or save it
-        state = weight_state(weight)
         if (
             self._tensor is None
             or is_first_microbatch
-            or state != self.state
             or quantizers is not self._quantizers
+            or not self._is_made_from(weight)
         ):
             self._fill(weight, quantizers)
-            self.state = state
+            self._source, self.state = weakref.ref(weight), weight_state(weight)
         assert self._tensor is not None
         return self._tensor
+
+    def _is_made_from(self, weight: torch.Tensor) -> bool:
+        """As it is now. Another tensor counts if it has the memory of the one that was quantized: operators
+        of a compiled model may get one. That must still be there, or its address is another's.
+        """
+        source = self._source()
+        if source is None or weight_state(source) != self.state:
+            return False
+        return weight is source or weight_state(weight) == self.state
 
     def _fill(self, weight: torch.Tensor, quantizers: Quantizers) -> None:
         columnwise = quantizers.quantized_backward
@@ -200,5 +222,6 @@ def weight_state(weight: torch.Tensor) -> tuple:
     version counter.)
     """
     version = None if weight.is_inference() else weight._version
-    place = None if isinstance(weight, QuantizedTensor) else weight.data_ptr()
-    return id(weight), place, version
+    if isinstance(weight, QuantizedTensor):
+        return id(weight), version
+    return weight.data_ptr(), version

@@ -53,6 +53,7 @@ class NVFP4Recipe:
             raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
         _check_products(self.backward, self.backend)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
+        object.__setattr__(self, "key", repr(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +70,17 @@ class MXFP8Recipe:
     def __post_init__(self) -> None:
         _check_products(self.backward, self.backend)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
+        object.__setattr__(self, "key", repr(self))
 
 
 Recipe = NVFP4Recipe | MXFP8Recipe
+
+_by_key: dict[str, Recipe] = {}
+"""What autocast was entered with, for operators, which take a recipe as its key."""
+
+
+def recipe_of_key(key: str) -> Recipe:
+    return _by_key[key]
 
 
 def _check_products(backward: str, backend: str) -> None:
@@ -111,6 +120,7 @@ class autocast(contextlib.ContextDecorator):
             raise TypeError(f"recipe must be an NVFP4Recipe or an MXFP8Recipe, got {type(recipe).__name__}")
         self.recipe = recipe
         self._others = _recipes_of_layers(recipe, model)
+        _by_key.update((each.key, each) for each in (recipe, *(other for _, other in recipe.modules)))
 
     def recipe_of(self, layer: nn.Module | None) -> Recipe:
         """The recipe of a layer, or that of all others."""

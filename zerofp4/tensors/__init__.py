@@ -1,5 +1,6 @@
 """Quantized tensors: autograd and torch over records, and the functions that make them."""
 
+from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
 from zerofp4.tensors.held import check_not_held, find_in_no_module, register_holder
 from zerofp4.tensors.initial_value import INIT_VAL
@@ -26,6 +27,7 @@ __all__ = [
     "quantize_dequantize",
     "quantize_grouped",
     "quantize_mxfp8",
+    "register_handler",
     "register_holder",
     "swizzle_scales",
     "unswizzle_scales",

@@ -1,6 +1,7 @@
 """What torch's operators do with quantized tensors: handlers of __torch_dispatch__, below autograd."""
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -172,3 +173,8 @@ HANDLERS = {
 for _whole in (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other, _aten.type_as.default):
     HANDLERS[_whole] = _whole.decompose
 """By operator; every other one sees dequantized copies."""
+
+
+def register_handler(operator, handler: Callable) -> None:
+    """What an operator of a higher layer does with quantized tensors."""
+    HANDLERS[operator] = handler

@@ -1,0 +1,171 @@
+"""Layers under torch.compile: one graph without a break, and the bytes of the layer without it."""
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from layer_cases import RECIPES
+from tensor_helpers import values
+from torch import nn
+
+import zerofp4
+from zerofp4.nn import LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
+from zerofp4.nn.quantizers import WeightCache
+
+pytestmark = pytest.mark.heavy
+
+LAYERS = {
+    "Linear": lambda **options: Linear(64, 48, **options),
+    "no bias": lambda **options: Linear(64, 48, bias=False, **options),
+    "LayerNormLinear": lambda **options: LayerNormLinear(64, 48, normalization="RMSNorm", **options),
+    "LayerNormMLP": lambda **options: LayerNormMLP(64, 48, activation="swiglu", **options),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def made(name, device, **options):
+    torch.manual_seed(0)
+    return LAYERS[name](dtype=torch.bfloat16, device=device, **options)
+
+
+def step(module, function, recipe, x, *arguments):
+    """(y, dx, gradients of the parameters) of a call and its backward."""
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    with autocast(recipe):
+        y = function(x, *arguments)
+    torch.manual_seed(7)
+    y.backward(torch.linspace(-1, 2, y.numel(), device=y.device).view(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for i, (mine, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_bytes_equal(mine, other, f"result {i}")
+
+
+def compiled(module):
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4, four over six", "nvfp4, dequantized", "mxfp8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_and_backward_in_one_graph(device, name, recipe):
+    module = made(name, device)
+    run, recipe = compiled(module), RECIPES[recipe]
+    for x in (values(32, 64, device=device), values(2, 18, 64, device=device, seed=1)):
+        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4, dequantized"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_primary_weights(device, name, recipe):
+    module, recipe = made(name, device, primary_weights=True), RECIPES[recipe]
+    x = values(32, 64, device=device)
+    run = compiled(module)
+    for _ in range(2):
+        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+        weight = next(p for p in module.parameters() if isinstance(p, zerofp4.NVFP4Tensor))
+        weight.data.copy_(values(*weight.shape, device=device, seed=5))
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP"])
+def test_the_cache_is_that_of_the_layer(device, name):
+    """Which may be filled in a graph and read outside of it, and is never used stale."""
+    module, recipe = made(name, device), RECIPES["nvfp4"]
+    x, run = values(32, 64, device=device), compiled(module)
+    expected = step(module, module, recipe, x)
+    assert_same(step(module, run, recipe, x, True), expected)
+    assert_same(step(module, module, recipe, x, False), expected)
+    assert_same(step(module, run, recipe, x, False), expected)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    assert_same(step(module, run, recipe, x, False), step(module, module, recipe, x))
+
+
+def test_the_cached_weight_is_quantized_once(monkeypatch):
+    module, recipe, x = made("Linear", "cpu"), RECIPES["nvfp4"], values(32, 64)
+    run, filled = compiled(module), []
+    fill = WeightCache._fill
+    monkeypatch.setattr(WeightCache, "_fill", lambda self, *given: filled.append(1) or fill(self, *given))
+    for first in (True, False, False):
+        step(module, run, recipe, x, first)
+    assert len(filled) == 1
+
+
+def test_a_later_micro_batch_needs_a_first():
+    module = made("Linear", "cpu")
+    with (
+        autocast(RECIPES["nvfp4"]),
+        pytest.raises(RuntimeError, match="takes the cached weight"),
+    ):
+        compiled(module)(values(16, 64), False)
+
+
+def test_another_recipe_is_another_graph(device):
+    module, x = made("Linear", device), values(32, 64, device=device)
+    run = compiled(module)
+    for recipe in (RECIPES["nvfp4"], RECIPES["mxfp8"], NVFP4Recipe(hadamard=False)):
+        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+    assert torch.equal(run(x), module(x))  # an ordinary layer, outside of autocast
+
+
+def test_other_recipes_for_some_modules(device):
+    model = nn.Sequential(
+        made("Linear", device), nn.ReLU(), Linear(48, 64, dtype=torch.bfloat16, device=device)
+    )
+    recipe = NVFP4Recipe(modules=[("2", RECIPES["mxfp8"])])
+    x, run, results = values(32, 64, device=device), compiled(model), []
+    for function in (run, model):
+        leaf = x.clone().requires_grad_()
+        model.zero_grad()
+        with autocast(recipe, model):
+            y = function(leaf)
+        torch.manual_seed(7)
+        y.backward(torch.ones_like(y))
+        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+    assert_same(*results)
+
+
+def test_only_the_gradients_that_are_needed(device):
+    module, recipe, x = made("Linear", device), RECIPES["nvfp4"], values(32, 64, device=device)
+    run = compiled(module)
+    with autocast(recipe), torch.no_grad():
+        assert_bytes_equal(run(x), module(x), "inference")
+    module.weight.requires_grad_(False)
+    results = []
+    for function in (run, module):
+        leaf = x.clone().requires_grad_()
+        with autocast(recipe):
+            y = function(leaf)
+        torch.manual_seed(7)
+        y.sum().backward()
+        results.append((y.detach(), leaf.grad))
+    assert module.weight.grad is None
+    assert_same(*results)
+
+
+def test_what_breaks_the_graph_gives_the_same_bytes(device):
+    """A gradient that is added to main_grad, outside of the graph."""
+    module, x = made("Linear", device, fuse_wgrad_accumulation=True), values(32, 64, device=device)
+    sums = []
+    for function in (torch.compile(module, backend="aot_eager"), module):
+        module.weight.main_grad = torch.zeros(48, 64, device=device)
+        step(module, function, RECIPES["nvfp4"], x)
+        sums.append(module.weight.main_grad)
+    assert sums[0].any()
+    assert_bytes_equal(*sums, "main_grad")
+
+
+def test_inductor(device):
+    """What is around the layer may be compiled to other kernels; the layer is not."""
+    module, recipe, x = made("Linear", device), RECIPES["nvfp4"], values(32, 64, device=device)
+    run = torch.compile(module, fullgraph=True, backend="inductor")
+    assert_same(step(module, run, recipe, x)[:3], step(module, module, recipe, x)[:3])
