@@ -24,10 +24,12 @@ class ConversionReport:
 
     converted: names of the modules whose weight was converted. skipped: why another parameter was not, by its
     name. shares: by name, the elements of each of them in all elements of the model's parameters; a tied one
-    has its share under each of its names.
+    has its share under each of its names. layers: names of the converted modules that became layers of
+    zerofp4.nn.
     """
 
     converted: list[str] = dataclasses.field(default_factory=list)
+    layers: list[str] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -37,8 +39,10 @@ class ConversionReport:
         return sum(self.shares[_join(name, "weight")] for name in self.converted)
 
 
-def convert_model(model: nn.Module, filter_fn: FilterFn | None = None) -> ConversionReport:
-    """Replace the weights of linear layers, in place, by NVFP4 parameters (16x16 blocks, both copies).
+def convert_model(
+    model: nn.Module, filter_fn: FilterFn | None = None, *, layers: bool = False, columnwise: bool = True
+) -> ConversionReport:
+    """Replace the weights of linear layers, in place, by NVFP4 parameters in 16x16 blocks.
 
     Converted are the weights of modules whose forward is that of nn.Linear, or of transformers' Conv1D, which
     keeps its weight [in, out]; of a dtype that NVFP4 can hold, with two even sizes, not tied to another
@@ -47,6 +51,15 @@ def convert_model(model: nn.Module, filter_fn: FilterFn | None = None) -> Conver
     is unless there is a filter_fn that is true for it. Everything else stays as it is, too, and the report
     says why of each parameter with two dimensions or more. Call it before the optimizer is made: the
     parameters are new ones, each with the dtype, requires_grad, gradient and attributes of the old.
+
+    layers: the modules among them that are an nn.Linear, and not of a subclass, become zerofp4.nn.Linear: the
+    same objects, with their names, hooks and state_dict, which inside zerofp4.nn.autocast multiply quantized
+    operands. What a model computes around them, a normalization or an activation, is no part of that: so a
+    norm and its linear layer become what zerofp4.nn.LayerNormLinear is. Without layers, and for the other
+    modules, products dequantize the weight.
+    columnwise: keep the transposed copy too, which the gradients of quantized products read. Without it a
+    weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
+    made from the rows each time.
 
     get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
     clear_high_precision_init_val() frees it: what a master weight should start from.
@@ -73,10 +86,17 @@ def convert_model(model: nn.Module, filter_fn: FilterFn | None = None) -> Conver
             raise RuntimeError(f"model: the weight of {name!r} is on the meta device: give it values first")
         check_not_held(f"model: the weight of {name!r}", module.weight)
     for name, module in chosen:
-        module.weight = primary_parameter(module.weight, name)
+        module.weight = primary_parameter(module.weight, name, columnwise)
         report.converted.append(name)
+        if layers and type(module) in LAYERS:
+            LAYERS[type(module)](module)
+            report.layers.append(name)
     _warn_of_shards(model, report)
     return report
+
+
+LAYERS: dict[type[nn.Module], Callable[[nn.Module], None]] = {}
+"""By type of module, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
 
 
 def _join(module_name: str, name: str) -> str:
@@ -191,11 +211,11 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
         )
 
 
-def primary_parameter(weight: nn.Parameter, name: str) -> nn.Parameter:
+def primary_parameter(weight: nn.Parameter, name: str, columnwise: bool = True) -> nn.Parameter:
     """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one."""
     # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
     layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
-    tensor = quantize(weight, columnwise=True, scale_layouts=layouts)
+    tensor = quantize(weight, columnwise=columnwise, scale_layouts=layouts)
     tensor.record.name = name or None
     tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
     converted = nn.Parameter(tensor, weight.requires_grad)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zerofp4.nn.convert import primary_parameter
+from zerofp4.nn.convert import LAYERS, primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.operators import compiled_linear
 from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
@@ -46,12 +46,16 @@ class Linear(nn.Linear):
         if params_dtype is not None and dtype not in (None, params_dtype):
             raise ValueError(f"params_dtype is another name of dtype, got {params_dtype} and {dtype}")
         super().__init__(in_features, out_features, bias, device, params_dtype if dtype is None else dtype)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self._weight_cache = WeightCache()
+        self._begin(fuse_wgrad_accumulation)
         if primary_weights:
             if self.weight.is_meta:
                 raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
             self.weight = primary_parameter(self.weight, "")
+
+    def _begin(self, fuse_wgrad_accumulation: bool = False) -> None:
+        """What the layer has besides an nn.Linear."""
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._weight_cache = WeightCache()
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """x [..., in_features] of float32, bfloat16 or float16 to [..., out_features] of the same dtype;
@@ -69,6 +73,15 @@ class Linear(nn.Linear):
         if recipe is None:
             return F.linear(x, self.weight, self.bias)
         return quantized_linear(self, x, recipe, is_first_microbatch)
+
+
+def _become_linear(module: nn.Module) -> None:
+    """Make an nn.Linear a Linear: whoever holds it or has hooks on it need not know."""
+    module.__class__ = Linear
+    module._begin()
+
+
+LAYERS[nn.Linear] = _become_linear
 
 
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""convert_model(layers=True): modules that become layers; columnwise=False: primary weights of rows only."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from layer_cases import RECIPES
+from tensor_helpers import values
+from torch import nn
+
+import zerofp4
+from zerofp4 import NVFP4Tensor
+from zerofp4.nn import Linear, autocast
+
+
+class Subclass(nn.Linear):
+    """Computes what nn.Linear computes, and may have more."""
+
+
+def model(device="cpu"):
+    torch.manual_seed(0)
+    options = {"dtype": torch.bfloat16, "device": device}
+    return nn.Sequential(
+        nn.LayerNorm(64, **options),
+        nn.Linear(64, 48, **options),
+        nn.GELU(),
+        Subclass(48, 64, **options),
+        nn.Linear(64, 33, **options),
+    )
+
+
+def step(module, recipe, x):
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    with autocast(recipe):
+        y = module(x)
+    torch.manual_seed(7)
+    y.sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def test_modules_stay_where_they_are_and_compute_by_the_recipe(device):
+    module = model(device)
+    kept, calls = module[1], []
+    kept.register_forward_hook(lambda *given: calls.append(1))
+    keys = list(module.state_dict())
+    report = zerofp4.convert_model(module, layers=True)
+    assert (report.converted, report.layers) == (["1", "3"], ["1"])
+    assert module[1] is kept and type(kept) is Linear
+    assert [type(each) for each in module[3:]] == [Subclass, nn.Linear]
+    assert list(module.state_dict()) == keys
+    alone = Linear(64, 48, dtype=torch.bfloat16, device=device)
+    alone.weight, alone.bias = kept.weight, kept.bias
+    x = values(32, 64, device=device)
+    for mine, other in zip(step(kept, RECIPES["nvfp4"], x), step(alone, RECIPES["nvfp4"], x), strict=True):
+        assert_bytes_equal(mine, other, "the layer")
+    assert calls == [1]
+
+
+def test_without_layers_the_modules_are_what_they_were():
+    module = model()
+    assert zerofp4.convert_model(module).layers == []
+    assert type(module[1]) is nn.Linear
+
+
+def test_filter_fn_chooses_the_layers_too():
+    module = model()
+    report = zerofp4.convert_model(module, lambda each, name: name == "3", layers=True)
+    assert (report.converted, report.layers) == (["3"], [])
+    assert type(module[1]) is nn.Linear and not isinstance(module[1].weight, NVFP4Tensor)
+
+
+def test_layers_made_of_modules_can_be_copied_and_cached():
+    module, x = model(), values(16, 64)
+    zerofp4.convert_model(module, layers=True)
+    with autocast(RECIPES["nvfp4"]), torch.no_grad():
+        y = module[1](x, True)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert_bytes_equal(other[1](x, False), y, "y")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4, dequantized"])
+def test_rows_alone_give_the_bytes_of_both_copies(device, name):
+    results = []
+    for columnwise in (True, False):
+        module = model(device)
+        zerofp4.convert_model(module, layers=True, columnwise=columnwise)
+        assert (module[1].weight.columnwise_data is None) == (not columnwise)
+        results.append(step(module, RECIPES[name], values(32, 64, device=device)))
+    for i, (mine, other) in enumerate(zip(*results, strict=True)):
+        assert_bytes_equal(mine, other, f"result {i}")
+
+
+def test_rows_alone_take_half_a_byte():
+    module = nn.Sequential(nn.Linear(512, 512, bias=False, dtype=torch.bfloat16))
+    zerofp4.convert_model(module, columnwise=False)
+    assert module[0].weight.nbytes <= 0.51 * 512 * 512
+
+
+def test_rows_alone_train_as_both_copies_do():
+    losses = []
+    for columnwise in (True, False):
+        module = model()
+        zerofp4.convert_model(module, layers=True, columnwise=columnwise)
+        optimizer = zerofp4.optim.ZeroFP4Optimizer(module.named_parameters(), torch.optim.AdamW, lr=1e-2)
+        torch.manual_seed(1)
+        losses.append([])
+        for i in range(5):
+            with autocast(RECIPES["nvfp4"]):
+                loss = module(values(32, 64, seed=i)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]

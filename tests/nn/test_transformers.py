@@ -1,0 +1,93 @@
+"""Models of transformers, tiny ones from their configurations: converted, trained, and asked for tokens."""
+
+import pytest
+import torch
+
+import zerofp4
+from zerofp4.nn import Linear, NVFP4Recipe, autocast
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.heavy
+
+TOKENS = 96
+SIZES = {
+    "vocab_size": TOKENS,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {key: SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+MODELS = {
+    "Llama": SIZES,
+    "Qwen3": {**SIZES, "head_dim": 16},
+    "GPT2": GPT2,
+    "Mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+WEIGHTS = {"Llama": 14, "Qwen3": 14, "GPT2": 8, "Mixtral": 8}
+"""Linear layers of two blocks: Mixtral's experts are stacked parameters of one module."""
+
+
+def made(name):
+    torch.manual_seed(0)
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    return getattr(transformers, name + head)(getattr(transformers, f"{name}Config")(**MODELS[name]))
+
+
+def train(model, optimizer, tokens, steps):
+    losses = []
+    for _ in range(steps):
+        with autocast(NVFP4Recipe()):  # the backward pass too: it computes checkpointed blocks again
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fifty_steps_with_checkpointing_and_what_the_model_learned(device, name):
+    model = made(name).to(device)
+    report = zerofp4.convert_model(model, layers=True)
+    assert len(report.converted) == WEIGHTS[name]
+    linear = [module for module in report.converted if type(model.get_submodule(module)) is Linear]
+    assert linear == report.layers and len(linear) == (0 if name == "GPT2" else WEIGHTS[name])
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-3)
+    model.gradient_checkpointing_enable()
+    model.train()
+    tokens = torch.randint(1, TOKENS, (4, 33), generator=torch.Generator().manual_seed(2)).to(device)
+    losses = train(model, optimizer, tokens, 50)
+    assert losses[-1] < 0.1 * losses[0]
+    model.eval()
+    prompt = tokens[:, :8]
+    with autocast(NVFP4Recipe()):
+        mask = torch.ones_like(prompt)
+        made_up = model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert made_up.shape == (4, 16)
+    assert (made_up[:, 8:] == tokens[:, 8:16]).float().mean() > 0.9  # what it was trained on
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_checkpointing_changes_no_byte(name):
+    """Of the first step: what is computed again is what was computed."""
+    tokens = torch.randint(1, TOKENS, (2, 17), generator=torch.Generator().manual_seed(2))
+    gradients = []
+    for checkpointed in (True, False):
+        model = made(name).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        zerofp4.convert_model(model, layers=True)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        with autocast(NVFP4Recipe(stochastic_rounding=False)):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters()})
+    assert all(torch.equal(gradients[0][key], gradients[1][key]) for key in gradients[1])
