@@ -5,6 +5,7 @@ from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
 from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
+from zerofp4.nn.shared_input import quantize_input
 
 __all__ = [
     "ConversionReport",
@@ -16,4 +17,5 @@ __all__ = [
     "NVFP4Recipe",
     "autocast",
     "convert_model",
+    "quantize_input",
 ]

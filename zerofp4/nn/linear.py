@@ -59,7 +59,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """x [..., in_features] of float32, bfloat16 or float16 to [..., out_features] of the same dtype;
-        torch.autocast, where it is on, gives both its own.
+        torch.autocast, where it is on, gives both its own. x may be what quantize_input gave.
 
         is_first_microbatch: None quantizes the weight for this call. True quantizes it into buffers that the
         layer keeps, False takes what they hold: the same bytes, for all micro-batches of an optimizer step. A
@@ -91,10 +91,11 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
         raise ValueError(
             f"x must have {weight.shape[1]} values in its last dimension, got shape {tuple(x.shape)}"
         )
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
+    is_quantized = isinstance(x, QuantizedTensor)
+    if not (is_quantized or x.is_meta) and torch.is_autocast_enabled(x.device.type):  # which meta has not
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if torch.compiler.is_compiling():
-        if layer.fuse_wgrad_accumulation or isinstance(x, QuantizedTensor):
+        if layer.fuse_wgrad_accumulation or is_quantized:
             return _outside_of_the_graph(layer, x, recipe, is_first)
         y = compiled_linear(layer, x.reshape(-1, x.shape[-1]), recipe, is_first)
     else:

@@ -10,6 +10,7 @@ from zerofp4.tensors.nvfp4 import NVFP4Tensor, empty, quantize_dequantize
 from zerofp4.tensors.nvfp4_values import derived_side
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 from zerofp4.tensors.quantizer import Quantizer, quantize
+from zerofp4.tensors.straight_through import StraightThrough
 
 __all__ = [
     "INIT_VAL",
@@ -18,6 +19,7 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "Quantizer",
+    "StraightThrough",
     "check_not_held",
     "dequantize_many",
     "derived_side",
