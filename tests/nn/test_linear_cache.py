@@ -1,5 +1,7 @@
 """The weight cache of zerofp4.nn.Linear: the same bytes, fewer quantizations, never a stale weight."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import assert_bytes_equal
@@ -8,6 +10,7 @@ from tensor_helpers import values
 from torch import nn
 
 import zerofp4
+from zerofp4.gemm import exact
 from zerofp4.nn import Linear, autocast, quantizers
 
 
@@ -177,3 +180,104 @@ def test_what_inference_mode_made_serves_no_training(first):
 def test_a_later_micro_batch_needs_a_first():
     with autocast(RECIPES["nvfp4"]), pytest.raises(RuntimeError, match="call the layer with is_first_micro"):
         layer()(values(16, 64), False)
+
+
+# cache="dequantized"
+
+DEQUANTIZED = {
+    name: dataclasses.replace(RECIPES[name], cache="dequantized")
+    for name in ("nvfp4", "nvfp4, weights 1x16", "nvfp4, dequantized", "mxfp8")
+}
+
+
+def dequantizations(monkeypatch):
+    """Operands whose values were made alone from here on, by their sizes."""
+    made, make = [], exact._values
+    monkeypatch.setattr(
+        exact, "_values", lambda operand, dtype: made.append(operand.shape) or make(operand, dtype)
+    )
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("name", DEQUANTIZED)
+@pytest.mark.parametrize("primary", [False, True])
+def test_kept_values_change_no_byte(device, name, count, primary):
+    if primary and name in ("nvfp4, weights 1x16", "mxfp8"):
+        pytest.skip("not for primary weights")
+    module = layer(50, 34, primary_weights=primary, device=device)
+    batches = [
+        (values(16, 50, seed=i, device=device), values(16, 34, seed=i + 9, device=device))
+        for i in range(count)
+    ]
+    for _ in range(3):
+        expected = step(module, batches, RECIPES[name], False)
+        for index, pair in enumerate(
+            zip(step(module, batches, DEQUANTIZED[name], True), expected, strict=True)
+        ):
+            assert_bytes_equal(*pair, f"result {index}")
+        with torch.no_grad():
+            module.weight.copy_(values(34, 50, seed=index + 20, device=device))
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_the_weight_is_dequantized_once_per_step(monkeypatch, primary):
+    module, made = layer(64, 48, primary_weights=primary), dequantizations(monkeypatch)
+    batches = [(values(16, 64, seed=i), values(16, 48, seed=i)) for i in range(4)]
+    step(module, batches, DEQUANTIZED["nvfp4"], True)
+    assert made.count((48, 64)) == 1 and made.count((64, 48)) == 1
+    assert made.count((16, 64)) == made.count((16, 48)) == 4  # the inputs, the gradients
+    made.clear()
+    step(module, batches, DEQUANTIZED["nvfp4"], False)
+    assert not made  # without a cache both operands of a product are dequantized together
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_kept_values_are_never_stale_and_stay_where_they_are(primary):
+    module, x, recipe = layer(primary_weights=primary), values(16, 64), DEQUANTIZED["nvfp4"]
+
+    def addresses():
+        kept = module._weight_cache._tensor.record.attachments.values()
+        return [buffer.data_ptr() for each in kept for buffer in each.values()]
+
+    with torch.no_grad(), autocast(recipe):
+        module(x, True)
+        before = addresses()
+        assert len(before) == 1
+        for first in (False, True):
+            module.weight.copy_(values(48, 64, seed=5 + first))
+            assert_bytes_equal(module(x, first), module(x), "y")
+            assert addresses() == before
+    other = layer(primary_weights=primary)
+    with autocast(recipe):
+        y = module(x.requires_grad_(), False)
+        with torch.no_grad():
+            module.weight.copy_(other.weight)
+        module(x.detach(), False)
+    with pytest.raises(RuntimeError, match="written to between its forward and its backward pass"):
+        y.backward(values(16, 48))
+
+
+def test_a_step_of_the_optimizer_is_seen_by_kept_values():
+    model = nn.Sequential(layer(primary_weights=True))
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    batches = [(values(16, 64), values(16, 48, seed=1))]
+    for _ in range(2):
+        step(model[0], batches, DEQUANTIZED["nvfp4"], True, optimizer)
+        with torch.no_grad(), autocast(DEQUANTIZED["nvfp4"]):
+            assert_bytes_equal(model[0](values(16, 64), False), model[0](values(16, 64)), "y")
+
+
+def test_inference_mode_keeps_values_of_its_own():
+    module, x = layer(), values(16, 64)
+    with autocast(DEQUANTIZED["nvfp4"]):
+        with torch.inference_mode():
+            expected = module(x, True).clone()
+        y = module(x.clone().requires_grad_(), True)
+        y.backward(values(16, 48))
+        assert_bytes_equal(module(x, True).detach(), expected, "y")
+
+
+def test_cache_is_judged_when_the_recipe_is_made():
+    with pytest.raises(ValueError, match=r"cache must be one of \('operands', 'dequantized'\), got 'values'"):
+        zerofp4.nn.NVFP4Recipe(cache="values")

@@ -11,7 +11,10 @@ ops.products_by() says so: alpha is written by the kernel that makes the values,
 import torch
 
 from zerofp4 import ops
+from zerofp4.format import E4M3_MAX
+from zerofp4.gemm.kept import keeps_values, kept_values, rewrite_values
 from zerofp4.gemm.operand import Operand
+from zerofp4.storage import Storage
 
 
 def multiply(
@@ -44,6 +47,10 @@ def factors(
     """(values of a, values of b, alpha): [rows, contraction] without their global scales, the last group of
     a transform completed, and the float32 [1] that is the product of those; None for no factor.
     """
+    if keeps_values(a.record) or keeps_values(b.record):
+        scale_a, scale_b = a.global_scale(), b.global_scale()
+        alpha = None if scale_a is None else scale_a * scale_b
+        return kept_values(a, dtype, _values), kept_values(b, dtype, _values), alpha
     if a.is_nvfp4 and 0 not in (*a.shape, *b.shape):
         return ops.product_values(_copy(a), _copy(b), dtype)
     return _apart(a, dtype), _apart(b, dtype), None
@@ -65,3 +72,17 @@ def _apart(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     scale = copy.scales["compact"]
     stored = torch.ops.zerofp4.dequantize_mxfp8(copy.data, scale, columnwise, "compact", torch.bfloat16)
     return (stored.t() if columnwise else stored).to(dtype)
+
+
+def _values(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Those of one operand alone."""
+    if not operand.is_nvfp4:
+        return _apart(operand, dtype)
+    data, scale, _, block_rows, _ = _copy(operand)
+    neutral = ops.neutral_amax(operand.device)
+    return ops.values_of(data, scale, neutral, block_rows, int(E4M3_MAX), False, dtype)
+
+
+def refresh_values(record: Storage) -> None:
+    """The record was written to: so is what keep_values lets it keep."""
+    rewrite_values(record, _values)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from zerofp4.gemm import Operand, gemm
+from zerofp4.gemm import Operand, gemm, keeps_values
 from zerofp4.nn.quantizers import Quantizers, with_columns
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
 from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor, QuantizedTensor
@@ -107,7 +107,10 @@ class LinearFunction(torch.autograd.Function):
         # A primary weight may have rows only, from which its columns follow.
         weight_side = side if getattr(call.weight, side) is not None else "rowwise"
         ctx.x, buffers = Kept.of(q_x, side, quantizers.layout) if weight_needs else (None, [])
-        ctx.weight, more = Kept.of(call.weight, weight_side, quantizers.layout) if x_needs else (None, [])
+        # A cached weight that is kept dequantized is more than its buffers: that is not this call's to save.
+        ctx.cached = call.weight if x_needs and keeps_values(call.weight) else None
+        saves = x_needs and ctx.cached is None
+        ctx.weight, more = Kept.of(call.weight, weight_side, quantizers.layout) if saves else (None, [])
         ctx.save_for_backward(*buffers, *more)
         ctx.quantizers, ctx.main_grad, ctx.is_current = quantizers, call.main_grad, call.is_current
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -119,7 +122,7 @@ class LinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         count = 0 if ctx.x is None else ctx.x.count
         x = None if ctx.x is None else ctx.x.record(saved[:count])
-        weight = None if ctx.weight is None else ctx.weight.record(saved[count:])
+        weight = ctx.cached if ctx.weight is None else ctx.weight.record(saved[count:])
         if weight is not None and ctx.is_current is not None and not ctx.is_current():
             raise RuntimeError(
                 "the weight of a layer was written to between its forward and its backward pass: "

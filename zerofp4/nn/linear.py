@@ -126,8 +126,10 @@ def linear_call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_
     main_grad = MainGrad(weight) if layer.fuse_wgrad_accumulation else None
     if isinstance(weight, NVFP4Tensor):
         check_primary(weight, recipe)
-        state = weight_state(weight)
-        return LinearCall(quantizers, weight.record, main_grad, lambda: weight_state(weight) == state)
+        state, record = weight_state(weight), weight.record
+        if is_first is not None and quantizers.keeps_values:
+            record = layer._weight_cache.get(weight, quantizers, is_first).record
+        return LinearCall(quantizers, record, main_grad, lambda: weight_state(weight) == state)
     if is_first is None:
         columnwise = x_needs and quantizers.quantized_backward
         own = quantizers.record("weight", weight.detach(), rowwise=True, columnwise=columnwise)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
-from zerofp4.gemm import chosen_backend
+from zerofp4.gemm import chosen_backend, keep_values, refresh_values
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Storage
 from zerofp4.tensors import (
@@ -25,11 +25,15 @@ ROLES = ("input", "weight", "gradient")
 
 class Quantizers:
     """The quantizers of a recipe. layout: of the scales that its products read, "compact" for the exact
-    backend and "swizzled" for the native one.
+    backend and "swizzled" for the native one. keeps_values: whether a cached weight is kept dequantized too.
     """
 
-    def __init__(self, recipe: Recipe, layout: str):
-        self.recipe, self.layout = recipe, layout
+    def __init__(self, recipe: Recipe, backend: str):
+        self.recipe = recipe
+        # What dequantizes reads compact scales.
+        native = backend == "native" and recipe.backward == "quantized"
+        self.layout = MXFP8_SCALE_LAYOUTS[int(native)]
+        self.keeps_values = recipe.cache == "dequantized" and backend == "exact"
         self.is_nvfp4 = isinstance(recipe, NVFP4Recipe)
         self.quantized_backward = recipe.backward == "quantized"
         self._made: dict[tuple, Quantizer] = {}
@@ -112,9 +116,7 @@ def quantizers_of(recipe: Recipe, device: torch.device) -> Quantizers:
     found = _quantizers.get((recipe, device))
     if found is None:
         backend = chosen_backend(device, recipe.backend)
-        # What dequantizes reads compact scales.
-        native = backend == "native" and recipe.backward == "quantized"
-        found = _quantizers[recipe, device] = Quantizers(recipe, MXFP8_SCALE_LAYOUTS[int(native)])
+        found = _quantizers[recipe, device] = Quantizers(recipe, backend)
     return found
 
 
@@ -167,9 +169,10 @@ class WeightCache:
         """The weight quantized: anew for a first micro-batch, for another recipe, and where the weight was
         written to since.
 
-        Raises RuntimeError for a later micro-batch where there was no first.
+        Raises RuntimeError for a later micro-batch where there was no first, unless the weight itself is
+        quantized.
         """
-        if self._tensor is None and not is_first_microbatch:
+        if self._tensor is None and not is_first_microbatch and not isinstance(weight, NVFP4Tensor):
             raise RuntimeError(
                 "is_first_microbatch=False takes the cached weight, but there is none: "
                 "call the layer with is_first_microbatch=True first"
@@ -197,24 +200,38 @@ class WeightCache:
         return weight is source or weight_state(weight) == self.state
 
     def _fill(self, weight: torch.Tensor, quantizers: Quantizers) -> None:
-        columnwise = quantizers.quantized_backward
         kept = self._tensor
-        fits = kept is not None and quantizers is self._quantizers
-        fits = fits and all(
-            getattr(kept.record, rule) == getattr(weight, rule) for rule in ("shape", "dtype", "device")
-        )
-        if fits:
-            quantizers.update_("weight", kept, weight.detach(), columnwise=columnwise)
-        else:
-            self._tensor = quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
-            self._of_inference = torch.is_inference_mode_enabled()
-        self._quantizers = quantizers
+        if kept is None or quantizers is not self._quantizers or not _fits(kept.record, weight):
+            self._tensor = kept = self._made(weight, quantizers)
+            self._quantizers, self._of_inference = quantizers, torch.is_inference_mode_enabled()
+            if quantizers.keeps_values:
+                keep_values(kept.record)
+            return
+        if not isinstance(weight, NVFP4Tensor):
+            quantizers.update_("weight", kept, weight.detach(), columnwise=quantizers.quantized_backward)
+        refresh_values(kept.record)
+
+    def _made(self, weight: torch.Tensor, quantizers: Quantizers) -> QuantizedTensor:
+        if not isinstance(weight, NVFP4Tensor):
+            columnwise = quantizers.quantized_backward
+            return quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
+        # A record of its own: what it keeps is as old as the cache, the weight's own is not.
+        record = NVFP4Storage.from_context(weight.record.shape, weight.record.context())
+        record.rowwise, record.columnwise = weight.record.rowwise, weight.record.columnwise
+        return NVFP4Tensor(record)
 
     def __deepcopy__(self, memo: dict) -> "WeightCache":
         return WeightCache()
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return WeightCache, ()
+
+
+def _fits(kept: Storage, weight: torch.Tensor) -> bool:
+    """Whether what was kept of a weight can be written again."""
+    if isinstance(weight, NVFP4Tensor):
+        return kept.rowwise is weight.record.rowwise and kept.columnwise is weight.record.columnwise
+    return all(getattr(kept, rule) == getattr(weight, rule) for rule in ("shape", "dtype", "device"))
 
 
 def weight_state(weight: torch.Tensor) -> tuple:

@@ -14,6 +14,7 @@ from zerofp4.gemm import BACKENDS
 from zerofp4.storage import check_block
 
 BACKWARDS = ("quantized", "dequantized")
+CACHES = ("operands", "dequantized")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,10 @@ class NVFP4Recipe:
     backward: "quantized", or "dequantized": gradients stay in their dtype, and are multiplied with the values
     of the quantized weight and the quantized input.
     backend: of zerofp4.gemm.
+    cache: what is kept of a weight from a call with is_first_microbatch=True on. "operands" is the quantized
+    weight; "dequantized" besides, for the exact backend, its values as the products read them, which are then
+    not made again for every product: 2 bytes an element, 4 where there is a quantized backward pass (twice as
+    many on the CPU). The same bytes result; the native backend has no such values.
     modules: (name, recipe) of the modules that follow another recipe, with all that is in them: names as of
     named_modules(), in which * stands for anything. The first that fits counts; autocast takes the model.
 
@@ -41,6 +46,7 @@ class NVFP4Recipe:
     four_over_six: FourOverSix | None = None
     backward: str = "quantized"
     backend: str = "auto"
+    cache: str = "operands"
     modules: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
@@ -51,7 +57,7 @@ class NVFP4Recipe:
             raise TypeError(f"four_over_six must be a FourOverSix or None, got {kind}")
         if self.hadamard is False and self.random_signs is False:
             raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
-        _check_products(self.backward, self.backend)
+        _check_products(self.backward, self.backend, self.cache)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
         object.__setattr__(self, "key", repr(self))
 
@@ -60,15 +66,16 @@ class NVFP4Recipe:
 class MXFP8Recipe:
     """All three products of a layer from MXFP8 operands, rounded to nearest. For high-precision parameters.
 
-    backward, backend, modules: as of NVFP4Recipe. Raises TypeError or ValueError for another value.
+    backward, backend, cache, modules: as of NVFP4Recipe. Raises TypeError or ValueError for another value.
     """
 
     backward: str = "quantized"
     backend: str = "auto"
+    cache: str = "operands"
     modules: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        _check_products(self.backward, self.backend)
+        _check_products(self.backward, self.backend, self.cache)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
         object.__setattr__(self, "key", repr(self))
 
@@ -83,11 +90,13 @@ def recipe_of_key(key: str) -> Recipe:
     return _by_key[key]
 
 
-def _check_products(backward: str, backend: str) -> None:
+def _check_products(backward: str, backend: str, cache: str) -> None:
     if backward not in BACKWARDS:
         raise ValueError(f"backward must be one of {BACKWARDS}, got {backward!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if cache not in CACHES:
+        raise ValueError(f"cache must be one of {CACHES}, got {cache!r}")
 
 
 def _checked_modules(modules: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
