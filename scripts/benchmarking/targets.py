@@ -64,6 +64,21 @@ TARGETS = {
     "launches/quantize_grouped/64x4096x2048": ("launches", 1),
 }
 TARGETS |= {
+    "linear_over_bf16/8192x4096x14336": ("ratio", 1.16),
+    "linear_over_bf16/16384x8192x8192": ("ratio", 1.10),
+    "linear_over_bf16/8192x4096x4096": ("ratio", 1.40),
+    "grouped_linear_over_bf16/64x1024x2048x1408": ("ratio", 1.50),
+    "saved_over_bf16/8192x4096x14336": ("ratio", 0.30),
+    "saved_over_bf16/16384x8192x8192": ("ratio", 0.30),
+    "saved_over_bf16/8192x4096x4096": ("ratio", 0.30),
+    "grouped_saved_over_bf16/64x1024x2048x1408": ("ratio", 0.30),
+    "host_layer_linear": ("host_us", 80),
+    "host_quantizer_update": ("host_us", 20),
+    "launches/swizzles/1": ("launches", 0),
+    "launches/swizzles/4": ("launches", 0),
+    "launches/swizzles/16": ("launches", 0),
+}
+TARGETS |= {
     f"host_step/{MODEL_COUNT}": ("host_us", 30),
     f"host_post/{MODEL_COUNT}": ("host_us", 100),
     f"host_all_gather/{MODEL_COUNT}": ("host_us", 30),

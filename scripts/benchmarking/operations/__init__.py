@@ -14,6 +14,7 @@ from benchmarking.operations import (
     grouped,
     hadamard,
     host,
+    layers,
     mxfp8,
     quantize,
     swizzle,
@@ -47,6 +48,7 @@ OPERATIONS = {
     "hadamard": Operation(hadamard.hadamard, ("square",), has_layouts=False),
     "mxfp8": Operation(mxfp8.mxfp8, ("square",), has_layouts=False),
     "grouped": Operation(grouped.grouped, ("64-groups",), has_layouts=False),
+    "layers": Operation(layers.layers, ("llama3-8b",), has_layouts=False),
 }
 
 SHOWN = (

@@ -1,0 +1,79 @@
+"""scripts/bench.py layers: its rows, and that what is counted as saved or swizzled is that."""
+
+from __future__ import annotations
+
+import json
+
+import bench
+import pytest
+import torch
+from benchmarking.clock import Clock
+from benchmarking.operations import layers
+from benchmarking.targets import KINDS, TARGETS
+from helpers import needs_gpu
+from tensor_helpers import values
+from torch import nn
+
+import zerofp4
+from zerofp4.nn import Linear, NVFP4Recipe, autocast
+
+SHAPES = ("64x32x96", "96x64x64", "64x32x32")
+EXPERTS = "2x32x32x32"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
+    monkeypatch.setattr(bench, "draw", lambda folder: None)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_rows(tmp_path):
+    small = ["--device", "cpu", "--scale", "200", "--repeats", "1", "--threads", "1"]
+    bench.main(["layers", *small, "--output", str(tmp_path)])
+    result = json.loads((tmp_path / "layers_cpu.json").read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert len(rows) == len(result["rows"])
+    assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in rows.values())
+    for name in SHAPES:
+        for kind in ("linear", "linear_kept_dequantized"):
+            ratio = rows[f"{kind}/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
+            assert rows[f"{kind}_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
+        assert 0.28 <= rows[f"saved_over_bf16/{name}"]["ratio"] <= 0.30
+    ratio = rows[f"grouped_linear/{EXPERTS}"]["milliseconds"]
+    ratio /= rows[f"bf16_grouped_mm/{EXPERTS}"]["milliseconds"]
+    assert rows[f"grouped_linear_over_bf16/{EXPERTS}"]["ratio"] == pytest.approx(ratio)
+    assert rows[f"grouped_saved_over_bf16/{EXPERTS}"]["ratio"] <= 0.30
+    assert rows["host_layer_linear"]["plain_us"] > 0 and "host_us" in rows["host_quantizer_update"]
+
+
+def test_targets_are_those_of_the_rows_at_full_size():
+    for tokens, *sizes in layers.SHAPES:
+        name = f"{tokens}x{sizes[0]}x{sizes[1]}"
+        assert {f"linear_over_bf16/{name}", f"saved_over_bf16/{name}"} <= TARGETS.keys()
+    rows = layers.EXPERT_TOKENS // layers.EXPERTS
+    name = f"{layers.EXPERTS}x{rows}x{layers.EXPERT_SHAPE[0]}x{layers.EXPERT_SHAPE[1]}"
+    assert {f"grouped_linear_over_bf16/{name}", f"grouped_saved_over_bf16/{name}"} <= TARGETS.keys()
+    assert all(layers.scaled(size, 1) == size for shape in layers.SHAPES for size in shape)
+
+
+def test_what_is_saved_is_counted_once_and_without_weights():
+    plain, x = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16), values(32, 64).requires_grad_()
+    assert layers.saved_bytes(lambda: plain(x), layers.kept_of(plain)) == x.nbytes
+    assert layers.saved_bytes(lambda: plain(x) + plain(x), layers.kept_of(plain)) == x.nbytes
+    layer = Linear(64, 48, bias=False, dtype=torch.bfloat16)
+    columns = 64 * 32 // 2 + 64 * 32 // 16 + 4
+    with autocast(NVFP4Recipe()):
+        layer(x, True)
+        assert layers.saved_bytes(lambda: layer(x, False), layers.kept_of(layer)) == columns
+        assert layers.saved_bytes(lambda: layer(x), layers.kept_of(layer)) > columns  # the weight of the call
+
+
+@needs_gpu
+def test_swizzles_are_known_by_the_names_of_their_kernels():
+    device = torch.device("cuda")
+    tensor = zerofp4.quantize(values(256, 256, device=device))
+    kernels = Clock(device, 1).kernels(lambda: zerofp4.swizzle_scales([tensor]))
+    assert any(part in name for name in kernels for part in layers.SWIZZLES)
