@@ -1,4 +1,4 @@
-"""A byte-level GPT: pre-norm blocks of causal attention and MLP, learned positions, an untied output."""
+"""A GPT: pre-norm blocks of causal attention and MLP, learned positions, an untied output."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCABULARY = 256  # a token is a byte
+VOCABULARY = 256  # where a token is a byte
 
 
 @dataclass(frozen=True)
@@ -33,36 +33,41 @@ PRESETS = {
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, linear: type[nn.Linear]):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.projection = nn.Linear(width, width, bias=False)
+        self.qkv = linear(width, 3 * width, bias=False)
+        self.projection = linear(width, width, bias=False)
         self.mlp_norm = nn.RMSNorm(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.up = linear(width, 4 * width, bias=False)
+        self.down = linear(4 * width, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *first: bool | None) -> torch.Tensor:
+        """first: what the linear layers take besides their input, if they do."""
         batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.attention_norm(x), *first).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+        x = x + self.projection(mixed.transpose(1, 2).reshape(batch, length, width), *first)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x), *first), approximate="tanh"), *first)
 
 
 class GPT(nn.Module):
-    """Tokens [batch, length] (int64, length <= preset.context) to float32 logits [batch, length, 256]."""
+    """Tokens [batch, length] (int64, length <= preset.context) to float32 logits [batch, length, vocabulary].
 
-    def __init__(self, preset: Preset):
+    linear: the class of the linear layers in the blocks. zerofp4.nn.Linear takes is_first_microbatch, which
+    is given to the model then.
+    """
+
+    def __init__(self, preset: Preset, vocabulary: int = VOCABULARY, linear: type[nn.Linear] = nn.Linear):
         super().__init__()
         self.preset = preset
-        self.tokens = nn.Embedding(VOCABULARY, preset.width)
+        self.tokens = nn.Embedding(vocabulary, preset.width)
         self.positions = nn.Embedding(preset.context, preset.width)
-        self.blocks = nn.ModuleList(Block(preset.width, preset.heads) for _ in range(preset.layers))
+        self.blocks = nn.ModuleList(Block(preset.width, preset.heads, linear) for _ in range(preset.layers))
         self.norm = nn.RMSNorm(preset.width)
-        self.head = nn.Linear(preset.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(preset.width, vocabulary, bias=False)
         self.initialize()
 
     def initialize(self) -> None:
@@ -76,16 +81,16 @@ class GPT(nn.Module):
             for layer in (block.projection, block.down):
                 nn.init.normal_(layer.weight, std=(2 * self.preset.layers * layer.in_features) ** -0.5)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, *first: bool | None) -> torch.Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(places)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *first)
         return self.head(self.norm(x)).float()
 
-    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, in nats per byte."""
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor, *first: bool | None) -> torch.Tensor:
+        """Mean cross-entropy, in nats per token."""
+        return F.cross_entropy(self(tokens, *first).flatten(0, 1), targets.flatten())
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -1,21 +1,31 @@
-"""The text that scripts/train.py learns: the source of the Python standard library, as bytes."""
+"""The text that scripts/train.py learns: Python source, as bytes or as tokens of them."""
 
+import copy
 import hashlib
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+CHUNK_LINES = 512  # that a tokenizer takes at a time
 VALIDATION_EVERY = 20  # every twentieth file is held out
 
 
+class TextTooShortError(ValueError):
+    """A sequence does not fit into the text."""
+
+
 class Text:
-    """Bytes to train on and bytes held out, both uint8 tensors on the CPU.
+    """Tokens to train on and tokens held out: uint8 tensors on the CPU where those are bytes, else int32.
 
     Whole files are held out, so that no validation window was seen in training. The text depends on the
-    version of Python; `digest` (SHA-256 of both parts) says which text it was.
+    version of Python; `digest` (SHA-256 of both parts) says which text it was. vocabulary: the number of
+    different tokens. bytes_per_token: of the text held out.
     """
+
+    vocabulary, bytes_per_token = 256, 1.0
 
     def __init__(self, train: bytes, validation: bytes):
         self.digest = hashlib.sha256(train + validation).hexdigest()
@@ -29,9 +39,18 @@ class Text:
         Test folders are left out: distributions differ in whether they ship them. Raises RuntimeError when
         there are fewer files than a split needs (a Python that keeps its library in a zip archive).
         """
+        return cls._of_folder(folder, SKIPPED_FOLDERS)
+
+    @classmethod
+    def of_installation(cls, folder: Path | None = None) -> "Text":
+        """The same with everything that was installed below `folder`, and with tests."""
+        return cls._of_folder(folder, {"__pycache__"})
+
+    @classmethod
+    def _of_folder(cls, folder: Path | None, skipped: set[str]) -> "Text":
         folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-        relative = (path.relative_to(folder) for path in folder.rglob("*.py"))
-        names = sorted(path.as_posix() for path in relative if not SKIPPED_FOLDERS.intersection(path.parts))
+        relative = (path.relative_to(folder) for path in folder.rglob("*.py") if path.is_file())
+        names = sorted(path.as_posix() for path in relative if not skipped.intersection(path.parts))
         if len(names) < VALIDATION_EVERY:
             raise RuntimeError(f"{folder}: {len(names)} Python files, at least {VALIDATION_EVERY} are needed")
         parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -39,14 +58,49 @@ class Text:
             parts[index % VALIDATION_EVERY == VALIDATION_EVERY - 1].append((folder / name).read_bytes())
         return cls(b"\n".join(parts[0]), b"\n".join(parts[1]))
 
+    def tokenizer(self, vocabulary: int) -> str:
+        """A byte-level BPE tokenizer of that many tokens, trained on the text to train on, as JSON.
+
+        Raises ImportError without the library tokenizers.
+        """
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(chunks(self.train), trainer)
+        return tokenizer.to_str()
+
+    def tokenized(self, tokenizer: str) -> "Text":
+        """The same text in tokens of a tokenizer, which is given as JSON."""
+        from tokenizers import Tokenizer
+
+        made, text = Tokenizer.from_str(tokenizer), copy.copy(self)
+        for name in ("train", "validation"):
+            encodings = made.encode_batch(list(chunks(getattr(self, name))))
+            ids = [number for encoding in encodings for number in encoding.ids]
+            setattr(text, name, torch.tensor(ids, dtype=torch.int32))
+        text.vocabulary = made.get_vocab_size()
+        text.bytes_per_token = len(self.validation) / len(text.validation)
+        return text
+
     def check(self, sequence_length: int) -> None:
-        """Raise ValueError when a window (the sequence and the byte after it) is longer than either part."""
+        """Raise TextTooShortError where a part is shorter than a window: the sequence and a token more."""
         for name in ("train", "validation"):
             size = getattr(self, name).numel()
             if sequence_length + 1 > size:
-                raise ValueError(
-                    f"sequence_length: {sequence_length} + 1 bytes exceed the {name} text with {size} bytes"
+                raise TextTooShortError(
+                    f"sequence_length: {sequence_length} + 1 tokens exceed the {name} text with {size} tokens"
                 )
+
+
+def chunks(data: torch.Tensor) -> Iterator[str]:
+    """The lines of a text of bytes, many at a time. What is no UTF-8 is replaced."""
+    lines = bytes(data.numpy()).decode("utf-8", "replace").splitlines(keepends=True)
+    for start in range(0, len(lines), CHUNK_LINES):
+        yield "".join(lines[start : start + CHUNK_LINES])
 
 
 class Batches:
@@ -67,7 +121,7 @@ class Batches:
         self.generator = torch.Generator().manual_seed(seed)
 
     def next(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and the bytes that follow them: two int64 tensors [batch_size, sequence_length]."""
+        """Inputs and the tokens that follow them: two int64 tensors [batch_size, sequence_length]."""
         offsets = torch.randint(
             self.data.numel() - self.window.numel() + 1,
             (self.world_size, self.batch_size, 1),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a byte-level GPT on the Python standard library's source, with NVFP4 or bfloat16 weights.
+"""Train a GPT on Python source, byte by byte or in tokens, with NVFP4 or bfloat16 weights.
 
 FP32 masters and the optimizer's state are sharded over the ranks (ZeRO-1) for both kinds of weights. At the
 end every weight of the live model is checked on every rank: the same bytes everywhere, and the bytes that
@@ -8,9 +8,14 @@ quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
     python scripts/train.py --steps 200
     torchrun --standalone --nproc-per-node 2 scripts/train.py --weights both --out runs/both
     mpirun -n 2 python scripts/train.py
+    python scripts/train.py --preset 124m --recipe nvfp4 --micro-batches 4 --corpus all --tokenizer 8192
+
+With a recipe, layers quantize activations and gradients too, and multiply those.
 """
 
 import argparse
+import contextlib
+import importlib.util
 import math
 import os
 import platform
@@ -23,7 +28,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, PRESETS, parameter_groups
 from report import KINDS, Recorder, draw, write_summary
-from text import Batches, Text
+from text import Batches, Text, TextTooShortError
 from torch import nn
 
 import zerofp4
@@ -40,6 +45,13 @@ OPTIMIZERS = {
     "rmsprop": (torch.optim.RMSprop, {}),
     "sgd": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}),
 }
+RECIPES = {
+    "none": None,
+    "nvfp4": zerofp4.nn.NVFP4Recipe(),
+    "nvfp4-dequantized": zerofp4.nn.NVFP4Recipe(backward="dequantized"),
+    "mxfp8": zerofp4.nn.MXFP8Recipe(),
+}
+CORPORA = {"stdlib": Text.of_standard_library, "all": Text.of_installation}
 VALIDATIONS = 10  # how often in a run the held-out loss is measured
 VALIDATION_BATCHES = 8
 MOST_SKIPPED = 10  # steps in a row that are skipped for gradients with a NaN or Inf: the run is over then
@@ -72,8 +84,17 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="class of torch.optim (default: adamw)")
     add("--lr", type=at_least(float, 0.0), help="peak learning rate (default: the preset's; sgd: 0.3)")
     add("--batch-size", type=at_least(int, 1), default=8, help="sequences, per rank (default: 8)")
-    add("--sequence-length", type=at_least(int, 1), default=128, help="bytes per sequence (default: 128)")
-    add("--grad-accumulation", type=at_least(int, 1), default=1, help="micro-batches per step (default: 1)")
+    add(
+        "--recipe",
+        choices=RECIPES,
+        default="none",
+        help="what products are made of (default: none, bfloat16)",
+    )
+    add("--corpus", choices=CORPORA, default="stdlib", help="the standard library, or all below its folder")
+    add("--tokenizer", type=at_least(int, 257), metavar="TOKENS", help="train one (default: bytes)")
+    add("--sequence-length", type=at_least(int, 1), default=128, help="tokens per sequence (default: 128)")
+    micro_batches = ("--micro-batches", "--grad-accumulation")
+    add(*micro_batches, type=at_least(int, 1), default=1, help="per step (default: 1)")
     add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
     add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
     add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
@@ -84,6 +105,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
             f"argument --sequence-length: {options.sequence_length} is longer than the context of preset "
             f"{options.preset}, which is {context}"
         )
+    if options.recipe == "mxfp8" and options.weights != "bf16":
+        parser.error("argument --recipe: mxfp8 takes --weights bf16: it cannot multiply NVFP4 weights")
+    if options.tokenizer is not None and importlib.util.find_spec("tokenizers") is None:
+        parser.error("argument --tokenizer: needs the library tokenizers (pip install tokenizers)")
     if options.lr is None:
         options.lr = OPTIMIZERS[options.optimizer][1].get("lr", PRESETS[options.preset].lr)
     return options
@@ -123,14 +148,17 @@ def warmup_cosine(steps: int):
     return factor
 
 
-def build(kind: str, options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, ZeroFP4Optimizer]:
+def build(
+    kind: str, options: argparse.Namespace, vocabulary: int, device: torch.device
+) -> tuple[nn.Module, ZeroFP4Optimizer]:
     """The model of this seed, in bfloat16 or with linear layers in NVFP4, and the optimizer of its masters.
 
     The output layer stays in bfloat16, as NVFP4 training recipes have it: it is small, and no layer after it
     averages its errors out.
     """
     torch.manual_seed(options.seed)
-    model = GPT(PRESETS[options.preset]).to(device, torch.bfloat16)
+    linear = nn.Linear if RECIPES[options.recipe] is None else zerofp4.nn.Linear
+    model = GPT(PRESETS[options.preset], vocabulary, linear).to(device, torch.bfloat16)
     if kind == "nvfp4":
         zerofp4.convert_model(model, filter_fn=lambda module, name: name != "head")
     optimizer_class, defaults = OPTIMIZERS[options.optimizer]
@@ -144,20 +172,27 @@ def draw_batches(data: torch.Tensor, options: argparse.Namespace, world: World) 
     return Batches(data, size, length, world.rank, world.world_size, options.seed)
 
 
+def computing(options: argparse.Namespace) -> contextlib.AbstractContextManager:
+    """The context of forward passes."""
+    recipe = RECIPES[options.recipe]
+    return contextlib.nullcontext() if recipe is None else zerofp4.nn.autocast(recipe)
+
+
 @torch.no_grad()
 def validate(model: GPT, text: Text, options: argparse.Namespace, world: World) -> float:
     """The mean loss on the same held-out windows at every call."""
     batches = draw_batches(text.validation, options, world)
-    losses = [model.loss(*batches.next(world.device)).item() for _ in range(VALIDATION_BATCHES)]
+    with computing(options):
+        losses = [model.loss(*batches.next(world.device)).item() for _ in range(VALIDATION_BATCHES)]
     return mean_over_ranks([sum(losses) / len(losses)], world.device)[0]
 
 
 def train(kind: str, options: argparse.Namespace, text: Text, world: World, interrupt: Interrupt) -> dict:
     """Train one model, verify it and return what the summary says about it. Collective."""
-    model, optimizer = build(kind, options, world.device)
+    model, optimizer = build(kind, options, text.vocabulary, world.device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(options.steps))
     batches = draw_batches(text.train, options, world)
-    tokens = options.batch_size * options.sequence_length * options.grad_accumulation * world.world_size
+    tokens = options.batch_size * options.sequence_length * options.micro_batches * world.world_size
     validate_every = max(1, options.steps // VALIDATIONS)
     start = time.perf_counter()
     # The first step loads kernels and opens connections, whatever the weights are: it is no part of the rate.
@@ -167,8 +202,11 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         for step in range(1, options.steps + 1):
             step_start = time.perf_counter()
             loss = 0.0
-            for _ in range(options.grad_accumulation):
-                micro_loss = model.loss(*batches.next(world.device)) / options.grad_accumulation
+            for index in range(options.micro_batches):
+                # With a recipe, the first micro-batch quantizes weights that are not.
+                first = () if options.recipe == "none" else (index == 0,)
+                with computing(options):
+                    micro_loss = model.loss(*batches.next(world.device), *first) / options.micro_batches
                 micro_loss.backward()
                 loss += micro_loss.item()
             norm, skipped = optimizer.clip_grad_norm_(options.clip or math.inf), optimizer.skipped_steps
@@ -202,6 +240,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         "steps": step,
         "loss": sum(last) / len(last),
         "validation_loss": row["validation_loss"],
+        "validation_loss_per_byte": row["validation_loss"] / text.bytes_per_token,
         "seconds": time.perf_counter() - start,
         "first_step_seconds": first_seconds,
         "tokens_per_second": tokens
@@ -217,7 +256,7 @@ def ranks(world: World) -> str:
     return "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
 
 
-def describe(kind: str, result: dict, world: World) -> str:
+def describe(kind: str, result: dict, text: Text, world: World) -> str:
     weights, gathered = result["verified"], result["gathered_bytes_per_step"]
     total, bf16 = gathered["nvfp4"] + gathered["high_precision"], gathered["bf16_equivalent"]
     traffic = f"{total:,} bytes" if total else "nothing, there is one rank"
@@ -225,10 +264,12 @@ def describe(kind: str, result: dict, world: World) -> str:
         traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with bf16 weights {bf16:,}"
         traffic += f", {bf16 / total:.2f} times as many"
     nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
+    unit = "bytes" if text.vocabulary == Text.vocabulary else "tokens"
+    rate = f"{result['tokens_per_second']:,.0f} {unit}/s"
     return (
         f"{KINDS[kind]}: loss {result['loss']:.4f}, validation {result['validation_loss']:.4f} after "
         f"{result['steps']} steps in {result['seconds']:.1f} s, the first in "
-        f"{result['first_step_seconds']:.1f} s and the others at {result['tokens_per_second']:,.0f} bytes/s\n"
+        f"{result['first_step_seconds']:.1f} s and the others at {rate}\n"
         f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
         f"{others} others the rounded FP32 masters\n"
         f"  all-gathered per step: {traffic}"
@@ -245,7 +286,13 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
         "backend": world.backend,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "build": zerofp4.build_info(),
-        "text": {"train": len(text.train), "validation": len(text.validation), "sha256": text.digest},
+        "text": {
+            "train": len(text.train),
+            "validation": len(text.validation),
+            "vocabulary": text.vocabulary,
+            "bytes_per_token": text.bytes_per_token,
+            "sha256": text.digest,
+        },
         "interrupted": False,
         "runs": {},
     }
@@ -261,7 +308,7 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
     for kind in KINDS if options.weights == "both" else [options.weights]:
         if not interrupt.asked:
             summary["runs"][kind] = train(kind, options, text, world, interrupt)
-            say(describe(kind, summary["runs"][kind], world))
+            say(describe(kind, summary["runs"][kind], text, world))
     summary["interrupted"] = interrupt.asked
     if world.rank == 0:
         picture = draw(options.out, title) or "no picture, for want of matplotlib"
@@ -269,20 +316,28 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
     return 130 if interrupt.asked else 0
 
 
+def in_tokens(text: Text, vocabulary: int | None, world: World) -> Text:
+    """The text in tokens of a tokenizer that rank 0 trains, or in bytes. Collective."""
+    if vocabulary is None:
+        return text
+    trained = [text.tokenizer(vocabulary) if world.rank == 0 else None]
+    if world.world_size > 1:
+        dist.broadcast_object_list(trained, src=0)
+    return text.tokenized(trained[0])
+
+
 def main() -> int:
     options = parse_options()
-    text = Text.of_standard_library()
-    try:
-        text.check(options.sequence_length)
-    except ValueError as error:
-        sys.exit(f"train.py: error: {error}")
+    text = CORPORA[options.corpus]()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: the same sums in every run
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
     world = init_process_group()
     try:
+        text = in_tokens(text, options.tokenizer, world)
+        text.check(options.sequence_length)
         code = run(options, text, world)
-    except (VerificationError, DivergedError) as error:  # raised by every rank
+    except (VerificationError, DivergedError, TextTooShortError) as error:  # raised by every rank
         if world.rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr, flush=True)
         code = 1

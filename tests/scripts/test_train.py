@@ -29,9 +29,13 @@ def scripts_are_importable(monkeypatch):
 
 # What the two runs of one seed have in common; most of a run is Python starting, so one serves several tests.
 SEEDED = ["--steps", "12", "--grad-accumulation", "2", "--seed", "7"]
+WITH_RECIPE = ["--steps", "12", "--micro-batches", "2", "--recipe"]
 RUNS = {
     "both": ([*SEEDED, "--weights", "both"], 2, "torchrun"),
     "again": (SEEDED, 2, "torchrun" if why_not("mpirun") else "mpirun"),
+    "nvfp4": ([*WITH_RECIPE, "nvfp4", "--weights", "both"], 1, "alone"),
+    "nvfp4-dequantized": ([*WITH_RECIPE, "nvfp4-dequantized", "--weights", "both"], 1, "alone"),
+    "mxfp8": ([*WITH_RECIPE, "mxfp8", "--weights", "bf16"], 1, "alone"),
     "not finite": (["--steps", "50", "--optimizer", "sgd", "--lr", "1e30", "--clip", "0"], 1, "alone"),
 }
 
@@ -106,6 +110,32 @@ def test_the_same_seed_gives_the_same_run(runs):
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-dequantized"])
+def test_a_recipe_and_micro_batches(runs, recipe):
+    """Both kinds of weights: bfloat16 ones are quantized for the first micro-batch of a step."""
+    finished, out = runs[recipe].result()
+    assert finished.status == 0, finished.output
+    losses = {}
+    for kind in ("nvfp4", "bf16"):
+        rows = read(out / f"metrics-{kind}.jsonl")
+        losses[kind] = [row["loss"] for row in rows]
+        assert losses[kind][-1] < losses[kind][0] - 0.3
+        assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
+    assert losses["nvfp4"][0] == losses["bf16"][0]  # codes of the same weights
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["options"]["recipe"] == recipe
+    assert summary["runs"]["nvfp4"]["verified"] == {"nvfp4_weights": 8, "other_weights": 8}
+
+
+@pytest.mark.heavy
+def test_mxfp8(runs):
+    finished, out = runs["mxfp8"].result()
+    assert finished.status == 0, finished.output
+    rows = read(out / "metrics-bf16.jsonl")
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+
+
+@pytest.mark.heavy
 def test_interrupt_leaves_usable_files(tmp_path):
     metrics = tmp_path / "metrics-nvfp4.jsonl"
     program = [sys.executable, str(SCRIPTS / "train.py")]
@@ -147,7 +177,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(runs):
         (["--optimizer", "lbfgs"], "argument --optimizer: invalid choice: 'lbfgs'"),
         (["--steps", "0"], "argument --steps: must be at least 1, got 0"),
         (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
-        (["--grad-accumulation", "-1"], "argument --grad-accumulation: must be at least 1, got -1"),
+        (
+            ["--grad-accumulation", "-1"],
+            "argument --micro-batches/--grad-accumulation: must be at least 1, got -1",
+        ),
         (["--lr", "nan"], "argument --lr: must be at least 0.0, got nan"),
         (["--clip", "inf"], "argument --clip: must be finite, got inf"),
         (
@@ -155,6 +188,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(runs):
             "argument --sequence-length: 129 is longer than the context of preset tiny, which is 128",
         ),
         (["--step", "3"], "unrecognized arguments: --step 3"),
+        (["--recipe", "fp8"], "argument --recipe: invalid choice: 'fp8'"),
+        (["--recipe", "mxfp8"], "argument --recipe: mxfp8 takes --weights bf16"),
+        (["--tokenizer", "256"], "argument --tokenizer: must be at least 257, got 256"),
+        (["--corpus", "web"], "argument --corpus: invalid choice: 'web'"),
+        (["--micro-batches", "0"], "must be at least 1, got 0"),
     ],
 )
 def test_wrong_options(options, message, capsys):
@@ -171,7 +209,7 @@ def test_a_sequence_longer_than_the_text():
 
     text = Text(bytes(100), bytes(33))
     text.check(32)
-    with pytest.raises(ValueError, match=r"33 \+ 1 bytes exceed the validation text with 33 bytes"):
+    with pytest.raises(ValueError, match=r"33 \+ 1 tokens exceed the validation text with 33 tokens"):
         text.check(33)
 
 
@@ -187,6 +225,56 @@ def test_text_holds_out_whole_files(tmp_path):
     text = Text.of_standard_library(tmp_path)
     assert bytes(text.validation.tolist()) == b"9\n9"
     assert len(text.train) == 2 * 38 - 1 and bytes(text.train[:6].tolist()) == b"0\n1\n2\n"
+
+
+def test_the_text_of_an_installation_has_all_of_it(tmp_path):
+    from text import Text
+
+    for folder in ("site-packages", "test", "__pycache__"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text(folder)
+    for index in range(40):
+        (tmp_path / f"{index:02}.py").write_text(str(index % 10))
+    text = bytes(Text.of_installation(tmp_path).train.tolist())
+    assert b"site-packages" in text and b"test" in text and b"__pycache__" not in text
+
+
+def test_a_tokenizer_of_the_corpus():
+    tokenizers = pytest.importorskip("tokenizers")
+    from text import Text
+
+    source = "def function(argument):\n    return argument\n" * 50
+    text = Text(source.encode(), b"def other(argument):\n    return argument\n\xff\n")
+    trained = text.tokenizer(300)
+    tokens = text.tokenized(trained)
+    assert tokens.vocabulary == tokenizers.Tokenizer.from_str(trained).get_vocab_size() <= 300
+    assert tokens.train.dtype == torch.int32 and tokens.train.max() < tokens.vocabulary
+    assert tokens.bytes_per_token == len(text.validation) / len(tokens.validation) > 2
+    assert tokenizers.Tokenizer.from_str(trained).decode(tokens.train.tolist()) == source
+    assert text.vocabulary == 256 and text.train.dtype == torch.uint8  # the text itself stays as it was
+
+
+@pytest.mark.heavy
+def test_two_ranks_share_a_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    command = [
+        str(SCRIPTS / "train.py"),
+        *SMALL,
+        "--out",
+        str(tmp_path),
+        "--steps",
+        "3",
+        "--tokenizer",
+        "300",
+    ]
+    finished = run_script(command, 2, "torchrun", time_limit=180.0)
+    assert finished.status == 0, finished.output
+    assert "tokens/s" in finished.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["text"]["vocabulary"] == 300 and summary["text"]["bytes_per_token"] > 1
+    run = summary["runs"]["nvfp4"]
+    expected = run["validation_loss"] / summary["text"]["bytes_per_token"]
+    assert run["validation_loss_per_byte"] == pytest.approx(expected)
 
 
 def test_ranks_share_the_batch_that_one_rank_would_have():
