@@ -64,6 +64,16 @@ def test_the_snippets_of_products_and_layers_run():
     assert names["layer"].weight.grad.shape == (256, 512)
 
 
+def test_the_snippets_of_the_page_of_layers_run():
+    names: dict = {}
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "layers.md").read_text(), re.DOTALL)
+    for snippet in snippets:
+        exec(snippet, names)
+    assert len(snippets) == 3 and names["report"].layers == ["1", "3"]
+    assert names["loss"] > 0 and names["recipe"].modules[0][1] is names["attention"]
+    assert names["hidden"].grad.shape == (32, 64) and isinstance(names["shared"], zerofp4.NVFP4Tensor)
+
+
 def test_the_training_snippet_is_that_of_the_readme():
     shown = [
         re.search(r"```python\n(report = .*?)```", path.read_text(), re.DOTALL).group(1)
