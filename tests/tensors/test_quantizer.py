@@ -41,6 +41,63 @@ def test_results_share_no_buffer(device):
     assert not set(addresses(first).values()) & set(addresses(second).values())
 
 
+def test_each_buffer_has_a_storage_of_its_own(device):
+    """Which share_memory_, resize_ and pickling treat alone; of a remembered layout too."""
+    q, x = Quantizer(block=(1, 16), columnwise=True, hadamard=True), values(32, 64, device=device)
+    for _ in range(2):
+        buffers = [buffer for _, buffer in q(x).record.buffers()]
+        assert len({buffer.untyped_storage().data_ptr() for buffer in buffers}) == len(buffers) == 6
+        assert all(buffer.untyped_storage().nbytes() == buffer.nbytes for buffer in buffers)
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_a_record_alone_is_that_of_the_tensor(device, options):
+    q, x = Quantizer(columnwise=True, **options), values(48, 80, device=device)
+    for _ in range(2):
+        record = q.record(x)
+        assert_record_equal(zerofp4.NVFP4Tensor(record), q(x))
+    assert not hasattr(record, "record")
+
+
+def test_update_looks_at_the_buffers_of_every_call(device):
+    """What a quantizer remembers are shapes: a buffer may be exchanged, moved or freed between calls."""
+    q, x = Quantizer(columnwise=True), values(32, 64, device=device)
+    out, again = q(x), values(32, 64, device=device, seed=1)
+    q.update_(out, again)
+    out.rowwise_data = torch.zeros_like(out.rowwise_data)
+    q.update_(out, x)
+    assert_record_equal(out, q(x))
+    out.record.columnwise.data.data = torch.zeros_like(out.columnwise_data)
+    q.update_(out, again)
+    assert_record_equal(out, q(again))
+    out.columnwise_data.untyped_storage().resize_(64)
+    with pytest.raises(RuntimeError, match=r"columnwise_data needs 1024 bytes of its storage, which has 64"):
+        q.update_(out, x)
+
+
+def test_update_of_a_view_and_of_a_negative_view(device):
+    q, x = Quantizer(columnwise=True), values(64, 32, device=device)
+    out = q(x.t())
+    assert_record_equal(out, q(x.t().contiguous()))
+    negative = torch.complex(x.float(), x.float()).conj().imag
+    assert negative.is_neg()
+    out = Quantizer()(negative)
+    assert_record_equal(Quantizer().update_(out, negative), Quantizer()(-x.float()))
+
+
+def test_deterministic_algorithms_may_fill_what_is_allocated(device):
+    torch.use_deterministic_algorithms(True)
+    try:
+        q, x = (
+            Quantizer(columnwise=True, scale_layouts=("compact", "swizzled")),
+            values(32, 64, device=device),
+        )
+        first = q(x)
+        assert_record_equal(q(x), first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_given_amaxes_and_a_flag_pass_through(device):
     x, amax = values(32, 64, device=device), torch.full((1,), 9.0, device=device)
     q = Quantizer(block=(1, 16), columnwise=True, hadamard=True)
