@@ -63,7 +63,19 @@ def quantize_grouped(device) -> Call:
     ]
     offsets = torch.empty(3, 4, dtype=torch.int64, device=device)
     error = torch.empty(1, dtype=torch.int32, device=device)
-    return ZEROFP4.quantize_grouped, [x, splits, None, None, False, True, *buffers, None, offsets, error]
+    return ZEROFP4.quantize_grouped, [
+        x,
+        splits,
+        None,
+        None,
+        False,
+        True,
+        None,
+        *buffers,
+        None,
+        offsets,
+        error,
+    ]
 
 
 def dequantize(device) -> Call:
@@ -113,6 +125,23 @@ def transpose_packed(device) -> Call:
 
 def average(device) -> Call:
     return ZEROFP4.average, [matrix(device), torch.empty(SHAPE[1], device=device)]
+
+
+def product_values(device) -> Call:
+    t = zerofp4.quantize(matrix(device))
+    lists = [[each, each] for each in (t.rowwise_data, t.rowwise_scale, t.amax, BLOCK, 448)]
+    return ZEROFP4.product_values, [*lists, torch.float32]
+
+
+def scaled_product(device) -> Call:
+    a, b = matrix(device), matrix(device)
+    alpha, bias = torch.ones(1, device=device), torch.zeros(SHAPE[0], device=device)
+    return ZEROFP4.scaled_product, [a, b, alpha, bias, torch.bfloat16]
+
+
+def add_scaled_product(device) -> Call:
+    out = torch.zeros(SHAPE[0], SHAPE[0], device=device)
+    return ZEROFP4.add_scaled_product, [matrix(device), matrix(device), None, None, out]
 
 
 def public_quantize(device) -> Call:
@@ -174,6 +203,9 @@ CALLS_THAT_ARE_RIGHT = (
     unpad_scales,
     transpose_packed,
     average,
+    product_values,
+    scaled_product,
+    add_scaled_product,
     public_quantize,
     public_lists,
     public_grouped,

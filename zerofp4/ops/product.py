@@ -13,7 +13,7 @@ from zerofp4.ops.dequantize import DequantizeItem, check_items
 from zerofp4.ops.device import DTYPE_CODES, is_capturing, target_of
 from zerofp4.ops.lists import zip_lists
 from zerofp4.ops.operator import backend, is_plain_call
-from zerofp4.storage import check_buffer
+from zerofp4.storage import check_buffer, check_memory
 
 torch.library.define(
     "zerofp4::product_values",
@@ -191,6 +191,8 @@ def _check(a, b, alpha, bias, out_dtype) -> None:
         raise ValueError(f"a and b must be of one dtype of {WEIGHT_DTYPES}, on one device, got {found}")
     if out_dtype not in WEIGHT_DTYPES:
         raise ValueError(f"out_dtype must be one of {WEIGHT_DTYPES}, got {out_dtype}")
+    for name, operand in (("a", a), ("b", b)):
+        check_memory(name, operand)
     if alpha is not None:
         check_buffer("alpha", alpha, (1,), torch.float32, a.device)
     if bias is not None and bias.dtype not in WEIGHT_DTYPES:
@@ -198,6 +200,8 @@ def _check(a, b, alpha, bias, out_dtype) -> None:
     if bias is not None and (tuple(bias.shape) != (b.shape[0],) or bias.device != a.device):
         found = f"{tuple(bias.shape)} on {bias.device}"
         raise ValueError(f"bias must have shape {(b.shape[0],)} on {a.device}, got {found}")
+    if bias is not None:
+        check_memory("bias", bias)
 
 
 @backend("scaled_product")
