@@ -63,7 +63,9 @@ class GroupedFunction(torch.autograd.Function):
         ctx.save_for_backward(*buffers, *(buffer for _, own in kept for buffer in own))
         ctx.weights, ctx.columnwise = [each for each, _ in kept], columnwise
         ctx.groups = dataclasses.replace(q_x, rowwise=None, columnwise=None)
-        ctx.calls = [dataclasses.replace(call, weight=None) for call in calls]
+        # Not the calls: autograd alone holds the weights that it saved.
+        ctx.main_grads = [call.main_grad for call in calls]
+        ctx.are_current = [call.is_current for call in calls if call.is_current is not None]
         ctx.recipe, ctx.has_bias, ctx.dtypes = recipe, bool(biases), [p.dtype for p in parameters]
         return y
 
@@ -76,12 +78,12 @@ class GroupedFunction(torch.autograd.Function):
         for kept in ctx.weights:
             weights.append(kept.record(tuple(rest[: kept.count])))
             del rest[: kept.count]
-        if weights and not all(call.is_current is None or call.is_current() for call in ctx.calls):
+        if weights and not all(is_current() for is_current in ctx.are_current):
             raise RuntimeError(
                 "the weight of a layer was written to between its forward and its backward pass: "
                 "call backward first"
             )
-        grad_x, grad_weights = None, [None] * len(ctx.calls)
+        grad_x, grad_weights = None, [None] * len(ctx.main_grads)
         if weights or x is not None:
             options = nvfp4_options(ctx.recipe, "gradient", x is not None)
             copies = {"rowwise": bool(weights), "columnwise": x is not None}
@@ -102,14 +104,14 @@ def _columns(groups: GroupedNVFP4Tensor, buffers: Sequence[torch.Tensor]) -> Gro
 
 def _given(ctx, gradients: torch.Tensor) -> list[torch.Tensor | None]:
     """What autograd gets of the weights' gradients [groups, N, K]; the others are added to main_grad."""
-    pairs = zip(gradients.unbind(), ctx.calls, ctx.dtypes[: len(ctx.calls)], strict=True)
+    pairs = zip(gradients.unbind(), ctx.main_grads, ctx.dtypes[: len(ctx.main_grads)], strict=True)
     given: list[torch.Tensor | None] = []
-    for gradient, call, dtype in pairs:
-        if call.main_grad is None:
+    for gradient, main_grad, dtype in pairs:
+        if main_grad is None:
             given.append(gradient.to(dtype))
         else:
-            call.main_grad.buffer().add_(gradient)
-            given.append(call.main_grad.gradient())
+            main_grad.buffer().add_(gradient)
+            given.append(main_grad.gradient())
     return given
 
 
@@ -117,4 +119,4 @@ def _bias_gradients(ctx, grad: torch.Tensor) -> list[torch.Tensor]:
     """Sums of the rows of each group, in float32."""
     offsets = ctx.groups.offsets  # unsafe: they are on the device, and no check of theirs may wait for it
     sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets, unsafe=True, initial=0)
-    return [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes[len(ctx.calls) :], strict=True)]
+    return [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes[len(ctx.main_grads) :], strict=True)]

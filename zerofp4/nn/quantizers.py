@@ -74,7 +74,7 @@ class Quantizers:
         """A record like those of a role, without buffers."""
         if not self.is_nvfp4:
             return MXFP8Storage(shape, dtype)
-        options = _nvfp4_options(self.recipe, role, columnwise)
+        options = nvfp4_options(self.recipe, role, columnwise)
         options.pop("stochastic_rounding", None)
         return NVFP4Storage(shape, dtype, **options)
 
