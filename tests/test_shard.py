@@ -1,10 +1,22 @@
 """Where shards lie."""
 
+import math
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofp4.shard import Shard, byte_range, check_bounds, equal_slices, find_gap, find_overlap, intersect
+from zerofp4.shard import (
+    Shard,
+    byte_range,
+    check_bounds,
+    equal_slices,
+    find_gap,
+    find_overlap,
+    intersect,
+    rectangles,
+)
 
 
 def test_byte_range_counts_boundary_bytes_for_both_neighbours():
@@ -47,3 +59,19 @@ def test_equal_slices_cover_every_piece_exactly_once(sizes, world_size, alignmen
         assert sum(part.numel for part in parts) == size
         assert find_overlap(parts) is None and find_gap(parts, size) is None
     assert end <= world_size * slice_length
+
+
+def test_rectangles_cover_a_range_once_and_in_order():
+    for shape in [(), (7,), (0, 3), (3, 5), (3, 4, 5), (1, 1, 6), (2, 3, 2, 4)]:
+        numel = math.prod(shape)
+        index = torch.arange(numel).view(shape)
+        for start in range(numel + 1):
+            for end in range(start, numel + 1):
+                boxes = list(rectangles(shape, Shard(start, end - start)))
+                assert len(boxes) <= max(1, 2 * len(shape) - 1)
+                covered = []
+                for box in boxes:
+                    part = index[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+                    covered += part.reshape(-1).tolist()
+                    assert part.reshape(-1)[0] == box.start and part.numel() == box.numel
+                assert covered == list(range(start, end))

@@ -1,7 +1,8 @@
 """Where a shard lies: the flat range [start, start + numel) of a weight that one rank owns."""
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zerofp4.layout import ceil_div, round_up
@@ -73,3 +74,53 @@ def intersect(offset: int, size: int, begin: int, end: int) -> Shard:
     """The part of a piece at [offset, offset + size) that lies in [begin, end), relative to the piece."""
     first, last = max(offset, begin), min(offset + size, end)
     return Shard(first - offset, last - first) if first < last else Shard(0, 0)
+
+
+class Rectangle(NamedTuple):
+    """offsets, sizes: a box inside a tensor whose elements are consecutive in its flat order, from `start`
+    on.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def rectangles(shape: Sequence[int], shard: Shard) -> Iterator[Rectangle]:
+    """The few boxes, 2 n - 1 at most for n dimensions, that a flat range covers in a tensor of this shape:
+    the rest of a row, whole rows, the beginning of a row, for each dimension. Nothing of an empty range.
+    """
+    yield from _boxes(tuple(shape), shard.start, shard.end, (), 0)
+
+
+def _boxes(
+    shape: tuple[int, ...], first: int, last: int, outer: tuple[int, ...], base: int
+) -> Iterator[Rectangle]:
+    """Of the elements [first, last) of the tensor of this shape that lies at `outer`, from element `base`
+    on.
+    """
+    if first >= last:
+        return
+    ones = (1,) * len(outer)
+    if not shape:
+        yield Rectangle(outer, ones, base)
+        return
+    row = math.prod(shape[1:])
+    top, bottom = -(-first // row), last // row  # whole rows
+    if top > bottom:  # a range inside one row
+        yield from _boxes(
+            shape[1:], first - bottom * row, last - bottom * row, (*outer, bottom), base + bottom * row
+        )
+        return
+    if first < top * row:
+        at = top - 1
+        yield from _boxes(shape[1:], first - at * row, row, (*outer, at), base + at * row)
+    if top < bottom:
+        inner = (0,) * (len(shape) - 1)
+        yield Rectangle((*outer, top, *inner), (*ones, bottom - top, *shape[1:]), base + top * row)
+    if bottom * row < last:
+        yield from _boxes(shape[1:], 0, last - bottom * row, (*outer, bottom), base + bottom * row)

@@ -15,7 +15,7 @@ DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 
 
 def share_masters(parameters, optimizer):
-    optimizer.state_dict()["masters"]["nvfp4"].share_memory_()
+    optimizer.state[parameters[0]]["master"].values.share_memory_()
 
 
 MOVES = {
@@ -107,7 +107,7 @@ def test_moments_may_move(device):
     for step in range(3):
         set_gradients([parameter], make_gradients([parameter], step))
         if step == 1:
-            (state,) = optimizer.state.values()
+            (state,) = optimizer.inner.state.values()
             state["exp_avg"] = state["exp_avg"].clone()
             state["exp_avg_sq"].data = state["exp_avg_sq"].data.clone()
         plain.step()

@@ -1,139 +1,149 @@
-"""The sharded state dict: a rank saves what it owns, and loads it in the same place of the same world."""
+"""What a ZeRO optimizer saves: a state dict in torch's form, of pieces in the parameters' shapes."""
 
-import hashlib
-import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerofp4.distributed import first_difference
-from zerofp4.optim.flat import FlatBuffer
+from zerofp4.optim.initial import HeldMaster
+from zerofp4.optim.inner import options
+from zerofp4.optim.piece import Home, Piece, make_piece
+from zerofp4.optim.template import STARTED, Entry, StateTemplate
 
-KEYS = {"state": dict, "param_groups": list, "masters": dict, "fingerprint": dict}
-
-
-def fingerprint(description: Sequence[str], buffers: Sequence[FlatBuffer]) -> dict[str, Any]:
-    """What must be the same for a state to fit: the rank's place, the parameters, the optimizer's class."""
-    layout = [(buffer.kind, buffer.offsets, buffer.slice_numel) for buffer in buffers]
-    digest = hashlib.sha256(repr((list(description), layout)).encode()).hexdigest()
-    return {"world_size": buffers[0].world_size, "rank": buffers[0].rank, "layout": digest}
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Modules around modules whose names are no part of a parameter's own, as torch.distributed.checkpoint has
+it.
+"""
 
 
-def masters(buffers: Sequence[FlatBuffer]) -> dict[str, torch.Tensor]:
-    """This rank's slice of masters by kind; a copy where a larger tensor would be saved along with it."""
-    return {
-        b.kind: b.masters.clone() if b.masters.untyped_storage().nbytes() > b.masters.nbytes else b.masters
-        for b in buffers
-    }
+class ParameterId(int):
+    """The number of a parameter among all of param_groups, whose str() is the parameter's name: that is what
+    torch.distributed.checkpoint makes keys from.
+    """
 
+    name: str | None
 
-def check_state(
-    state_dict: Any, expected: dict[str, Any], buffers: Sequence[FlatBuffer], inner_groups: Sequence[dict]
-) -> None:
-    """Raises TypeError or ValueError unless the state dict is what this rank saved; changes nothing."""
-    if not isinstance(state_dict, dict):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-    missing = [key for key in KEYS if key not in state_dict]
-    if missing:
-        raise ValueError(f"state_dict is not one of a ZeroFP4Optimizer: it has no {', '.join(missing)}")
-    for key, kind in KEYS.items():
-        if not isinstance(state_dict[key], kind):
+    def __new__(cls, number: int, name: str | None):
+        made = super().__new__(cls, number)
+        made.name = name
+        return made
+
+    def __str__(self) -> str:
+        if self.name is None:
             raise ValueError(
-                f"state_dict: {key} must be a {kind.__name__}, got {type(state_dict[key]).__name__}"
+                f"parameter {int(self)} of the optimizer has no name, and checkpoints are by name: build the "
+                "optimizer with model.named_parameters() in place of model.parameters(), or save what "
+                "get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict returns"
             )
-    found = state_dict["fingerprint"]
-    where = [f"rank {f.get('rank')} of {f.get('world_size')}" for f in (found, expected)]
-    if where[0] != where[1]:
-        raise ValueError(
-            f"state_dict was saved by {where[0]} and this is {where[1]}: the state is sharded, so every rank "
-            "loads what it saved, in a world of the same size"
-        )
-    if found != expected:
-        raise ValueError(
-            "state_dict is of other parameters, groups or another optimizer class: their layout differs"
-        )
-    for buffer in buffers:
-        saved = state_dict["masters"].get(buffer.kind)
-        wanted = buffer.masters
-        if not is_plain(saved) or (saved.shape, saved.dtype) != (wanted.shape, wanted.dtype):
-            raise ValueError(
-                f"state_dict: masters of kind {buffer.kind!r} must have {buffer.slice_numel} elements of "
-                f"float32, got {shown(saved)}"
-            )
-    saved_counts = [len(group["params"]) for group in state_dict["param_groups"]]
-    if saved_counts != [len(group["params"]) for group in inner_groups]:
-        raise ValueError(
-            f"state_dict: param_groups have {saved_counts} parameters, which this rank's have not"
-        )
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    if ids != list(range(len(ids))):
-        raise ValueError(f"state_dict: param_groups must number the parameters 0, 1, 2 and so on, got {ids}")
-    steps = state_dict.get("steps", 0)
-    if type(steps) is not int or steps < 0:
-        raise ValueError(f"state_dict: steps must be an int, 0 or more, got {steps!r}")
-    check_entries(state_dict["state"], [master for group in inner_groups for master in group["params"]])
+        return self.name
+
+    def __reduce__(self) -> tuple:
+        return ParameterId, (int(self), self.name)
+
+    def __deepcopy__(self, memo: dict) -> "ParameterId":
+        return self
 
 
-def check_entries(state: dict, pieces: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError unless state[i] can be an elementwise optimizer's state of pieces[i]."""
-    for i, entries in state.items():
-        if type(i) is not int or not 0 <= i < len(pieces):
-            raise ValueError(f"state_dict: state[{i!r}] is of no parameter, there are {len(pieces)} here")
-        if not isinstance(entries, dict):
-            raise ValueError(f"state_dict: state[{i}] must be a dict, got {type(entries).__name__}")
-        for name, value in entries.items():
-            if isinstance(value, numbers.Number):
-                continue
-            if not is_plain(value) or (value.numel() != 1 and value.shape != pieces[i].shape):
-                raise ValueError(
-                    f"state_dict: state[{i}][{name!r}] must be one element or 1D with the "
-                    f"{pieces[i].numel()} of its master, got {shown(value)}"
-                )
+torch.serialization.add_safe_globals([ParameterId])
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor with elements that torch can copy from."""
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout == torch.strided
-        and not value.is_meta
-    )
+def own_name(name: str) -> str:
+    """A parameter's name without those of modules that DDP, torch.compile and others put around it."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
-def check_same_steps(by_rank: Sequence[int]) -> None:
-    """Raises ValueError, the same on every rank, unless their states are of the same step."""
-    difference = first_difference([[steps] for steps in by_rank])
-    if difference is not None:
-        rank, _ = difference
-        raise ValueError(
-            f"state_dict is of step {by_rank[0]} on rank 0 and of step {by_rank[rank]} on rank {rank}: every "
-            "rank loads what was saved in the same step"
-        )
+def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
+    """By group, numbered over all of them."""
+    ids, count = [], 0
+    for group in param_groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        ids.append([ParameterId(count + i, name and own_name(name)) for i, name in enumerate(names)])
+        count += len(names)
+    return ids
 
 
-def shown(value: Any) -> str:
-    """A value in a message: what tensor it is, or what else."""
-    if isinstance(value, torch.Tensor):
-        layout = "" if value.layout == torch.strided else f" of layout {value.layout}"
-        kind = "" if type(value) is torch.Tensor else f" in a {type(value).__name__}"
-        return f"{value.dtype} {list(value.shape)} on {value.device}{layout}{kind}"
-    return type(value).__name__
+def saved_groups(param_groups: Sequence[dict], ids: Sequence[Sequence[ParameterId]]) -> tuple[dict, ...]:
+    """The options, and whose they are. A tuple, which torch.distributed.checkpoint writes as one value: other
+    groups than those that were saved can load it.
+    """
+    groups = []
+    for group, own in zip(param_groups, ids, strict=True):
+        chosen = {
+            k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()
+        }
+        names = {} if own and own[0].name is None else {"param_names": [p.name for p in own]}
+        groups.append(chosen | names | {"params": list(own)})
+    return tuple(groups)
 
 
-def load_inner(
-    inner: torch.optim.Optimizer,
-    state_dict: Any,
-    expected: dict[str, Any],
-    buffers: Sequence[FlatBuffer],
-) -> None:
-    """Check the state dict, then give the inner optimizer its part: new objects, so the old can come back."""
-    check_state(state_dict, expected, buffers, inner.param_groups)
-    inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+def saved_entries(
+    parameter: torch.Tensor,
+    held: HeldMaster,
+    state: Mapping[str, Any],
+    template: StateTemplate,
+    home: Home,
+    spare: Callable[[], torch.Tensor | None],
+) -> dict[str, Piece]:
+    """Pieces of what this rank holds of a parameter: `master` and the optimizer's state by its names.
+
+    state: of the master here, empty where there is none yet or the rank owns nothing: then all is zeros. So
+    every rank has the same names. spare: gives memory like the master's that a load may use, or None.
+    """
+    shape, shard = parameter.shape, held.shard
+    own = torch.zeros(0, device=home.device) if held.piece is None else held.piece
+    pieces = {"master": make_piece(own, shape, shard.start, home, spare)}
+    entries = dict(template.entries)
+    for name, value in state.items():
+        if name not in entries and value is not None:
+            entries[name] = _entry_like(value, own)
+    is_held = shard.numel > 0 or not parameter.numel()
+    for name, entry in entries.items():
+        value = state.get(name)
+        if entry.kind == "elements":
+            if value is None:  # takes no memory
+                value = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device)
+                value = value.expand(shard.numel) if shard.numel > 1 else value
+            pieces[name] = make_piece(value.view(-1), shape, shard.start, home)
+        else:
+            pieces[name] = _scalar(value, entry, is_held, home)
+    if template.flag == STARTED:
+        entry = Entry("scalar", torch.float32, torch.device("cpu"))
+        pieces[STARTED] = _scalar(torch.tensor(float(bool(state))), entry, is_held, home)
+    return pieces
 
 
-def load_error(failure: Exception) -> Exception:
-    """What every rank can raise for it: an error of the rules here as it is, any other as a ValueError."""
-    if type(failure) in (TypeError, ValueError):
-        return failure
-    return ValueError(f"state_dict cannot be loaded: {type(failure).__name__}: {failure}")
+def _entry_like(value: Any, own: torch.Tensor) -> Entry:
+    if not isinstance(value, torch.Tensor):
+        return Entry(type(value), torch.float64, torch.device("cpu"))
+    return Entry("elements" if value.shape == own.shape else "scalar", value.dtype, value.device)
+
+
+def _scalar(value: Any, entry: Entry, is_held: bool, home: Home) -> Piece:
+    """Of the ranks that have some of a parameter's elements, which know it."""
+    value = torch.as_tensor(0 if value is None else value, dtype=entry.dtype, device=entry.device).view(-1)
+    return make_piece(value if is_held else value[:0], (), 0, home)
+
+
+class StateView(Mapping):
+    """optimizer.state: by parameter, what state_dict() has of it. Each look makes new pieces of the same
+    values.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], entries_of: Any):
+        self._positions = {id(p): i for i, p in enumerate(parameters)}
+        self._parameters, self._entries_of = list(parameters), entries_of
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:
+        if id(parameter) not in self._positions:
+            return {}  # frozen: as torch's defaultdict
+        return self._entries_of(self._positions[id(parameter)])
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._positions
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

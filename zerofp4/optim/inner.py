@@ -1,5 +1,6 @@
 """The optimizer of the masters, whose groups are those of the parameters but for what is in them."""
 
+import inspect
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -27,6 +28,18 @@ def try_options(
     trials = [torch.zeros(1, dtype=torch.float32, device=device) for _ in param_groups]
     groups = [options(group) | {"params": [p]} for group, p in zip(param_groups, trials, strict=True)]
     return optimizer_class(groups, **defaults).defaults
+
+
+def check_values(
+    optimizer_class: type[torch.optim.Optimizer], param_groups: Sequence[dict], device: torch.device
+) -> None:
+    """Raises what the optimizer's constructor raises for values of options that are out of range: torch looks
+    at those of the defaults only.
+    """
+    known = inspect.signature(optimizer_class).parameters.keys() - {"params"}
+    for group in param_groups:
+        trial = torch.zeros(1, dtype=torch.float32, device=device)
+        optimizer_class([trial], **{key: value for key, value in group.items() if key in known})
 
 
 def build_inner(

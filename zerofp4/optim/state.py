@@ -1,5 +1,7 @@
 """What a ZeRO optimizer saves, loads, gathers and hands over."""
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,10 +9,23 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange
-from zerofp4.optim import checkpoint
-from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.inner import copy_options
+from zerofp4.optim.checkpoint import StateView, parameter_ids, saved_entries, saved_groups
+from zerofp4.optim.initial import HeldMaster, initial_values
+from zerofp4.optim.inner import check_values, copy_options, options
+from zerofp4.optim.loading import (
+    Match,
+    Problems,
+    Target,
+    check_form,
+    check_same_steps,
+    find,
+    find_options,
+    load_error,
+    was_read,
+)
+from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.template import StateTemplate, make_template
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 
 
@@ -19,12 +34,16 @@ class ShardedState(torch.optim.Optimizer):
 
     process_group: GroupReference
     inner: torch.optim.Optimizer
+    _inner_arguments: tuple[type[torch.optim.Optimizer], dict[str, Any]]
     _parameters: list[torch.Tensor]
     _shards: ShardedParameters
     _watch: ParameterWatch
-    _fingerprint: dict[str, Any]
     _reduced: Snapshot | None
     _steps: int
+    _weights_follow: bool
+    """False from load_state_dict to the next step: weights that were written meanwhile yield to the
+    masters.
+    """
 
     def _push_options(self) -> None:
         copy_options(self.param_groups, self.inner.param_groups)
@@ -36,51 +55,188 @@ class ShardedState(torch.optim.Optimizer):
         self._shards.publish(found_inf)
         self._watch.accept_values()
 
+    def _follow_masters(self) -> None:
+        """Before a step: a model that was loaded after its optimizer has the values of the masters again."""
+        if not self._weights_follow:
+            self._publish()
+            self._weights_follow = True
+
+    # What is saved
+
+    @functools.cached_property
+    def _home(self) -> Home:
+        return Home(self.process_group, self._shards.parameters[0].device)
+
+    def _templates(self) -> list[StateTemplate]:
+        """By group, from the present options."""
+        optimizer_class, defaults = self._inner_arguments
+        return [make_template(optimizer_class, g, defaults, self._home.device) for g in self.param_groups]
+
+    def _spare(self, i: int) -> torch.Tensor | None:
+        """Memory like a master that nobody needs: that of its gradient, between two steps."""
+        master, gradient = self._shards.masters[i], self._shards.gradients[i]
+        if self._reduced is not None or master is None or gradient.dtype != master.dtype:
+            return None
+        return gradient
+
+    def _entries(self, i: int, template: StateTemplate) -> dict[str, Piece]:
+        parameter, master = self._shards.parameters[i], self._shards.masters[i]
+        held = self._shards.held_masters()[id(parameter)]
+        state = {} if master is None else self.inner.state.get(master, {})
+        return saved_entries(parameter, held, state, template, self._home, lambda: self._spare(i))
+
+    def _groups_of(self) -> list[int]:
+        """The group of each trainable parameter."""
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        return [group_of[id(p)] for p in self._shards.parameters]
+
+    def _view_state(self) -> StateView:
+        reference = weakref.ref(self)  # a circle would keep the masters until the next collection
+
+        def entries_of(i: int) -> dict[str, Piece]:
+            optimizer = reference()
+            return optimizer._entries(i, optimizer._templates()[optimizer._groups_of()[i]])
+
+        return StateView(self._shards.parameters, entries_of)
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's masters, state and options, to be saved per rank. As in torch.optim, no copy."""
+        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, and as in
+        torch.optim no copy.
+
+        Every rank has the same keys: of each trainable parameter `master` and what optimizer_class keeps of
+        it, zeros before its first update. A tensor has the parameter's shape and says which elements of it
+        are here; torch.distributed.checkpoint saves and loads it in a world of any size, under the
+        parameter's name where the optimizer was built with named_parameters(), and full_tensor(), which is
+        collective, gathers it. torch.save writes what this rank has, for the same rank of a world of the same
+        size.
+        """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._push_options()
-        state_dict = self.inner.state_dict() | {
-            "masters": checkpoint.masters(self._shards.buffers),
-            "fingerprint": self._fingerprint,
+        ids = parameter_ids(self.param_groups)
+        id_of = {
+            id(p): number
+            for group, own in zip(self.param_groups, ids, strict=True)
+            for p, number in zip(group["params"], own, strict=True)
+        }
+        templates, groups = self._templates(), self._groups_of()
+        state_dict = {
+            "state": {
+                id_of[id(p)]: self._entries(i, templates[groups[i]])
+                for i, p in enumerate(self._shards.parameters)
+            },
+            "param_groups": saved_groups(self.param_groups, ids),
             "steps": self._steps,
         }
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
 
+    # What is loaded
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what this rank saved in a world of the same size; the weights follow the masters.
+        """Go on from a state dict; the weights follow its masters, also those that a model has loaded before
+        or loads until the next step.
+
+        A state dict of this class, read by torch.distributed.checkpoint in a world of any size or by
+        torch.load on the rank and in the world that saved it; or one of another optimizer with whole tensors,
+        as torch.optim has it. Parameters are matched by name where both sides have names
+        (named_parameters()), so that groups may differ: each group gets the options that all groups of its
+        members were saved with. Without names groups must be the same. State of parameters that are not
+        trained here is left out. Where there are no masters (torch.optim), they stay as they are, but for
+        weights that were written to since the last step: those give theirs anew.
 
         Collective. When any rank's state dict does not fit, a parameter of it was moved, or the ranks bring
-        states of different steps, every rank raises ValueError (TypeError for what is no dict) and nothing
-        changes.
+        states of different steps, every rank raises ValueError (TypeError for what is no dict), which lists
+        the names, and nothing changes.
         """
-        before, steps, error = (self.inner.state, self.inner.param_groups), 0, None
+        before, loaded, steps, error = (self.inner.state, self.inner.param_groups), None, 0, None
         try:
             self._watch.check_places(self.param_groups)
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
-            checkpoint.load_inner(self.inner, state_dict, self._fingerprint, self._shards.buffers)
+            loaded = self._read(state_dict)
             steps = state_dict.get("steps", 0)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = checkpoint.load_error(failure)
+            error = load_error(failure)
         try:
-            checkpoint.check_same_steps(exchange(steps, error, self.process_group()))
+            check_same_steps(exchange(steps, error, self.process_group()))
         except Exception:
             self.inner.state, self.inner.param_groups = before  # load_state_dict put new ones in their place
             raise
-        self.state = self.inner.state
         self._pull_options()
-        for buffer in self._shards.buffers:
-            buffer.masters.copy_(state_dict["masters"][buffer.kind])
+        for master, values in zip(self._shards.masters, loaded, strict=True):
+            if master is not None and values is not None:
+                master.copy_(values)
+        for entries in state_dict["state"].values():
+            for value in entries.values():
+                if isinstance(value, Piece):
+                    value.settle()
         self._steps, self._reduced = steps, None
         self._publish()
+        self._weights_follow = False
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _read(self, state_dict: Any) -> list[torch.Tensor | None]:
+        """Check the state dict and give the inner optimizer its part: new objects, so that the old can come
+        back.
+
+        Returns this rank's range of each master; None where it stays as it is.
+        """
+        check_form(state_dict)
+        ids = parameter_ids(self.param_groups)
+        match = Match(state_dict, [[p.name for p in own] for own in ids])
+        numbers = {
+            id(p): (g, i, ids[g][i].name)
+            for g, group in enumerate(self.param_groups)
+            for i, p in enumerate(group["params"])
+        }
+        held, templates = self._shards.held_masters(), self._templates()
+        read, problems, found = was_read(state_dict), Problems(), []
+        for p, label in zip(self._shards.parameters, self._shards.names, strict=True):
+            g, i, name = numbers[id(p)]
+            place = match.place(g, i, name)
+            if place is None:
+                problems.add("missing", name)
+                continue
+            target = Target(name or label, p.shape, held[id(p)].shard, templates[g])
+            found.append(find(target, match.entries(place, name), read, problems))
+        problems.raise_if_any()
+        chosen = find_options(self.param_groups, match, ids)
+        self._load_inner(chosen, [one.state for one in found])
+        written = set(self._watch.written())
+        return [
+            self._present_values(i) if one.master is None and i in written else one.master
+            for i, one in enumerate(found)
+        ]
+
+    def _present_values(self, i: int) -> torch.Tensor:
+        parameter = self._shards.parameters[i]
+        shard = self._shards.held_masters()[id(parameter)].shard
+        return initial_values(parameter)[shard.start : shard.end]
+
+    def _load_inner(self, chosen: Sequence[dict], states: Sequence[dict]) -> None:
+        optimizer_class, _ = self._inner_arguments
+        groups = [group | new for group, new in zip(self.param_groups, chosen, strict=True)]
+        check_values(optimizer_class, groups, self._home.device)
+        masters = [m for group in self.inner.param_groups for m in group["params"]]
+        number_of = {id(master): i for i, master in enumerate(masters)}
+        self.inner.load_state_dict(
+            {
+                "state": {
+                    number_of[id(master)]: state
+                    for master, state in zip(self._shards.masters, states, strict=True)
+                    if master is not None and state
+                },
+                "param_groups": [
+                    options(group) | {"params": [number_of[id(m)] for m in own["params"]]}
+                    for group, own in zip(groups, self.inner.param_groups, strict=True)
+                ],
+            }
+        )
 
     @torch.no_grad()
     def gathered_masters(self) -> list[torch.Tensor | None]:

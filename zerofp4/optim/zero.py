@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange, resolve_group
-from zerofp4.optim import checkpoint
 from zerofp4.optim.initial import broadcast_frozen
 from zerofp4.optim.inner import build_inner, step_masters, try_options
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
@@ -123,7 +122,7 @@ class ZeroFP4Optimizer(ShardedState):
             )
             self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
-            self._fingerprint = checkpoint.fingerprint(description, self._shards.buffers)
+            self._weights_follow = True
             self._publish()
         self._built = True
 
@@ -157,7 +156,8 @@ class ZeroFP4Optimizer(ShardedState):
         self.inner = build_inner(optimizer_class, self.param_groups, masters, defaults)
         if hasattr(self.inner, "offer_amaxes"):
             self._shards.take_amaxes_from(self.inner)
-        self.state = self.inner.state
+        self._inner_arguments = optimizer_class, defaults
+        self.state = self._view_state()
         self._pull_options()
 
     def add_param_group(self, param_group: dict) -> None:
@@ -192,6 +192,7 @@ class ZeroFP4Optimizer(ShardedState):
         on_nonfinite="raise", for gradients with a NaN or Inf.
         """
         loss, gradients, intent, word, error = None, [], None, None, None
+        self._follow_masters()
         try:
             if closure is not None:
                 with torch.enable_grad():
@@ -232,6 +233,7 @@ class ZeroFP4Optimizer(ShardedState):
         FloatingPointError as step() does.
         """
         gradients, intent, word, snapshot, error = [], None, None, None, None
+        self._follow_masters()
         try:
             numbers = clip_arguments(max_norm, norm_type)
             gradients = self._gradients()

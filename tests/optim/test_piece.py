@@ -1,0 +1,73 @@
+"""Pieces: tensors of which a rank holds a flat range."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from zerofp4.optim.piece import Piece
+
+
+def make_piece(first=3, last=17):
+    whole = torch.arange(24, dtype=torch.float32).view(4, 6)
+    return Piece(whole.view(-1)[first:last], whole.shape, first), whole
+
+
+def test_copies_are_pieces_with_values_of_their_own():
+    piece, whole = make_piece()
+    copies = [copy.deepcopy(piece), piece.clone(), piece.to("cpu", copy=True), piece.detach()]
+    file = io.BytesIO()
+    torch.save({"a": piece}, file)
+    file.seek(0)
+    copies.append(torch.load(file, weights_only=True)["a"])
+    for one in copies:
+        assert isinstance(one, Piece) and one.shape == (4, 6) and one.shard == (3, 14)
+        assert torch.equal(one.values, whole.view(-1)[3:17])
+    assert piece.new_empty((4, 6), device="cpu").shard == piece.shard
+    assert type(piece.new_empty((2,))) is torch.Tensor
+
+
+def test_operations_need_the_whole_tensor():
+    piece, _ = make_piece()
+    with pytest.raises(RuntimeError, match=r"shape \(4, 6\) this rank holds 14 elements: full_tensor\(\)"):
+        piece + 1
+    all_here, whole = make_piece(0, 24)
+    assert torch.equal(all_here + 1, whole + 1) and repr(piece).endswith("elements 3..16 of it here)")
+
+
+def test_what_is_copied_into_a_piece_leaves_its_values_alone():
+    piece, whole = make_piece()
+    piece.copy_(-whole)
+    assert piece.values[0] == 3 and piece.present()[0] == -3 and not piece.has_unread()
+    piece.settle()
+    assert piece.values[0] == -3 and piece.loaded is None
+
+
+def test_elements_that_no_file_had_are_noticed():
+    piece, _ = make_piece()
+    chunks = piece.__create_chunk_list__()
+    assert piece.has_unread()
+    for i, chunk in enumerate(chunks):
+        shard = piece.__get_tensor_shard__(type("Index", (), {"offset": chunk.offsets}))
+        assert shard.shape == chunk.sizes
+        shard.fill_(i if i else float("nan"))
+        assert piece.has_unread() == (i + 1 < len(chunks))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(2, 2), (4,), 0, 0), "1D tensor"),
+        (([1.0], (4,), 0, 0), "1D tensor, got list"),
+        ((torch.zeros(3), (4,), 2, 0), r"elements 2..4 of shape \(4,\)"),
+        ((torch.zeros(3), (4,), -1, 0), "elements -1"),
+        ((torch.zeros(3), [4], 0, 0), "must be integers"),
+        ((torch.zeros(3), (-4,), 0, 0), "must be integers"),
+        ((torch.zeros(3), (4,), 0, 1), "not those that were saved: the file is damaged"),
+    ],
+)
+def test_pickles_are_checked(arguments, message):
+    rebuild, _ = make_piece()[0].__reduce_ex__(2)
+    with pytest.raises((TypeError, ValueError), match=message):
+        rebuild(*arguments)

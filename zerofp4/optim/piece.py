@@ -1,0 +1,299 @@
+"""A tensor of which a rank holds a flat range, and which torch.distributed.checkpoint saves and loads so."""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.distributed import GroupReference
+from zerofp4.shard import Shard, rectangles
+
+UNREAD = {torch.float64: (torch.int64, 0x7FF4A5A5A5A5A5A5), torch.float32: (torch.int32, 0x7FA5A5A5)}
+UNREAD |= {torch.bfloat16: (torch.int16, 0x7FA5), torch.float16: (torch.int16, 0x7DA5)}
+"""What elements hold that are still to be read from a file, as integers: NaNs that no arithmetic makes."""
+
+
+class Home:
+    """The ranks that hold the pieces of a tensor, and the device on which they meet. Copies are the same."""
+
+    def __init__(self, group: GroupReference, device: torch.device):
+        self.group, self.device = group, device
+
+    def __deepcopy__(self, memo: dict) -> "Home":
+        return self
+
+    @functools.cached_property
+    def mesh(self):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.group(), self.device.type)
+
+
+class Piece(torch.Tensor):
+    """A tensor of the shape of a parameter, of which only elements [start, start + n) of the flat order are
+    here: `values`, 1D. Of a tensor without dimensions a rank has the element, as others may, or nothing.
+
+    torch.distributed.checkpoint writes it as the rectangles that the range covers, and reads these from
+    whatever chunks a checkpoint has. What it reads goes to memory of its own, `loaded`: the optimizer's
+    values are as they were until load_state_dict has found everything to be right.
+
+    Copies, pickles and moves to another device are pieces too. copy_ into
+    one loads it. Other operations see the whole tensor where it is all here, else they raise RuntimeError.
+    """
+
+    values: torch.Tensor
+    start: int
+    home: Home | None
+    allocate: Callable[[], torch.Tensor] | None
+    loaded: torch.Tensor | None
+    asked: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values, shape, start=0, home=None, allocate=None):
+        """allocate: memory like values that may be read into; None makes some."""
+        properties = {"dtype": values.dtype, "device": values.device}
+        piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
+        piece.values, piece.start, piece.home, piece.allocate = values, start, home, allocate
+        piece.loaded, piece.asked = None, False
+        return piece
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.start, self.values.numel())
+
+    @property
+    def is_whole(self) -> bool:
+        return self.values.numel() == self.numel()
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
+        return type(self)(function(self.present()), self.shape, self.start, self.home)
+
+    def present(self) -> torch.Tensor:
+        """What was loaded into it, or else its values."""
+        return self.values if self.loaded is None else self.loaded
+
+    def has_unread(self) -> bool:
+        """Whether a checkpoint that it was loaded from lacks some of its elements."""
+        if not self.asked or self.dtype not in UNREAD:
+            return False
+        if self.loaded is None:
+            return self.values.numel() > 0
+        integers, pattern = UNREAD[self.dtype]
+        return bool((self.loaded.view(integers) == pattern).any())
+
+    def settle(self) -> None:
+        """What was loaded are its values from now on."""
+        self.values, self.loaded, self.asked = self.present(), None, False
+
+    # torch.distributed.checkpoint
+
+    def _chunks(self) -> list:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        if not self.numel():  # nobody owns an element, and it must be in the checkpoint
+            return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
+        boxes = rectangles(self.shape, self.shard)
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.present())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list:
+        """Only a load asks: from now on what comes is read into other memory than the values."""
+        self.asked, self.loaded = True, None
+        return self._chunks()
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        if self.asked and self.loaded is None:
+            self.loaded = self._space()
+        if not self.numel():
+            return self.present().view(self.shape)
+        offsets = tuple(index.offset)
+        box = next(b for b in rectangles(self.shape, self.shard) if b.offsets == offsets)
+        first = box.start - self.start
+        return self.present()[first : first + box.numel].view(box.sizes)
+
+    def _space(self) -> torch.Tensor:
+        space = None if self.allocate is None else self.allocate()
+        if space is None:
+            space = torch.empty(self.values.shape, dtype=self.dtype, device=self.device)
+        if self.dtype in UNREAD:
+            integers, pattern = UNREAD[self.dtype]
+            space.view(integers).fill_(pattern)
+        return space
+
+    # Copies
+
+    def __deepcopy__(self, memo: dict) -> "Piece":
+        if id(self) not in memo:
+            memo[id(self)] = self.map(torch.clone)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
+        return _rebuild_piece, (
+            values,
+            tuple(self.shape),
+            self.start,
+            _checksum(values, self.shape, self.start),
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        first, last = self.start, self.shard.end
+        what = (
+            "all of it"
+            if self.is_whole
+            else f"elements {first}..{last - 1} of it"
+            if last > first
+            else "none of it"
+        )
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {what} here)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        pieces = torch.utils._pytree.tree_map(lambda leaf: _whole(leaf, func), (args, kwargs or {}))
+        return func(*pieces[0], **pieces[1])
+
+
+def _whole(leaf: Any, func: Any = None) -> Any:
+    if not isinstance(leaf, Piece):
+        return leaf
+    if not leaf.is_whole:
+        raise RuntimeError(
+            f"{func}: of a tensor of shape {tuple(leaf.shape)} this rank holds {leaf.values.numel()} "
+            "elements: full_tensor(), which is collective, gathers it"
+        )
+    return leaf.present().view(leaf.shape)
+
+
+def _checksum(values: torch.Tensor, shape: Any, start: int) -> int:
+    """Of the bytes, which pickles do not check, and of where they belong."""
+    seed = zlib.crc32(repr((str(values.dtype), tuple(shape), start)).encode())
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy(), seed)
+
+
+def _rebuild_piece(values: Any, shape: Any, start: Any, checksum: Any) -> Piece:
+    if not (type(values) is torch.Tensor and values.dim() == 1 and values.layout == torch.strided):
+        raise TypeError(f"values of a piece must be a 1D tensor, got {type(values).__name__}")
+    if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape) or type(start) is not int:
+        raise TypeError(f"shape and start of a piece must be integers, got {shape!r} and {start!r}")
+    if start < 0 or start + values.numel() > math.prod(shape):
+        raise ValueError(f"a piece has elements {start}..{start + values.numel() - 1} of shape {shape}")
+    if values.device.type == "cpu" and _checksum(values, shape, start) != checksum:
+        raise ValueError(
+            f"the elements of a piece of shape {shape} are not those that were saved: the file is damaged"
+        )
+    return Piece(values.detach().clone(), shape, start)  # what a file may set_ to another size
+
+
+torch.serialization.add_safe_globals([_rebuild_piece])
+
+
+def make_piece(values: torch.Tensor, shape: Any, start: int, home: Home, allocate: Any = None) -> Piece:
+    """Where there are several ranks it is a DTensor in name, so that what asks for a full state dict gathers
+    it.
+    """
+    kind = Piece if home.group() is None else _sharded_piece()
+    return kind(values, shape, start, home, allocate)
+
+
+@functools.cache
+def _sharded_piece() -> type[Piece]:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    class ShardedPiece(Piece, DTensor):
+        """A piece of a tensor whose other elements are on other ranks.
+
+        torch's full state dicts gather nothing but DTensors. Of one it has the mesh, redistribute() and
+        full_tensor(); the placement says that whoever distributes a whole tensor leaves it whole, which the
+        optimizer cuts.
+        """
+
+        device_mesh = property(lambda self: self.home.mesh)
+        placements = property(lambda self: (Replicate(),))
+
+        def redistribute(self, device_mesh=None, placements=None, **_):
+            """Collective: the whole tensor on every rank, as a replicated DTensor."""
+            return DTensor.from_local(gathered(self), self.home.mesh, [Replicate()], run_check=False)
+
+        def to_local(self, *, grad_placements=None):
+            return self
+
+    return ShardedPiece
+
+
+def gathered(piece: Piece) -> torch.Tensor:
+    """Collective: the whole tensor, in its shape, from the ranges that the ranks hold, wherever these lie."""
+    group, own = piece.home.group(), piece.present()
+    if group is None:
+        return own.view(piece.shape).clone()
+    flat = torch.zeros(piece.numel(), dtype=piece.dtype, device=piece.home.device)
+    flat[piece.start : piece.shard.end] = own.to(flat.device)
+    if flat.numel():
+        # Of the bytes: the others' are 0, and what several ranks have is the same. A sum makes -0 a 0.
+        dist.all_reduce(flat.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group=group)
+    return flat.view(piece.shape)
+
+
+# Handlers of __torch_dispatch__
+
+
+def _to_copy(piece: Piece, *, dtype=None, device=None, non_blocking=False, **_) -> Piece:
+    return piece.map(
+        lambda values: values.to(device=device, dtype=dtype, non_blocking=non_blocking, copy=True)
+    )
+
+
+def _new_empty(piece: Piece, size, *, dtype=None, device=None, **_) -> torch.Tensor:
+    """Of its size: a piece, into which the stager of async_save puts a copy of this one's attributes."""
+    if tuple(size) != tuple(piece.shape) or dtype not in (None, piece.dtype):
+        return torch.empty(size, dtype=dtype or piece.dtype, device=device or piece.device)
+    return piece.map(lambda values: torch.empty_like(values, device=device))
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, Piece):
+        return target.copy_(_whole(source, "copy_"), non_blocking)
+    if target.loaded is None:
+        target.asked, target.loaded = True, target._space()
+    if isinstance(source, Piece) and source.shard == target.shard:
+        target.present().copy_(source.present(), non_blocking)
+    else:
+        own = _whole(source, "copy_").reshape(-1)[target.start : target.shard.end]
+        target.present().copy_(own, non_blocking)
+    return target
+
+
+_aten = torch.ops.aten
+_HANDLERS = {
+    _aten.alias.default: lambda piece: piece.map(torch.Tensor.detach),
+    _aten.detach.default: lambda piece: piece.map(torch.Tensor.detach),
+    _aten.clone.default: lambda piece, **_: piece.map(torch.clone),
+    _aten.copy_.default: _copy_,
+    _aten.empty_like.default: lambda piece, **options: _new_empty(piece, piece.shape, **options),
+    _aten.new_empty.default: _new_empty,
+    _aten._to_copy.default: _to_copy,
+}
