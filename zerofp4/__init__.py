@@ -4,8 +4,9 @@ from zerofp4 import launch, nn, optim
 from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
 from zerofp4.gemm import Operand, gemm
-from zerofp4.nn import convert_model
+from zerofp4.nn import convert_model, plain_state_dict
 from zerofp4.ops import build_info
+from zerofp4.optim import master_state_dict, save_safetensors, unconvert_model
 from zerofp4.tensors import (
     GroupedNVFP4Tensor,
     MXFP8Tensor,
@@ -39,13 +40,17 @@ __all__ = [
     "empty",
     "gemm",
     "launch",
+    "master_state_dict",
     "nn",
     "optim",
+    "plain_state_dict",
     "post_all_gather_processing",
     "quantize",
     "quantize_dequantize",
     "quantize_grouped",
     "quantize_mxfp8",
+    "save_safetensors",
     "swizzle_scales",
+    "unconvert_model",
     "unswizzle_scales",
 ]

@@ -4,6 +4,7 @@ from zerofp4.nn.convert import ConversionReport, convert_model
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
+from zerofp4.nn.plain_state import plain_state_dict
 from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
 from zerofp4.nn.shared_input import quantize_input
 
@@ -17,5 +18,6 @@ __all__ = [
     "NVFP4Recipe",
     "autocast",
     "convert_model",
+    "plain_state_dict",
     "quantize_input",
 ]

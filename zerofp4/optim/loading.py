@@ -9,7 +9,7 @@ import torch
 from zerofp4.distributed import first_difference
 from zerofp4.optim.checkpoint import own_name
 from zerofp4.optim.inner import options
-from zerofp4.optim.piece import Piece
+from zerofp4.optim.piece import Home, Piece, gathered
 from zerofp4.optim.template import STARTED, StateTemplate
 from zerofp4.shard import Shard
 
@@ -27,6 +27,7 @@ class Target(NamedTuple):
     shape: torch.Size
     shard: Shard
     template: StateTemplate
+    home: Home
 
 
 class Found(NamedTuple):
@@ -137,6 +138,15 @@ def was_read(state_dict: Mapping) -> bool:
     )
 
 
+def is_anothers(state_dict: Mapping, home: Home) -> bool:
+    """Whether it is the state_dict() of another optimizer in this process, as it is."""
+    return any(
+        isinstance(value, Piece) and value.home not in (None, home)
+        for entries in state_dict["state"].values()
+        for value in entries.values()
+    )
+
+
 def find(target: Target, entries: Mapping, read: bool, problems: Problems) -> Found:
     """This rank's range of everything that the optimizer keeps of a parameter."""
     # Of what was not in a checkpoint the state dict still has what the optimizer had.
@@ -186,6 +196,8 @@ class _Reader:
         elif not isinstance(value, Piece):
             own = value.detach().reshape(-1)[target.shard.start : target.shard.end]
             return own.clone()
+        elif value.home not in (None, target.home):  # of another optimizer of these ranks
+            return gathered(value).view(-1)[target.shard.start : target.shard.end].clone()
         elif value.shard != target.shard:
             first, last = value.shard.start, value.shard.end - 1
             self._problems.add("saved by a rank with other elements", f"{what} ({first}..{last})")
@@ -197,7 +209,7 @@ class _Reader:
 
     def scalar(self, name: str, value: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Of shape (); None where there is a problem, or another rank has it."""
-        what = f"{self.target.label}.{name}"
+        target, what = self.target, f"{self.target.label}.{name}"
         value = _local(value)
         if isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=dtype)
@@ -209,6 +221,8 @@ class _Reader:
         if value.has_unread():
             self._problems.add("not whole in the checkpoint", what)
             return None
+        if value.home not in (None, target.home):
+            return gathered(value)
         return value.present().view(()) if value.is_whole else None
 
 

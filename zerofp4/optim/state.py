@@ -13,6 +13,7 @@ from zerofp4.optim.checkpoint import StateView, parameter_ids, saved_entries, sa
 from zerofp4.optim.initial import HeldMaster, initial_values
 from zerofp4.optim.inner import check_values, copy_options, options
 from zerofp4.optim.loading import (
+    Found,
     Match,
     Problems,
     Target,
@@ -20,6 +21,7 @@ from zerofp4.optim.loading import (
     check_same_steps,
     find,
     find_options,
+    is_anothers,
     load_error,
     was_read,
 )
@@ -148,6 +150,10 @@ class ShardedState(torch.optim.Optimizer):
         trained here is left out. Where there are no masters (torch.optim), they stay as they are, but for
         weights that were written to since the last step: those give theirs anew.
 
+        The state_dict() of another optimizer of the same ranks, as it is, may be of fewer parameters: those
+        that it lacks keep what they have here. So a new optimizer goes on from an old one, with parameters
+        added or unfrozen.
+
         Collective. When any rank's state dict does not fit, a parameter of it was moved, or the ranks bring
         states of different steps, every rank raises ValueError (TypeError for what is no dict), which lists
         the names, and nothing changes.
@@ -195,14 +201,17 @@ class ShardedState(torch.optim.Optimizer):
             for i, p in enumerate(group["params"])
         }
         held, templates = self._shards.held_masters(), self._templates()
-        read, problems, found = was_read(state_dict), Problems(), []
+        read, anothers = was_read(state_dict), is_anothers(state_dict, self._home)
+        problems, found = Problems(), []
         for p, label in zip(self._shards.parameters, self._shards.names, strict=True):
             g, i, name = numbers[id(p)]
             place = match.place(g, i, name)
             if place is None:
-                problems.add("missing", name)
+                found.append(Found(None, {}))
+                if not anothers:  # where it is new
+                    problems.add("missing", name)
                 continue
-            target = Target(name or label, p.shape, held[id(p)].shard, templates[g])
+            target = Target(name or label, p.shape, held[id(p)].shard, templates[g], self._home)
             found.append(find(target, match.entries(place, name), read, problems))
         problems.raise_if_any()
         chosen = find_options(self.param_groups, match, ids)

@@ -120,7 +120,7 @@ class ParameterWatch:
         name = next(n for p, n in zip(self._frozen, self._frozen_names, strict=True) if p.requires_grad)
         return (
             f"{name} was frozen when the optimizer was built and has no master: build a new optimizer, with "
-            "masters_from=this one"
+            "masters_from=this one, or have it load_state_dict() this one's state_dict(), moments and all"
         )
 
     def _find_bad_gradient(self, gradients: Sequence[torch.Tensor | None]) -> str | None:

@@ -165,7 +165,8 @@ class ZeroFP4Optimizer(ShardedState):
         if self._built:
             raise RuntimeError(
                 "add_param_group: masters and weights lie in flat buffers that were laid out when the "
-                "optimizer was built; build a new optimizer for other parameters, with masters_from=this one"
+                "optimizer was built; build a new optimizer for other parameters, with masters_from=this "
+                "one, or have it load_state_dict() this one's state_dict(), moments and all"
             )
         super().add_param_group(param_group)
 

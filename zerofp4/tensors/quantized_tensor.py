@@ -1,6 +1,7 @@
 """QuantizedTensor: a torch.Tensor over a record of quantized bytes, whatever their format."""
 
 import copy
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -112,6 +113,14 @@ class QuantizedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
         fields = [*self._describe(), *["requires_grad=True"] * self.requires_grad]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, {', '.join(fields)})"
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        transfer.refuse_safetensors(self, sys._getframe(1))
+        return super().untyped_storage()
+
+    def storage(self) -> torch.TypedStorage:
+        transfer.refuse_safetensors(self, sys._getframe(1))
+        return super().storage()
 
     def __setitem__(self, index, value) -> None:
         raise RuntimeError("indexed assignment" + dispatch.writes(self))

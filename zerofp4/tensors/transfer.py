@@ -1,6 +1,7 @@
 """How a quantized tensor leaves the place where it is: copies, pickles, pinned memory, collectives."""
 
 import hashlib
+import types
 from collections.abc import Callable
 
 import torch
@@ -57,6 +58,20 @@ torch.serialization.add_safe_globals([_rebuild_tensor])
 
 
 # Memory
+
+
+def refuse_safetensors(tensor, frame: types.FrameType) -> None:
+    """Raises TypeError where safetensors asks for the storage of a quantized tensor, which has none: what
+    torch would raise names neither the tensor nor a way out.
+    """
+    if not frame.f_globals.get("__name__", "").startswith("safetensors"):
+        return
+    name = f" {tensor.record.name!r}" if tensor.record.name else ""
+    raise TypeError(
+        f"safetensors cannot hold the {type(tensor).__name__}{name} of shape {tuple(tensor.shape)}: give it "
+        "dict(zerofp4.master_state_dict(model, optimizer)), call zerofp4.save_safetensors, or have "
+        "zerofp4.plain_state_dict(model) make state_dict() hold values"
+    )
 
 
 def new_empty(tensor, size, *, dtype=None, layout=None, device=None, pin_memory=None):

@@ -1,0 +1,127 @@
+"""Converted models for what knows ordinary tensors only."""
+
+import copy
+import io
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from torch import nn
+
+import zerofp4
+from zerofp4 import NVFP4Tensor
+from zerofp4.optim import ZeroFP4Optimizer
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(32, 48, dtype=torch.bfloat16)
+        self.body = nn.Sequential(nn.Linear(48, 16, dtype=torch.bfloat16), nn.LayerNorm(16))
+
+
+def make(device, seed=0, convert=True):
+    torch.manual_seed(seed)
+    net = Net().to(device)
+    if convert:
+        zerofp4.convert_model(net)
+    return net
+
+
+def test_plain_state_dict_holds_values_and_loads_them(device):
+    net = make(device)
+    zerofp4.plain_state_dict(net)
+    zerofp4.plain_state_dict(net)
+    for state in (net.state_dict(), {f"body.{k}": v for k, v in net.body.state_dict().items()}):
+        for name, value in state.items():
+            assert type(value) is torch.Tensor and value.dtype == net.get_parameter(name).dtype
+    assert_bytes_equal(
+        net.state_dict()["first.weight"], net.first.weight.detach().dequantize(), "first.weight"
+    )
+    other = make(device, 1)
+    plain = make(device, 2, convert=False)
+    for model in (other, net):
+        model.load_state_dict(plain.state_dict())
+        assert isinstance(model.first.weight, NVFP4Tensor)
+        assert_bytes_equal(
+            model.first.weight.get_high_precision_init_val(), plain.first.weight.detach().cpu(), ""
+        )
+    again = copy.deepcopy(net)
+    assert type(again.state_dict()["first.weight"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_values_loaded_before_or_after_the_conversion_are_the_same(device, when):
+    plain = make(device, 2, convert=False)
+    net = make(device, convert=False)
+    if when == "before":
+        net.load_state_dict(plain.state_dict())
+    zerofp4.convert_model(net)
+    if when == "after":
+        net.load_state_dict(plain.state_dict())
+    optimizer = ZeroFP4Optimizer(net.named_parameters())
+    for p, master in zip(plain.parameters(), optimizer.gathered_masters(), strict=True):
+        assert_bytes_equal(master, p.detach().float(), "master")
+
+
+def test_assign_puts_the_given_tensors_into_the_model(device):
+    net, plain = make(device), make(device, 2, convert=False)
+    net.load_state_dict(plain.state_dict(), assign=True)
+    assert (
+        type(net.first.weight) is nn.Parameter
+        and net.first.weight.data_ptr() == plain.first.weight.data_ptr()
+    )
+    plain.load_state_dict(make(device).state_dict(), assign=True)
+    assert isinstance(plain.first.weight, NVFP4Tensor)
+
+
+def test_unconvert_gives_back_what_was_converted(device):
+    net, plain = make(device), make(device, convert=False)
+    net.first.weight.note = "kept"
+    assert zerofp4.unconvert_model(net) == ["first.weight", "body.0.weight"]
+    for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert type(p) is nn.Parameter
+        assert_bytes_equal(p.detach(), q.detach(), name)
+    assert net.first.weight.note == "kept" and zerofp4.unconvert_model(net) == []
+    net = make(device)
+    net.first.weight.clear_high_precision_init_val()
+    expected = net.first.weight.detach().dequantize()
+    zerofp4.unconvert_model(net)
+    assert_bytes_equal(net.first.weight.detach(), expected, "first.weight")
+
+
+def test_safetensors_names_the_quantized_weight(device, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    net = make(device)
+    with pytest.raises(
+        TypeError, match=r"cannot hold the NVFP4Tensor 'first' of shape \(48, 32\): give it dict"
+    ):
+        safetensors.save_file(net.state_dict(), tmp_path / "a")
+    with pytest.raises(TypeError, match="cannot hold the NVFP4Tensor"):
+        safetensors.save_model(net, tmp_path / "a")
+    zerofp4.plain_state_dict(net)
+    safetensors.save_file(net.state_dict(), tmp_path / "a")
+    assert_bytes_equal(
+        safetensors.load_file(tmp_path / "a")["first.weight"],
+        net.first.weight.detach().dequantize().cpu(),
+        "",
+    )
+
+
+def test_wrong_arguments_of_exports(device):
+    net = make(device)
+    with pytest.raises(TypeError, match="optimizer must be a ZeroFP4Optimizer, got AdamW"):
+        zerofp4.master_state_dict(net, torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    optimizer = ZeroFP4Optimizer(net.parameters())
+    with pytest.raises(TypeError, match="dtype must be a floating one"):
+        zerofp4.master_state_dict(net, optimizer, torch.int32)
+
+
+def test_a_models_file_is_read_with_weights_only(device):
+    net = make(device)
+    file = io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+    other = make(device, 1)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_bytes_equal(other.first.weight.rowwise_data, net.first.weight.rowwise_data, "first.weight")

@@ -1,0 +1,27 @@
+"""State dicts of values, for what can save and load nothing else."""
+
+from typing import Any
+
+from torch import nn
+
+from zerofp4.tensors import QuantizedTensor
+
+
+def plain_state_dict(model: nn.Module) -> None:
+    """From now on model.state_dict(), and that of each of its modules, holds the values of quantized weights,
+    in the weights' dtype, and load_state_dict() quantizes what it is given: for Trainer, accelerate and
+    safetensors.
+
+    The weights stay what they are. Values cannot give the same codes back in all cases: to resume training,
+    load the optimizer too, whose masters the weights then follow.
+    """
+    for module in model.modules():
+        if _with_values not in module._state_dict_hooks.values():
+            module._register_state_dict_hook(_with_values)
+
+
+def _with_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, QuantizedTensor):
+            state_dict[prefix + name] = value.detach().dequantize()
