@@ -74,9 +74,11 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _groups += 1
+    # torchrun keeps its store when it restarts the ranks: those that were killed have left their addresses in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"zerofp4/{_groups}", store),
+        store=dist.PrefixStore(f"zerofp4/{attempt}/{_groups}", store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
