@@ -141,7 +141,7 @@ def was_read(state_dict: Mapping) -> bool:
 def is_anothers(state_dict: Mapping, home: Home) -> bool:
     """Whether it is the state_dict() of another optimizer in this process, as it is."""
     return any(
-        isinstance(value, Piece) and value.home not in (None, home)
+        isinstance(value, Piece) and value.live and value.home is not home
         for entries in state_dict["state"].values()
         for value in entries.values()
     )
@@ -196,7 +196,7 @@ class _Reader:
         elif not isinstance(value, Piece):
             own = value.detach().reshape(-1)[target.shard.start : target.shard.end]
             return own.clone()
-        elif value.home not in (None, target.home):  # of another optimizer of these ranks
+        elif value.live and value.home is not target.home:  # of another optimizer of these ranks
             return gathered(value).view(-1)[target.shard.start : target.shard.end].clone()
         elif value.shard != target.shard:
             first, last = value.shard.start, value.shard.end - 1
@@ -221,7 +221,7 @@ class _Reader:
         if value.has_unread():
             self._problems.add("not whole in the checkpoint", what)
             return None
-        if value.home not in (None, target.home):
+        if value.live and value.home is not target.home:
             return gathered(value)
         return value.present().view(()) if value.is_whole else None
 

@@ -51,16 +51,18 @@ class Piece(torch.Tensor):
     allocate: Callable[[], torch.Tensor] | None
     loaded: torch.Tensor | None
     asked: bool
+    live: bool
+    """Whether the values are those of an optimizer itself, and no copy."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, values, shape, start=0, home=None, allocate=None):
+    def __new__(cls, values, shape, start=0, home=None, allocate=None, live=False):
         """allocate: memory like values that may be read into; None makes some."""
         properties = {"dtype": values.dtype, "device": values.device}
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.allocate = values, start, home, allocate
-        piece.loaded, piece.asked = None, False
+        piece.loaded, piece.asked, piece.live = None, False, live
         return piece
 
     def __init__(self, *_: Any, **__: Any):
@@ -217,7 +219,7 @@ def make_piece(values: torch.Tensor, shape: Any, start: int, home: Home, allocat
     it.
     """
     kind = Piece if home.group() is None else _sharded_piece()
-    return kind(values, shape, start, home, allocate)
+    return kind(values, shape, start, home, allocate, live=True)
 
 
 @functools.cache
