@@ -17,5 +17,5 @@ if ((gpus == 1)); then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 "$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node $ranks \
-    scripts/train.py --weights both --out runs/demo "$@"
+    scripts/train.py --weights both --out runs/demo --overwrite "$@"
 passed

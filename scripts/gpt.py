@@ -94,10 +94,11 @@ class GPT(nn.Module):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: the matrices of linear layers decay; embeddings and norms do not."""
+    """Two groups of named parameters: the matrices of linear layers decay; embeddings and norms do not."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decays: list[nn.Parameter] = []
-    stays: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        (decays if parameter.dim() == 2 and id(parameter) not in embeddings else stays).append(parameter)
+    decays: list[tuple[str, nn.Parameter]] = []
+    stays: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        decay = parameter.dim() == 2 and id(parameter) not in embeddings
+        (decays if decay else stays).append((name, parameter))
     return [{"params": decays, "weight_decay": weight_decay}, {"params": stays, "weight_decay": 0.0}]

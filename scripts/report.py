@@ -27,15 +27,16 @@ class Recorder:
     A context manager. On other ranks than 0 (`active` False) it does nothing.
     """
 
-    def __init__(self, out: Path, kind: str, steps: int, active: bool):
+    def __init__(self, out: Path, kind: str, steps: int, active: bool, done: int = 0):
+        """done: steps of an earlier run that this one goes on with, whose rows stay."""
         self.kind = kind
         self.steps = steps
-        self.rows: list[dict] = []
+        self.rows: list[dict] = keep_rows(metrics_file(out, kind), done) if active and done else []
         self.active = active
         self.print_every = max(1, steps // 10)
         self.validation = ""
         self.display = progress_display() if active else None
-        self.file = metrics_file(out, kind).open("w") if active else None
+        self.file = metrics_file(out, kind).open("a" if done else "w") if active else None
 
     def __enter__(self) -> "Recorder":
         self.exit_stack = contextlib.ExitStack()
@@ -76,6 +77,15 @@ def read_metrics(path: Path) -> list[dict]:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
+    return rows
+
+
+def keep_rows(path: Path, steps: int) -> list[dict]:
+    """The rows of the first steps, from which all later ones are taken away, at once."""
+    rows = [row for row in read_metrics(path) if row["step"] <= steps] if path.exists() else []
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(scratch, path)
     return rows
 
 

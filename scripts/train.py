@@ -6,6 +6,7 @@ end every weight of the live model is checked on every rank: the same bytes ever
 quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
 
     python scripts/train.py --steps 200
+    python scripts/train.py --steps 5000 --checkpoint-every 500 --resume auto
     torchrun --standalone --nproc-per-node 2 scripts/train.py --weights both --out runs/both
     mpirun -n 2 python scripts/train.py
     python scripts/train.py --preset 124m --recipe nvfp4 --micro-batches 4 --corpus all --tokenizer 8192
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoints import CheckpointError, Checkpoints, add_checkpoint_options, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
 from report import KINDS, Recorder, draw, write_summary
 from text import Batches, Text, TextTooShortError
@@ -33,12 +35,13 @@ from torch import nn
 
 import zerofp4
 from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.testing import VerificationError, verify_model
 
 # Class and arguments; without an lr the preset's is the default.
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+    "fused_adamw": (FusedAdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
     "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}),
     "nadam": (torch.optim.NAdam, {}),
     "radam": (torch.optim.RAdam, {}),
@@ -81,7 +84,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, default="1m", help="model, named by its parameters (default: 1m)")
     add("--weights", choices=[*KINDS, "both"], default="nvfp4", help="of the linear layers (default: nvfp4)")
     add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="class of torch.optim (default: adamw)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused_adamw is ours (default: adamw)")
     add("--lr", type=at_least(float, 0.0), help="peak learning rate (default: the preset's; sgd: 0.3)")
     add("--batch-size", type=at_least(int, 1), default=8, help="sequences, per rank (default: 8)")
     add(
@@ -98,6 +101,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
     add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
     add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
+    add_checkpoint_options(parser, at_least)
     options = parser.parse_args(arguments)
     context = PRESETS[options.preset].context
     if options.sequence_length > context:
@@ -119,15 +123,18 @@ class DivergedError(RuntimeError):
 
 
 class Interrupt:
-    """Ctrl-C asks for a stop after the step in progress; a second one stops at once."""
+    """Ctrl-C and SIGTERM ask for a stop after the step in progress; a second one stops at once."""
 
     def __init__(self):
         self.asked = False
-        self.previous = signal.signal(signal.SIGINT, self._handle)
+        self.signal = signal.SIGINT
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self.previous = {number: signal.signal(number, self._handle) for number in signals}
 
-    def _handle(self, *_) -> None:
-        self.asked = True
-        signal.signal(signal.SIGINT, self.previous)
+    def _handle(self, number: int, *_) -> None:
+        self.asked, self.signal = True, number
+        for other, handler in self.previous.items():
+            signal.signal(other, handler)
 
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
@@ -187,6 +194,59 @@ def validate(model: GPT, text: Text, options: argparse.Namespace, world: World) 
     return mean_over_ranks([sum(losses) / len(losses)], world.device)[0]
 
 
+class Progress:
+    """How far a run is, and what a checkpoint keeps of that beside model and optimizer."""
+
+    def __init__(self, kind: str, options: argparse.Namespace, text: Text, world: World, parts: tuple):
+        """parts: model, optimizer, scheduler and batches, which resume() brings to where they were."""
+        self.model, self.optimizer, self.scheduler, self.batches = parts
+        names = ("preset", "steps", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
+        names += ("recipe", "corpus", "tokenizer")
+        identity = {name: getattr(options, name) for name in names}
+        identity |= {"weights": kind, "text": text.digest}
+        identity["global batch"] = options.batch_size * world.world_size
+        self.checkpoints = Checkpoints(options.out / f"checkpoints-{kind}", options.keep, identity, world)
+        self.options = options
+        self.step = 0
+        # The first step loads kernels and opens connections, whatever the weights are: no part of the rate.
+        self.seconds = self.first_seconds = self.training_seconds = 0.0
+
+    def resume(self) -> None:
+        """Go on where the last whole checkpoint was written, if that is asked for and there is one."""
+        found = self.checkpoints.resume(self.model, self.optimizer) if self.options.resume else None
+        if found is not None:
+            self.scheduler.load_state_dict(found["scheduler"])
+            self.batches.generator.set_state(found["batches"])
+            self.step, clocks = found["step"], found["seconds"]
+            self.seconds, self.first_seconds, self.training_seconds = clocks
+
+    def count(self, step: int, seconds: float, since_start: float) -> None:
+        self.step, self.seconds = step, since_start
+        self.training_seconds += seconds
+        self.first_seconds = self.first_seconds or seconds
+
+    def summary(self, rows: list[dict], tokens: int) -> dict:
+        """rows: of all steps on rank 0. tokens: in a step."""
+        losses = [row["loss"] for row in rows[-max(1, self.options.steps // 20) :]]
+        others = (self.training_seconds - self.first_seconds) or self.first_seconds
+        return {
+            "steps": self.step,
+            "loss": sum(losses) / max(1, len(losses)),
+            "validation_loss": rows[-1]["validation_loss"] if rows else math.nan,
+            "seconds": self.seconds,
+            "first_step_seconds": self.first_seconds,
+            "tokens_per_second": tokens * max(self.step - 1, 1) / others,
+        }
+
+    def save_if_due(self, stop: bool) -> None:
+        every = self.options.checkpoint_every
+        if every and (self.step % every == 0 or self.step == self.options.steps or stop):
+            clocks = [self.seconds, self.first_seconds, self.training_seconds]
+            progress = {"step": self.step, "scheduler": self.scheduler.state_dict(), "seconds": clocks}
+            progress["batches"] = self.batches.generator.get_state()
+            self.checkpoints.save(self.step, self.model, self.optimizer, progress)
+
+
 def train(kind: str, options: argparse.Namespace, text: Text, world: World, interrupt: Interrupt) -> dict:
     """Train one model, verify it and return what the summary says about it. Collective."""
     model, optimizer = build(kind, options, text.vocabulary, world.device)
@@ -194,12 +254,12 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     batches = draw_batches(text.train, options, world)
     tokens = options.batch_size * options.sequence_length * options.micro_batches * world.world_size
     validate_every = max(1, options.steps // VALIDATIONS)
-    start = time.perf_counter()
-    # The first step loads kernels and opens connections, whatever the weights are: it is no part of the rate.
-    first_seconds = training_seconds = 0.0
+    progress = Progress(kind, options, text, world, (model, optimizer, scheduler, batches))
+    progress.resume()
+    start = time.perf_counter() - progress.seconds
     skipped_in_a_row = 0
-    with Recorder(options.out, kind, options.steps, active=world.rank == 0) as recorder:
-        for step in range(1, options.steps + 1):
+    with Recorder(options.out, kind, options.steps, world.rank == 0, progress.step) as recorder:
+        for step in range(progress.step + 1, options.steps + 1):
             step_start = time.perf_counter()
             loss = 0.0
             for index in range(options.micro_batches):
@@ -225,27 +285,19 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                     f"that of {optimizer.first_nonfinite()} first: try a lower --lr than {options.lr}"
                 )
             seconds = time.perf_counter() - step_start
-            training_seconds += seconds
-            first_seconds = first_seconds or seconds
+            progress.count(step, seconds, time.perf_counter() - start)
             row = {"step": step, "loss": loss, "lr": lr, "grad_norm": float(norm)}
-            row |= {"tokens_per_second": tokens / seconds, "seconds": time.perf_counter() - start}
+            row |= {"tokens_per_second": tokens / seconds, "seconds": progress.seconds}
             if step % validate_every == 0 or step == options.steps or stop:
                 row["validation_loss"] = validate(model, text, options, world)
             recorder.record(row)
+            progress.save_if_due(bool(stop))
             if stop:
                 interrupt.asked = True
                 break
-    last = [row["loss"] for row in recorder.rows[-max(1, options.steps // 20) :]]
     return {
-        "steps": step,
-        "loss": sum(last) / len(last),
-        "validation_loss": row["validation_loss"],
-        "validation_loss_per_byte": row["validation_loss"] / text.bytes_per_token,
-        "seconds": time.perf_counter() - start,
-        "first_step_seconds": first_seconds,
-        "tokens_per_second": tokens
-        * max(step - 1, 1)
-        / ((training_seconds - first_seconds) or first_seconds),
+        **(summary := progress.summary(recorder.rows, tokens)),
+        "validation_loss_per_byte": summary["validation_loss"] / text.bytes_per_token,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "verified": verify_model(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
@@ -301,8 +353,7 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
         if world.rank == 0:
             print(line, flush=True)
 
-    if world.rank == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
+    prepare_folder(options, world)
     title = f"GPT {options.preset}, {options.optimizer}, {ranks(world)} on {world.device.type}"
     say(f"{title} ({world.backend})")
     for kind in KINDS if options.weights == "both" else [options.weights]:
@@ -313,7 +364,7 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
     if world.rank == 0:
         picture = draw(options.out, title) or "no picture, for want of matplotlib"
         say(f"wrote {write_summary(options.out, summary)} and {picture}")
-    return 130 if interrupt.asked else 0
+    return 128 + interrupt.signal if interrupt.asked else 0
 
 
 def in_tokens(text: Text, vocabulary: int | None, world: World) -> Text:
@@ -337,7 +388,8 @@ def main() -> int:
         text = in_tokens(text, options.tokenizer, world)
         text.check(options.sequence_length)
         code = run(options, text, world)
-    except (VerificationError, DivergedError, TextTooShortError) as error:  # raised by every rank
+    # Every rank raises these.
+    except (VerificationError, DivergedError, CheckpointError, TextTooShortError) as error:
         if world.rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr, flush=True)
         code = 1
