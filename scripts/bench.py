@@ -9,6 +9,8 @@
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
     torchrun --nproc-per-node 2 scripts/bench.py step
                                                 a whole optimizer step, a rank for each GPU
+    torchrun --nproc-per-node 2 scripts/bench.py checkpoint
+                                                dcp.save and dcp.load beside DTensors of the same bytes
     scripts/bench.py instructions               what rows execute, counted by ncu, for budgets in the tables
     scripts/bench.py docs                       charts and the tables of docs/performance.md from the results
 
@@ -34,10 +36,12 @@ for integers and logic and for those that multiply; at 61% of the copy the sched
 import argparse
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from benchmarking import chart, instructions, tables
+from benchmarking.checkpoints import checkpoint
 from benchmarking.clock import keep_freed_memory
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
@@ -74,10 +78,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
     add_options(add_command(commands, "all", summary), tuple(NAMES))
     add_step_options(add_command(commands, "step", step.__doc__.splitlines()[0]))
+    add_checkpoint_options(add_command(commands, "checkpoint", checkpoint.__doc__.splitlines()[0]))
     add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
     add_command(commands, "docs", "write the charts, and the tables of docs/performance.md, from the results")
     options = parser.parse_args(arguments)
-    if options.command not in ("docs", "instructions", "step"):
+    if options.command not in ("docs", "instructions", "step", "checkpoint"):
         complete(options, parser)
     return options
 
@@ -117,6 +122,14 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 1, CPU 64)")
     add("--repeats", type=at_least(1), default=20, help="steps per median (default: 20)")
     add("--bucket-mb", type=float, help="of ZeroFP4Optimizer (default: its own)")
+    add_output(parser)
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 2, CPU 64)")
+    add("--repeats", type=at_least(1), default=3, help="saves and loads per median (default: 3)")
+    add("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
     add_output(parser)
 
 
@@ -160,15 +173,15 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     return result
 
 
-def measure_step(options: argparse.Namespace) -> None:
-    """All ranks measure, rank 0 writes."""
+def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> None:
+    """All ranks measure, rank 0 writes. scale: on GPUs, unless the options say another."""
     world = init_process_group()
     try:
-        options.scale = options.scale or (1 if world.device.type == "cuda" else 64)
-        name = f"step_{world.world_size}_ranks"
+        options.scale = options.scale or (scale if world.device.type == "cuda" else 64)
+        name = f"{run.__name__}_{world.world_size}_ranks"
         with only_rank_0_speaks(world):
             session = Session(name, world.device, options.repeats, False)
-            step(session, options, world)
+            run(session, options, world)
             result = session.result({"scale": options.scale, "repeats": options.repeats})
             if world.rank == 0:
                 path = save(result, options.output, world.device.type)
@@ -207,7 +220,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "instructions":
         return count_instructions(options.output)
     if options.command == "step":
-        measure_step(options)
+        measure_on_ranks(step, options, 1)
+        return 0
+    if options.command == "checkpoint":
+        measure_on_ranks(checkpoint, options, 2)
         return 0
     for name in SHOWN if options.command == "all" else [options.command]:
         measure(name, options)
