@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zerofp4
 from distributed.checks_optim import Injected, model_bytes
@@ -504,3 +507,54 @@ def test_model_state_is_full_where_it_is_asked_for(world):
     build(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert state["cube"].shape == (3, 5, 7)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("damage", ["cut", "gone", "no metadata", "foreign"])
+def test_a_file_that_cannot_be_read_changes_nothing_of_the_optimizer(world, damage):
+    model, other = make_model(world), make_model(world, seed=1)
+    optimizer, loaded = build(model), build(other)
+    run(model, optimizer, range(2))
+    run(other, loaded, range(5, 6))
+    path = Path(folder(world))
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    if world.rank == 0:
+        file = max(path.glob("*.distcp"))
+        if damage == "cut":
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        elif damage == "gone":
+            file.unlink()
+        elif damage == "no metadata":
+            (path / ".metadata").unlink()
+        else:
+            file.write_bytes(b"x" * file.stat().st_size)
+    if dist.is_initialized():
+        dist.barrier()
+    before = copy.deepcopy(loaded.state_dict())
+    weights = [buffer.clone() for buffer in model_bytes([p for p in other.parameters() if p.requires_grad])]
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load({"optimizer": loaded}, checkpoint_id=path)
+    assert_same_state(loaded.state_dict(), before)
+    assert_all_equal(model_bytes([p for p in other.parameters() if p.requires_grad]), weights, "buffer")
+    run(other, loaded, range(6, 7))
+    twin = make_model(world, seed=1)
+    same = build(twin)
+    run(twin, same, range(5, 7))
+    assert_same_model(other, twin)
+
+
+@on_ranks(2)
+def test_a_weight_in_pieces_is_not_read_into_copies_of_a_quantized_one(world):
+    """torch would read into dequantized parts of it, and lose them."""
+    mesh = init_device_mesh(world.device.type, (2,))
+    values = torch.randn(48, 32, device=world.device).bfloat16()
+    path = folder(world)
+    dcp.save({"weight": distribute_tensor(values, mesh, [Shard(0)])}, checkpoint_id=path)
+    layer = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16, device=world.device)
+    zerofp4.convert_model(layer, lambda *_: True)
+    with pytest.raises(dcp.CheckpointException, match="load the model before convert_model, or call"):
+        dcp.load(layer.state_dict(), checkpoint_id=path)
+    zerofp4.plain_state_dict(layer)
+    dcp.load({"weight": (state := layer.state_dict())["weight"]}, checkpoint_id=path)
+    layer.load_state_dict(state)
+    assert_bytes_equal(layer.weight.get_high_precision_init_val(), values.cpu(), "weight")

@@ -74,7 +74,7 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _groups += 1
-    # torchrun keeps its store when it restarts the ranks: those that were killed have left their addresses in it.
+    # torchrun keeps its store when it restarts ranks: those that were killed left their addresses in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,

@@ -12,6 +12,8 @@ from zerofp4.tensors.initial_value import is_kept_by, replace_initial_value, tak
 
 _SHARDS, _DISTRIBUTES = "torch.distributed.fsdp", "torch.distributed.tensor"
 """Modules that make plain parameters of pieces of a parameter's values."""
+_READS = "torch.distributed._shard"
+"""Where torch.distributed.checkpoint takes the part of a tensor that a chunk of a checkpoint is read into."""
 
 _BETWEEN = ("zerofp4.tensors.", "torch._", "torch.utils.", "torch.distributed.distributed_c10d")
 _BETWEEN += ("torch.distributed.c10d_logger",)
@@ -60,6 +62,11 @@ def _refuse_to_be_cut(func) -> None:
         raise NotImplementedError(
             f"FSDP cannot shard quantized weights ({func}): it would train dequantized copies of them. "
             "zerofp4.integrations.fsdp2, which will, is not there yet; ZeroFP4Optimizer shards the masters"
+        )
+    if module.startswith(_READS):
+        raise NotImplementedError(
+            "torch.distributed.checkpoint cannot read a weight that was saved in pieces into a quantized one "
+            f"({func}): load the model before convert_model, or call zerofp4.plain_state_dict(model) first"
         )
     if module.startswith(_DISTRIBUTES):
         raise NotImplementedError(
