@@ -152,6 +152,18 @@ def training() -> None:
     assert_type(optimizer.gathered_bytes_per_step(), dict[str, int])
 
 
+def models_out(folder: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    zerofp4.convert_model(model)
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=1e-3)
+    for key, master in zerofp4.master_state_dict(model, optimizer, torch.bfloat16):
+        assert_type(key, str)
+        assert_type(master, Tensor)
+    zerofp4.save_safetensors(model, optimizer, folder, torch.float32)
+    zerofp4.plain_state_dict(model)
+    assert_type(zerofp4.unconvert_model(model, optimizer), list[str])
+
+
 def fused_adamw() -> None:
     weight, master = zerofp4.empty((32, 32)), torch.randn(1024)
     plan = zerofp4.CastPlan([weight], [master], [0])
