@@ -84,26 +84,30 @@ def test_tensors_of_two_devices_are_compared(device):
 
 
 def make_weights(device) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """An NVFP4 weight with every buffer, one of odd rows, one of three dimensions, two others; masters."""
+    """An NVFP4 weight with every buffer, one of odd rows, one of three dimensions, experts, two others;
+    masters.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = {"whole": (34, 48), "odd": (33, 16), "deep": (2, 3, 32), "bias": (7,), "scalar": ()}
+    shapes["experts"] = (3, 18, 32)
     masters = [torch.randn(shape, generator=generator).to(device) for shape in shapes.values()]
     weights = {
         "whole": zerofp4.quantize(masters[0].bfloat16(), columnwise=True, scale_layouts=SCALE_LAYOUTS),
         "odd": zerofp4.quantize(masters[1], block=(1, 16)),
-        "deep": zerofp4.quantize(masters[2].half(), columnwise=True),
+        "deep": zerofp4.quantize(masters[2].half(), block=(1, 16), columnwise=True),
         "bias": masters[3].bfloat16(),
         "scalar": masters[4].clone(),
+        "experts": zerofp4.quantize(masters[5].bfloat16(), columnwise=True, scale_layouts=SCALE_LAYOUTS),
     }
     return weights, masters
 
 
 def test_weights_that_are_their_masters_casts(device):
     weights, masters = make_weights(device)
-    assert verify_weights(weights, masters) == {"nvfp4_weights": 3, "other_weights": 2}
-    assert verify_weights(weights, [master.flatten() for master in masters])["nvfp4_weights"] == 3
+    assert verify_weights(weights, masters) == {"nvfp4_weights": 4, "other_weights": 2}
+    assert verify_weights(weights, [master.flatten() for master in masters])["nvfp4_weights"] == 4
     weights["bias"].add_(1)
-    assert verify_weights(weights, [*masters[:3], None, masters[4]])["other_weights"] == 2
+    assert verify_weights(weights, [*masters[:3], None, *masters[4:]])["other_weights"] == 2
 
 
 def test_every_buffer_is_looked_at(device):
@@ -123,6 +127,17 @@ def test_every_buffer_is_looked_at(device):
 def test_weights_that_share_an_amax(device):
     masters = [torch.randn(16, 32, device=device), 3 * torch.randn(16, 32, device=device)]
     amax = torch.stack(masters).abs().amax().reshape(1)
+    weights = {name: zerofp4.quantize(m, amax=amax) for name, m in zip("qk", masters, strict=True)}
+    assert verify_weights(weights, masters, amax_groups=[list(weights.values())])["nvfp4_weights"] == 2
+    with pytest.raises(VerificationError, match=r"q\.amax is not its master's cast"):
+        verify_weights(weights, masters)
+
+
+def test_experts_that_share_amaxes(device):
+    """Expert by expert: the first of one weight with the first of the other."""
+    masters = [torch.randn(2, 16, 32, device=device) * f for f in (1.0, 3.0)]
+    amax = torch.stack([m.abs().amax((1, 2)) for m in masters]).amax(0)
+    assert amax[0] != amax[1]
     weights = {name: zerofp4.quantize(m, amax=amax) for name, m in zip("qk", masters, strict=True)}
     assert verify_weights(weights, masters, amax_groups=[list(weights.values())])["nvfp4_weights"] == 2
     with pytest.raises(VerificationError, match=r"q\.amax is not its master's cast"):

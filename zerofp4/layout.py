@@ -25,6 +25,23 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(leading), cols
 
 
+def stacked_matrices(shape: Sequence[int], block_rows: int) -> int | None:
+    """E of a stack [E, N, K] in blocks of 16x16, whose matrices are quantized each alone; None for what is
+    one matrix, as anything in blocks of 1x16 is once it is flattened.
+
+    Raises ValueError for more than three dimensions in blocks of 16x16: which of them count experts, and
+    which rows, nobody has said.
+    """
+    if block_rows == 1 or len(shape) < 3:
+        return None
+    if len(shape) > 3:
+        raise ValueError(
+            "blocks of 16x16 need a matrix [N, K] or a stack of them [E, N, K], got shape "
+            f"{tuple(shape)}: view it as one of these, or use block (1, 16)"
+        )
+    return shape[0]
+
+
 def check_matrix(rows: int, cols: int, *, columnwise: bool) -> None:
     """Two codes share a byte along a row, and along a column for the columnwise copy: both counts must be
     even.

@@ -201,7 +201,7 @@ def _differences_from_masters(
     }
     shared = {}
     for members in amax_groups:
-        amax = torch.stack([reference.tensor_amax(rounded[id(weight)]) for weight in members]).amax(dim=0)
+        amax = torch.stack([_amaxes(weight, rounded[id(weight)]) for weight in members]).amax(dim=0)
         shared |= {id(weight): amax for weight in members}
     found = []
     for name, weight in weights.items():
@@ -214,15 +214,38 @@ def _differences_from_masters(
     return found
 
 
+def _amaxes(weight: NVFP4Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """float32 [1], or [E] of a stack of matrices."""
+    matrices = rounded if weight.record.experts is not None else [rounded]
+    return torch.cat([reference.tensor_amax(matrix) for matrix in matrices])
+
+
 def _expected_buffers(
     weight: torch.Tensor, rounded: torch.Tensor, amax: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """The buffers of a weight as the specification makes them."""
     if not isinstance(weight, NVFP4Tensor):
         return {"data": rounded}
-    rows, columns = as_matrix(weight.shape)
-    block_rows = weight.block[0]
-    expected = reference.quantize(rounded.view(rows, columns), block_rows, amax)._asdict()
+    if weight.record.experts is None:
+        return _matrix_buffers(rounded.view(as_matrix(weight.shape)), weight.block[0], amax)
+    amaxes = _amaxes(weight, rounded) if amax is None else amax
+    each = [
+        _matrix_buffers(matrix, weight.block[0], own)
+        for matrix, own in zip(rounded, amaxes.split(1), strict=True)
+    ]
+    join = {1: torch.cat, 2: torch.stack}
+    return {
+        name: None if buffer is None else join[buffer.dim()]([of[name] for of in each])
+        for name, buffer in each[0].items()
+    }
+
+
+def _matrix_buffers(
+    matrix: torch.Tensor, block_rows: int, amax: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The buffers of one matrix; None for those of a copy that it cannot have."""
+    rows, columns = matrix.shape
+    expected = reference.quantize(matrix, block_rows, amax)._asdict()
     for side, shape in (("rowwise", (rows, columns)), ("columnwise", (columns, rows))):
         compact = expected[f"{side}_scale"]
         if compact is not None:

@@ -16,6 +16,9 @@ from zerofp4.shard import Shard
 
 # A weight of one tile, ragged edges, K not a multiple of 16 or 64, one row pair wide as a strip.
 SHAPES = [(2, 2), (16, 16), (34, 288), (130, 66), (2, 1000), (64, 128)]
+EXPERTS = [(3, 18, 50), (16, 48), (1, 2, 2), (3, 2, 1000), (5, 16, 16), (2, 34, 18)]
+"""Stacks of ragged matrices, a plain one among them."""
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 SPLITS = ("even", "odd", "last", "flat", "tile")
@@ -97,10 +100,11 @@ class Model:
     def check(self, groups: list[list[int]] | None = None, skip: tuple[int, ...] = ()) -> None:
         """Every buffer of every weight equals quantizing its whole master, with the amax of its group."""
         amaxes = [
-            reference.magnitude(w.to(t.dtype)).amax() for w, t in zip(self.whole, self.weights, strict=True)
+            reference.magnitude(w.to(t.dtype)).amax((-2, -1)).view(-1)
+            for w, t in zip(self.whole, self.weights, strict=True)
         ]
         for group in groups or []:
-            largest = torch.stack([amaxes[i] for i in group]).amax()
+            largest = torch.stack([amaxes[i] for i in group]).amax(0)
             for i in group:
                 amaxes[i] = largest
         for i, (weight, whole) in enumerate(zip(self.weights, self.whole, strict=True)):
@@ -108,11 +112,12 @@ class Model:
                 continue
             expected = zerofp4.quantize(
                 whole.to(weight.dtype),
-                amax=amaxes[i].reshape(1),
+                amax=amaxes[i],
                 columnwise=weight.columnwise_data is not None,
                 scale_layouts=SCALE_LAYOUTS,
             )
-            by_reference = reference.quantize(whole.to(weight.dtype), amax=amaxes[i].reshape(1))
+            specified = reference.quantize if whole.dim() == 2 else reference.quantize_experts
+            by_reference = specified(whole.to(weight.dtype), amax=amaxes[i])
             assert_bytes_equal(weight.rowwise_data, by_reference.rowwise_data, f"weight {i}: codes")
             for name, buffer in weight.record.buffers():
                 assert_bytes_equal(buffer, expected.record.buffer(name), f"weight {i}: {name}")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers import assert_bytes_equal
 
 import zerofp4
-from distributed.cases import SHAPES, SPLITS, Model, cast_and_gather, finish, raised_everywhere
+from distributed.cases import EXPERTS, SHAPES, SPLITS, Model, cast_and_gather, finish, raised_everywhere
 from distributed.run import on_ranks
 from zerofp4 import reference
 from zerofp4.storage import allocate
@@ -38,6 +38,43 @@ def test_plan_equals_the_whole(world, how):
         finish(plan)
         model.check()
         model.change()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("how", SPLITS)
+def test_experts_equal_the_whole(world, how):
+    """Boundaries of shards anywhere in a stack: at odd elements of an expert, between two, over several."""
+    model = Model(world, how, shapes=EXPERTS, seed=5)
+    cast_and_gather(model)
+    model.check()
+    plan = zerofp4.CastPlan(
+        model.weights, model.masters, model.starts, amax_groups=[[model.weights[0], model.weights[3]]]
+    )
+    for _ in range(2):
+        model.change()
+        finish(plan)
+        model.check([[0, 3]])
+
+
+@on_ranks(2, 3)
+def test_an_expert_that_is_not_finite_on_one_rank_is_skipped_on_all(world):
+    model = Model(world, "odd", shapes=[(3, 18, 50), (16, 48)])
+    finish(zerofp4.CastPlan(model.weights, model.masters, model.starts))
+    model.check()
+    before = model.weights[0].clone()
+    model.whole = [2 * whole for whole in model.whole]
+    model.whole[0][1, 17, 49] = torch.nan
+    model.cut()
+    plan = zerofp4.CastPlan(model.weights, model.masters, model.starts)
+    finish(plan)
+    assert plan.found_inf.item() == 1
+    model.check(skip=(0,))
+    expected = reference.quantize_experts(model.whole[0].to(before.dtype))
+    for e, codes in enumerate(model.weights[0].rowwise_data):
+        kept = e == 1
+        assert_bytes_equal(codes, before.rowwise_data[e] if kept else expected.rowwise_data[e], f"{e}")
+        amax = model.weights[0].amax[e]
+        assert_bytes_equal(amax, before.amax[e] if kept else expected.amax[e], f"amax {e}")
 
 
 @on_ranks(2, launcher="mpirun")

@@ -35,7 +35,8 @@ def test_empty_holds_zeros(device):
 @pytest.mark.parametrize("block", [(16, 16), (1, 16)])
 def test_no_elements(device, shape, block):
     t = zerofp4.quantize(torch.empty(shape, device=device), block=block, **ALL)
-    assert t.amax.tolist() == [0.0] and t.dequantize().shape == shape
+    count = shape[0] if len(shape) == 3 and block == (16, 16) else 1
+    assert t.amax.tolist() == [0.0] * count and t.dequantize().shape == shape
     t.copy_(torch.empty(shape)).zero_()
     assert copy.deepcopy(t).shape == t.clone().shape == shape and "NVFP4Tensor" in repr(t)
     if len(shape) == 2:

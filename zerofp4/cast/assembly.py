@@ -12,8 +12,17 @@ from zerofp4.cast.request import CastRequest, check_refresh
 from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
 from zerofp4.cast.status import StepStatus
 from zerofp4.distributed import PackedGather, attempt
-from zerofp4.ops import Addresses, CastItem, CastStages, GatherHeader, MasterPiece, TransposeStage, target_of
-from zerofp4.shard import Shard
+from zerofp4.ops import (
+    Addresses,
+    CastItem,
+    CastStages,
+    GatherHeader,
+    MasterPiece,
+    TransposeStage,
+    target_of,
+    transpose_pairs,
+)
+from zerofp4.shard import Shard, byte_range, intersect
 from zerofp4.storage import NVFP4Storage
 
 _built: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -98,13 +107,17 @@ class PlanParts:
         request, items = self._request, []
         for i, record in enumerate(request.records):
             offsets = self._vector.offsets(i)
-            piece = MasterPiece(request.masters[i], request.shards[i], record.matrix, record.dtype, *offsets)
-            items.append(CastItem(record, piece, request.codes(i)))
+            owned = request.shards[i], request.masters[i], request.codes(i)
+            if record.experts is not None:
+                items += _expert_items(record, *owned, offsets)
+                continue
+            shard, master, codes = owned
+            piece = MasterPiece(master, shard, record.matrix, record.dtype, *offsets[0])
+            items.append(CastItem(record, piece, codes))
         return items
 
     def _transpose_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        records = self._request.records
-        return [(r.rowwise.data, r.columnwise.data) for r in records if r.columnwise is not None]
+        return transpose_pairs(self._request.records)
 
     # Addresses
 
@@ -164,6 +177,34 @@ class PlanParts:
         request = self._request
         request.masters, request.shard_codes = [None] * len(request.records), None
         self.addresses = self._present_addresses(hold=False)
+
+
+def _expert_items(
+    record: NVFP4Storage,
+    shard: Shard,
+    master: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    offsets: list[tuple[int, int]],
+) -> list[CastItem]:
+    """An item for each matrix of a stack, with what the shard has of it. The matrices have even sizes: no
+    byte of codes belongs to two of them.
+    """
+    rows, cols = record.matrix
+    items = []
+    for e, matrix in enumerate(record.matrices()):
+        first = e * rows * cols
+        own = intersect(first, rows * cols, shard.start, shard.end)
+        own_master = own_codes = None
+        if own.numel:
+            begin = first + own.start
+            if master is not None:
+                own_master = master[begin - shard.start :][: own.numel]
+            first_byte, last_byte = byte_range(Shard(begin, own.numel))
+            behind = byte_range(shard)[0]
+            own_codes = codes[first_byte - behind : last_byte - behind]
+        piece = MasterPiece(own_master, own, (rows, cols), record.dtype, *offsets[e])
+        items.append(CastItem(matrix, piece, own_codes))
+    return items
 
 
 def _next_number(group: dist.ProcessGroup | None) -> int:

@@ -22,7 +22,14 @@ from zerofp4.cast.plan_cache import (
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
 from zerofp4.cast.signature import check_same_weights, describe
 from zerofp4.distributed import GroupReference, PackedGather, attempt
-from zerofp4.ops import GATHER_OTHER, GATHER_PRESENT, Addresses, TransposeStage, target_of
+from zerofp4.ops import (
+    GATHER_OTHER,
+    GATHER_PRESENT,
+    Addresses,
+    TransposeStage,
+    target_of,
+    transpose_pairs,
+)
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
@@ -154,7 +161,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     if plan is None:
         check_lists(model_weights=model_weights)
         records = check_weights(model_weights)
-        pairs = [(r.rowwise.data, r.columnwise.data) for r in records if r.columnwise is not None]
+        pairs = transpose_pairs(records)
         plan = next((p for p in plans if same_weights(model_weights, p.records)), None)
         if plan is None:
             plan = _TransposePlan(records, TransposeStage(pairs), weights_addresses(records))

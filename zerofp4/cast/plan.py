@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from zerofp4 import distributed
 from zerofp4.cast.assembly import PlanParts
 from zerofp4.cast.reduced_vector import Amaxes
-from zerofp4.cast.request import check_request
+from zerofp4.cast.request import check_request, matrix_name
 from zerofp4.cast.status import PEER_MESSAGE
 from zerofp4.distributed import attempt
 from zerofp4.ops import MasterPiece
@@ -19,7 +19,9 @@ from zerofp4.ops import MasterPiece
 class CastPlan(PlanParts):
     """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
 
-    model_weights: NVFP4Tensors, or their records, with block (16, 16), the same list on every rank.
+    model_weights: NVFP4Tensors, or their records, with block (16, 16), the same list on every rank. One of
+    shape [E, N, K] is E weights in all that follows, each with an amax, a group and skipping of its own; its
+    shard is one of its E * N * K elements, and may begin and end inside any of them.
     master_weights[i]: the 1D float32 or bfloat16 elements of weight i that this rank owns, start_offsets[i]
     the flat index of the first one; None and None where it owns nothing. Any offset and length will do, also
     inside a tile or a byte; no element may be owned twice. An element that no rank owns keeps its code and
@@ -29,7 +31,8 @@ class CastPlan(PlanParts):
     torch.distributed is not initialized.
     fsdp_shard_model_weights[i]: 1D uint8 of (start + n + 1) // 2 - start // 2 bytes that the codes go to
     instead of the weight's rowwise_data; scales and amax still go to the weight.
-    amax_groups: lists of weights that share one amax (each keeps a copy of it).
+    amax_groups: lists of weights that share one amax (each keeps a copy of it); of weights [E, N, K], all
+    with the same E, the experts with the same index do.
     on_nonfinite: "skip" leaves the weights of an amax group with a NaN or Inf master as they were, on every
     rank, and sets found_inf; "raise" does so too, then synchronizes and raises FloatingPointError naming the
     weights.
@@ -37,7 +40,7 @@ class CastPlan(PlanParts):
     plan has one of its own (`plan.found_inf`) if none is given.
 
     reduced: float32 vector that a step reduces by maximum over the ranks: header words, one amax per amax
-    group, then the tile amaxes of each weight.
+    group (E for one of stacks), then the tile amaxes of each weight.
 
     A CUDA graph that step(), all_gather() or post() is captured in uses, in every replay, the storage of the
     capture: codes, masters, shard buffers and found_inf. The plan keeps that alive, also after refresh(),
@@ -68,7 +71,9 @@ class CastPlan(PlanParts):
     # Amaxes that an optimizer leaves
 
     def master_pieces(self) -> list[MasterPiece]:
-        """What this rank owns, one piece per weight, for an optimizer that leaves amaxes in `reduced`."""
+        """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
+        pieces of the experts of a weight follow one another, and lie one behind the other in its master.
+        """
         return [item.piece for item in self._items() if item.piece.shard.numel]
 
     def begin_update(self) -> None:
@@ -174,7 +179,8 @@ class CastPlan(PlanParts):
     def _raise_nonfinite(self) -> None:
         if not self._vector.has_nonfinite():
             return
-        bad = [self._names[i] for i in self._vector.nonfinite_weights()]
+        records = self._request.records
+        bad = [matrix_name(i, records[i], e) for i, e in self._vector.nonfinite_matrices()]
         # The others were written, and post() may never come.
         increment_version(self._request.versioned)
         raise FloatingPointError(

@@ -27,34 +27,41 @@ class Amaxes(enum.Enum):
 
 
 class ReducedVector:
-    """Header words, one amax per amax group, then the tile amaxes of each weight.
+    """Header words, one amax per amax group, then the tile amaxes of each weight. A stack of E matrices is E
+    weights here, and an amax group of stacks E groups.
 
     words: float32, zeros at first. amax_groups: by weight, as in CastRequest.
     """
 
     def __init__(self, records: Sequence[NVFP4Storage], amax_groups: Sequence[int], device: torch.device):
-        self._amax_offsets = [HEADER_WORDS + group for group in amax_groups]
-        self._groups_end = HEADER_WORDS + len(set(amax_groups))
-        self._tile_offsets, total = [], round_up(self._groups_end, _VECTOR_WORDS)
-        for record in records:
+        self._offsets: list[list[tuple[int, int]]] = [[] for _ in records]
+        first, self._groups_end = {}, HEADER_WORDS
+        for record, group in zip(records, amax_groups, strict=True):
+            if group not in first:
+                first[group], self._groups_end = self._groups_end, self._groups_end + record.amax_shape[0]
+        total = round_up(self._groups_end, _VECTOR_WORDS)
+        for record, group, offsets in zip(records, amax_groups, self._offsets, strict=True):
             rows, cols = record.matrix
-            self._tile_offsets.append(total)
-            total += round_up(ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK), _VECTOR_WORDS)
+            tiles = round_up(ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK), _VECTOR_WORDS)
+            for e in range(record.amax_shape[0]):
+                offsets.append((total, first[group] + e))
+                total += tiles
         self.words = torch.zeros(total, dtype=torch.float32, device=device)
 
-    def offsets(self, i: int) -> tuple[int, int]:
-        """The words of the amax of weight i's tile (0, 0) and of that of its group."""
-        return self._tile_offsets[i], self._amax_offsets[i]
+    def offsets(self, i: int) -> list[tuple[int, int]]:
+        """Of each matrix of weight i the words of the amax of its tile (0, 0) and of that of its group."""
+        return self._offsets[i]
 
     def has_nonfinite(self) -> bool:
         """After a reduction, whether any rank has a NaN or Inf. Waits for the device."""
         return bool(self.words[HEADER_WORDS : self._groups_end].isinf().any())
 
-    def nonfinite_weights(self) -> list[int]:
-        """The weights with a NaN or Inf on any rank."""
-        ends = [*self._tile_offsets[1:], self.words.numel()]
-        spans = enumerate(zip(self._tile_offsets, ends, strict=True))
-        return [i for i, (first, last) in spans if self.words[first:last].isinf().any()]
+    def nonfinite_matrices(self) -> list[tuple[int, int]]:
+        """(weight, matrix of it) of those with a NaN or Inf on any rank."""
+        places = [(i, e) for i, offsets in enumerate(self._offsets) for e in range(len(offsets))]
+        begins = [tile_offset for offsets in self._offsets for tile_offset, _ in offsets]
+        spans = zip(places, begins, [*begins[1:], self.words.numel()], strict=True)
+        return [place for place, first, last in spans if self.words[first:last].isinf().any()]
 
     def decline(self) -> None:
         """Of a vector with an error in its header, make one that asks for another plan."""

@@ -69,6 +69,15 @@ def weight_name(i: int, record: NVFP4Storage) -> str:
     return called(f"model_weights[{i}]", record)
 
 
+def matrix_name(i: int, record: NVFP4Storage, e: int) -> str:
+    """The name of weight i, or of one of the experts that it is a stack of."""
+    if record.experts is None:
+        return weight_name(i, record)
+    if record.name is None:
+        return f"model_weights[{i}][{e}]"
+    return called(f"model_weights[{i}]", record, f"{record.name}[{e}]")
+
+
 def check_lists(**lists: Sequence | None) -> None:
     """Raises TypeError for what is not a list or tuple, ValueError where one's length is not the first's."""
     count = None
@@ -186,6 +195,13 @@ def number_groups(records: list[NVFP4Storage], amax_groups: Sequence[Sequence[An
             if i in grouped:
                 raise ValueError(
                     f"amax_groups[{g}]: {weight_name(i, records[i])} is already in an amax group"
+                )
+            first = records[indices[0] if indices else i]
+            if records[i].experts != first.experts:
+                raise ValueError(
+                    f"amax_groups[{g}]: members share an amax expert by expert, but "
+                    f"{weight_name(i, records[i])} has shape {tuple(records[i].shape)} and "
+                    f"{weight_name(indices[0], first)} {tuple(first.shape)}"
                 )
             grouped.add(i)
             indices.append(i)

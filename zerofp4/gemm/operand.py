@@ -20,7 +20,7 @@ class Operand:
     `gemm(Operand(g, "columnwise"), Operand(x, "columnwise"))` = g^T x.
 
     Raises TypeError for what is not quantized, ValueError for another side, for one that the tensor does not
-    have, and for a tensor of more than one matrix.
+    have, and for a stack of matrices, of which tensor[e] is one.
     """
 
     __slots__ = ("copy", "device", "is_nvfp4", "record", "shape", "side", "tensor")
@@ -37,10 +37,10 @@ class Operand:
                 f"the {side} copy is to be multiplied, but the tensor of shape {shape} has none: "
                 f"quantize with {side}=True"
             )
-        if copy.amax is not None and copy.amax.numel() != 1:
-            count = copy.amax.numel()
+        if getattr(self.record, "experts", None) is not None:
             raise ValueError(
-                f"an operand must be one matrix, got {count} of them in shape {tuple(self.record.shape)}"
+                f"an operand must be one matrix, got a stack of them of shape {tuple(self.record.shape)}: "
+                "index the tensor (tensor[e]), or take one of the record's matrices()"
             )
         self.copy, self.device = copy, copy.data.device
         self.is_nvfp4 = isinstance(self.record, NVFP4Storage)

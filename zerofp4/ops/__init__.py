@@ -34,7 +34,14 @@ from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.product import add_scaled_product, neutral_amax, product_values, scaled_product
-from zerofp4.ops.quantize import Quantization, check_rounding, choice_arguments, draw_rng_state, quantize_into
+from zerofp4.ops.quantize import (
+    Quantization,
+    check_rounding,
+    choice_arguments,
+    draw_rng_state,
+    quantize_into,
+    rng_state_shape,
+)
 from zerofp4.ops.reader import pointers, tensor_facts
 from zerofp4.ops.stages import (
     ERROR_WORD,
@@ -46,6 +53,7 @@ from zerofp4.ops.stages import (
     CastStages,
     MasterPiece,
     TransposeStage,
+    transpose_pairs,
 )
 from zerofp4.ops.update import AdamWItem, AdamWStage, adamw_options
 
@@ -94,10 +102,12 @@ __all__ = [
     "pointers",
     "product_values",
     "quantize_into",
+    "rng_state_shape",
     "scaled_product",
     "stacked_values_of",
     "target_of",
     "tensor_facts",
+    "transpose_pairs",
     "values_of",
     "values_of_many",
 ]

@@ -7,15 +7,18 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
+from zerofp4.format import BLOCK, SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
 from zerofp4.ops.device import DTYPE_CODES, target_of
-from zerofp4.ops.lists import run_list, zip_lists
+from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
 from zerofp4.storage import check_buffer
 
 E4M3_MAXIMA = (448, 256)
 _COMPACT = SCALE_LAYOUTS.index("compact")
+
+FIELDS = 10
+"""Integers of an item of the native list."""
 
 torch.library.define(
     "zerofp4::dequantize",
@@ -31,7 +34,8 @@ torch.library.define(
 
 class DequantizeItem(NamedTuple):
     """A copy of a quantized matrix. data uint8 [M, K/2], columnwise [K, M/2]; scale E4M3 or its bytes, of the
-    matrix as it is stored; amax float32 [1].
+    matrix as it is stored; amax float32 [1]. Or of a stack of E matrices in blocks of 16x16: each of them has
+    E as its first dimension.
     """
 
     data: torch.Tensor
@@ -42,10 +46,15 @@ class DequantizeItem(NamedTuple):
     columnwise: bool
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(M, K)"""
-        stored = (self.data.shape[0], 2 * self.data.shape[1])
-        return stored[::-1] if self.columnwise else stored
+    def matrix(self) -> tuple[int, int]:
+        """(M, K), of each of a stack."""
+        rows, half = self.data.shape[-2:]
+        return (2 * half, rows) if self.columnwise else (rows, 2 * half)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(M, K) or (E, M, K)"""
+        return (*self.data.shape[:-2], *self.matrix)
 
 
 def check_items(
@@ -60,20 +69,29 @@ def check_items(
         check_block_rows(item.block_rows)
         if item.e4m3_max not in E4M3_MAXIMA:
             raise ValueError(f"e4m3_max must be one of {E4M3_MAXIMA}, got {item.e4m3_max}")
-        if item.data.dim() != 2:
+        if item.data.dim() != 2 and (item.data.dim() != 3 or item.block_rows != BLOCK):
             raise ValueError(f"data{name} must be a matrix, got shape {tuple(item.data.shape)}")
-        rows, half = item.data.shape
+        *stack, rows, half = item.data.shape
         device = items[0].data.device
-        check_buffer(f"data{name}", item.data, (rows, half), torch.uint8, device)
-        check_scale(f"scale{name}", item.scale, scale_shape(rows, 2 * half, item.block_rows, layout), device)
-        check_buffer(f"amax{name}", item.amax, (1,), torch.float32, device)
+        scale = (*stack, *scale_shape(rows, 2 * half, item.block_rows, layout))
+        check_buffer(f"data{name}", item.data, item.data.shape, torch.uint8, device)
+        check_scale(f"scale{name}", item.scale, scale, device)
+        check_buffer(f"amax{name}", item.amax, tuple(stack) or (1,), torch.float32, device)
 
 
 def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, ...]:
-    """An item of the native list."""
+    """The item as one of the native list, or a stack as one after the other."""
     data, scale, amax, block_rows, e4m3_max, columnwise = item
     addresses = (data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr())
-    return (*addresses, *out.shape, columnwise, block_rows, layout, e4m3_max)
+    options = (*out.shape[-2:], columnwise, block_rows, layout, e4m3_max)
+    if out.dim() == 2:
+        return (*addresses, *options)
+    steps = [tensor.stride(0) * tensor.itemsize for tensor in (data, scale, amax, out)]
+    words: list[int] = []
+    for e in range(out.shape[0]):
+        words += [first + e * step for first, step in zip(addresses, steps, strict=True)]
+        words += options
+    return tuple(words)
 
 
 def _run(items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
@@ -83,8 +101,16 @@ def _run(items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str) -> li
     if words:
         device = items[0].data.device
         flat = list(itertools.chain.from_iterable(words))
-        run_list(_C.DequantizeList(device.type == "cpu", flat, DTYPE_CODES[dtype]), len(words), device)
+        count = len(flat) // FIELDS
+        if len(words) == 1:
+            run_stack(lambda part: _native(part, dtype, device), flat, count, device)
+        else:
+            run_list(_native(flat, dtype, device), count, device)
     return outputs
+
+
+def _native(words: Sequence[int], dtype: torch.dtype, device: torch.device) -> _C.DequantizeList:
+    return _C.DequantizeList(device.type == "cpu", words, DTYPE_CODES[dtype])
 
 
 def _one(
@@ -105,10 +131,15 @@ def _many(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise) ->
 
 
 def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> torch.Tensor:
-    """[M, K] values of a copy in a record, with compact scales. The record has checked its buffers."""
+    """[M, K] or [E, M, K] values of a copy in a record, with compact scales. The record has checked its
+    buffers.
+    """
     if not is_plain_call(data):
         options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
         return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
+    if data.dim() == 3:
+        item = DequantizeItem(data, scale, amax, block_rows, e4m3_max, columnwise)
+        return _run([item], dtype, "compact")[0]
     rows, half = data.shape
     rows, cols = (2 * half, rows) if columnwise else (rows, 2 * half)
     out = torch.empty((rows, cols), dtype=dtype, device=data.device)

@@ -11,7 +11,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
-from zerofp4.ops.lists import run_list, zip_lists
+from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
 from zerofp4.storage import check_memory
 
@@ -41,14 +41,35 @@ def _change_layouts(
     """
     code, words = SCALE_LAYOUTS.index(layout), []
     inputs, outputs = map(torch.Tensor.data_ptr, sources), map(torch.Tensor.data_ptr, targets)
+    if 3 in set(map(torch.Tensor.dim, targets)):
+        inputs, outputs, matrices = _unstacked(sources, targets, matrices)
     for source, target, (rows, cols, block_rows) in zip(inputs, outputs, matrices, strict=True):
         if rows and cols:
             if not source:
                 raise RuntimeError("a scale has no memory: its storage was freed in place (resize_)")
             words += source, target, rows, ceil_div(cols, BLOCK), block_rows, code
-    if words:
-        device = sources[0].device
-        run_list(_C.ScaleLayoutList(device.type == "cpu", words, pad), len(words) // FIELDS, device)
+    if not words:
+        return
+    device, count = sources[0].device, len(words) // FIELDS
+    if len(sources) == 1:
+        run_stack(lambda part: _native(part, pad, device), words, count, device)
+    else:
+        run_list(_native(words, pad, device), count, device)
+
+
+def _native(words: Sequence[int], pad: bool, device: torch.device) -> _C.ScaleLayoutList:
+    return _C.ScaleLayoutList(device.type == "cpu", words, pad)
+
+
+def _unstacked(sources, targets, matrices) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
+    """Addresses and matrices, where scales of stacks of matrices are among them: matrix by matrix."""
+    inputs, outputs, flat = [], [], []
+    for source, target, matrix in zip(sources, targets, matrices, strict=True):
+        stacked = target.dim() == 3
+        inputs += map(torch.Tensor.data_ptr, source.unbind() if stacked else [source])
+        outputs += map(torch.Tensor.data_ptr, target.unbind() if stacked else [target])
+        flat += [matrix] * (len(target) if stacked else 1)
+    return inputs, outputs, flat
 
 
 def _shapes(rows: int, cols: int, block_rows: int, layout: str, pad: bool) -> tuple[tuple, tuple]:
@@ -65,8 +86,10 @@ _known_shapes = functools.lru_cache(maxsize=1024)(_shapes)
 
 
 def _new_scale(name, scale, device, matrix, layout, pad: bool) -> torch.Tensor:
-    """matrix: (rows, cols, block_rows)"""
+    """matrix: (rows, cols, block_rows). Of a stack of matrices the scales have three dimensions."""
     given, made = _shapes(*matrix, layout, pad)
+    if scale.dim() == 3:
+        given, made = (scale.shape[0], *given), (scale.shape[0], *made)
     check_scale(name, scale, given, device)
     return scale.new_empty(made)
 

@@ -1,6 +1,6 @@
 """Native operations on a list of tensors: one launch, on the current stream, without a plan."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,21 @@ def zip_lists(**lists: Sequence) -> list[tuple]:
         if len(lists[name]) != count:
             raise ValueError(f"{name} must have as many items as {first}, {count}, got {len(lists[name])}")
     return list(zip(*lists.values(), strict=True))
+
+
+def run_stack(make: Callable[[Sequence[int]], NativeList], words: Sequence[int], count: int, device) -> None:
+    """Run the native list that `make` makes of `words`, `count` items that are the matrices of one tensor.
+
+    As run_list, but that while a CUDA graph is captured many matrices take several launches: nobody who has
+    one tensor could call for parts of it.
+    """
+    step, fields = _C.ARGUMENT_ITEMS, len(words) // count
+    if count <= step or not is_capturing(device):
+        run_list(make(words), count, device)
+        return
+    for first in range(0, count, step):
+        part = words[first * fields : (first + step) * fields]
+        run_list(make(part), len(part) // fields, device)
 
 
 def run_list(native: NativeList, count: int, device: torch.device) -> None:

@@ -8,7 +8,8 @@ from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side
 
 def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) -> torch.Tensor:
     """The "expanded" (NVFP4 only) or "swizzled" scales of a side, as layout.scale_shape and
-    layout.mxfp8_scale_shape say: the persistent buffer if there is one, else made from the compact scales.
+    layout.mxfp8_scale_shape say, of each of a stack: the persistent buffer if there is one, else made from
+    the compact scales.
 
     Raises ValueError where the record does not have that side.
     """

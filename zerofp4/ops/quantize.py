@@ -1,9 +1,13 @@
-"""zerofp4::quantize, a matrix into given buffers, and zerofp4::quantize_dequantize, its values in one go."""
+"""zerofp4::quantize, a matrix into given buffers, and zerofp4::quantize_dequantize, its values in one go.
+
+Both take a stack of matrices [E, N, K] in blocks of 16x16, too: one after the other, each with an amax and a
+state of random numbers of its own.
+"""
 
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
+from zerofp4.format import BLOCK, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
 from zerofp4.ops.device import DTYPE_CODES, address, data_address, scale_addresses, target_of
 from zerofp4.ops.operator import (
@@ -26,6 +30,7 @@ from zerofp4.storage import (
     check_memory,
     check_transform,
     scale_name,
+    unstack,
 )
 
 _OPTIONS = "Tensor? rng_state, int e4m3_max, str error"
@@ -50,27 +55,37 @@ torch.library.define(
 
 def _check_input(x, block_rows, rng_state, e4m3_max, error) -> None:
     check_block_rows(block_rows)
-    if x.dim() != 2 or x.dtype not in WEIGHT_DTYPES:
+    if (x.dim() != 2 and not _is_stack(x, block_rows)) or x.dtype not in WEIGHT_DTYPES:
         raise ValueError(f"x must be a matrix of one of {WEIGHT_DTYPES}, got {x.dtype} {tuple(x.shape)}")
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()}")
     check_memory("x", x)
     if rng_state is not None:
-        check_buffer("rng_state", rng_state, (2,), torch.int64, x.device)
+        check_buffer("rng_state", rng_state, (*x.shape[:-2], 2), torch.int64, x.device)
     if not e4m3_max:
         return
     check_rounding(rng_state is not None, FourOverSix(e4m3_max, error))
 
 
+def _is_stack(x, block_rows: int) -> bool:
+    return x.dim() == 3 and block_rows == BLOCK
+
+
+def _count(x) -> int:
+    """How many matrices x is, and amaxes it has."""
+    return 1 if x.dim() == 2 else x.shape[0]
+
+
 def _check_sides(x, block_rows, hadamard, sides: Sides) -> None:
-    rows, cols = x.shape
+    *stack, rows, cols = x.shape
     check_matrix(rows, cols, columnwise=sides.columnwise is not None and not hadamard)
     stored = {"rowwise": (rows, cols), "columnwise": (cols, columnwise_rows(rows, hadamard))}
     check_complete(sides)
     for name, side in sides.sides():
-        check_buffer(f"{name}_data", side.data, packed_shape(*stored[name]), torch.uint8, x.device)
+        shape = (*stack, *packed_shape(*stored[name]))
+        check_buffer(f"{name}_data", side.data, shape, torch.uint8, x.device)
         for layout, scale in side.scales.items():
-            shape = scale_shape(*stored[name], block_rows, layout)
+            shape = (*stack, *scale_shape(*stored[name], block_rows, layout))
             check_scale(scale_name(name, layout), scale, shape, x.device)
 
 
@@ -94,8 +109,8 @@ def _check_quantize(
     _check_sides(x, block_rows, hadamard, sides)
     if skip is not None:
         check_buffer("skip", skip, (1,), torch.float32, x.device)
-    check_given_amaxes(x.device, 1, given_amax, given_columnwise_amax, hadamard, sides)
-    check_own_amaxes(x.device, 1, hadamard, sides, *buffers[-2:])
+    check_given_amaxes(x.device, _count(x), given_amax, given_columnwise_amax, hadamard, sides)
+    check_own_amaxes(x.device, _count(x), hadamard, sides, *buffers[-2:])
     return sides
 
 
@@ -129,11 +144,13 @@ def _addresses(side: Side | None) -> tuple[int, ...]:
 
 class Quantization:
     """The quantization of matrices [rows, cols] of a dtype with one set of options: what is left for a call
-    are addresses.
+    are addresses. stacked: of stacks of such matrices, one after the other.
     """
 
-    def __init__(self, dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max, error):
-        self._hadamard = hadamard
+    def __init__(
+        self, dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max, error, *, stacked=False
+    ):
+        self._hadamard, self._stacked = hadamard, stacked
         self._native = _C.Quantization(
             dtype=DTYPE_CODES[dtype],
             rows=rows,
@@ -149,12 +166,19 @@ class Quantization:
     def of(cls, record: NVFP4Storage) -> "Quantization":
         """That of matrices into buffers like the record's."""
         choice = choice_arguments(record.four_over_six)
-        return cls(
-            record.dtype, *record.matrix, record.block[0], record.hadamard, record.random_signs, *choice
-        )
+        options = (record.block[0], record.hadamard, record.random_signs, *choice)
+        return cls(record.dtype, *record.matrix, *options, stacked=record.experts is not None)
 
     def run(self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None) -> None:
         """Quantize x, which has elements; the arguments have been checked."""
+        if not self._stacked:
+            self._run(x, sides, amax, columnwise_amax, rng_state, skip)
+            return
+        for e, matrix in enumerate(unstack(sides, x.shape[0])):
+            state = None if rng_state is None else rng_state[e]
+            self._run(x[e], matrix, _part(amax, e), None, state, skip)
+
+    def _run(self, x, sides: Sides, amax, columnwise_amax, rng_state, skip) -> None:
         kept, columnwise_kept = own_amaxes(self._hadamard, sides)
         buffers = (
             *_addresses(sides.rowwise),
@@ -164,6 +188,10 @@ class Quantization:
         )
         given = (address(amax), address(columnwise_amax), address(rng_state), address(skip))
         self._native.run(target_of(x.device), x.data_ptr(), buffers, *given)
+
+
+def _part(amaxes: torch.Tensor | None, e: int) -> torch.Tensor | None:
+    return None if amaxes is None else amaxes[e : e + 1]
 
 
 def _run(
@@ -179,9 +207,10 @@ def _run(
     skip,
     sides: Sides,
 ) -> None:
-    """Quantize x [M, K]; the arguments have been checked."""
+    """Quantize x [M, K] or [E, N, K]; the arguments have been checked."""
     if x.numel():
-        whole = Quantization(x.dtype, *x.shape, block_rows, hadamard, random_signs, e4m3_max, error)
+        options = (block_rows, hadamard, random_signs, e4m3_max, error)
+        whole = Quantization(x.dtype, *x.shape[-2:], *options, stacked=x.dim() == 3)
         whole.run(x, sides, given_amax, given_columnwise_amax, rng_state, skip)
         return
     # Where the amax of x and where that of its transform is kept; None where nothing needs it.
@@ -202,9 +231,9 @@ def _(*args) -> None:
 
 def _new_values(x, block_rows, given_amax, rng_state, e4m3_max, error) -> torch.Tensor:
     _check_input(x, block_rows, rng_state, e4m3_max, error)
-    check_matrix(*x.shape, columnwise=False)
+    check_matrix(*x.shape[-2:], columnwise=False)
     if given_amax is not None:
-        check_buffer("amax", given_amax, (1,), torch.float32, x.device)
+        check_buffer("amax", given_amax, (_count(x),), torch.float32, x.device)
     return torch.empty_like(x)
 
 
@@ -213,6 +242,16 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
     values = _new_values(x, block_rows, given_amax, rng_state, e4m3_max, error)
     if x.numel() == 0:
         return values
+    if x.dim() == 2:
+        _run_values(x, block_rows, given_amax, rng_state, e4m3_max, error, values)
+        return values
+    for e in range(x.shape[0]):
+        state = None if rng_state is None else rng_state[e]
+        _run_values(x[e], block_rows, _part(given_amax, e), state, e4m3_max, error, values[e])
+    return values
+
+
+def _run_values(x, block_rows, given_amax, rng_state, e4m3_max, error, values) -> None:
     target, amax = target_of(x.device), given_amax
     if amax is None:
         amax = torch.empty(1, dtype=torch.float32, device=x.device)
@@ -230,7 +269,6 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
         values=values.data_ptr(),
     )
     _C.quantize(target, arguments)
-    return values
 
 
 torch.library.register_fake("zerofp4::quantize_dequantize", _new_values)
@@ -238,6 +276,11 @@ torch.library.register_autograd("zerofp4::quantize_dequantize", lambda ctx, grad
 
 
 # What the layers above call
+
+
+def rng_state_shape(experts: int | None) -> tuple[int, ...]:
+    """A state, or one for each matrix of a stack."""
+    return (2,) if experts is None else (experts, 2)
 
 
 def draw_rng_state(
@@ -284,8 +327,8 @@ def quantize_into(
 ) -> None:
     """Quantize x, a contiguous tensor of the record's shape, into the record's buffers, as its options say.
 
-    amax, columnwise_amax: float32 [1], to use in place of x's own. rng_state: int64 [2], rounding is
-    stochastic then. skip: float32 [1], nothing is written where it is not 0.
+    amax, columnwise_amax: float32 [1], [E] of a stack, to use in place of x's own. rng_state: int64 [2],
+    [E, 2] of a stack, rounding is stochastic then. skip: float32 [1], nothing is written where it is not 0.
     """
     options = (
         record.block[0],
@@ -297,7 +340,7 @@ def quantize_into(
         *choice_arguments(record.four_over_six),
         skip,
     )
-    matrix = x.reshape(record.matrix)
+    matrix = x if record.block[0] == BLOCK else x.reshape(record.matrix)
     if not is_plain_call(x):
         buffers = dict(record.buffers())
         torch.ops.zerofp4.quantize(matrix, *options, *[buffers.get(name) for name in BUFFERS])
@@ -306,5 +349,5 @@ def quantize_into(
     _check_input(matrix, record.block[0], rng_state, *options[-3:-1])
     if skip is not None:
         check_buffer("skip", skip, (1,), torch.float32, x.device)
-    check_given_amaxes(x.device, 1, amax, columnwise_amax, record.hadamard, record)
+    check_given_amaxes(x.device, _count(matrix), amax, columnwise_amax, record.hadamard, record)
     _run(matrix, *options, record)

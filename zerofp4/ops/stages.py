@@ -157,6 +157,16 @@ class CastStages:
         self._plan.scale_cast(target)
 
 
+def transpose_pairs(records: Sequence[NVFP4Storage]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(rowwise data, columnwise data) of each matrix of the records that have both."""
+    pairs = []
+    for record in records:
+        if record.columnwise is not None:
+            data = record.rowwise.data, record.columnwise.data
+            pairs += [data] if record.experts is None else zip(*map(torch.unbind, data), strict=True)
+    return pairs
+
+
 class TransposeStage:
     """Packed transposes of a list of (rowwise_data, columnwise_data) pairs in one launch, on the current
     stream.

@@ -1,4 +1,4 @@
-"""zerofp4::transpose_packed: packed codes [M, K/2] to [K, M/2]."""
+"""zerofp4::transpose_packed: packed codes [M, K/2] to [K, M/2], of each of a stack too."""
 
 import torch
 
@@ -11,17 +11,22 @@ torch.library.define("zerofp4::transpose_packed", "(Tensor data) -> Tensor")
 
 
 def _new_transpose(data) -> torch.Tensor:
-    if data.dim() != 2 or data.dtype != torch.uint8 or not data.is_contiguous():
-        raise ValueError(f"data must be a contiguous uint8 matrix, got {data.dtype} {tuple(data.shape)}")
+    if data.dim() not in (2, 3) or data.dtype != torch.uint8 or not data.is_contiguous():
+        raise ValueError(
+            f"data must be a contiguous uint8 matrix or a stack of them, got {data.dtype} {tuple(data.shape)}"
+        )
     check_memory("data", data)
-    check_matrix(data.shape[0], 2 * data.shape[1], columnwise=True)
-    return data.new_empty((2 * data.shape[1], data.shape[0] // 2))
+    *stack, rows, half = data.shape
+    check_matrix(rows, 2 * half, columnwise=True)
+    return data.new_empty((*stack, 2 * half, rows // 2))
 
 
 @backend("transpose_packed")
 def _transpose_packed(data) -> torch.Tensor:
     out = _new_transpose(data)
-    TransposeStage([(data, out)]).run()
+    # One launch for each: a table for all would have to be copied to the GPU and waited for.
+    for pair in [(data, out)] if data.dim() == 2 else zip(data, out, strict=True):
+        TransposeStage([pair]).run()
     return out
 
 

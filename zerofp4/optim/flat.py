@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
-from zerofp4.layout import packed_shape
 from zerofp4.shard import equal_slices, intersect
 
 ALIGNMENT = 256
@@ -121,10 +120,10 @@ class PackedBuffer(FlatBuffer):
         self.masters = torch.zeros_like(self.gradients)
 
     def _codes(self) -> list[torch.Tensor]:
-        """The codes of each weight, [M, K / 2]."""
+        """The codes of each weight, in the shape that its record gives them."""
         spans = [(o // 2, (o + w.numel()) // 2) for o, w in zip(self.offsets, self.parameters, strict=True)]
         return [
-            self.weights[first:last].view(packed_shape(*weight.record.matrix))
+            self.weights[first:last].view(weight.record.data_shape("rowwise"))
             for (first, last), weight in zip(spans, self.parameters, strict=True)
         ]
 

@@ -14,6 +14,7 @@ from zerofp4.reference.elements import (
     transpose_packed,
     unpack,
 )
+from zerofp4.reference.experts import dequantize_experts, quantize_experts
 from zerofp4.reference.four_over_six import block_error, four_over_six_scale, scale_candidates
 from zerofp4.reference.gemm import gemm, gemm_alpha, mxfp8_operand, nvfp4_operand
 from zerofp4.reference.hadamard import hadamard_transform
@@ -65,6 +66,7 @@ __all__ = [
     "blocks",
     "compact_scale",
     "dequantize",
+    "dequantize_experts",
     "dequantize_mxfp8",
     "divide",
     "e2m1_to_float",
@@ -94,6 +96,7 @@ __all__ = [
     "place_shard",
     "power",
     "quantize",
+    "quantize_experts",
     "quantize_mxfp8",
     "random_bytes",
     "scale_candidates",

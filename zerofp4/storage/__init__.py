@@ -14,7 +14,7 @@ from zerofp4.storage.record import (
     rebindings,
     record_of,
 )
-from zerofp4.storage.sides import BUFFERS, SIDES, Side, Sides, scale_name, side_names, sides_of
+from zerofp4.storage.sides import BUFFERS, SIDES, Side, Sides, scale_name, side_names, sides_of, unstack
 
 __all__ = [
     "BUFFERS",
@@ -44,4 +44,5 @@ __all__ = [
     "scale_name",
     "side_names",
     "sides_of",
+    "unstack",
 ]

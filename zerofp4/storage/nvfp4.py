@@ -7,8 +7,16 @@ from typing import ClassVar
 import torch
 
 from zerofp4.format import BLOCK, E4M3_MAX, SCALE_DTYPE, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
-from zerofp4.layout import as_matrix, check_matrix, columnwise_rows, packed_shape, scale_shape
+from zerofp4.layout import (
+    as_matrix,
+    check_matrix,
+    columnwise_rows,
+    packed_shape,
+    scale_shape,
+    stacked_matrices,
+)
 from zerofp4.storage.record import Storage, check_layouts, check_sides
+from zerofp4.storage.sides import unstack
 
 
 @dataclasses.dataclass(eq=False)
@@ -16,6 +24,9 @@ class NVFP4Storage(Storage):
     """rowwise.data uint8 [M, K/2]; columnwise.data uint8 [K, M/2], the packed transpose; scales E4M3:
     compact, or expanded and swizzled, which are padded (layout.scale_shape); amaxes float32 [1], one
     tensor unless both copies exist and one of them is of the transform.
+
+    A shape [E, N, K] in blocks of 16x16 is a stack of E matrices [N, K], each quantized alone, as the weights
+    of experts are: every buffer has E as its first dimension, amaxes are float32 [E].
     """
 
     layouts: ClassVar = SCALE_LAYOUTS
@@ -54,6 +65,7 @@ class NVFP4Storage(Storage):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
         check_block(self.block)
+        stacked_matrices(self.shape, self.block[0])
         check_transform(self.block[0], self.columnwise is not None, self.hadamard, self.random_signs)
         check_matrix(*self.matrix, columnwise=self.columnwise is not None and not self.hadamard)
 
@@ -69,16 +81,47 @@ class NVFP4Storage(Storage):
     def scheme(self) -> tuple:
         return NVFP4Storage, self.shape, self.block, self.hadamard, self.random_signs, self.e4m3_max
 
+    @property
+    def experts(self) -> int | None:
+        """E of a stack [E, N, K] in blocks of 16x16; None for one matrix."""
+        return self.shape[0] if len(self.shape) == 3 and self.block[0] == BLOCK else None
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(M, K), of each of a stack."""
+        return as_matrix(self.shape if self.experts is None else self.shape[1:])
+
+    @property
+    def amax_shape(self) -> tuple[int]:
+        return (1 if self.experts is None else self.shape[0],)
+
+    def matrices(self) -> list["NVFP4Storage"]:
+        """The record itself; or, of a stack, a record of each matrix, whose buffers are views of this one's
+        and which errors call name[e].
+        """
+        if self.experts is None:
+            return [self]
+        records = []
+        for e, sides in enumerate(unstack(self, self.shape[0])):
+            record = self.from_context(self.shape[1:], self.context())
+            record.rowwise, record.columnwise = sides.rowwise, sides.columnwise
+            record.name = None if self.name is None else f"{self.name}[{e}]"
+            records.append(record)
+        return records
+
     def side_matrix(self, side: str) -> tuple[int, int]:
-        """(rows, cols) of the matrix that a side stores."""
+        """(rows, cols) of the matrix that a side stores, of each of a stack."""
         rows, cols = self.matrix
         return (rows, cols) if side == "rowwise" else (cols, columnwise_rows(rows, self.hadamard))
 
-    def data_shape(self, side: str) -> tuple[int, int]:
-        return packed_shape(*self.side_matrix(side))
+    def data_shape(self, side: str) -> tuple[int, ...]:
+        return self._stacked(packed_shape(*self.side_matrix(side)))
 
-    def scale_shape(self, side: str, layout: str) -> tuple[int, int]:
-        return scale_shape(*self.side_matrix(side), self.block[0], layout)
+    def scale_shape(self, side: str, layout: str) -> tuple[int, ...]:
+        return self._stacked(scale_shape(*self.side_matrix(side), self.block[0], layout))
+
+    def _stacked(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        return shape if self.experts is None else (self.shape[0], *shape)
 
 
 def check_block(block: tuple[int, int]) -> None:
@@ -125,7 +168,7 @@ def allocate(
     sides = check_sides(rowwise, columnwise)
     check_transform(block[0], columnwise, hadamard, random_signs)
     layouts = check_layouts(scale_layouts)
-    check_matrix(*as_matrix(shape), columnwise=columnwise and not hadamard)
+    stacked_matrices(shape, block[0])
     record = NVFP4Storage(
         torch.Size(shape),
         dtype,
@@ -134,9 +177,10 @@ def allocate(
         random_signs=random_signs,
         four_over_six=four_over_six,
     )
+    check_matrix(*record.matrix, columnwise=columnwise and not hadamard)
     amax = None
     for side in sides:
         if amax is None or hadamard:  # the transform has an amax of its own
-            amax = torch.empty(1, dtype=torch.float32, device=device)
+            amax = torch.empty(record.amax_shape, dtype=torch.float32, device=device)
         record.allocate_side(side, layouts, device, amax)
     return record

@@ -107,13 +107,17 @@ class Storage(Sides):
         return as_matrix(self.shape)
 
     @property
+    def amax_shape(self) -> tuple[int]:
+        return (1,)
+
+    @property
     def device(self) -> torch.device:
         return next(buffer for _, buffer in self.buffers()).device
 
-    def data_shape(self, side: str) -> tuple[int, int]:
+    def data_shape(self, side: str) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def scale_shape(self, side: str, layout: str) -> tuple[int, int]:
+    def scale_shape(self, side: str, layout: str) -> tuple[int, ...]:
         raise NotImplementedError
 
     def allocate_side(self, name: str, layouts: Sequence[str], device, amax: torch.Tensor | None) -> None:
@@ -134,7 +138,8 @@ class Storage(Sides):
             for layout, scale in side.scales.items():
                 self._check_buffer(scale_name(name, layout), scale, self.scale_shape(name, layout))
             if side.amax is not None:
-                self._check_buffer("amax" if name == "rowwise" else "columnwise_amax", side.amax, (1,))
+                amax_name = "amax" if name == "rowwise" else "columnwise_amax"
+                self._check_buffer(amax_name, side.amax, self.amax_shape)
 
     def _check_buffer(self, name: str, buffer: torch.Tensor, shape: Sequence[int]) -> None:
         check_buffer(name, buffer, shape, self.buffer_dtype(name), self.device)

@@ -91,6 +91,21 @@ class Sides:
             yield "columnwise_amax", self.columnwise_amax
 
 
+def unstack(sides: Sides, count: int) -> list[Sides]:
+    """The sides of each matrix of a stack of `count`: views of its buffers, which have that dimension first.
+    What two sides share, their amax, two matrices share as well.
+    """
+    matrices = [Sides() for _ in range(count)]
+    amaxes = {id(side.amax): side.amax.split(1) for _, side in sides.sides() if side.amax is not None}
+    for name, side in sides.sides():
+        data = [None] * count if side.data is None else side.data.unbind()
+        scales = {layout: scale.unbind() for layout, scale in side.scales.items()}
+        for e, matrix in enumerate(matrices):
+            amax = None if side.amax is None else amaxes[id(side.amax)][e]
+            setattr(matrix, name, Side(data[e], {layout: each[e] for layout, each in scales.items()}, amax))
+    return matrices
+
+
 def sides_of(buffers: dict[str, torch.Tensor]) -> dict[str, Side]:
     """The inverse of buffers(): sides by name, to build a record of."""
     sides = {}

@@ -159,6 +159,26 @@ def _zero_(tensor):
     return tensor
 
 
+def _experts(tensor, dim: int) -> list | None:
+    """The matrices of a stack, which share its buffers; None for another tensor or dimension."""
+    if getattr(tensor.record, "experts", None) is None or dim not in (0, -3):
+        return None
+    with torch.inference_mode(tensor.is_inference()):  # as in _share
+        return [type(tensor)(record) for record in tensor.record.matrices()]
+
+
+def _select(tensor, dim, index):
+    experts = _experts(tensor, dim)
+    if experts is None or not -len(experts) <= index < len(experts):
+        return _aten.select.int(plain(tensor), dim, index)
+    return experts[index]
+
+
+def _unbind(tensor, dim=0):
+    experts = _experts(tensor, dim)
+    return _aten.unbind.int(plain(tensor), dim) if experts is None else experts
+
+
 _aten = torch.ops.aten
 HANDLERS = {
     _aten.alias.default: _share,
@@ -174,6 +194,8 @@ HANDLERS = {
     _aten._pin_memory.default: transfer.pin_memory,
     _aten.record_stream.default: transfer.record_stream,
     _aten._to_copy.default: _to_copy,
+    _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
     _aten.zero_.default: _zero_,
 }
 # Above autograd these come apart into _to_copy. In inference mode nothing takes them apart but this.

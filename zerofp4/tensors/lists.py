@@ -75,8 +75,9 @@ def swizzle_scales(
     scale of shape (rows, ceil(cols/16)) for 1x16 blocks and (ceil(rows/16), ceil(cols/16)) for 16x16 ones.
     All on one device; in a captured CUDA graph 32 at most.
 
-    Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)) with zeros as padding; of a
-    tensor that has persistent swizzled scales those. The others of one shape share a storage.
+    Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)) with zeros as padding, of a
+    tensor [E, N, K] with E before that; of a tensor that has persistent swizzled scales those. The others of
+    one shape share a storage.
 
     Raises TypeError or ValueError for an item that is neither, or a tensor without the copy.
     """

@@ -7,7 +7,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, FourOverSix
-from zerofp4.layout import as_matrix
+from zerofp4.layout import as_matrix, stacked_matrices
 from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block
 from zerofp4.tensors import nvfp4_values
 from zerofp4.tensors.arguments import check_generator, check_values, detached
@@ -19,6 +19,9 @@ from zerofp4.tensors.straight_through import with_tangent
 class NVFP4Tensor(QuantizedTensor):
     """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor). Its
     buffers are those of NVFP4Storage.
+
+    Of [E, N, K] in blocks of 16x16, t[e] and t.unbind() are NVFP4Tensors over the buffers of t: the experts'
+    own, as products want them; what is written through one is seen through the other.
     """
 
     record: NVFP4Storage
@@ -68,7 +71,9 @@ class NVFP4Tensor(QuantizedTensor):
         if record.four_over_six is not None:
             fields.append(f"four_over_six={record.four_over_six}")
         has_value = type(record.amax) is torch.Tensor and not record.amax.is_meta
-        return [*fields, *([f"amax={record.amax.item():.6g}"] if has_value else [])]
+        if record.experts is not None or not has_value:
+            return fields
+        return [*fields, f"amax={record.amax.item():.6g}"]
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor])
@@ -85,32 +90,37 @@ def quantize_dequantize(
 ) -> torch.Tensor:
     """Fake quantization: quantize(x, ...).dequantize() byte for byte, without the codes, in one kernel.
 
-    The arguments are those of quantize. The result is a plain tensor of x's shape and dtype. Its gradient is
-    passed straight through to x, also where x is larger than a given amax: as if quantization were the
-    identity, which is what training against it needs; detach x where that is not wanted. A tangent of
-    forward-mode differentiation is passed through likewise.
+    The arguments are those of quantize, also of a stack [E, N, K]. The result is a plain tensor of x's shape
+    and dtype. Its gradient is passed straight through to x, also where x is larger than a given amax: as if
+    quantization were the identity, which is what training against it needs; detach x where that is not
+    wanted. A tangent of forward-mode differentiation is passed through likewise.
 
     TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """
     check_values(x)
     check_block(block)
+    experts = stacked_matrices(x.shape, block[0])
     options = (
         block[0],
         detached("amax", amax),
-        _rng_state(x, stochastic_rounding, generator),
+        _rng_state(x, stochastic_rounding, generator, experts),
         *ops.choice_arguments(four_over_six),
     )
+    shape = as_matrix(x.shape) if experts is None else x.shape
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        matrix = x.contiguous().view(as_matrix(x.shape))
+        matrix = x.contiguous().view(shape)
         return torch.ops.zerofp4.quantize_dequantize(matrix, *options).view(x.shape)
 
     return with_tangent(run, x)
 
 
-def _rng_state(x: torch.Tensor, stochastic: bool, generator: torch.Generator | None) -> torch.Tensor | None:
+def _rng_state(
+    x: torch.Tensor, stochastic: bool, generator: torch.Generator | None, experts: int | None
+) -> torch.Tensor | None:
     check_generator(generator, stochastic)
-    return ops.draw_rng_state(x.device, generator) if stochastic else None
+    shape = ops.rng_state_shape(experts)
+    return ops.draw_rng_state(x.device, generator, shape) if stochastic else None
 
 
 def empty(
@@ -122,6 +132,8 @@ def empty(
     scale_layouts: Sequence[str] = ("compact",),
 ) -> NVFP4Tensor:
     """A weight to cast into, with 16x16 blocks; it holds zeros until then.
+
+    shape: [N, K], or [E, N, K] for E experts, each a weight of its own with its own amax.
 
     Raises TypeError for a dtype that cannot be quantized, ValueError for a shape that NVFP4 cannot hold.
     """

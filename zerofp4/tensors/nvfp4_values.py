@@ -52,7 +52,7 @@ def derived_side(record: NVFP4Storage, side: str) -> Side:
             f"quantize the original values with {side}=True"
         )
     other: Side = getattr(record, SIDES[1 - SIDES.index(side)])
-    scale = other.scales["compact"].view(torch.uint8).t().contiguous().view(SCALE_DTYPE)
+    scale = other.scales["compact"].view(torch.uint8).mT.contiguous().view(SCALE_DTYPE)
     return Side(torch.ops.zerofp4.transpose_packed(other.data), {"compact": scale}, other.amax)
 
 

@@ -21,7 +21,8 @@ class QuantizedTensor(torch.Tensor):
     """A torch.Tensor of a logical shape and dtype whose bytes, quantized, are in a storage record.
 
     - Operations that are not named here dequantize and give plain tensors; gradients flow through them. So
-      do views: a view is one of a dequantized copy, and writing to it does not change the codes.
+      do views: a view is one of a dequantized copy, and writing to it does not change the codes. (But one of
+      the matrices of a stack, which a format may quantize alone, is a tensor of that format.)
     - `dequantize()` gives the values in the logical dtype, as an ordinary parameter of it would have them;
       `float()`, `half()`, `double()`, `.to(dtype)` and `dequantize(dtype)` give the values of the codes,
       which may need more than a logical bfloat16 holds, rounded once to that dtype. So `t.float()` is

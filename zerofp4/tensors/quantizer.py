@@ -205,7 +205,7 @@ class Quantizer:
 
     def _fill(self, record: NVFP4Storage, layout: _Layout | None, x, amax, columnwise_amax, skip) -> None:
         x = kernel_input(x)
-        rng_state = ops.draw_rng_state(x.device, self._generator) if self._stochastic else None
+        rng_state = self._rng_state(record) if self._stochastic else None
         if layout is not None and layout.quantization is not None:
             if amax is None and columnwise_amax is None and skip is None:
                 return layout.quantization.run(x, record, rng_state=rng_state)
@@ -217,6 +217,9 @@ class Quantizer:
             rng_state=rng_state,
             skip=_apart(record, detached("skip", skip)),
         )
+
+    def _rng_state(self, record: NVFP4Storage) -> torch.Tensor:
+        return ops.draw_rng_state(record.device, self._generator, ops.rng_state_shape(record.experts))
 
     def __repr__(self) -> str:
         options = {**self._wanted, **self._scheme, "stochastic_rounding": self._stochastic}
@@ -273,13 +276,17 @@ def quantize(
 ) -> NVFP4Tensor:
     """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
 
+    With block (16, 16) x is [M, K], or [E, N, K]: E matrices, the weights of experts, each quantized alone,
+    with E as the first dimension of every buffer and amaxes of shape [E]; one pair of launches for each.
+
     Two passes over x, one for its amax and one for all else; the first falls away where amaxes are given. An
     x that is not contiguous is copied first.
 
     block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
     rowwise, columnwise: which copies to make; columnwise needs M even, unless hadamard completes the last
     group of rows.
-    amax: float32 [1] on x's device, the global amax to use instead of x's own; what is larger saturates.
+    amax: float32 [1] on x's device, [E] for E matrices, the global amax to use instead of x's own; what is
+    larger saturates.
     hadamard: the columnwise copy is of the random Hadamard transform of x along M, in groups of 16 rows, and
     has an amax of its own: columnwise_amax, if given. Block (1, 16) only. Both operands of a product over M
     carry the transform, so it cancels; dequantize gives the rowwise copy. random_signs=False leaves out the

@@ -1,0 +1,46 @@
+"""Stacks of matrices [E, N, K] in 16x16 blocks: each is quantized alone, with an amax of its own."""
+
+import torch
+
+from zerofp4.format import BLOCK, E4M3_MAX, FourOverSix
+from zerofp4.reference.quantize import Quantized, dequantize, quantize
+
+
+def quantize_experts(
+    x: torch.Tensor,
+    amax: torch.Tensor | None = None,
+    *,
+    rng_state: torch.Tensor | None = None,
+    four_over_six: FourOverSix | None = None,
+) -> Quantized:
+    """What quantize makes of each matrix of x [E, N, K], E at least 1, stacked: every field has E as its
+    first dimension, amaxes are float32 [E].
+
+    amax: float32 [E], taken from x when not given. rng_state: int64 [E, 2].
+    """
+    made = [
+        quantize(
+            matrix,
+            BLOCK,
+            None if amax is None else amax[e : e + 1],
+            rng_state=None if rng_state is None else rng_state[e],
+            four_over_six=four_over_six,
+        )
+        for e, matrix in enumerate(x)
+    ]
+    *codes, amaxes, columnwise_amaxes = zip(*made, strict=True)
+    stacked = [None if parts[0] is None else torch.stack(parts) for parts in codes]
+    own = torch.cat(amaxes)
+    return Quantized(*stacked, own, None if columnwise_amaxes[0] is None else own)
+
+
+def dequantize_experts(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    e4m3_max: float = E4M3_MAX,
+) -> torch.Tensor:
+    """[E, N, K] values of packed codes [E, N, K/2] with compact scales and amaxes [E]."""
+    matrices = zip(data, scale, amax.split(1), strict=True)
+    return torch.stack([dequantize(*matrix, BLOCK, dtype, e4m3_max) for matrix in matrices])
