@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import zerofp4
 from zerofp4 import NVFP4Tensor, quantize, reference
 
-# (shape, dtype, quantized): ragged tiles, sizes below and above the alignment, an empty one, a scalar.
+# (shape, dtype, quantized): ragged tiles, sizes below and above the alignment, an empty one, a scalar; three
+# experts.
 SPECIFICATIONS = [
     ((34, 48), torch.bfloat16, True),
     ((7,), torch.bfloat16, False),
@@ -20,7 +21,7 @@ SPECIFICATIONS = [
     ((300,), torch.float16, False),
     ((0,), torch.bfloat16, False),
     ((), torch.float32, False),
-    ((2, 3, 32), torch.bfloat16, True),
+    ((3, 18, 34), torch.bfloat16, True),
 ]
 
 
@@ -61,7 +62,8 @@ def assert_weights_follow(parameters: list[nn.Parameter], masters: list[torch.Te
         if not isinstance(p, NVFP4Tensor):
             assert_bytes_equal(p.detach(), master.to(p.dtype), f"parameter {i}")
             continue
-        expected = reference.quantize(master.to(p.dtype).view(p.record.matrix))
+        specified = reference.quantize if p.dim() == 2 else reference.quantize_experts
+        expected = specified(master.to(p.dtype).view(p.shape))
         for name, value in expected._asdict().items():
             assert_bytes_equal(getattr(p, name), value, f"parameter {i}: {name}")
 

@@ -26,6 +26,7 @@ SPECIFICATIONS = [
     ((300,), torch.float16, False),
     ((), torch.float32, False),
     ((30, 51), torch.bfloat16, False),
+    ((5, 18, 34), torch.bfloat16, True),
 ]
 
 

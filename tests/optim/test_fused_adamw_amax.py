@@ -1,5 +1,8 @@
 """FusedAdamW leaves in a plan's reduced vector what the plan itself would compute from the masters."""
 
+import copy
+import math
+
 import pytest
 import torch
 from cast_cases import check, check_transposes, make
@@ -16,11 +19,14 @@ from zerofp4.optim import FusedAdamW
 def shards(draw):
     """(shape, dtype, start, numel, offset of the master in its buffer, dtype of the gradient or None)"""
     rows, cols = draw(st.integers(1, 40)), 2 * draw(st.integers(1, 140))
-    start = draw(st.integers(0, rows * cols - 1))
-    numel = draw(st.one_of(st.just(rows * cols - start), st.integers(1, rows * cols - start)))
+    experts = draw(st.sampled_from([None, None, 1, 3]))
+    shape = (rows, cols) if experts is None else (experts, rows, cols)
+    size = math.prod(shape)
+    start = draw(st.integers(0, size - 1))
+    numel = draw(st.one_of(st.just(size - start), st.integers(1, size - start)))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     gradient = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, None]))
-    return (rows, cols), dtype, start, numel, draw(st.integers(0, 4)), gradient
+    return shape, dtype, start, numel, draw(st.integers(0, 4)), gradient
 
 
 def offered(device, *shapes, **options):
@@ -50,7 +56,8 @@ def test_amaxes_of_shards(device, pieces, grouped, seed):
         )  # beyond float16 too
         masters.append(values.to(device)[offset:])
         starts.append(start)
-    groups = {"amax_groups": [weights[:2]]} if grouped and len(weights) > 1 else {}
+    alike = len(weights) > 1 and weights[0].record.experts == weights[1].record.experts
+    groups = {"amax_groups": [weights[:2]]} if grouped and alike else {}
     plan = zerofp4.CastPlan(weights, masters, starts, **groups)
     extra = torch.randn(3000, generator=generator).to(device)
     # The optimizer's tensors are other objects on the same memory.
@@ -200,6 +207,51 @@ def test_a_rank_that_owns_nothing(device):
     plan.reduced.fill_(123)
     optimizer.step()
     compare_with_the_plans_own(plan, weights, [None, None], [None, None])
+
+
+def experts_offered(device):
+    """(plan, the optimizer of its masters, weights, masters); the shard begins in the first of 3 experts."""
+    weights = [zerofp4.empty((3, 18, 34), device=device), zerofp4.empty((16, 32), device=device)]
+    masters = [torch.randn(3 * 18 * 34 - 7, device=device), torch.randn(512, device=device)]
+    plan = zerofp4.CastPlan(weights, masters, [7, 0])
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    optimizer.offer_amaxes(plan)
+    return plan, optimizer, weights, masters
+
+
+def test_steps_of_experts_are_those_of_their_parameter(device):
+    """Counted once for all of them, also where somebody sets the counter, loads a state, or steps in between
+    without the plan.
+    """
+    plan, optimizer, weights, masters = experts_offered(device)
+    expected = Expected(optimizer)
+    saved = None
+    for step in range(8):
+        for i, master in enumerate(masters):
+            set_gradient(master, None if (step, i) == (2, 0) else torch.randn_like(master))
+        if step == 3:
+            optimizer.state[masters[0]]["step"].fill_(77)
+            expected.steps[0] = 77
+        if step == 4:
+            saved = copy.deepcopy(optimizer.state_dict())
+            kept = copy.deepcopy((expected.steps, expected.moments))
+        if step == 6:
+            optimizer.load_state_dict(saved)
+            expected.steps, expected.moments = kept
+        plan.reduced.fill_(123)
+        expected.step()
+        optimizer.step()
+        expected.check(f"step {step}:")
+        compare_with_the_plans_own(plan, weights, masters, [7, 0])
+
+
+def test_masters_of_experts_that_are_refused(device):
+    plan, _, _, masters = experts_offered(device)
+    for others in ([masters[1]], [masters[0][:605], masters[1]], [masters[0][:-1], masters[1]]):
+        with pytest.raises(
+            ValueError, match=r"master_pieces\(\)\[\d\].master .* is not one of the optimizer"
+        ):
+            FusedAdamW(others).offer_amaxes(plan)
 
 
 def test_offers_that_are_refused(device):

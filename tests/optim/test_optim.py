@@ -8,6 +8,7 @@ import torch
 from helpers import assert_bytes_equal
 from optim_cases import (
     OPTIMIZERS,
+    SPECIFICATIONS,
     Net,
     Plain,
     assert_all_equal,
@@ -255,17 +256,37 @@ def test_found_inf_speaks_of_the_last_step(device):
 
 
 def test_amax_groups(device):
-    parameters = make_parameters(device)
-    group = [parameters[0], parameters[8]]
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, amax_groups=[group], lr=0.1)
+    """Matrices share one amax, experts those of the experts with the same index."""
+    more = [((16, 96), torch.bfloat16, True), ((3, 16, 32), torch.bfloat16, True)]
+    parameters = make_parameters(device, 0, [*SPECIFICATIONS, *more])
+    groups = [[parameters[i] for i in members] for members in ((0, 9), (8, 10))]
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, amax_groups=groups, lr=0.1)
     set_gradients(parameters, make_gradients(parameters, 0))
     optimizer.step()
-    masters = [optimizer.gathered_masters()[i].to(torch.bfloat16) for i in (0, 8)]
-    amax = torch.stack([m.float().abs().max() for m in masters]).max().reshape(1)
-    for p, master in zip(group, masters, strict=True):
-        expected = reference.quantize(master.view(p.record.matrix), amax=amax)
-        for name, value in expected._asdict().items():
-            assert_bytes_equal(getattr(p, name), value, name)
+    masters = dict(zip(parameters, optimizer.gathered_masters(), strict=True))
+    for group in groups:
+        values = [masters[p].to(torch.bfloat16) for p in group]
+        amax = torch.stack([v.float().abs().amax((-2, -1)).view(-1) for v in values]).amax(0)
+        for p, v in zip(group, values, strict=True):
+            specified = reference.quantize if p.dim() == 2 else reference.quantize_experts
+            for name, value in specified(v.view(p.shape), amax=amax)._asdict().items():
+                assert_bytes_equal(getattr(p, name), value, name)
+
+
+def test_one_expert_is_skipped(device):
+    """What has no finite master keeps its codes, scales and amax; the experts beside it do not."""
+    parameter = make_parameters(device, 0, [((3, 16, 32), torch.bfloat16, True)])[0]
+    optimizer = ZeroFP4Optimizer([parameter], torch.optim.SGD, lr=0.1)
+    before = parameter.detach().clone()
+    optimizer.inner.param_groups[0]["params"][0][16 * 32 + 5] = math.nan
+    set_gradients([parameter], make_gradients([parameter], 0))
+    optimizer.step()
+    assert optimizer.found_inf.item() == 1
+    expected = reference.quantize_experts(optimizer.gathered_masters()[0].bfloat16())._asdict()
+    for name, values in expected.items():
+        values[1] = getattr(before, name)[1]
+        assert_bytes_equal(getattr(parameter, name), values, name)
+    assert not torch.equal(parameter.rowwise_data[0], before.rowwise_data[0])
 
 
 def test_a_world_of_one_gathers_nothing(device):

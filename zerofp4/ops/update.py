@@ -1,5 +1,6 @@
 """Optimizer updates of many tensors, and the amaxes that they leave in a cast plan's reduced vector."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,14 +28,47 @@ class AdamWItem(NamedTuple):
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
     gradient_dtype: torch.dtype
-    piece: MasterPiece | None
-    """What it is of a weight, where its amaxes are wanted."""
+    pieces: tuple[MasterPiece, ...]
+    """What it is of a weight, where its amaxes are wanted; of several matrices, one behind the other."""
+
+
+class _Split:
+    """An item as one for each of its pieces, which follow one another in its arrays.
+
+    parts: those items. begins: where each begins, in elements. Each counts steps for itself, the first in the
+    item's own counter and the others in copies of it: none could read a counter that another advances.
+    """
+
+    def __init__(self, item: AdamWItem):
+        self.parts, self.begins, self._step = [item], [0], item.step
+        self._copies = None
+        if len(item.pieces) < 2:
+            return
+        numels = [piece.shard.numel for piece in item.pieces]
+        self.begins = list(itertools.accumulate(numels[:-1], initial=0))
+        steps: list[torch.Tensor | None] = [item.step] * len(numels)
+        if item.step is not None:
+            self._copies = torch.empty(len(numels) - 1, dtype=torch.float32, device=item.step.device)
+            steps[1:] = self._copies.split(1)
+        arrays = [
+            [None] * len(numels) if array is None else array.view(-1).split(numels)
+            for array in (item.master, item.exp_avg, item.exp_avg_sq)
+        ]
+        self.parts = [
+            AdamWItem(master, step, *moments, item.gradient_dtype, (piece,))
+            for piece, step, master, *moments in zip(item.pieces, steps, *arrays, strict=True)
+        ]
+
+    def take_step(self) -> None:
+        """Make the copies what the counter is now, on its device."""
+        if self._copies is not None:
+            self._copies.copy_(self._step.view(1).expand_as(self._copies))
 
 
 def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
     numel = item.master.numel()
     whole = MasterPiece(None, Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
-    _, shard, (rows, cols), dtype, tile_offset, amax_offset = item.piece or whole
+    _, shard, (rows, cols), dtype, tile_offset, amax_offset = item.pieces[0] if item.pieces else whole
     return _C.AdamWDescriptor(
         master=address(item.master),
         exp_avg=address(item.exp_avg),
@@ -66,9 +100,13 @@ class AdamWStage:
 
     def __init__(self, items: Sequence[AdamWItem], reduced: torch.Tensor | None):
         self.device = items[0].master.device
+        splits = [_Split(item) for item in items]
+        parts = [part for split in splits for part in split.parts]
+        self._splits = None if len(parts) == len(items) else splits
+        self._firsts = list(itertools.accumulate((len(split.parts) for split in splits), initial=0))
         self._plan = _C.AdamWPlan(
             on_cpu=self.device.type == "cpu",
-            tensors=[_descriptor(item) for item in items],
+            tensors=[_descriptor(part) for part in parts],
             reduced=address(reduced),
         )
         if self.device.type == "cuda":
@@ -85,7 +123,16 @@ class AdamWStage:
         """
         # An empty tensor has no address, but its steps count; nothing is read there.
         addresses = [0 if gradient is None else gradient.data_ptr() or 1 for gradient in gradients]
-        self._plan.begin(target_of(self.device), options, first, addresses)
+        if self._splits is not None:
+            splits = self._splits[first : first + len(gradients)]
+            for split in splits:
+                split.take_step()
+            addresses = [
+                0 if gradient is None else start + begin * gradient.itemsize
+                for split, gradient, start in zip(splits, gradients, addresses, strict=True)
+                for begin in split.begins
+            ]
+        self._plan.begin(target_of(self.device), options, self._firsts[first], addresses)
 
     def update(self) -> None:
         self._plan.update(target_of(self.device))

@@ -158,9 +158,9 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         return self._route is not None and self._route.is_outdated()
 
-    def _piece(self, p: torch.Tensor) -> MasterPiece | None:
+    def _pieces(self, p: torch.Tensor) -> tuple[MasterPiece, ...]:
         """What the plan that was offered has of a parameter."""
-        return None if self._route is None else self._route.pieces.get(p)
+        return () if self._route is None else self._route.pieces.get(p, ())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -198,7 +198,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if bad is not None:
                 raise checks.gradient_error(parameter_name(g, bad, group), gradients[bad], params[bad])
             for i, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
-                if gradient is not None or self._piece(p) is not None:
+                if gradient is not None or self._pieces(p):
                     members.append(_Member(g, i, p, gradient, self.state.get(p)))
         return members
 
@@ -234,8 +234,8 @@ class FusedAdamW(torch.optim.Optimizer):
         p = member.parameter
         name = parameter_name(member.group, member.position, self.param_groups[member.group])
         checks.check_parameter(name, p, self._device())
-        piece = self._piece(p)
-        if piece is not None and piece.master.data_ptr() != p.data_ptr():
+        pieces = self._pieces(p)
+        if pieces and pieces[0].master.data_ptr() != p.data_ptr():
             raise RuntimeError(
                 f"{name} is not where the plan's master is: refresh the plan, offer_amaxes anew"
             )
@@ -246,10 +246,9 @@ class FusedAdamW(torch.optim.Optimizer):
         p, gradient, state = member.parameter, member.gradient, member.state
         if not state and gradient is not None:
             state = self.state[p] = _initial_state(p)
-        piece = self._piece(p)
         tensors = [state[key] if state else None for key in checks.STATE]
         dtype = torch.float32 if gradient is None else gradient.dtype
-        return AdamWItem(p, *tensors, dtype, piece)
+        return AdamWItem(p, *tensors, dtype, self._pieces(p))
 
     def _run(self, members: list[_Member], options: list) -> None:
         """options: adamw_options of each group."""
