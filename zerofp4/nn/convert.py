@@ -22,10 +22,10 @@ _SHARDED = (
 class ConversionReport:
     """What convert_model did, and did not, with every parameter that has a matrix.
 
-    converted: names of the modules whose weight was converted. skipped: why another parameter was not, by its
-    name. shares: by name, the elements of each of them in all elements of the model's parameters; a tied one
-    has its share under each of its names. layers: names of the converted modules that became layers of
-    zerofp4.nn.
+    converted: names of the modules whose weight was converted, and of stacked weights in other modules.
+    skipped: why another parameter was not, by its name. shares: by name, the elements of each of them in all
+    elements of the model's parameters; a tied one has its share under each of its names. layers: names of the
+    converted modules that became layers of zerofp4.nn.
     """
 
     converted: list[str] = dataclasses.field(default_factory=list)
@@ -36,7 +36,8 @@ class ConversionReport:
     @property
     def share(self) -> float:
         """Elements of the converted weights in all elements of the model's parameters."""
-        return sum(self.shares[_join(name, "weight")] for name in self.converted)
+        names = [name if name in self.shares else _join(name, "weight") for name in self.converted]
+        return sum(self.shares[name] for name in names)
 
 
 def convert_model(
@@ -61,6 +62,10 @@ def convert_model(
     weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
     made from the rows each time.
 
+    Experts in one parameter [E, N, K], with N and K even, are converted, too, each with an amax of its own:
+    the weight of a stacked zerofp4.nn.GroupedLinear as that of a linear layer; the parameter of another
+    module, unless that is torch's own, only where filter_fn(module, the parameter's name) is true.
+
     get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
     clear_high_precision_init_val() frees it: what a master weight should start from.
 
@@ -78,15 +83,17 @@ def convert_model(
         reason = _why_not(module, module_name, parameter_name, tied, id(module) in heads, filter_fn)
         report.shares[name] = _numel(parameter) / max(total, 1)
         if reason is None:
-            chosen.append((module_name, module))
+            chosen.append((_called(module, module_name, parameter_name), module, parameter_name))
         else:
             report.skipped[name] = reason
-    for name, module in chosen:
-        if module.weight.is_meta:
+    for name, module, parameter_name in chosen:
+        weight = module._parameters[parameter_name]
+        if weight.is_meta:
             raise RuntimeError(f"model: the weight of {name!r} is on the meta device: give it values first")
-        check_not_held(f"model: the weight of {name!r}", module.weight)
-    for name, module in chosen:
-        module.weight = primary_parameter(module.weight, name, columnwise)
+        check_not_held(f"model: the weight of {name!r}", weight)
+    for name, module, parameter_name in chosen:
+        weight = module._parameters[parameter_name]
+        setattr(module, parameter_name, primary_parameter(weight, name, columnwise))
         report.converted.append(name)
         if layers and type(module) in LAYERS:
             LAYERS[type(module)](module)
@@ -101,6 +108,17 @@ LAYERS: dict[type[nn.Module], Callable[[nn.Module], None]] = {}
 
 def _join(module_name: str, name: str) -> str:
     return f"{module_name}.{name}" if module_name else name
+
+
+def _called(module: nn.Module, module_name: str, parameter_name: str) -> str:
+    """What filter_fn and the report call a weight: by its module, or by itself where that is no layer."""
+    return module_name if _is_layer(module, parameter_name) else _join(module_name, parameter_name)
+
+
+def _is_layer(module: nn.Module, parameter_name: str) -> bool:
+    """Whether the parameter is the weight of a linear layer, or of several in one."""
+    known = _linear_forward(module) is not None or getattr(module, "takes_nvfp4_weight", False)
+    return known and parameter_name == "weight"
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
@@ -176,24 +194,47 @@ def _why_not(
         return "it is an NVFP4Tensor already"
     if hasattr(parameter, "to_local"):
         return f"it is a DTensor, {_SHARDED}"
+    if _may_be_experts(module, parameter_name, filter_fn):
+        name = _called(module, module_name, parameter_name)
+        return _why_not_quantized(parameter, 3, tied) or _why_not_chosen(filter_fn, module, name)
     if forward is None or parameter_name != "weight":
         what = "" if not _is_initialized(parameter) or parameter.dim() == 2 else _dimensions(parameter)
         return f"{kind} is not an nn.Linear{what}" if forward is None else f"it is not the weight of {kind}"
     if type(module).forward is not forward and not getattr(module, "takes_nvfp4_weight", False):
         return f"{kind} has a forward of its own"
+    reason = _why_not_quantized(parameter, 2, tied)
+    if reason is not None:
+        return reason
+    if is_head and (filter_fn is None or not filter_fn(module, module_name)):
+        return "it is the output head, which is converted only where filter_fn is true for it"
+    return None if is_head else _why_not_chosen(filter_fn, module, module_name)
+
+
+def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn | None) -> bool:
+    """Whether a parameter of three dimensions is a stack of matrices: our own layer's, or one that there is
+    a filter_fn to say so of. Those of torch's own modules, convolutions above all, are not.
+    """
+    parameter = module._parameters[parameter_name]
+    if not _is_initialized(parameter) or parameter.dim() != 3 or _linear_forward(module) is not None:
+        return False
+    if _is_layer(module, parameter_name):
+        return True
+    return filter_fn is not None and not type(module).__module__.startswith("torch.nn.")
+
+
+def _why_not_quantized(parameter: nn.Parameter, dimensions: int, tied: list[str]) -> str | None:
+    """Why a parameter cannot be that of a weight in NVFP4."""
     if type(parameter) is not nn.Parameter:
         return f"it is not an ordinary parameter, but of {type(parameter).__name__}"
     if parameter.dtype not in WEIGHT_DTYPES:
         return f"dtype {parameter.dtype} is not one of {WEIGHT_DTYPES}"
-    if parameter.dim() != 2 or parameter.shape[0] % 2 or parameter.shape[1] % 2:
+    if parameter.dim() != dimensions or parameter.shape[-2] % 2 or parameter.shape[-1] % 2:
         return f"a weight of shape {tuple(parameter.shape)} does not have two even sizes"
-    if tied:
-        return f"it is tied to {tied[0]}"
-    if is_head and (filter_fn is None or not filter_fn(module, module_name)):
-        return "it is the output head, which is converted only where filter_fn is true for it"
-    if not is_head and filter_fn is not None and not filter_fn(module, module_name):
-        return "filter_fn is false for it"
-    return None
+    return f"it is tied to {tied[0]}" if tied else None
+
+
+def _why_not_chosen(filter_fn: FilterFn | None, module: nn.Module, name: str) -> str | None:
+    return None if filter_fn is None or filter_fn(module, name) else "filter_fn is false for it"
 
 
 def _dimensions(parameter: nn.Parameter) -> str:

@@ -13,10 +13,14 @@ from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor, QuantizedTensor
 
 
 class MainGrad:
-    """The float32 buffer in which a parameter's gradients are added up: `main_grad`, as Megatron calls it."""
+    """The float32 buffer in which a parameter's gradients are added up: `main_grad`, as Megatron calls it.
 
-    def __init__(self, parameter: torch.nn.Parameter):
-        self._parameter = parameter
+    expert: which matrix of a parameter that is a stack of them this is of; autograd gets no gradient of it,
+    but gradient() of the whole.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter, expert: int | None = None):
+        self._parameter, self._expert = parameter, expert
 
     def buffer(self) -> torch.Tensor:
         """Raises RuntimeError where the parameter has none."""
@@ -26,13 +30,13 @@ class MainGrad:
                 "fuse_wgrad_accumulation adds the weight's gradient to weight.main_grad, which is not there: "
                 f"make it a float32 tensor of shape {tuple(self._parameter.shape)}"
             )
-        return found
+        return found if self._expert is None else found[self._expert]
 
     def gradient(self) -> torch.Tensor | None:
         """What autograd gets after the gradient was added: nothing, or, where the framework asks for it by a
         flag of the parameter, zeros without memory, for the sake of hooks.
         """
-        if not hasattr(self._parameter, "grad_added_to_main_grad"):
+        if self._expert is not None or not hasattr(self._parameter, "grad_added_to_main_grad"):
             return None
         self._parameter.grad_added_to_main_grad = True
         zero = torch.zeros((), dtype=self._parameter.dtype, device=self._parameter.device)

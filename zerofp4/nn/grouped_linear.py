@@ -1,19 +1,25 @@
 """GroupedLinear: a linear layer for each of several groups of rows."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from zerofp4.nn.convert import primary_parameter
+from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.grouped_function import GroupedFunction, why_one_by_one
 from zerofp4.nn.linear import Linear, linear_call
-from zerofp4.nn.recipe import NVFP4Recipe, current_recipe
+from zerofp4.nn.quantizers import WeightCache
+from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe
+from zerofp4.storage import rebindings
 
 
 class GroupedLinear(nn.Module):
-    """`experts[g]` of the g-th group of consecutive rows, each a zerofp4.nn.Linear with a weight, an amax and
-    a cache of its own: the bytes of one call for each group. Groups may be empty; their parameters get
-    gradients of zeros.
+    """A zerofp4.nn.Linear for each group of consecutive rows, with a weight, an amax and a cache of its own:
+    the bytes of one call for each group. Groups may be empty; their parameters get gradients of zeros.
 
     Under an NVFP4Recipe without four over six, by the exact backend on a GPU of Hopper's or Blackwell's kind,
     in bfloat16 with features in multiples of 8, all groups are quantized in one launch and multiplied in
@@ -22,8 +28,14 @@ class GroupedLinear(nn.Module):
     after another, and splits on a GPU are read back, which waits for it.
 
     num_gemms: the number of groups. in_features and what is behind it: as of Linear, for every expert.
+    stacked: False makes `experts`, a list of layers. True makes one parameter `weight` [num_gemms,
+    out_features, in_features] and one `bias` [num_gemms, out_features]; a primary weight is one NVFP4Tensor
+    with an amax for each expert. Both give the same bytes; torch.compile leaves a stack to eager execution.
     Raises ValueError for fewer than one group, and what Linear raises.
     """
+
+    takes_nvfp4_weight = True
+    """convert_model may convert the weight of a stack."""
 
     def __init__(
         self,
@@ -34,6 +46,7 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        stacked: bool = False,
         primary_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
@@ -41,14 +54,40 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}")
-        options = {
-            "primary_weights": primary_weights,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "params_dtype": params_dtype,
-        }
-        self.experts = nn.ModuleList(
-            Linear(in_features, out_features, bias, device, dtype, **options) for _ in range(num_gemms)
-        )
+        self.num_gemms, self.stacked = num_gemms, stacked
+        options = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype}
+        if not stacked:
+            options["primary_weights"] = primary_weights
+            self.experts = nn.ModuleList(
+                Linear(in_features, out_features, bias, device, dtype, **options) for _ in range(num_gemms)
+            )
+            return
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        # On the meta device: what Linear makes of its arguments, without memory.
+        like = Linear(in_features, out_features, bias, "meta", dtype, **options)
+        for name, one in (("weight", like.weight), ("bias", like.bias)):
+            shape = None if one is None else (num_gemms, *one.shape)
+            values = None if one is None else torch.empty(shape, dtype=one.dtype, device=device)
+            self.register_parameter(name, None if values is None else nn.Parameter(values))
+        self._weight_caches = [WeightCache() for _ in range(num_gemms)]
+        self._matrices = _Matrices()
+        self.reset_parameters()
+        if primary_weights:
+            if self.weight.is_meta:
+                raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
+            self.weight = primary_parameter(self.weight, "")
+
+    def reset_parameters(self) -> None:
+        """Initial values, drawn as by the layers of a list, one after the other."""
+        if not self.stacked:
+            for expert in self.experts:
+                expert.reset_parameters()
+            return
+        bound = 1 / math.sqrt(self.weight.shape[2]) if self.weight.shape[2] else 0
+        for e in range(self.num_gemms):
+            nn.init.kaiming_uniform_(self.weight.detach()[e], a=math.sqrt(5))
+            if self.bias is not None:
+                nn.init.uniform_(self.bias.detach()[e], -bound, bound)
 
     def forward(
         self,
@@ -65,12 +104,15 @@ class GroupedLinear(nn.Module):
         """
         self._check_input(x)
         recipe = self._common_recipe()
+        values = x
         if recipe is not None:
             values = x if x.is_meta or not torch.is_autocast_enabled(x.device.type) else _by_autocast(x)
-            features = self.experts[0].weight.shape
+            features = self.weight.shape[1:] if self.stacked else self.experts[0].weight.shape
             if why_one_by_one(values, features, recipe) is None:
                 return self._at_once(values, m_splits, recipe, is_first_microbatch)
         splits = self._splits(x, m_splits)
+        if self.stacked:
+            return self._one_by_one(x, splits, is_first_microbatch)
         pieces = x.split(splits)
         outputs = [
             expert(piece, is_first_microbatch) for expert, piece in zip(self.experts, pieces, strict=True)
@@ -84,14 +126,51 @@ class GroupedLinear(nn.Module):
         else:
             splits = self._splits(x, m_splits)
         needs = torch.is_grad_enabled() and x.requires_grad
-        calls = [linear_call(expert, expert.weight, recipe, is_first, needs) for expert in self.experts]
-        biases = [expert.bias for expert in self.experts if expert.bias is not None]
-        weights = [expert.weight for expert in self.experts]
-        return GroupedFunction.apply(x, splits, recipe, calls, *weights, *biases)
+        if self.stacked:
+            self._check_features(x)
+            parts = self._parts(recipe)
+            calls = [part.call(recipe, is_first, needs) for part in parts]
+        else:
+            parts = self.experts
+            calls = [linear_call(expert, expert.weight, recipe, is_first, needs) for expert in parts]
+        biases = [part.bias for part in parts if part.bias is not None]
+        return GroupedFunction.apply(x, splits, recipe, calls, *[part.weight for part in parts], *biases)
+
+    @torch.compiler.disable
+    def _one_by_one(self, x: torch.Tensor, splits: list[int], is_first: bool | None) -> torch.Tensor:
+        """The layers of a stack."""
+        recipe = current_recipe(self)
+        parts = self._parts(recipe)
+        if recipe is None:
+            pieces = zip(x.split(splits), parts, strict=True)
+            return torch.cat([F.linear(piece, part.weight, part.bias) for piece, part in pieces])
+        self._check_features(x)
+        values = x if x.is_meta or not torch.is_autocast_enabled(x.device.type) else _by_autocast(x)
+        needs = torch.is_grad_enabled() and x.requires_grad
+        outputs = []
+        for piece, part in zip(values.split(splits), parts, strict=True):
+            call = part.call(recipe, is_first, needs)
+            outputs.append(LinearFunction.apply(piece, part.weight, part.bias, call))
+        return torch.cat(outputs)
+
+    def _check_features(self, x: torch.Tensor) -> None:
+        features = self.weight.shape[2]
+        if x.shape[1] != features:
+            raise ValueError(f"x must have {features} values in its last dimension, got {tuple(x.shape)}")
+
+    def _parts(self, recipe: Recipe | None) -> list["_Part"]:
+        """The layers of a stack, for one call."""
+        fused = self.fuse_wgrad_accumulation and recipe is not None
+        weights = _Split.apply(self.weight, MainGrad(self.weight) if fused else None)
+        biases = [None] * self.num_gemms if self.bias is None else self.bias.unbind()
+        main_grads = [MainGrad(self.weight, e) if fused else None for e in range(self.num_gemms)]
+        sources = self._matrices.of(self.weight)
+        fields = zip(weights, biases, sources, main_grads, self._weight_caches, strict=True)
+        return [_Part(*each) for each in fields]
 
     def _common_recipe(self) -> NVFP4Recipe | None:
         """What all experts compute by, if it is the same and one of NVFP4."""
-        recipes = {current_recipe(expert) for expert in self.experts}
+        recipes = {current_recipe(layer) for layer in ([self] if self.stacked else self.experts)}
         recipe = recipes.pop()
         return recipe if not recipes and isinstance(recipe, NVFP4Recipe) else None
 
@@ -100,8 +179,8 @@ class GroupedLinear(nn.Module):
             raise ValueError(f"x must be [tokens, in_features], got shape {tuple(x.shape)}")
 
     def _check_count(self, count: int) -> None:
-        if count != len(self.experts):
-            raise ValueError(f"m_splits must have {len(self.experts)} entries, got {count}")
+        if count != self.num_gemms:
+            raise ValueError(f"m_splits must have {self.num_gemms} entries, got {count}")
 
     def _splits(self, x: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
@@ -117,3 +196,59 @@ class GroupedLinear(nn.Module):
 
 def _by_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+@dataclasses.dataclass
+class _Part:
+    """One layer of a stack. weight: as autograd sees it. source: the same matrix, from which it is quantized
+    and by which the cache knows it.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    source: torch.Tensor
+    main_grad: MainGrad | None
+    _weight_cache: WeightCache
+    fuse_wgrad_accumulation: bool = False  # main_grad says it
+
+    def call(self, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
+        made = linear_call(self, self.source, recipe, is_first, x_needs)
+        return made if self.main_grad is None else made._replace(main_grad=self.main_grad)
+
+
+class _Matrices:
+    """The matrices of a stacked parameter, the same objects as long as they are where they were, so that
+    caches know them. Copies begin empty.
+    """
+
+    def __init__(self) -> None:
+        self._place: tuple | None = None
+        self._made: tuple[torch.Tensor, ...] = ()
+
+    def of(self, stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        place = (id(stack), rebindings() if hasattr(stack, "record") else stack.data_ptr(), stack.dtype)
+        if place != self._place:
+            self._made, self._place = stack.detach().unbind(), place
+        return self._made
+
+    def __deepcopy__(self, memo: dict) -> "_Matrices":
+        return _Matrices()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Matrices, ()
+
+
+class _Split(torch.autograd.Function):
+    """(stack [E, N, K], its main_grad or None) to its matrices; their gradients, stacked, are its own, or, as
+    they are in main_grad already, what that says.
+    """
+
+    @staticmethod
+    def forward(ctx, stack: torch.Tensor, main_grad: MainGrad | None) -> tuple[torch.Tensor, ...]:
+        ctx.main_grad = main_grad
+        ctx.set_materialize_grads(main_grad is None)
+        return stack.detach().unbind()
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None):
+        return torch.stack(grads) if ctx.main_grad is None else ctx.main_grad.gradient(), None
