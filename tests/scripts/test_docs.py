@@ -47,6 +47,15 @@ def test_the_snippet_is_the_example():
     assert example.endswith(shown), "docs/own-step.md has another snippet than the example"
 
 
+def test_the_snippet_of_experts_runs():
+    page = (DOCS / "experts.md").read_text()
+    snippet = re.search(r"```python\n(w = .*?)```", page, re.DOTALL).group(1)
+    names = {"torch": torch, "zerofp4": zerofp4}
+    exec(snippet, names)
+    assert names["y"].shape == (64, 256)
+    assert names["third"].rowwise_data.data_ptr() == names["t"].rowwise_data[3].data_ptr()
+
+
 def test_the_snippet_of_quantizing_runs():
     page = (DOCS / "index.md").read_text()
     snippet = re.search(r"```python\n(x = torch.*?)```", page, re.DOTALL).group(1)

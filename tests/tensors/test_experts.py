@@ -3,9 +3,11 @@
 import copy
 import io
 import pickle
+import tempfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import assert_bytes_equal
 from op_cases import assert_record_equals
 from tensor_helpers import ALL, DTYPES, addresses, assert_record_equal
@@ -232,8 +234,20 @@ WAYS = {
     "torch.save": through_a_file,
     "the CPU and back": lambda t: t.to("cpu", copy=True).to(t.device),
     "a parameter's state_dict": lambda t: through_a_state_dict(t),
+    "DCP": lambda t: through_a_distributed_checkpoint(t),
+    "DCP, staged": lambda t: through_a_distributed_checkpoint(t, dcp.async_save),
     "empty_like and copy_": lambda t: torch.empty_like(t, device=t.device).copy_(t),
 }
+
+
+def through_a_distributed_checkpoint(t, save=dcp.save):
+    with tempfile.TemporaryDirectory() as folder:
+        saved = save({"weight": t}, checkpoint_id=folder, no_dist=True)
+        if save is dcp.async_save:
+            saved.result()
+        target = zerofp4.quantize(torch.zeros_like(t.dequantize()), **ALL)
+        dcp.load({"weight": target}, checkpoint_id=folder, no_dist=True)
+    return target
 
 
 def through_a_state_dict(t):
