@@ -1,8 +1,9 @@
 """What a ZeRO optimizer saves, loads, gathers and hands over."""
 
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,23 +82,23 @@ class ShardedState(torch.optim.Optimizer):
             return None
         return gradient
 
-    def _entries(self, i: int, template: StateTemplate) -> dict[str, Piece]:
-        parameter, master = self._shards.parameters[i], self._shards.masters[i]
-        held = self._shards.held_masters()[id(parameter)]
-        state = {} if master is None else self.inner.state.get(master, {})
-        return saved_entries(parameter, held, state, template, self._home, lambda: self._spare(i))
+    def _spare_of(self, i: int) -> Callable[[], torch.Tensor | None]:
+        return lambda: self._spare(i)  # a function, which the stager of async_save does not copy
 
-    def _groups_of(self) -> list[int]:
-        """The group of each trainable parameter."""
+    def _all_entries(self) -> Iterator[dict[str, Piece]]:
+        """What is saved of each trainable parameter."""
+        templates, held = self._templates(), self._shards.held_masters()
         group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
-        return [group_of[id(p)] for p in self._shards.parameters]
+        for i, (p, master) in enumerate(zip(self._shards.parameters, self._shards.masters, strict=True)):
+            state = {} if master is None else self.inner.state.get(master, {})
+            spare = self._spare_of(i)
+            yield saved_entries(p, held[id(p)], state, templates[group_of[id(p)]], self._home, spare)
 
     def _view_state(self) -> StateView:
         reference = weakref.ref(self)  # a circle would keep the masters until the next collection
 
         def entries_of(i: int) -> dict[str, Piece]:
-            optimizer = reference()
-            return optimizer._entries(i, optimizer._templates()[optimizer._groups_of()[i]])
+            return next(itertools.islice(reference()._all_entries(), i, None))
 
         return StateView(self._shards.parameters, entries_of)
 
@@ -122,12 +123,9 @@ class ShardedState(torch.optim.Optimizer):
             for group, own in zip(self.param_groups, ids, strict=True)
             for p, number in zip(group["params"], own, strict=True)
         }
-        templates, groups = self._templates(), self._groups_of()
+        entries = zip(self._shards.parameters, self._all_entries(), strict=True)
         state_dict = {
-            "state": {
-                id_of[id(p)]: self._entries(i, templates[groups[i]])
-                for i, p in enumerate(self._shards.parameters)
-            },
+            "state": {id_of[id(p)]: own for p, own in entries},
             "param_groups": saved_groups(self.param_groups, ids),
             "steps": self._steps,
         }
