@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerofp4.distributed import attempt, exchange, rank_and_size
+from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.piece import gathered, make_piece
 from zerofp4.optim.state import ShardedState
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, check_not_held
@@ -48,6 +49,7 @@ def _masters(
     model: nn.Module, optimizer: ShardedState, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = optimizer._shards.held_masters()
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue  # a module's extra state
@@ -55,16 +57,15 @@ def _masters(
         if parameter is None:
             yield key, value.detach().clone()
         else:
-            yield key, parameter_values(parameter, optimizer, dtype)
+            yield key, parameter_values(parameter, optimizer, held.get(id(parameter)), dtype)
 
 
 def parameter_values(
-    parameter: torch.Tensor, optimizer: ShardedState | None, dtype: torch.dtype
+    parameter: torch.Tensor, optimizer: ShardedState | None, held: HeldMaster | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """A new plain tensor: the whole master of a parameter that the optimizer trains, which is collective,
     else what the parameter holds.
     """
-    held = None if optimizer is None else optimizer._shards.held_masters().get(id(parameter))
     if held is not None:
         own = torch.zeros(0, device=parameter.device) if held.piece is None else held.piece
         return gathered(make_piece(own, parameter.shape, held.shard.start, optimizer._home)).to(dtype)
@@ -178,13 +179,13 @@ def unconvert_model(model: nn.Module, optimizer: ShardedState | None = None) -> 
         for module, name, _ in found:
             old = module._parameters[name]
             if id(old) not in made:
-                made[id(old)] = _ordinary(old, optimizer)
+                made[id(old)] = _ordinary(old, optimizer, held.get(id(old)))
             setattr(module, name, made[id(old)])
     return [full_name for _, _, full_name in found]
 
 
-def _ordinary(old: QuantizedTensor, optimizer: ShardedState | None) -> nn.Parameter:
-    new = nn.Parameter(parameter_values(old, optimizer, old.dtype), old.requires_grad)
+def _ordinary(old: QuantizedTensor, optimizer: ShardedState | None, held: HeldMaster | None) -> nn.Parameter:
+    new = nn.Parameter(parameter_values(old, optimizer, held, old.dtype), old.requires_grad)
     vars(new).update({k: v for k, v in vars(old).items() if k not in ("record", "_is_param")})
     new.grad = old.grad
     return new
