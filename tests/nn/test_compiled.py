@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, needs_gpu
 from layer_cases import RECIPES
 from tensor_helpers import values
 from torch import nn
@@ -164,8 +164,12 @@ def test_what_breaks_the_graph_gives_the_same_bytes(device):
     assert_bytes_equal(*sums, "main_grad")
 
 
-def test_inductor(device):
-    """What is around the layer may be compiled to other kernels; the layer is not."""
+@needs_gpu
+def test_inductor():
+    """What is around the layer may be compiled to other kernels; the layer is not. (On a CPU a C++ compiler
+    would take a minute for it.)
+    """
+    device = torch.device("cuda")
     module, recipe, x = made("Linear", device), RECIPES["nvfp4"], values(32, 64, device=device)
     run = torch.compile(module, fullgraph=True, backend="inductor")
     assert_same(step(module, run, recipe, x)[:3], step(module, module, recipe, x)[:3])
