@@ -182,7 +182,7 @@ def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> 
         with only_rank_0_speaks(world):
             session = Session(name, world.device, options.repeats, False)
             run(session, options, world)
-            result = session.result({"scale": options.scale, "repeats": options.repeats})
+            result = session.result({key: getattr(options, key) for key in ("scale", "repeats", "bucket_mb")})
             if world.rank == 0:
                 path = save(result, options.output, world.device.type)
                 tables.print_tables(result)

@@ -185,6 +185,18 @@ def test_state_dict_has_torchs_form_on_every_rank(world):
     )
 
 
+@on_ranks(1, 2)
+def test_a_piece_moves_without_the_others(world):
+    """As torch's full state dicts move it, whatever torch does with DTensors."""
+    model = make_model(world)
+    for entries in build(model).state_dict()["state"].values():
+        master = entries["master"]
+        for moved in (master.to("meta"), master.to(device="meta"), master.to("meta", torch.float64)):
+            assert type(moved) is type(master) and moved.shard == master.shard
+            assert moved.device.type == "meta" and moved.shape == master.shape
+        assert master.to(world.device).values.data_ptr() == master.values.data_ptr()
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
     "options",

@@ -132,8 +132,8 @@ def add_scaled_product(
 
 def _run(a, b, alpha, bias, out_dtype) -> torch.Tensor:
     if _by_cublaslt(a, b):
-        # The epilogue takes a bias of the output's dtype only, and rounds to the operands' dtype or none. It may
-        # round rows that begin at no multiple of 16 bytes before the bias is added, and again after it.
+        # The epilogue takes a bias of the output's dtype only, and rounds to the operands' dtype or none.
+        # Where rows begin at no multiple of 16 bytes it may round before the bias is added, and after it.
         whole = out_dtype == torch.float32 or b.shape[0] * out_dtype.itemsize % 16 == 0
         plain = bias is None or (bias.dtype == out_dtype and whole)
         direct = out_dtype in (a.dtype, torch.float32) and plain

@@ -244,6 +244,13 @@ def _sharded_piece() -> type[Piece]:
         def to_local(self, *, grad_placements=None):
             return self
 
+        def to(self, *args, **kwargs):
+            """A full state dict of pieces on another device than the ranks meet on begins with it. torch may
+            take any DTensor past __torch_dispatch__, to its own copying of a whole one.
+            """
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+            return self.map(lambda values: values.to(device, dtype or values.dtype, non_blocking))
+
     return ShardedPiece
 
 

@@ -20,7 +20,7 @@ from zerofp4.optim.flat import ALIGNMENT, FlatBuffer
 from zerofp4.optim.parameters import gradient_dtype
 from zerofp4.shard import intersect
 
-BUCKET_MB = 64.0
+BUCKET_MB = 256.0
 """Megabytes of one bucket as it travels, all ranks' parts together. Four of them are held: two are packed and
 sent, two received and added up, in turns.
 """

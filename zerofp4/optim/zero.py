@@ -39,7 +39,7 @@ class ZeroFP4Optimizer(ShardedState):
     amax_groups: lists of NVFP4 weights of params that share one amax.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is their own
     dtype, that of the parameter unless its grad_dtype says another by now, and wider ones raise TypeError.
-    bucket_mb: megabytes of gradients that travel at once, all ranks' parts together (default 64); the memory
+    bucket_mb: megabytes of gradients that travel at once, all ranks' parts together (default 256); the memory
     for it is four times as large.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; those that were frozen then with their values. For a
