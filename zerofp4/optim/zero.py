@@ -42,43 +42,25 @@ class ZeroFP4Optimizer(ShardedState):
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together (default 256); the memory
     for it is four times as large.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
-    that it trained, by identity, begin with its masters; those that were frozen then with their values. For a
-    new list of parameters, after unfreezing, say; its moments are not taken.
+    that it trained, by identity, begin with its masters; its moments are not taken.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
-    nothing changes on any rank, neither masters nor their state nor weights; found_inf is 1, skipped_steps
-    counts it and first_nonfinite() names the parameter. "raise": every rank raises FloatingPointError, in
-    clip_grad_norm_ or step(), and nothing changes. A sum over the ranks that overflows float32 is left to the
-    cast.
+    nothing changes on any rank; found_inf is 1, skipped_steps counts it, first_nonfinite() names the
+    parameter. "raise": every rank raises FloatingPointError, and nothing changes.
 
     step() averages the gradients over the group (their values travel, and are added in FP32 in rank order),
     updates this rank's masters, casts them and all-gathers the weights in place: 4-bit codes for NVFP4
     weights. A parameter that has a gradient on no rank is skipped as torch.optim skips it; where only some
-    ranks have one, the others count as zeros. p.grad is read, never written, so clip_grad_norm_ scales what
-    step() uses and not p.grad.
+    ranks have one, the others count as zeros. p.grad is read, never written.
 
     The masters are the truth. They begin as rank 0's values (what get_high_precision_init_val() has, else the
-    parameter's), and from then on the weights are the masters rounded or quantized, on every rank. Load a
-    model before its optimizer is built: writing into a weight afterwards makes step() raise. NVFP4 weights
-    whose masters become NaN or Inf keep their last codes, and found_inf is 1 after such a step.
+    parameter's), and from then on the weights are the masters rounded or quantized, on every rank: load a
+    model first, since writing into a weight makes the next step() raise. A parameter that is frozen when the
+    optimizer is built gets rank 0's bytes once, and no master; unfreezing it makes the next step() raise.
 
-    Gradients are looked at once, before the update. With more ranks that is part of the vector that is read
-    anyway. In a world of one nothing waits: the update reads a flag on the device, also in replays of a CUDA
-    graph. That takes FusedAdamW or, without momentum, an optimizer_class of torch's with fused=True. For
-    others, and with on_nonfinite="raise", the host reads the flag (not while a CUDA graph is captured, whose
-    replays then skip nothing).
-
-    A parameter that is frozen (requires_grad False) when the optimizer is built gets rank 0's bytes once, no
-    master and no update; unfreezing it later makes step() raise. Freezing a parameter later does what it does
-    in torch.optim.
-
-    Building is collective. An invalid argument on any rank, or ranks that disagree, raises the same
-    ValueError or TypeError on all of them. What one rank finds wrong before an update, or its closure raises,
-    is raised there, and RuntimeError on the others, before anything has changed; where ranks do different
-    things, as when one alone called zero_grad(), took another number of steps or has another lr, a number or
-    a tensor, all raise RuntimeError. For this step() and clip_grad_norm_ read one small vector back each,
-    where there are several ranks. What one rank alone raises
-    later, out of memory in the step() of its optimizer_class or in a hook, cannot be undone: the others wait
-    until the group's timeout ends them.
+    Building, step() and clip_grad_norm_() are collective. What one rank finds wrong before an update raises
+    on every rank, before anything has changed. The page on failures says which errors these are, what is
+    left to the group's timeout, and where the host waits for the device: for one small vector in each of the
+    two calls of several ranks, and for nothing in a world of one with FusedAdamW.
     """
 
     def __init__(
