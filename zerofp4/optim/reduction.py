@@ -41,10 +41,6 @@ class Wire(NamedTuple):
         dtypes = {gradient_dtype(parameter) for parameter in buffer.parameters}
         return self.dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
-    def rounds(self, gradient: torch.Tensor, travels_as: torch.dtype) -> bool:
-        """Whether values would be lost that nobody asked to lose."""
-        return self.dtype is None and gradient.dtype != travels_as != torch.float32
-
 
 def make_wire(gradient_wire: torch.dtype | None, bucket_mb: float | None) -> Wire:
     """Raises ValueError for arguments that cannot be meant."""
@@ -124,10 +120,12 @@ class GradientReducer:
                 self._buckets.append(make_bucket(buffer, start, size, sent.view(shape), received.view(shape)))
 
     def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-        """Raises TypeError for a gradient that would lose values on its way."""
+        """Raises TypeError for a gradient that would lose values on its way which nobody asked to lose."""
+        if self._wire.dtype is not None:
+            return
         for i, dtype in self._travels_as.items():
             gradient = gradients[i]
-            if gradient is not None and self._wire.rounds(gradient, dtype):
+            if gradient is not None and gradient.dtype != dtype:
                 raise TypeError(
                     f"{names[i]} has a gradient of {gradient.dtype}, which would be rounded to {dtype} to be "
                     "added to those of other ranks: build the optimizer with gradient_wire=torch.float32, or "
