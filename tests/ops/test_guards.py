@@ -188,10 +188,8 @@ def adamw(x, guards):
             master = guards.place(x.flatten()[shard.start : shard.start + shard.numel].float())
             state = [guards.place(torch.zeros(size, device=x.device)) for size in ((), *[master.shape] * 2)]
             places = (ops.HEADER_WORDS + len(shards) + i * tiles, ops.HEADER_WORDS + i)
-            piece = (
-                ops.MasterPiece(None, shard, tuple(x.shape), x.dtype, *places) if i < len(shards) else None
-            )
-            items.append(ops.AdamWItem(master, *state, dtype, piece))
+            piece = ops.MasterPiece(None, shard, tuple(x.shape), x.dtype, *places)
+            items.append(ops.AdamWItem(master, *state, dtype, (piece,) if i < len(shards) else ()))
         gradients = [guards.place(item.master.to(dtype)) for item in items]
         with guards.suspended():
             stage = ops.AdamWStage(items, reduced)

@@ -201,7 +201,7 @@ def test_adamw(place):
         places = (ops.HEADER_WORDS + 1, ops.HEADER_WORDS)
         piece = ops.MasterPiece(None, Shard(0, master.numel()), tuple(shape), torch.bfloat16, *places)
         tensors = (master.view(-1), step, exp_avg.view(-1), exp_avg_sq.view(-1))
-        stage = ops.AdamWStage([ops.AdamWItem(*tensors, torch.float32, piece)], reduced)
+        stage = ops.AdamWStage([ops.AdamWItem(*tensors, torch.float32, (piece,))], reduced)
         stage.begin(options, 0, [gradient.reshape(-1)])
         stage.update()
         return reduced[ops.HEADER_WORDS + 1 :].view(-1, columns)
