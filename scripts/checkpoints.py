@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from zerofp4.distributed import exchange
+from zerofp4.distributed import CollectiveError, Stage, exchange
 from zerofp4.launch.process_group import World
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -51,19 +51,23 @@ def prepare_folder(options: argparse.Namespace, world: World) -> None:
         for path in left if options.overwrite and not options.resume else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    on_rank_0(make, world)
+    on_rank_0(make, f"preparing {options.out}", world)
 
 
-def on_rank_0(function: Callable, world: World) -> Any:
+def on_rank_0(function: Callable, stage: str, world: World) -> Any:
     """What it returns, on every rank; where it raises, every rank raises CheckpointError."""
     value, error = None, None
     if world.rank == 0:
         try:
             value = function()
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
+        except CheckpointError as failure:
             error = failure
+        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            error = RuntimeError(f"{stage}: {type(failure).__name__}: {failure}")
     try:
-        return exchange(value, error, torch.distributed.group.WORLD)[0]
+        return exchange(value, error, torch.distributed.group.WORLD, stage)[0]
+    except CollectiveError:
+        raise
     except Exception as failure:
         raise CheckpointError(str(failure).removeprefix("rank 0: ")) from failure
 
@@ -85,11 +89,16 @@ class Checkpoints:
         """
         final = self.folder / f"step-{step:08d}"
         draft = self.folder / f"draft-{step:08d}"
-        on_rank_0(lambda: shutil.rmtree(draft, ignore_errors=True), self.world)
+        stage = f"writing checkpoint {final.name}"
+        on_rank_0(lambda: shutil.rmtree(draft, ignore_errors=True), stage, self.world)
         state = {"model": model, "optimizer": optimizer}
         state["progress"] = (progress | {"identity": self.identity},)  # a tuple is saved as one value
         state["random"] = {self._rank_key(): random_state(self.world.device)}
-        dcp.save(state, checkpoint_id=draft)
+        try:
+            with Stage(stage, torch.distributed.group.WORLD):
+                dcp.save(state, checkpoint_id=draft)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{final} cannot be written: {error}") from error
 
         def publish() -> None:
             text = json.dumps({path.name: digest(path) for path in sorted(draft.iterdir())}, indent=2)
@@ -102,7 +111,7 @@ class Checkpoints:
             for old in self._found()[self.keep :]:
                 shutil.rmtree(old)
 
-        on_rank_0(publish, self.world)
+        on_rank_0(publish, stage, self.world)
 
     def resume(self, model: nn.Module, optimizer: ZeroFP4Optimizer) -> dict[str, Any] | None:
         """Load the last whole checkpoint and return its progress; None where there is none. Collective.
@@ -110,7 +119,7 @@ class Checkpoints:
         Files that are not those that were saved are passed over, which is said; so are drafts. Raises
         CheckpointError, before anything is loaded, for a checkpoint of another run.
         """
-        path = on_rank_0(self._last_whole, self.world)
+        path = on_rank_0(self._last_whole, f"reading {self.folder}", self.world)
         if path is None:
             return None
         metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -135,7 +144,8 @@ class Checkpoints:
 
     def _load(self, state: dict[str, Any], path: Path) -> None:
         try:
-            dcp.load(state, checkpoint_id=path)
+            with Stage(f"loading checkpoint {path.name}", torch.distributed.group.WORLD):
+                dcp.load(state, checkpoint_id=path)
         except (dcp.CheckpointException, ValueError) as error:
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
 

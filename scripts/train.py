@@ -16,6 +16,7 @@ With a recipe, layers quantize activations and gradients too, and multiply those
 
 import argparse
 import contextlib
+import faulthandler
 import importlib.util
 import math
 import os
@@ -23,6 +24,7 @@ import platform
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ from text import Batches, Text, TextTooShortError
 from torch import nn
 
 import zerofp4
+from zerofp4.distributed import Stage
 from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.testing import VerificationError, verify_model
@@ -101,6 +104,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
     add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
     add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
+    add(
+        "--timeout",
+        type=at_least(float, 1.0),
+        default=600.0,
+        help="seconds to wait for a rank (default: 600)",
+    )
     add_checkpoint_options(parser, at_least)
     options = parser.parse_args(arguments)
     context = PRESETS[options.preset].context
@@ -139,7 +148,8 @@ class Interrupt:
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
+    with Stage("averaging losses", dist.group.WORLD):
+        dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
 
 
@@ -373,17 +383,19 @@ def in_tokens(text: Text, vocabulary: int | None, world: World) -> Text:
         return text
     trained = [text.tokenizer(vocabulary) if world.rank == 0 else None]
     if world.world_size > 1:
-        dist.broadcast_object_list(trained, src=0)
+        with Stage("sending the tokenizer", dist.group.WORLD):
+            dist.broadcast_object_list(trained, src=0)
     return text.tokenized(trained[0])
 
 
 def main() -> int:
+    faulthandler.enable()  # NCCL ends a process that waits too long: where it was is all that it can say
     options = parse_options()
     text = CORPORA[options.corpus]()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: the same sums in every run
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
-    world = init_process_group()
+    world = init_process_group(timeout=timedelta(seconds=options.timeout))
     try:
         text = in_tokens(text, options.tokenizer, world)
         text.check(options.sequence_length)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4 import reference
+from zerofp4.distributed import Stage
 from zerofp4.layout import as_matrix
 from zerofp4.tensors import NVFP4Tensor
 
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _SHOWN = 20  # differences that a VerificationError lists
+_VERIFYING = "verifying weights"  # the stage of a CollectiveError
 
 
 class VerificationError(RuntimeError):
@@ -178,7 +180,9 @@ def verify_weights(
     if dist.is_available() and dist.is_initialized():
         found += _differences_from_the_first_rank(weights, group)
         per_rank: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(per_rank, [f"rank {dist.get_rank()}: {line}" for line in found], group=group)
+        mine = [f"rank {dist.get_rank()}: {line}" for line in found]
+        with Stage(_VERIFYING, group):
+            dist.all_gather_object(per_rank, mine, group=group)
         found = [line for lines in per_rank for line in lines]
     if found:
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
@@ -268,7 +272,8 @@ def _differences_from_the_first_rank(
     # Agreed first: a broadcast of another size than the others' hangs, or writes past an end.
     mine = [(name, value.dtype, tuple(value.shape)) for name, value in buffers]
     described = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(described, mine, group=group)
+    with Stage(_VERIFYING, group):
+        dist.all_gather_object(described, mine, group=group)
     if any(theirs != mine for theirs in described):
         other = [buffer for buffer in mine if buffer not in described[0]]
         return [f"{name} is {dtype} {shape} here and not on rank {first}" for name, dtype, shape in other]
@@ -276,7 +281,8 @@ def _differences_from_the_first_rank(
     for name, value in buffers:
         theirs = value.contiguous().clone()
         if theirs.numel():
-            dist.broadcast(theirs.view(-1).view(torch.uint8), src=first, group=group)
+            with Stage(_VERIFYING, group):
+                dist.broadcast(theirs.view(-1).view(torch.uint8), src=first, group=group)
         if what := first_difference(value, theirs):
             found.append(f"{name} differs from rank {first}: {what}")
     return found

@@ -52,7 +52,8 @@ class PlanParts:
             # What this rank cannot run must be known to all before any waits for the others.
             _, error = attempt(target_of, request.device)
         number = _next_number(group)
-        gathered = distributed.exchange(request and tuple(signature_of(request, number)), error, group)
+        signature = request and tuple(signature_of(request, number))
+        gathered = distributed.exchange(signature, error, group, "building a CastPlan")
         signatures = [Signature(*signature) for signature in gathered]
         check_agreement(signatures)
         self._request = request

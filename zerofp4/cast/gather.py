@@ -135,7 +135,7 @@ def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | No
         # What this rank cannot run must be known to all before any waits for the others.
         _, error = attempt(target_of, parsed[0][0].device)
     records, shards = parsed if error is None else ([], [])
-    gathered = distributed.exchange((describe(records), shards), error, group)
+    gathered = distributed.exchange((describe(records), shards), error, group, "all_gather_nvfp4()")
     check_same_weights([weights for weights, _ in gathered])
     rank_shards = [[Shard(*shard) for shard in of_rank] for _, of_rank in gathered]
     names = [name for name, *_ in gathered[0][0]]

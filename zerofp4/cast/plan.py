@@ -168,7 +168,7 @@ class CastPlan(PlanParts):
 
     def _reduce(self) -> None:
         if self._sharded:
-            distributed.reduce_max(self.reduced, self.group())
+            distributed.reduce_max(self.reduced, self.group(), "reducing the amaxes of a cast")
 
     def _abstain(self) -> None:
         """Join the reduction, flagged, so that no rank writes."""

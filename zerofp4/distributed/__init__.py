@@ -11,10 +11,14 @@ from zerofp4.distributed.collectives import (
 )
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
 from zerofp4.distributed.packed_gather import PackedGather
+from zerofp4.distributed.stage import CollectiveError, Pending, Stage
 
 __all__ = [
+    "CollectiveError",
     "GroupReference",
     "PackedGather",
+    "Pending",
+    "Stage",
     "all_gather_slices",
     "attempt",
     "check_disjoint",

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerofp4.distributed.collectives import rank_and_size
+from zerofp4.distributed.stage import CollectiveError, Stage
 
 
 def attempt(function: Callable, *args) -> tuple[Any, Exception | None]:
@@ -31,12 +32,19 @@ def first_difference(by_rank: Sequence[Sequence[Any]]) -> tuple[int, int | None]
     return None
 
 
-def exchange(payload: Any, error: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
+def exchange(
+    payload: Any,
+    error: Exception | None,
+    group: dist.ProcessGroup | None,
+    stage: str = "agreeing on arguments",
+) -> list[Any]:
     """All-gather a picklable payload and agree on errors: the payloads in rank order.
 
     If any rank brings an error, every rank raises an exception of its kind whose message names the first such
-    rank. Every rank must call it, with or without an error.
+    rank. Every rank must call it, with or without an error. stage: what a CollectiveError calls it.
     """
+    if isinstance(error, CollectiveError):
+        raise error
     if group is None:
         if error is not None:
             raise error
@@ -47,7 +55,8 @@ def exchange(payload: Any, error: Exception | None, group: dist.ProcessGroup | N
     # The kind's name and the text: an exception itself may not survive pickling.
     mine = (payload, None if error is None else (kind, str(error)))
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, mine, group=group)
+    with Stage(stage, group):
+        dist.all_gather_object(gathered, mine, group=group)
     for other, (_, failure) in enumerate(gathered):
         if failure is not None:
             kind, message = failure

@@ -8,6 +8,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from zerofp4.distributed.stage import Pending, Stage
+
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group to communicate in: the default one for None when torch.distributed is initialized.
@@ -52,32 +54,48 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
-def reduce_max(vector: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """MAX all-reduce in place."""
+def reduce_max(
+    vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str = "reducing a maximum"
+) -> None:
+    """MAX all-reduce in place. stage: what a CollectiveError calls it, here and below."""
     if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
+        with Stage(stage, group):
+            dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
 
 
 def all_gather_slices(
-    flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
+    flat: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+    stage: str = "gathering slices",
+) -> Pending | None:
     """All-gather in place: on entry a rank's own equal slice is valid, afterwards all slices are."""
     rank, size = rank_and_size(group)
     # torch 2.13 renamed both collectives and warns of the old names.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
+    named = Stage(stage, group)
+    with named:
+        work = gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
+    return Pending(work, named) if async_op else None
 
 
-def start_exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+def start_exchange(
+    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, stage: str = "exchanging rows"
+) -> list[Pending]:
     """Begin to send every other rank its row of `sent`, and to receive its row of `received` from it.
 
     Both [world_size, n] contiguous, of any dtype: bytes travel. This rank's own rows are left alone.
     """
     rank, size = rank_and_size(group)
     sent, received = sent.view(torch.uint8), received.view(torch.uint8)
-    calls = []
+    calls, peers = [], []
     for step in range(1, size):  # every rank begins with its neighbour, not all with rank 0
         to, source = (rank + step) % size, (rank - step) % size
         calls.append(dist.P2POp(dist.isend, sent[to], group=group, group_peer=to))
         calls.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source))
-    return dist.batch_isend_irecv(calls)
+        peers += [to, source]
+    with Stage(stage, group):
+        works = dist.batch_isend_irecv(calls)
+    if len(works) != len(peers):  # NCCL makes one of all of them
+        peers = [None] * len(works)
+    return [Pending(work, Stage(stage, group, peer)) for work, peer in zip(works, peers, strict=True)]

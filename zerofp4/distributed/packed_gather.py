@@ -146,7 +146,7 @@ class PackedGather:
 
     def _exchange(self, target, state: int) -> None:
         self._stages.pack(target, state)
-        all_gather_slices(self.staging.view(-1), self.group())
+        all_gather_slices(self.staging.view(-1), self.group(), stage="gathering codes")
 
 
 def _offsets(shards: Sequence[Shard]) -> tuple[list[int], int]:

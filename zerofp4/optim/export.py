@@ -98,7 +98,7 @@ def save_safetensors(
     files, error = None, None
     if writes:
         files, error = attempt(_plan, model, folder, dtype)
-    exchange(None, error, group)
+    exchange(None, error, group, "save_safetensors()")
     held: dict[str, torch.Tensor] = {}
     for key, tensor in _masters(model, optimizer, dtype):
         if not writes or error is not None:
@@ -107,7 +107,7 @@ def save_safetensors(
         if len(held) == len(files[0][1]):
             _, error = attempt(_write, folder / files.pop(0)[0], held)
             held = {}
-    exchange(None, error, group)
+    exchange(None, error, group, "save_safetensors()")
 
 
 def _plan(model: nn.Module, folder: Path, dtype: torch.dtype) -> list[tuple[str, list[str]]]:

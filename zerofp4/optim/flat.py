@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
+from zerofp4.distributed import GroupReference, Pending, all_gather_slices, rank_and_size
 from zerofp4.shard import equal_slices, intersect
 
 ALIGNMENT = 256
@@ -65,13 +65,15 @@ class FlatBuffer:
         flat = torch.empty(self.numel, dtype=torch.float32, device=self.device)
         flat[self.begin : self.begin + self.slice_numel] = self.masters
         if self.world_size > 1:
-            all_gather_slices(flat, self.group())
+            all_gather_slices(flat, self.group(), stage="gathering masters")
         views = self.whole_views(flat)
         return [view.view(p.shape).clone() for view, p in zip(views, self.parameters, strict=True)]
 
-    def start_gather(self) -> dist.Work | None:
+    def start_gather(self) -> Pending | None:
         """Begin to fill in the other ranks' slices of the weights."""
-        return all_gather_slices(self.weights, self.group(), async_op=True) if self.world_size > 1 else None
+        if self.world_size == 1:
+            return None
+        return all_gather_slices(self.weights, self.group(), async_op=True, stage="gathering weights")
 
 
 class DenseBuffer(FlatBuffer):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from zerofp4.distributed import Stage
 from zerofp4.optim.flat import FlatBuffer
 from zerofp4.shard import Shard, intersect
 from zerofp4.tensors import NVFP4Tensor
@@ -58,7 +59,8 @@ def _initial_chunks(parameter: torch.Tensor, buffer: FlatBuffer) -> Chunks:
         else:
             values = source[first : first + size].to(buffer.device, torch.float32)
         if buffer.world_size > 1:
-            dist.broadcast(values, group=buffer.group(), group_src=0)
+            with Stage("sending rank 0's initial values", group := buffer.group()):
+                dist.broadcast(values, group=group, group_src=0)
         return values
 
     return chunk
@@ -73,7 +75,8 @@ def _held_chunks(held: HeldMaster, buffer: FlatBuffer) -> Chunks:
             start = first + own.start - held.shard.start
             bits[own.start : own.end] = held.piece[start : start + own.numel].view(torch.int32)
         if buffer.world_size > 1:
-            dist.all_reduce(bits, group=buffer.group())
+            with Stage("taking over masters", group := buffer.group()):
+                dist.all_reduce(bits, group=group)
         return bits.view(torch.float32)
 
     return chunk
@@ -99,6 +102,7 @@ def broadcast_frozen(parameter: torch.Tensor, group: dist.ProcessGroup) -> None:
         if not tensor.numel():
             continue
         values = tensor.detach().contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
+        with Stage("sending rank 0's frozen parameters", group):
+            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
         if values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)

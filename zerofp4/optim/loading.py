@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.distributed import first_difference
+from zerofp4.distributed import CollectiveError, first_difference
 from zerofp4.optim.checkpoint import own_name
 from zerofp4.optim.inner import options
 from zerofp4.optim.piece import Home, Piece, gathered
@@ -298,7 +298,9 @@ def check_same_steps(by_rank: Sequence[int]) -> None:
 
 
 def load_error(failure: Exception) -> Exception:
-    """What every rank can raise for it: an error of the rules here as it is, any other as a ValueError."""
-    if type(failure) in (TypeError, ValueError):
+    """What every rank can raise for it: an error of the rules here and one of a collective as they are, any
+    other as a ValueError.
+    """
+    if type(failure) in (TypeError, ValueError, CollectiveError):
         return failure
     return ValueError(f"state_dict cannot be loaded: {type(failure).__name__}: {failure}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference
+from zerofp4.distributed import GroupReference, Stage
 from zerofp4.shard import Shard, rectangles
 
 UNREAD = {torch.float64: (torch.int64, 0x7FF4A5A5A5A5A5A5), torch.float32: (torch.int32, 0x7FA5A5A5)}
@@ -263,7 +263,8 @@ def gathered(piece: Piece) -> torch.Tensor:
     flat[piece.start : piece.shard.end] = own.to(flat.device)
     if flat.numel():
         # Of the bytes: the others' are 0, and what several ranks have is the same. A sum makes -0 a 0.
-        dist.all_reduce(flat.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group=group)
+        with Stage("gathering a whole tensor", group):
+            dist.all_reduce(flat.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group=group)
     return flat.view(piece.shape)
 
 

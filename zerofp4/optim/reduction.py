@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import GroupReference, rank_and_size, reduce_max, start_exchange
+from zerofp4.distributed import GroupReference, Pending, Stage, rank_and_size, reduce_max, start_exchange
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.flat import ALIGNMENT, FlatBuffer
 from zerofp4.optim.parameters import gradient_dtype
@@ -24,6 +24,9 @@ BUCKET_MB = 256.0
 """Megabytes of one bucket as it travels, all ranks' parts together. Four of them are held: two are packed and
 sent, two received and added up, in turns.
 """
+
+NORM = "finding the norm of the gradients"
+"""The stage of global_norm()."""
 
 
 class Wire(NamedTuple):
@@ -145,12 +148,14 @@ class GradientReducer:
         if pending is not None:
             add_up(*pending)
 
-    def start(self, bucket: Bucket) -> list[dist.Work]:
+    def start(self, bucket: Bucket) -> list[Pending]:
         """Begin to send every other rank its stretch."""
-        return start_exchange(bucket.received, bucket.sent, self.group()) if self.world_size > 1 else []
+        if self.world_size == 1:
+            return []
+        return start_exchange(bucket.received, bucket.sent, self.group(), "averaging gradients")
 
 
-def add_up(bucket: Bucket, travelling: Sequence[dist.Work]) -> None:
+def add_up(bucket: Bucket, travelling: Sequence[Pending]) -> None:
     """The mean of what has been received, once it is there."""
     for work in travelling:
         work.wait()
@@ -229,10 +234,11 @@ def global_norm(buffers: Sequence[FlatBuffer], p: float, group: dist.ProcessGrou
     if p != math.inf:
         total = norms.pow(p).sum()
         if group is not None:
-            dist.all_reduce(total, group=group)
+            with Stage(NORM, group):
+                dist.all_reduce(total, group=group)
         return total.pow(1 / p).float()
     largest = norms.max()
     # Not every backend's MAX keeps a NaN, so it travels as a flag.
     pair = torch.stack([largest.where(~largest.isnan(), 0.0), largest.isnan().double()])
-    reduce_max(pair, group)
+    reduce_max(pair, group, NORM)
     return pair[0].where(pair[1] == 0, math.nan).float()

@@ -166,7 +166,7 @@ class ShardedState(torch.optim.Optimizer):
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = load_error(failure)
         try:
-            check_same_steps(exchange(steps, error, self.process_group()))
+            check_same_steps(exchange(steps, error, self.process_group(), "load_state_dict()"))
         except Exception:
             self.inner.state, self.inner.param_groups = before  # load_state_dict put new ones in their place
             raise

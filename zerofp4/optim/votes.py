@@ -69,7 +69,8 @@ class Votes:
                 raise error
             return Agreement([gradient is not None for gradient in gradients], None)
         votes = self._ballot(gradients, intent, error, nonfinite, param_groups)
-        reduce_max(votes, self.group())
+        is_clip = intent is not None and intent.clip
+        reduce_max(votes, self.group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
         *words, tensors, minus_tensors, first, failed = votes.tolist()
         width = len(Intent._fields)
         highest = Intent(*words[self._count : self._count + width])
@@ -117,7 +118,9 @@ class Votes:
         """Collective, after a vote that told all ranks that there is one. None where only the bits of a NaN
         differ.
         """
-        by_rank = exchange(host_options(param_groups, read_tensors=True), None, self.group())
+        by_rank = exchange(
+            host_options(param_groups, read_tensors=True), None, self.group(), stage="comparing options"
+        )
         difference = first_difference(by_rank)
         if difference is None:
             return None

@@ -89,7 +89,8 @@ class ZeroFP4Optimizer(ShardedState):
             options = [on_nonfinite, wire, [i for i, p in enumerate(self._parameters) if id(p) in held]]
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        check_same_parameters(exchange([*description, *options], error, group), self._names)
+        described = exchange([*description, *options], error, group, "building ZeroFP4Optimizer")
+        check_same_parameters(described, self._names)
         with torch.no_grad():
             # If the plan refuses amax_groups, nothing has happened to the parameters' initial values yet.
             self._shards = ShardedParameters(self._trainable, self._trainable_names, group, amax_groups)
