@@ -25,6 +25,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zerofp4
+from zerofp4.launch.place import has_gpu_for_each
 
 SCRIPTS = Path(__file__).parent
 SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32", "--steps", "60"]
@@ -45,6 +46,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def environment(ranks: int) -> dict[str, str]:
+    """Of the ranks. They run on the CPU where there is no GPU for each."""
+    found = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return found if has_gpu_for_each(ranks) else {**found, "CUDA_VISIBLE_DEVICES": ""}
+
+
 class Run:
     """train.py under torchrun, in a folder of its own."""
 
@@ -60,7 +67,7 @@ class Run:
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            env=environment(options.ranks),
         )
 
     def workers(self) -> list[int]:
@@ -125,6 +132,9 @@ def compare(options: argparse.Namespace) -> list[str]:
     """What is wrong with the disturbed run; prints what happened."""
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
+    if torch.cuda.is_available() and not has_gpu_for_each(options.ranks):
+        gpus = torch.cuda.device_count()
+        print(f"{options.ranks} ranks and {gpus} GPU{'s' * (gpus > 1)}: they run on the CPU", flush=True)
     start = time.monotonic()
     calm = Run(options.out / "calm", options, 0)
     if calm.wait() != 0:

@@ -42,6 +42,13 @@ def mpirun_size(environment: Mapping[str, str]) -> int | None:
     return None if "PMIX_RANK" in environment or "PMI_RANK" in environment else 1
 
 
+def has_gpu_for_each(ranks: int) -> bool:
+    """Would each of so many ranks on this host get a GPU, as NCCL needs it? Where not, who starts them sets
+    CUDA_VISIBLE_DEVICES='' for them, and they run on the CPU with gloo.
+    """
+    return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= ranks
+
+
 def choose_device(backend: str | None, place: Place) -> tuple[str, torch.device]:
     """The backend, and this rank's device: GPU number local_rank for NCCL, the CPU for any other."""
     if backend is None:
