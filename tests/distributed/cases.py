@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,6 +130,13 @@ class Model:
     def check_untouched(self, snapshot: list[torch.Tensor]) -> None:
         for before, after in zip(snapshot, self.snapshot(), strict=True):
             assert_bytes_equal(after, before, "a weight that must not change")
+
+
+def shared_folder(world) -> Path:
+    """The same on every rank, and gone when the ranks are."""
+    found = [tempfile.mkdtemp() if world.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return Path(found[0])
 
 
 def finish(plan: zerofp4.CastPlan) -> None:

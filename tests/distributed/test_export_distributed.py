@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from optim_cases import assert_all_equal
 from torch import nn
 
 import zerofp4
+from distributed.cases import shared_folder
+from distributed.checkpoint_cases import Model, build, make_model, run, whole
 from distributed.run import on_ranks
-from distributed.test_checkpoint_distributed import Model, build, folder, make_model, run, whole
 from zerofp4.optim import export
 
 
@@ -45,7 +45,7 @@ def test_safetensors_are_written_in_shards(world):
     import safetensors.torch as safetensors
 
     model, optimizer = trained(world)
-    path, limit = Path(folder(world)), export.SHARD_BYTES
+    path, limit = shared_folder(world), export.SHARD_BYTES
     expected = dict(zerofp4.master_state_dict(model, optimizer, torch.bfloat16))
     for shards, size in [(1, limit), (3, 3500)]:
         export.SHARD_BYTES = size

@@ -19,6 +19,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,7 @@ def main(folder: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # how the test process asks where a rank hangs
+    tempfile.tempdir = str(folder)  # which is deleted
     job = pickle.loads((folder / "job.pickle").read_bytes())
 
     from zerofp4 import launch
