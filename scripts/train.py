@@ -339,7 +339,7 @@ def describe(kind: str, result: dict, text: Text, world: World) -> str:
 
 
 def run(options: argparse.Namespace, text: Text, world: World) -> int:
-    """Train what the options ask for; returns the exit code. Collective."""
+    """Train and write the summary; returns the exit code. Collective."""
     interrupt = Interrupt()
     summary = {
         "options": {**vars(options), "out": str(options.out)},
@@ -388,26 +388,30 @@ def in_tokens(text: Text, vocabulary: int | None, world: World) -> Text:
     return text.tokenized(trained[0])
 
 
-def main() -> int:
-    faulthandler.enable()  # NCCL ends a process that waits too long: where it was is all that it can say
-    options = parse_options()
-    text = CORPORA[options.corpus]()
+def execute(options: argparse.Namespace, world: World) -> int:
+    """Train what the options ask for and say what went wrong; returns the exit code. Collective."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: the same sums in every run
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
-    world = init_process_group(timeout=timedelta(seconds=options.timeout))
     try:
-        text = in_tokens(text, options.tokenizer, world)
+        text = in_tokens(CORPORA[options.corpus](), options.tokenizer, world)
         text.check(options.sequence_length)
-        code = run(options, text, world)
+        return run(options, text, world)
     # Every rank raises these.
     except (VerificationError, DivergedError, CheckpointError, TextTooShortError) as error:
         if world.rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr, flush=True)
-        code = 1
+        return 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_options(arguments)
+    world = init_process_group(timeout=timedelta(seconds=options.timeout))
+    code = execute(options, world)
     destroy_process_group()
     return code
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # NCCL ends a process that waits too long: where it was is all that it can say
     sys.exit(main())

@@ -4,62 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from distributed.processes import ROOT, run_script, why_not
+import train
+from distributed.processes import why_not
+from train_cases import read_numbers, read_rows, train_here
 
-SCRIPTS = ROOT / "scripts"
-SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32"]
 STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
-
-
-@pytest.fixture(autouse=True)
-def scripts_are_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-# What the two runs of one seed have in common; most of a run is Python starting, so one serves several tests.
-SEEDED = ["--steps", "12", "--grad-accumulation", "2", "--seed", "7"]
-WITH_RECIPE = ["--steps", "12", "--micro-batches", "2", "--recipe"]
-RUNS = {
-    "both": ([*SEEDED, "--weights", "both"], 2, "torchrun"),
-    "again": (SEEDED, 2, "torchrun" if why_not("mpirun") else "mpirun"),
-    "nvfp4": ([*WITH_RECIPE, "nvfp4", "--weights", "both"], 1, "alone"),
-    "nvfp4-dequantized": ([*WITH_RECIPE, "nvfp4-dequantized", "--weights", "both"], 1, "alone"),
-    "mxfp8": ([*WITH_RECIPE, "mxfp8", "--weights", "bf16"], 1, "alone"),
-    "not finite": (["--steps", "50", "--optimizer", "sgd", "--lr", "1e30", "--clip", "0"], 1, "alone"),
-}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """All at once. The result of each is what the launcher left, and the output folder."""
-
-    def run(options, ranks: int, launcher: str):
-        out = tmp_path_factory.mktemp("train")
-        command = [str(SCRIPTS / "train.py"), *SMALL, "--out", str(out), *options]
-        return run_script(command, ranks, launcher, time_limit=180.0), out
-
-    with ThreadPoolExecutor() as pool:
-        yield {name: pool.submit(run, *arguments) for name, arguments in RUNS.items()}
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def numbers(path: Path) -> list[dict]:
-    """The metrics that may not depend on how fast the machine is."""
-    return [{key: row[key] for key in ("step", "loss", "lr", "grad_norm")} for row in read(path)]
 
 
 def check_picture(out: Path) -> None:
@@ -72,7 +26,7 @@ def test_two_ranks_and_both_kinds_of_weights(runs):
     finished, out = runs["both"].result()
     assert finished.status == 0, finished.output
     for kind in ("nvfp4", "bf16"):
-        rows = read(out / f"metrics-{kind}.jsonl")
+        rows = read_rows(out, kind)
         assert [row["step"] for row in rows] == list(range(1, 13))
         assert all(row.keys() - {"validation_loss"} == STEP_KEYS for row in rows)
         assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
@@ -105,68 +59,77 @@ def test_the_same_seed_gives_the_same_run(runs):
     for name in ("both", "again"):
         finished, out = runs[name].result()
         assert finished.status == 0, finished.output
-        lines.append(numbers(out / "metrics-nvfp4.jsonl"))
+        lines.append(read_numbers(out))
     assert lines[0] == lines[1] and len(lines[0]) == 12
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-dequantized"])
-def test_a_recipe_and_micro_batches(runs, recipe):
+def test_a_recipe_and_micro_batches(tmp_path, recipe):
     """Both kinds of weights: bfloat16 ones are quantized for the first micro-batch of a step."""
-    finished, out = runs[recipe].result()
+    options = ["--steps", "12", "--micro-batches", "2", "--recipe", recipe, "--weights", "both"]
+    finished = train_here(tmp_path, *options)
     assert finished.status == 0, finished.output
     losses = {}
     for kind in ("nvfp4", "bf16"):
-        rows = read(out / f"metrics-{kind}.jsonl")
+        rows = read_rows(tmp_path, kind)
         losses[kind] = [row["loss"] for row in rows]
         assert losses[kind][-1] < losses[kind][0] - 0.3
         assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
     assert losses["nvfp4"][0] == losses["bf16"][0]  # codes of the same weights
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["options"]["recipe"] == recipe
     assert summary["runs"]["nvfp4"]["verified"] == {"nvfp4_weights": 8, "other_weights": 8}
 
 
 @pytest.mark.heavy
-def test_mxfp8(runs):
-    finished, out = runs["mxfp8"].result()
+def test_mxfp8(tmp_path):
+    options = ["--steps", "12", "--micro-batches", "2", "--recipe", "mxfp8", "--weights", "bf16"]
+    finished = train_here(tmp_path, *options)
     assert finished.status == 0, finished.output
-    rows = read(out / "metrics-bf16.jsonl")
+    rows = read_rows(tmp_path, "bf16")
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
 
 
 @pytest.mark.heavy
-def test_interrupt_leaves_usable_files(tmp_path):
-    metrics = tmp_path / "metrics-nvfp4.jsonl"
-    program = [sys.executable, str(SCRIPTS / "train.py")]
-    with subprocess.Popen(
-        [*program, *SMALL, "--steps", "1000000", "--out", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 3):
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        try:
-            output, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130, output
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_leaves_usable_files(tmp_path, monkeypatch, number):
+    """The step in progress is finished, recorded and saved."""
+    record = train.Recorder.record
+
+    def interrupted(recorder, row):
+        record(recorder, row)
+        if row["step"] == 4:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(train.Recorder, "record", interrupted)
+    finished = train_here(tmp_path, "--steps", "1000000", "--checkpoint-every", "1000000")
+    assert finished.status == 128 + number, finished.output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["interrupted"]
-    assert summary["runs"]["nvfp4"]["steps"] == len(read(metrics)) > 3
+    assert summary["runs"]["nvfp4"]["steps"] == len(read_rows(tmp_path)) == 5
+    assert [path.name for path in (tmp_path / "checkpoints-nvfp4").iterdir()] == ["step-00000005"]
     check_picture(tmp_path)
 
 
+def test_a_second_signal_stops_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    interrupt = train.Interrupt()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.asked and interrupt.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.heavy
-def test_a_loss_that_is_not_finite_ends_the_run(runs):
-    finished, out = runs["not finite"].result()
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    finished = train_here(tmp_path, "--steps", "50", "--optimizer", "sgd", "--lr", "1e30", "--clip", "0")
     assert finished.status == 1, finished.output
     assert "try a lower --lr than 1e+30" in finished.output
-    assert all(row["loss"] < float("inf") for row in read(out / "metrics-nvfp4.jsonl"))
+    assert all(row["loss"] < float("inf") for row in read_rows(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -196,10 +159,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(runs):
     ],
 )
 def test_wrong_options(options, message, capsys):
-    from train import parse_options
-
     with pytest.raises(SystemExit) as stopped:
-        parse_options(options)
+        train.parse_options(options)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -252,29 +213,6 @@ def test_a_tokenizer_of_the_corpus():
     assert tokens.bytes_per_token == len(text.validation) / len(tokens.validation) > 2
     assert tokenizers.Tokenizer.from_str(trained).decode(tokens.train.tolist()) == source
     assert text.vocabulary == 256 and text.train.dtype == torch.uint8  # the text itself stays as it was
-
-
-@pytest.mark.heavy
-def test_two_ranks_share_a_tokenizer(tmp_path):
-    pytest.importorskip("tokenizers")
-    command = [
-        str(SCRIPTS / "train.py"),
-        *SMALL,
-        "--out",
-        str(tmp_path),
-        "--steps",
-        "3",
-        "--tokenizer",
-        "300",
-    ]
-    finished = run_script(command, 2, "torchrun", time_limit=180.0)
-    assert finished.status == 0, finished.output
-    assert "tokens/s" in finished.output
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["text"]["vocabulary"] == 300 and summary["text"]["bytes_per_token"] > 1
-    run = summary["runs"]["nvfp4"]
-    expected = run["validation_loss"] / summary["text"]["bytes_per_token"]
-    assert run["validation_loss_per_byte"] == pytest.approx(expected)
 
 
 def test_ranks_share_the_batch_that_one_rank_would_have():

@@ -1,0 +1,81 @@
+"""scripts/train.py on ranks that share their start with other tests: checkpoints, and a tokenizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from train_cases import flip, read_numbers, train_here
+
+from distributed.cases import shared_folder
+from distributed.run import on_ranks
+
+
+def train(world, out: Path, *options: str, status: int = 0) -> str:
+    """A run of all ranks, and what this one printed: nothing but on rank 0."""
+    finished = train_here(out, *options, world=world)
+    assert finished.status == status, finished.output
+    return finished.output
+
+
+def damage(folder: Path) -> None:
+    """A byte of the last checkpoint is another one, and a draft is left over."""
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000008", "step-00000012"]
+    flip(folder / "step-00000012" / "__1_0.distcp", 1000)
+    shutil.copytree(folder / "step-00000008", folder / "draft-00000010")
+
+
+@pytest.mark.heavy
+@on_ranks(2, time_limit=120.0)
+@pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw", "sgd"])
+def test_a_resumed_run_is_the_same_run(world, optimizer):
+    """Its last checkpoint damaged, it goes on from the one before; with a whole one it has nothing to do."""
+    out, first = shared_folder(world), world.rank == 0
+    options = ["--steps", "12", "--checkpoint-every", "4", "--optimizer", optimizer]
+    train(world, out, *options)
+    if first:  # the others wait for it in the next run
+        expected = read_numbers(out)
+        damage(out / "checkpoints-nvfp4")
+    said = train(world, out, *options, "--resume", "auto")
+    if first:
+        assert "step-00000012 is passed over: __1_0.distcp is not as it was saved" in said
+        assert "step     9/12" in said and "step     8/12" not in said
+        assert read_numbers(out) == expected
+    said = train(world, out, *options, "--resume", "auto")
+    if first:
+        assert "after 12 steps" in said and "step     9/12" not in said
+        assert read_numbers(out) == expected
+
+
+@pytest.mark.heavy
+@on_ranks(2, time_limit=120.0)
+def test_a_folder_in_use(world):
+    out, first = shared_folder(world), world.rank == 0
+    metrics = out / "metrics-nvfp4.jsonl"
+    train(world, out, "--steps", "2", "--checkpoint-every", "1")
+    before = metrics.read_bytes()
+    said = train(world, out, "--steps", "3", status=1)
+    assert not first or "--resume auto goes on with it, --overwrite deletes it" in said
+    said = train(world, out, "--steps", "2", "--seed", "3", "--resume", "auto", status=1)
+    assert not first or "is of another run: its seed is 0 and this run's 3" in said
+    assert metrics.read_bytes() == before
+    train(world, out, "--steps", "1", "--overwrite")
+    assert len(read_numbers(out)) == 1 and not (out / "checkpoints-nvfp4").exists()
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="tokenizers is not installed")
+@on_ranks(2, time_limit=120.0)
+def test_ranks_share_a_tokenizer(world):
+    out = shared_folder(world)
+    said = train(world, out, "--steps", "3", "--tokenizer", "300")
+    if world.rank == 0:
+        assert "tokens/s" in said
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["text"]["vocabulary"] == 300 and summary["text"]["bytes_per_token"] > 1
+        run = summary["runs"]["nvfp4"]
+        expected = run["validation_loss"] / summary["text"]["bytes_per_token"]
+        assert run["validation_loss_per_byte"] == pytest.approx(expected)

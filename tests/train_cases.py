@@ -1,0 +1,67 @@
+"""Runs of scripts/train.py inside this process, alone or as one of several ranks, and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import train
+from distributed.processes import Finished
+
+SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32"]
+
+
+@contextlib.contextmanager
+def settings_restored() -> Iterator[None]:
+    """A run sets what holds for its whole process, which it has to itself elsewhere."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in signals}
+    fills, workspace = torch.utils.deterministic.fill_uninitialized_memory, "CUBLAS_WORKSPACE_CONFIG"
+    had_workspace = workspace in os.environ
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+        if not had_workspace:
+            os.environ.pop(workspace, None)
+
+
+def train_here(out: Path, *options: str, world=None) -> Finished:
+    """train.py of the tiny preset: its exit status, and what it printed in this process.
+
+    world: the group whose ranks all call this; without one the run makes its own, alone.
+    """
+    arguments = [*SMALL, "--out", str(out), *options]
+    said = io.StringIO()
+    with settings_restored(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        if world is None:
+            status = train.main(arguments)
+        else:
+            status = train.execute(train.parse_options(arguments), world)
+    return Finished(status, said.getvalue())
+
+
+def read_rows(out: Path, kind: str = "nvfp4") -> list[dict]:
+    return [json.loads(line) for line in (out / f"metrics-{kind}.jsonl").read_text().splitlines()]
+
+
+def read_numbers(out: Path, kind: str = "nvfp4") -> list[tuple]:
+    """The metrics that may not depend on how fast the machine is."""
+    names = ("step", "loss", "lr", "grad_norm", "validation_loss")
+    return [tuple(row.get(name) for name in names) for row in read_rows(out, kind)]
+
+
+def flip(path: Path, place: int) -> None:
+    """Another bit in one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= 1 << place % 8
+    path.write_bytes(content)
