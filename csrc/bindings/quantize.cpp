@@ -21,14 +21,10 @@ void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows,
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.tensor_amax(args, stream); });
 }
 
-QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t cols, int block_rows,
-                           bool hadamard, bool random_signs, float e4m3_max, bool squared_error,
-                           uintptr_t rng_state, uintptr_t amax, uintptr_t columnwise_amax, uintptr_t skip,
-                           uintptr_t rowwise_data, uintptr_t columnwise_data, uintptr_t values,
-                           const Addresses& rowwise_scale, const Addresses& columnwise_scale,
-                           uintptr_t stored_amax, uintptr_t stored_columnwise_amax) {
+// What is the same in every call for matrices of one shape.
+QuantizeArgs quantize_options(int dtype, int64_t rows, int64_t cols, int block_rows, bool hadamard,
+                              bool random_signs, float e4m3_max, bool squared_error) {
     QuantizeArgs args{};
-    args.input = pointer<const void>(input);
     args.dtype = static_cast<DType>(dtype);
     args.rows = rows;
     args.cols = cols;
@@ -36,6 +32,18 @@ QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t col
     args.hadamard = hadamard;
     args.signs = random_signs ? kRandomSigns : 0;
     args.choice = {e4m3_max, squared_error};
+    return args;
+}
+
+QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t cols, int block_rows,
+                           bool hadamard, bool random_signs, float e4m3_max, bool squared_error,
+                           uintptr_t rng_state, uintptr_t amax, uintptr_t columnwise_amax, uintptr_t skip,
+                           uintptr_t rowwise_data, uintptr_t columnwise_data, uintptr_t values,
+                           const Addresses& rowwise_scale, const Addresses& columnwise_scale,
+                           uintptr_t stored_amax, uintptr_t stored_columnwise_amax) {
+    QuantizeArgs args =
+        quantize_options(dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max, squared_error);
+    args.input = pointer<const void>(input);
     args.rng_state = pointer<const int64_t>(rng_state);
     args.amax = pointer<const float>(amax);
     args.columnwise_amax = pointer<const float>(columnwise_amax);
@@ -67,15 +75,9 @@ class Quantization {
     using Buffers = std::array<uintptr_t, 2 * (1 + kScaleLayouts) + 2>;
 
     Quantization(int dtype, int64_t rows, int64_t cols, int block_rows, bool hadamard, bool random_signs,
-                 float e4m3_max, bool squared_error) {
-        options_.dtype = static_cast<DType>(dtype);
-        options_.rows = rows;
-        options_.cols = cols;
-        options_.block_rows = block_rows;
-        options_.hadamard = hadamard;
-        options_.signs = random_signs ? kRandomSigns : 0;
-        options_.choice = {e4m3_max, squared_error};
-    }
+                 float e4m3_max, bool squared_error)
+        : options_(quantize_options(dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max,
+                                    squared_error)) {}
 
     // A pass for the amaxes that are kept and not given, then the quantization, which stores those given.
     void run(const Target& target, uintptr_t input, const Buffers& buffers, uintptr_t given_amax,
@@ -111,7 +113,7 @@ class Quantization {
     }
 
   private:
-    QuantizeArgs options_{};
+    QuantizeArgs options_;
 };
 
 }  // namespace
