@@ -104,8 +104,9 @@ def _gather_checked(
     for plan in reversed(plans):
         if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
             fits = error is None and parsed[1] == plan.shards
-            plan.gather.bind_if_moved([record.rowwise.data for record in plan.records])
-            plan.addresses = weights_addresses(plan.records)
+            if error is None:  # else there may be no codes to gather
+                plan.gather.bind_if_moved([record.rowwise.data for record in plan.records])
+                plan.addresses = weights_addresses(plan.records)
             if plan.gather.run(GATHER_PRESENT if fits else GATHER_OTHER, error):
                 return plan
             plans.remove(plan)  # every rank came with other shards

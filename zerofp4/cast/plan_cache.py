@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.ops import Addresses, pointers, tensor_facts
-from zerofp4.storage import NVFP4Storage, rebindings, record_of
+from zerofp4.storage import NVFP4Storage, rebindings, weight_record
+from zerofp4.tensors import QuantizedTensor
 
 PLANS_PER_WEIGHT = 4
 """Plans that a weight keeps for functions that find theirs by themselves; the oldest goes first."""
 
 _LISTS = {list, tuple}
 _PLAIN = {torch.Tensor, torch.nn.Parameter, NoneType}
-_RECORDS = {NVFP4Storage}
 _RECORD, _CODES = attrgetter("record"), attrgetter("rowwise.data")
 
 
@@ -32,7 +32,7 @@ def attached(model_weights: Any, kind: str) -> list:
     Plans whose process group was destroyed are dropped. An empty list for anything but a list of weights.
     """
     for weight in model_weights if isinstance(model_weights, list | tuple) else ():
-        record = record_of(weight)
+        record = weight_record(weight)
         if record is not None:
             plans = record.attachments.setdefault(kind, [])
             plans[:] = [plan for plan in plans if plan.group.is_alive()]
@@ -65,7 +65,7 @@ def pin(plan: Any) -> None:
 def same_weights(model_weights: Sequence[Any], records: Sequence[NVFP4Storage]) -> bool:
     """Whether these are the weights of those records, in the same order."""
     return len(model_weights) == len(records) and all(
-        record_of(weight) is record for weight, record in zip(model_weights, records, strict=True)
+        weight_record(weight) is record for weight, record in zip(model_weights, records, strict=True)
     )
 
 
@@ -76,27 +76,26 @@ def advance_versions(model_weights: Sequence[Any]) -> None:
 
 def tensors_among(weights: Sequence[Any]) -> Sequence[torch.Tensor]:
     """Those that have autograd versions, which records have not."""
-    if _are_tensors(set(map(type, weights))):
+    if _all_are(torch.Tensor, weights):
         return weights
     return [weight for weight in weights if isinstance(weight, torch.Tensor)]
 
 
-def _are_tensors(kinds: set[type]) -> bool:
-    return all(issubclass(kind, torch.Tensor) for kind in kinds)
+def _all_are(kind: type, values: Sequence[Any]) -> bool:
+    """A loop over all values in Python would take longer than all that follows."""
+    return all(issubclass(each, kind) for each in set(map(type, values)))
 
 
 def weights_fingerprint(weights: Any) -> list | None:
     """Of a list of NVFP4 weights: their records, compared by identity, and that none was rebound since.
-    Raises AttributeError for tensors that have no record or codes, which no check lets pass.
+    Raises AttributeError for records without codes, which no check lets pass.
     On a GPU also where their codes are, which may be exchanged behind a record (.data assigned); on the
     CPU `find` asks for the addresses of all.
     """
     if type(weights) not in _LISTS:
         return None
-    # A loop in Python would take longer than all that follows.
-    alike = _are_tensors(set(map(type, weights)))
-    records = list(map(_RECORD if alike else record_of, weights))
-    if not set(map(type, records)) <= _RECORDS:
+    records = list(map(_RECORD if _all_are(QuantizedTensor, weights) else weight_record, weights))
+    if not _all_are(NVFP4Storage, records):
         return None
     on_gpu = records and records[0].device.type == "cuda"
     return [rebindings(), records, pointers(list(map(_CODES, records))) if on_gpu else ()]

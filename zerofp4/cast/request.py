@@ -10,7 +10,16 @@ import torch
 
 from zerofp4.format import BLOCK
 from zerofp4.shard import Shard, byte_range, check_bounds
-from zerofp4.storage import NVFP4Storage, called, check_buffer, check_plain, check_signs, record_of
+from zerofp4.storage import (
+    NVFP4Storage,
+    called,
+    check_buffer,
+    check_plain,
+    check_signs,
+    dispatches,
+    record_of,
+    weight_record,
+)
 
 NONFINITE_POLICIES = ("skip", "raise")
 MASTER_DTYPES = (torch.float32, torch.bfloat16)
@@ -108,14 +117,17 @@ def check_weights(model_weights: Sequence[Any]) -> list[NVFP4Storage]:
     """The records of distinct weights on one device that can be cast into. Raises TypeError or ValueError."""
     records, seen, codes = [], {}, {}
     for i, weight in enumerate(model_weights):
-        record = record_of(weight)
+        record = weight_record(weight)
         if not isinstance(record, NVFP4Storage):
-            raise TypeError(f"model_weights[{i}] must be an NVFP4Tensor, got {type(weight).__name__}")
+            raise TypeError(f"model_weights[{i}] must be an NVFP4Tensor, got {_described(weight)}")
         name = weight_name(i, record)
         if id(record) in seen:
             raise ValueError(f"{name} is the same weight as model_weights[{seen[id(record)]}]")
+        try:
+            record.check()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"{name}: {error}") from None
         check_castable(name, record)
-        record.check()
         if record.device != (records[0].device if records else record.device):
             raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
         data = record.rowwise.data
@@ -124,6 +136,16 @@ def check_weights(model_weights: Sequence[Any]) -> list[NVFP4Storage]:
         seen[id(record)] = i
         records.append(record)
     return records
+
+
+def _described(weight: Any) -> str:
+    if not isinstance(weight, torch.Tensor) or record_of(weight) is not None or not dispatches(weight):
+        return type(weight).__name__
+    kind = type(weight)
+    return (
+        f"{kind.__module__}.{kind.__qualname__}: for tensors of another framework import its adapter, one of "
+        "zerofp4.integrations"
+    )
 
 
 def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, numel: int) -> Shard:
@@ -188,7 +210,7 @@ def number_groups(records: list[NVFP4Storage], amax_groups: Sequence[Sequence[An
             raise TypeError(f"amax_groups[{g}] must be a list of weights, got {type(members).__name__}")
         indices = []
         for weight in members:
-            record = record_of(weight)
+            record = weight_record(weight)
             i = None if record is None else positions.get(id(record))
             if i is None:
                 raise ValueError(f"amax_groups[{g}] has a member that is not one of model_weights")

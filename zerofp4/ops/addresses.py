@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerofp4.ops.reader import first_moved, pointers
-from zerofp4.storage import rebindings, record_of
+from zerofp4.storage import rebindings, record_of, weight_record
 
 
 class Addresses:
@@ -20,7 +20,8 @@ class Addresses:
     On the CPU torch moves storages in place (share_memory_, pickling to another process, resize_), and no
     alias protects what was there: every step looks at every address. On a GPU storage does not move under
     its tensor; what is exchanged (.data assigned, a weight rebound) stays alive here until it is noticed,
-    so that a step need only ask one counter.
+    so that a step need only ask one counter. Nobody counts what other libraries do to their tensors: where
+    one is a weight, every step looks at every address there too.
     """
 
     def __init__(
@@ -33,7 +34,8 @@ class Addresses:
     ):
         self._owner = owner
         self._weights = list(weights.items())
-        self._records = [record_of(weight) for weight in weights.values()]
+        self._records = [weight_record(weight) for weight in weights.values()]
+        self._adapted = [weight for weight in weights.values() if record_of(weight) is None]
         self._plain = dict(tensors)
         self._take(*self._present())
         self._on_gpu = any(tensor.is_cuda for tensor in self._tensors)
@@ -43,19 +45,21 @@ class Addresses:
         """What a step asks before it reads or writes: an error for the first thing that is known to have
         moved.
         """
-        if self._on_gpu and self._rebindings == rebindings():
+        if self._on_gpu and not self._adapted and self._rebindings == rebindings():
             return None
         return self.find_moved()
 
     def find_moved(self) -> RuntimeError | None:
         """An error for the first thing that has moved. Looks at all."""
+        for weight in self._adapted:
+            weight_record(weight)  # which counts what has changed
         if self._rebindings != rebindings():
             for (name, weight), record in zip(self._weights, self._records, strict=True):
-                if record_of(weight) is not record:
+                if weight_record(weight) is not record:
                     return self._moved(f"{name}: rowwise_data")
             names, tensors = self._present()
-            if len(names) != len(self._names):
-                return self._moved("the buffers of a weight")
+            if names != self._names:
+                return self._moved(_first_other(self._names, names))
         else:
             names, tensors = self._names, self._tensors
         now = pointers(tensors)
@@ -83,3 +87,8 @@ class Addresses:
         return RuntimeError(
             f"{what} has moved since the {self._owner} was built; call refresh() to take its new address"
         )
+
+
+def _first_other(before: list[str], now: list[str]) -> str:
+    """The first buffer that one of two lists has, and the other has not."""
+    return next(name for name in (*before, *now) if name not in before or name not in now)

@@ -49,8 +49,9 @@ class DescriptorTable:
                 "moved: make the same call once before the capture, with the same storage"
             )
         first = not self.memory
+        fits = not first and self.memory[-1].numel() == len(contents)
         stream = current_stream(self._device.index)
-        if first or self._held or stream != self._stream:
+        if not fits or self._held or stream != self._stream:
             kept = self.memory if self._held else self.memory[:-1]
             self.memory = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self._device)]
             self._held = False

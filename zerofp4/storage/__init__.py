@@ -13,6 +13,8 @@ from zerofp4.storage.record import (
     note_rebinding,
     rebindings,
     record_of,
+    register_adapter,
+    weight_record,
 )
 from zerofp4.storage.sides import BUFFERS, SIDES, Side, Sides, scale_name, side_names, sides_of, unstack
 
@@ -41,8 +43,10 @@ __all__ = [
     "note_rebinding",
     "rebindings",
     "record_of",
+    "register_adapter",
     "scale_name",
     "side_names",
     "sides_of",
     "unstack",
+    "weight_record",
 ]

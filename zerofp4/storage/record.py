@@ -193,6 +193,33 @@ def record_of(tensor: Any) -> Any:
     return getattr(tensor, "record", None) if isinstance(tensor, torch.Tensor) else None
 
 
+Adapter = Callable[[torch.Tensor], "Storage | None"]
+
+_adapters: list[Adapter] = []
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """Let tensors of another library be weights, whose record `adapter(tensor)` is: the same one for as long
+    as the tensor lives, with the buffers that it has now; None for a tensor that it does not know.
+
+    It calls note_rebinding() where buffers are others than last time, and raises nothing: what is wrong with
+    a tensor, the record's check() says.
+    """
+    if adapter not in _adapters:
+        _adapters.append(adapter)
+
+
+def weight_record(weight: Any) -> Any:
+    """record_of, also for tensors of other libraries that an adapter knows. Whoever casts asks here."""
+    record = record_of(weight)
+    if record is None and isinstance(weight, torch.Tensor):
+        for adapter in _adapters:
+            record = adapter(weight)
+            if record is not None:
+                break
+    return record
+
+
 def called(place: str, tensor: Any, name: str | None = None) -> str:
     """How messages call a tensor: by its place in what was given, and by its name if it has one: `name`,
     which it came with, or else that of its record.
