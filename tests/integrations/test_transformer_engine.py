@@ -1,0 +1,376 @@
+"""Casts into TransformerEngine's NVFP4 tensors, which a stand-in with their attributes takes the place of."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from helpers import assert_bytes_equal, needs_gpu
+from integrations import te_stand_in
+from integrations.te_cases import SHAPES, check, check_untouched, contents, make, places
+
+import zerofp4
+import zerofp4.integrations.transformer_engine
+from zerofp4.cast import function as cast_function
+
+cast = zerofp4.cast_master_weights_to_nvfp4
+
+
+def complete(weights, masters, starts, **options) -> None:
+    cast(weights, masters, starts, **options)
+    zerofp4.all_gather_nvfp4(weights, starts, [master.numel() for master in masters])
+    zerofp4.post_all_gather_processing(weights)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("columnwise", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_buffer_is_written_in_place(device, dtype, columnwise):
+    weights, masters, starts = make(device, dtype=dtype, columnwise=columnwise)
+    before = places(weights)
+    for _ in range(3):
+        complete(weights, masters, starts)
+        check(weights, masters)
+        masters = [master.sin() * 5 for master in masters]
+    assert places(weights) == before
+    assert all((weight._columnwise_data is not None) == columnwise for weight in weights)
+
+
+def test_a_plan(device):
+    weights, masters, starts = make(device)
+    before = places(weights)
+    plan = zerofp4.CastPlan(weights, masters, starts, amax_groups=[[weights[0], weights[3]]])
+    for _ in range(3):
+        plan.step()
+        plan.all_gather()
+        plan.post()
+        plan.check()
+        assert weights[0]._amax_rowwise.item() == weights[3]._amax_columnwise.item()
+        alone = [i for i in range(len(SHAPES)) if i not in (0, 3)]
+        check([weights[i] for i in alone], [masters[i] for i in alone])
+        for master in masters:
+            master.mul_(-0.5)
+    assert places(weights) == before
+
+
+def test_weights_of_both_kinds_in_one_list(device):
+    theirs, masters, starts = make(device, [(48, 288), (16, 16)])
+    ours = [zerofp4.empty((48, 288), device=device), zerofp4.empty((32, 32), device=device)]
+    masters += [masters[0].neg(), torch.randn(1024, device=device)]
+    complete([*theirs, *ours], masters, [*starts, 0, 0])
+    check(theirs, masters[:2])
+    expected = zerofp4.quantize(masters[2].view(48, 288).bfloat16(), columnwise=True)
+    assert_bytes_equal(ours[0].rowwise_data, expected.rowwise_data, "codes")
+    assert_bytes_equal(ours[0].columnwise_data, expected.columnwise_data, "columnwise codes")
+
+
+def test_codes_go_into_shard_buffers(device):
+    weights, masters, starts = make(device, [(48, 288), (16, 16)])
+    before = contents(weights)
+    shards = [torch.zeros(master.numel() // 2, dtype=torch.uint8, device=device) for master in masters]
+    cast(weights, masters, starts, None, shards)
+    for weight, shard, old in zip(weights, shards, before, strict=True):
+        assert_bytes_equal(weight._rowwise_data, old["_rowwise_data"], "codes that must not change")
+        weight._rowwise_data.copy_(shard.view(weight._rowwise_data.shape))
+    zerofp4.post_all_gather_processing(weights)
+    check(weights, masters)
+
+
+def test_a_weight_that_is_not_finite_stays_as_it_was(device):
+    weights, masters, starts = make(device, [(48, 288), (16, 16)])
+    complete(weights, masters, starts)
+    before = contents(weights[:1])
+    flag = torch.zeros(1, device=device)
+    masters = [masters[0].clone(), masters[1] * 3]
+    masters[0][5] = torch.nan
+    complete(weights, masters, starts, found_inf=flag)
+    assert flag.item() == 1
+    check_untouched(weights[:1], before)
+    check(weights[1:], masters[1:])
+
+
+# Calls like the last one, and buffers that were exchanged
+
+
+def test_a_call_like_the_last_one_is_not_checked_again(device, monkeypatch):
+    calls = []
+    original = cast_function.check_request
+    monkeypatch.setattr(cast_function, "check_request", lambda *a: (calls.append(1), original(*a))[1])
+    weights, masters, starts = make(device, [(48, 288), (16, 16)])
+    for _ in range(3):
+        masters[0].neg_()
+        cast(weights, masters, starts)
+    assert len(calls) == 1
+    check(weights, masters, columnwise_codes=False)
+
+
+NAMES = te_stand_in.BUFFERS
+
+
+def exchange(weight, name) -> torch.Tensor:
+    """Another buffer in the place of one; returns that."""
+    old = getattr(weight, name)
+    setattr(weight, name, torch.full_like(old, 0x5A))
+    return old
+
+
+def exchange_memory(weight, name) -> torch.Tensor:
+    """Behind the buffer."""
+    buffer = getattr(weight, name)
+    old = buffer.detach()
+    buffer.data = torch.full_like(old, 0x5A)
+    return old
+
+
+@pytest.mark.parametrize("how", [exchange, exchange_memory])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_buffer_that_was_exchanged_is_found_by_the_functions(device, name, how):
+    weights, masters, starts = make(device, [(48, 288), (16, 16)])
+    complete(weights, masters, starts)
+    old = how(weights[1], name)
+    kept = old.clone()
+    masters = [master * 2 for master in masters]
+    complete(weights, masters, starts)
+    check(weights, masters)
+    assert_bytes_equal(old, kept, "a buffer that the weight has no more")
+
+
+@pytest.mark.parametrize("how", [exchange, exchange_memory])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_buffer_that_was_exchanged_stops_a_plan(device, name, how):
+    weights, masters, starts = make(device, [(48, 288), (16, 16)])
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.step()
+    plan.post()
+    old = how(weights[1], name)
+    kept, before = old.clone(), contents(weights)
+    masters[0].neg_()
+    for call in (plan.step, plan.post, plan.check):
+        with pytest.raises(RuntimeError, match=r"model_weights\[1\].* has moved"):
+            call()
+    check_untouched(weights, before)
+    assert_bytes_equal(old, kept, "a buffer that the weight has no more")
+    plan.refresh()
+    plan.step()
+    plan.post()
+    check(weights, masters)
+
+
+def test_columnwise_buffers_that_were_freed_and_made_anew(device):
+    weights, masters, starts = make(device, [(48, 288), (16, 16), (32, 48)])
+    complete(weights, masters, starts)
+    for i in (1, 0):
+        weights[i].update_usage(rowwise_usage=True, columnwise_usage=False)
+        complete(weights, masters, starts)
+        assert weights[i]._columnwise_data is None
+        check(weights, masters)
+    others = te_stand_in.make((16, 16), device=device)
+    for name in te_stand_in.COLUMNWISE:
+        setattr(weights[1], name, getattr(others, name))
+    masters = [master * 2 for master in masters]
+    complete(weights, masters, starts)
+    check(weights, masters)
+
+
+# What is refused
+
+
+def with_quantizer(**settings):
+    return lambda w: setattr(w, "_quantizer", dataclasses.replace(w._quantizer, **settings))
+
+
+def with_buffer(name, change):
+    return lambda w: setattr(w, name, change(getattr(w, name)))
+
+
+def without(name):
+    return lambda w: delattr(w, name)
+
+
+def given(name, value):
+    return lambda w: setattr(w, name, value)
+
+
+REFUSED = {
+    "four over six": (
+        given("_nvfp4_use_4over6", True),
+        ValueError,
+        "_nvfp4_use_4over6 asks for four over six",
+    ),
+    "four over six by its quantizer": (
+        with_quantizer(nvfp4_use_4over6=True),
+        ValueError,
+        "_quantizer.nvfp4_use_4over6 asks for four over six",
+    ),
+    "swizzled": (
+        given("_with_gemm_swizzled_scales", True),
+        ValueError,
+        "_with_gemm_swizzled_scales asks for scales that are swizzled",
+    ),
+    "an amax a row": (given("_row_scaled_nvfp4", True), ValueError, "_row_scaled_nvfp4 asks for an amax"),
+    "1d": (with_quantizer(with_2d_quantization=False), ValueError, "_quantizer.with_2d_quantization must be"),
+    "hadamard": (with_quantizer(with_rht=True), ValueError, "_quantizer.with_rht asks for the Hadamard"),
+    "stochastic": (
+        with_quantizer(stochastic_rounding=True),
+        ValueError,
+        "_quantizer.stochastic_rounding asks for stochastic",
+    ),
+    "no quantizer": (given("_quantizer", None), ValueError, "_quantizer is None"),
+    "another quantizer": (
+        given("_quantizer", object()),
+        TypeError,
+        "object has no attribute _quantizer.with_2d",
+    ),
+    "no rowwise data": (given("_rowwise_data", None), ValueError, "_rowwise_data is None"),
+    "no rowwise copy": (
+        lambda w: [setattr(w, name, None) for name in te_stand_in.ROWWISE],
+        ValueError,
+        "_rowwise_data is None: there is nothing to cast into",
+    ),
+    **{
+        f"no {name}": (given(name, None), ValueError, f"{name} is None, but _.*_data is not")
+        for name in NAMES
+        if not name.endswith("_data")
+    },
+    "no columnwise data": (given("_columnwise_data", None), ValueError, "_columnwise_data is None, but _col"),
+    **{
+        f"without {name}": (without(name), TypeError, f"NVFP4Tensor has no attribute {name}")
+        for name in (*NAMES, "_with_gemm_swizzled_scales", "_quantizer")
+    },
+    **{
+        f"{name} of another dtype": (
+            with_buffer(name, lambda b: b.view(torch.int32 if "amax" in name else torch.int8)),  # noqa: B023
+            TypeError,
+            f"{name} must be a torch.",
+        )
+        for name in NAMES
+    },
+    **{
+        f"{name} of another shape": (
+            with_buffer(name, lambda b: b.new_empty((b.shape[0] + 1, *b.shape[1:]))),
+            ValueError,
+            f"{name} must have shape",
+        )
+        for name in NAMES
+    },
+    "unpadded scales": (
+        with_buffer("_rowwise_scale_inv", lambda b: b[:, :18].contiguous()),
+        ValueError,
+        r"_rowwise_scale_inv must have shape \(128, 20\), got \(128, 18\)",
+    ),
+    "not contiguous": (
+        with_buffer("_columnwise_data", lambda b: b.new_empty(b.shape[::-1]).t()),
+        ValueError,
+        "_columnwise_data must be contiguous",
+    ),
+    "another device": (
+        with_buffer("_columnwise_scale_inv", lambda b: b.to("meta")),
+        ValueError,
+        "_columnwise_scale_inv must be on",
+    ),
+    "freed memory": (
+        lambda w: w._rowwise_scale_inv.untyped_storage().resize_(7),
+        RuntimeError,
+        "_rowwise_scale_inv needs .* bytes of its storage, which has 7",
+    ),
+    "no tensor": (given("_amax_rowwise", [1.0]), TypeError, "_amax_rowwise must be a torch.float32 tensor"),
+}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cast_into_is_refused_by_name(device, case, known):
+    """Also of weights that a cast has written, and by every function."""
+    change, error, message = REFUSED[case]
+    weights, masters, starts = make(device, [(16, 16), (48, 288)])
+    if known:
+        complete(weights, masters, starts)
+    before = contents(weights[:1])
+    change(weights[1])
+    message = rf"model_weights\[1\]: {message}"
+    for call in (
+        lambda: cast(weights, [-master for master in masters], starts),
+        lambda: zerofp4.CastPlan(weights, masters, starts),
+        lambda: zerofp4.all_gather_nvfp4(weights, starts, [master.numel() for master in masters]),
+        lambda: zerofp4.post_all_gather_processing(weights),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    check_untouched(weights[:1], before)
+
+
+@pytest.mark.parametrize("shape", [(32, 24), (40, 32), (2, 16, 16)])
+def test_a_shape_that_transformer_engine_does_not_cast_is_refused(shape):
+    weight = te_stand_in.make((32, 16))
+    other = te_stand_in.NVFP4Tensor(
+        te_stand_in.buffers_of(weight), shape, torch.bfloat16, "cpu", weight._quantizer
+    )
+    with pytest.raises(ValueError, match=rf"model_weights\[0\]: shape must be two.*{re.escape(str(shape))}"):
+        cast([other], [torch.zeros(4)], [0])
+
+
+def test_a_weight_listed_twice_is_refused():
+    weights, masters, starts = make("cpu", [(16, 16), (32, 16)])
+    weights.append(weights[0].detach())
+    with pytest.raises(
+        ValueError, match=r"model_weights\[2\] has the same rowwise_data as model_weights\[0\]"
+    ):
+        cast(weights, [*masters, masters[0]], [*starts, 0])
+
+
+def test_without_the_adapter_the_error_names_it(monkeypatch):
+    monkeypatch.setattr("zerofp4.storage.record._adapters", [])
+    weights, masters, starts = make("cpu", [(16, 16)])
+    message = r"must be an NVFP4Tensor, got integrations.te_stand_in.NVFP4Tensor: .* zerofp4.integrations"
+    with pytest.raises(TypeError, match=message):
+        cast(weights, masters, starts)
+
+
+def test_tensors_of_2_14_have_no_later_attributes(device):
+    weights, masters, starts = make(device, [(48, 288)])
+    del weights[0]._row_scaled_nvfp4, weights[0]._nvfp4_use_4over6, weights[0]._nvfp4_e4m3_max
+    complete(weights, masters, starts)
+    check(weights, masters)
+
+
+# Lives
+
+
+def test_a_weight_dies_although_plans_are_kept_with_it():
+    weights, masters, starts = make("cpu", [(48, 288), (16, 16)])
+    complete(weights, masters, starts)
+    alive = [weakref.ref(weight) for weight in weights]
+    del weights
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_a_copy_of_what_is_kept_with_a_tensor_has_no_record():
+    (weight,), masters, starts = make("cpu", [(16, 16)])
+    complete([weight], masters, starts)
+    copied = te_stand_in.make((16, 16))
+    vars(copied).update(copy.deepcopy(vars(weight)))
+    complete([copied], [-masters[0]], starts)
+    check([weight, copied], [masters[0], -masters[0]])
+
+
+@needs_gpu
+def test_a_captured_step_writes_the_buffers():
+    weights, masters, starts = make("cuda")
+    complete(weights, masters, starts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cast(weights, masters, starts)
+        zerofp4.post_all_gather_processing(weights)
+    for _ in range(2):
+        for master in masters:
+            master.mul_(-1.5)
+        graph.replay()
+        check(weights, masters)

@@ -1,0 +1,171 @@
+"""Records of TransformerEngine's NVFP4 tensors, made of their attributes."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+
+from zerofp4.format import BLOCK, SCALE_DTYPE
+from zerofp4.integrations.transformer_engine.versions import KNOWN
+from zerofp4.ops import pointers
+from zerofp4.storage import (
+    NVFP4Storage,
+    Side,
+    Storage,
+    check_buffer,
+    check_plain,
+    dispatches,
+    note_rebinding,
+)
+
+_MARK = "_fp4_dtype"  # of all its tensors, NVFP4Tensor alone has it
+_RECORD = "_zerofp4_record"
+_BUFFERS = {
+    "rowwise": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+    "columnwise": ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
+}
+_SWIZZLED = "_with_gemm_swizzled_scales"
+_LATER = ("_row_scaled_nvfp4", "_nvfp4_use_4over6")  # since 2.16 and 2.17; False before
+_ATTRIBUTES = (*_BUFFERS["rowwise"], *_BUFFERS["columnwise"], _SWIZZLED, *_LATER, "_quantizer")
+_MISSING = object()
+_attributes = operator.attrgetter(*_ATTRIBUTES)
+
+_REFUSED = {
+    _SWIZZLED: "scales that are swizzled already: the cast writes one byte a row, as TransformerEngine's own "
+    "does; set optimize_for_gemm=False on the quantizer",
+    "_row_scaled_nvfp4": "an amax for each row: the cast has one for the weight",
+    "_nvfp4_use_4over6": "four over six, which a cast from shards cannot do: it sees a part of a tile, and "
+    "the choice needs the error of all of it",
+    "with_rht": "the Hadamard transform, which blocks of 16x16 do not have",
+    "stochastic_rounding": "stochastic rounding: weights are rounded to nearest",
+}
+
+
+@dataclasses.dataclass(eq=False)
+class TensorRecord(NVFP4Storage):
+    """The record of an NVFP4Tensor of TransformerEngine: its buffers, with the scales in the expanded layout
+    only, and an amax of each copy's own.
+    """
+
+    problem: tuple[type[Exception], str] | None = None
+    """What check() raises: why nothing can be cast into the tensor as it is now."""
+    attributes: tuple[Any, ...] = ()
+    """The tensor's, when they were last looked at."""
+    identities: list[int] = dataclasses.field(default_factory=list)
+    buffers_seen: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    places: bytes | list[int] = b""
+    """Where the memory of those buffers was."""
+
+    def __reduce_ex__(self, protocol):
+        return type(None), ()  # a copy of the tensor, which copies what is kept with it, gets its own
+
+    def check(self) -> None:
+        if self.problem is not None:
+            kind, message = self.problem
+            raise kind(message)
+        Storage.check(self)  # NVFP4Storage wants one amax; a cast writes both
+
+    def look(self, tensor: torch.Tensor) -> None:
+        """Take the tensor's buffers where they are others than last time. Asked of every weight in a step."""
+        try:
+            attributes = _attributes(tensor)
+        except AttributeError:
+            attributes = tuple(getattr(tensor, name, _MISSING) for name in _ATTRIBUTES)
+        identities = list(map(id, attributes))
+        if identities == self.identities and pointers(self.buffers_seen) == self.places:
+            return
+        note_rebinding()
+        self.attributes, self.identities = attributes, identities
+        self.buffers_seen = list(filter(_has_address, attributes))
+        self.places = pointers(self.buffers_seen)
+        self.rowwise = self.columnwise = self.problem = None
+        try:
+            sides = _sides_of(tensor, self)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.problem = type(error), str(error)
+        else:
+            self.rowwise, self.columnwise = sides
+
+
+def _has_address(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type in ("cpu", "cuda") and not dispatches(value)
+
+
+def record_of_tensor(tensor: torch.Tensor) -> TensorRecord | None:
+    """The record of an NVFP4Tensor of TransformerEngine, as it is now; None for any other tensor. It is kept
+    with the tensor, since plans are kept with it.
+    """
+    record = getattr(tensor, _RECORD, None)
+    if record is None:
+        if not hasattr(tensor, _MARK):
+            return None
+        record = TensorRecord(tensor.shape, tensor.dtype, (BLOCK, BLOCK))
+        setattr(tensor, _RECORD, record)
+    record.look(tensor)
+    return record
+
+
+def _sides_of(tensor: torch.Tensor, record: TensorRecord) -> tuple[Side, Side | None]:
+    """Raises TypeError or ValueError, which name the attribute, for a tensor that cannot be cast into."""
+    _check_shape(tensor, record)
+    _check_options(tensor)
+    rowwise, columnwise = (_side_of(tensor, record, side) for side in _BUFFERS)
+    if rowwise is None:
+        raise ValueError("_rowwise_data is None: there is nothing to cast into")
+    return rowwise, columnwise
+
+
+def _check_shape(tensor: torch.Tensor, record: TensorRecord) -> None:
+    if tensor.shape != record.shape or tensor.dtype != record.dtype:
+        raise ValueError(
+            f"shape and dtype were {tuple(record.shape)} and {record.dtype}, and are now "
+            f"{tuple(tensor.shape)} and {tensor.dtype}: a plan is of the first"
+        )
+    if len(tensor.shape) != 2 or any(size % BLOCK for size in tensor.shape):
+        raise ValueError(f"shape must be two multiples of {BLOCK}, got {tuple(tensor.shape)}")
+    record.check_context()
+
+
+def _check_options(tensor: torch.Tensor) -> None:
+    quantizer = _attribute(tensor, "_quantizer")
+    if quantizer is None:
+        raise ValueError("_quantizer is None: it says whether blocks are 16x16")
+    if not _attribute(quantizer, "with_2d_quantization", "_quantizer."):
+        raise ValueError("_quantizer.with_2d_quantization must be True: the cast is of blocks of 16x16")
+    _refuse(_SWIZZLED, _attribute(tensor, _SWIZZLED))
+    for name in _LATER:
+        _refuse(name, getattr(tensor, name, False))
+        _refuse(name, getattr(quantizer, name[1:], False), f"_quantizer.{name[1:]}")
+    for name in ("with_rht", "stochastic_rounding"):
+        _refuse(name, _attribute(quantizer, name, "_quantizer."), f"_quantizer.{name}")
+
+
+def _refuse(name: str, value: Any, called: str | None = None) -> None:
+    if value:
+        raise ValueError(f"{called or name} asks for {_REFUSED[name]}")
+
+
+def _attribute(owner: Any, name: str, place: str = "") -> Any:
+    value = getattr(owner, name, _MISSING)
+    if value is _MISSING:
+        raise TypeError(
+            f"{type(owner).__name__} has no attribute {place}{name}, as TransformerEngine's from {KNOWN} have"
+        )
+    return value
+
+
+def _side_of(tensor: torch.Tensor, record: TensorRecord, side: str) -> Side | None:
+    """A side whose buffers are the tensor's memory; None where it has neither codes nor scales."""
+    names = _BUFFERS[side]
+    data, scale, amax = buffers = [_attribute(tensor, name) for name in names]
+    if data is None and scale is None:
+        return None
+    shapes = record.data_shape(side), record.scale_shape(side, "expanded"), record.amax_shape
+    dtypes = torch.uint8, torch.uint8, torch.float32
+    for name, buffer, shape, dtype in zip(names, buffers, shapes, dtypes, strict=True):
+        if buffer is None:
+            raise ValueError(f"{name} is None, but {names[data is None]} is not")
+        check_buffer(name, buffer, shape, dtype, tensor.device)
+        check_plain(name, buffer)
+    return Side(data, {"expanded": scale.view(SCALE_DTYPE)}, amax)
