@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Kills ranks of a training run at random points; it must end with the bytes of an undisturbed one.
+"""Makes ranks of a training run fail at random points; it must end with the bytes of an undisturbed one.
 
-torchrun restarts the run after every kill, and it goes on from its last checkpoint. Prints what happened, and
-exits with 1 unless the run ended, with the checkpoint that it has without a kill, byte for byte.
+A rank is killed, stopped, or made to raise or to exit. torchrun's agent restarts the run after every fault,
+and it goes on from its last checkpoint. Prints what happened, and exits with 1 unless every run ended with
+the checkpoint that it has without a fault, byte for byte, no run hung, and no checkpoint was lost.
 
     scripts/faults.py --kills 200 --ranks 3
-    scripts/faults.py --kills 5 --out runs/faults -- --preset 1m --steps 300
+    scripts/faults.py --kills 5 --kinds kill,stop --out runs/faults -- --preset 1m --steps 300
 """
 
 import argparse
+import collections
 import contextlib
 import io
 import json
@@ -29,7 +31,16 @@ from zerofp4.launch.place import has_gpu_for_each
 
 SCRIPTS = Path(__file__).parent
 SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32", "--steps", "60"]
+KINDS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "raise": signal.SIGUSR1,  # scripts/faulty.py says so of both
+    "exit": signal.SIGUSR2,
+}
+PER_RUN = 3  # faults, more or less
 QUIET_SECONDS = 300.0  # without a new step: the run hangs
+TIMEOUT = 10  # seconds that a rank waits for another
+END_SECONDS = 60.0  # that the other ranks have, timeout included, to end after a fault
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -37,10 +48,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--kills", type=int, default=20, help="default: 20")
+    add("--kills", type=int, default=20, help="faults of any kind (default: 20)")
+    add("--kinds", type=kinds, default=list(KINDS), help="of faults (default: kill,stop,raise,exit)")
     add("--ranks", type=int, default=2, help="default: 2")
     add("--every", type=int, default=5, help="steps between checkpoints (default: 5)")
-    add("--seed", type=int, default=0, help="of the points where ranks are killed (default: 0)")
+    add("--seed", type=int, default=0, help="of the points where ranks fail (default: 0)")
     add("--out", type=Path, default=Path("runs/faults"), help="default: runs/faults; it is deleted first")
     add("train", nargs="*", help="arguments of train.py, after -- (default: 60 steps of the tiny preset)")
     return parser.parse_args(arguments)
@@ -52,14 +64,20 @@ def environment(ranks: int) -> dict[str, str]:
     return found if has_gpu_for_each(ranks) else {**found, "CUDA_VISIBLE_DEVICES": ""}
 
 
+def kinds(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in KINDS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(KINDS)}")
+    return names
+
+
 class Run:
-    """train.py under torchrun, in a folder of its own."""
+    """train.py under torchrun's agent, in a folder of its own."""
 
     def __init__(self, out: Path, options: argparse.Namespace, restarts: int):
         self.out, self.steps = out, out / "metrics-nvfp4.jsonl"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        launcher += [f"--nproc-per-node={options.ranks}", f"--max-restarts={restarts}"]
-        train = [str(SCRIPTS / "train.py"), *(options.train or SMALL), "--out", str(out)]
+        launcher = [sys.executable, str(SCRIPTS / "faulty.py"), str(options.ranks), str(restarts)]
+        train = [*(options.train or SMALL), "--out", str(out), "--timeout", str(TIMEOUT)]
         train += ["--checkpoint-every", str(options.every), "--resume", "auto"]
         self.log = (out.parent / f"{out.name}.log").open("wb")
         self.process = subprocess.Popen(
@@ -108,19 +126,42 @@ class Run:
                 continue
 
 
-def kill_one(run: Run, generator: random.Random, longest: float) -> int | None:
-    """A rank that was killed at a random time within `longest` seconds; None where the run ended before."""
+def fail_once(run: Run, kind: str, generator: random.Random, longest: float) -> bool:
+    """Make a rank fail at a random time within `longest` seconds, and see that all ranks end.
+
+    False where the run ended before, or its Python swallowed the error. Raises TimeoutError for a rank that
+    is still there long after.
+    """
     deadline = time.monotonic() + generator.uniform(0.0, longest)
     while time.monotonic() < deadline or not run.workers():
         if run.process.poll() is not None:
-            return None
+            return False
         time.sleep(0.01)
-    pid = generator.choice(run.workers())
+    workers = run.workers()
+    pid = generator.choice(workers)
+    if not send(pid, KINDS[kind]):
+        return False
+    deadline = time.monotonic() + END_SECONDS
+    ended: set[int] = set()
+    while len(ended) < len(workers) and run.process.poll() is None:
+        ended = set(workers) - set(run.workers())
+        if kind == "stop" and len(ended) == len(workers) - 1:
+            send(pid, signal.SIGCONT)  # the agent would kill it, after half a minute
+        if kind in ("raise", "exit") and not ended and time.monotonic() > deadline - END_SECONDS + TIMEOUT:
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{run.out}: ranks live on after {kind}, see {run.log.name}")
+        time.sleep(0.01)
+    return True
+
+
+def send(pid: int, number: int) -> bool:
+    """Whether there was such a process."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
-        return None
-    return pid
+        return False
+    return True
 
 
 def losses(out: Path) -> list[tuple]:
@@ -139,26 +180,35 @@ def compare(options: argparse.Namespace) -> list[str]:
     calm = Run(options.out / "calm", options, 0)
     if calm.wait() != 0:
         return [f"the run without kills failed, see {calm.log.name}"]
-    longest = 0.9 * (time.monotonic() - start)
-    generator, killed = random.Random(options.seed), 0
-    rounds = 0
-    while killed < options.kills:
-        out = options.out / f"killed-{rounds}"
+    longest = 2 * (time.monotonic() - start) / PER_RUN
+    generator, failed = random.Random(options.seed), collections.Counter()
+    rounds = resumed = 0
+    while failed.total() < options.kills:
+        out = options.out / f"failed-{rounds}"
         rounds += 1
-        run = Run(out, options, options.kills)
+        run = Run(out, options, 2 * options.kills + 10)
         try:
-            while killed < options.kills and kill_one(run, generator, longest) is not None:
-                killed += 1
+            while run.process.poll() is None and failed.total() < options.kills:
+                kind = generator.choice(options.kinds)
+                failed[kind] += fail_once(run, kind, generator, longest)
             status = run.wait()
         finally:
             run.end()
+        log = Path(run.log.name).read_text(errors="replace")
+        resumed += log.count("goes on from step")
         if status != 0:
-            return [f"{out}: status {status} after {killed} kills, see {run.log.name}"]
+            return [f"{out}: status {status} after {failed.total()} faults, see {run.log.name}"]
+        if "is passed over" in log:
+            return [f"{out}: a checkpoint was lost, see {run.log.name}"]
         if losses(out) != losses(calm.out):
             return [f"{out}: other losses than {calm.out}"]
         if last_state(out) != last_state(calm.out):
             return [f"{out}: another last checkpoint than {calm.out}"]
-    print(f"{killed} kills in {rounds} runs of {options.ranks} ranks: every run ended with the same bytes")
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(failed.items()))
+    print(
+        f"{failed.total()} faults ({counts}) in {rounds} runs of {options.ranks} ranks, which went on from "
+        f"{resumed} checkpoints: every run ended with the same bytes"
+    )
     return []
 
 

@@ -210,6 +210,7 @@ class Progress:
     def __init__(self, kind: str, options: argparse.Namespace, text: Text, world: World, parts: tuple):
         """parts: model, optimizer, scheduler and batches, which resume() brings to where they were."""
         self.model, self.optimizer, self.scheduler, self.batches = parts
+        self.world = world
         names = ("preset", "steps", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
         names += ("recipe", "corpus", "tokenizer")
         identity = {name: getattr(options, name) for name in names}
@@ -229,6 +230,8 @@ class Progress:
             self.batches.generator.set_state(found["batches"])
             self.step, clocks = found["step"], found["seconds"]
             self.seconds, self.first_seconds, self.training_seconds = clocks
+            if self.world.rank == 0:
+                print(f"goes on from step {self.step}", flush=True)
 
     def count(self, step: int, seconds: float, since_start: float) -> None:
         self.step, self.seconds = step, since_start

@@ -12,7 +12,7 @@ from train_cases import SMALL
 SEEDED = [*SMALL, "--steps", "12", "--micro-batches", "2", "--seed", "7"]
 # Of each, by its name: the script and its options, on how many ranks it is started, and by what.
 RUNS = {
-    "killed": ("faults.py", ["--kills", "1", "--ranks", "2"], 1, "alone"),
+    "killed": ("faults.py", ["--kills", "2", "--kinds", "kill,raise", "--ranks", "2"], 1, "alone"),
     "both": ("train.py", [*SEEDED, "--weights", "both", "--checkpoint-every", "8"], 2, "torchrun"),
     "again": ("train.py", SEEDED, 2, "torchrun" if why_not("mpirun") else "mpirun"),
 }

@@ -10,10 +10,11 @@ import pytest
 
 @pytest.mark.heavy
 def test_killed_ranks_are_restarted_and_go_on_with_the_same_bytes(runs):
-    """scripts/faults.py --kills 200 does it for longer."""
+    """Or that raise. scripts/faults.py --kills 200 does it for longer."""
     finished, _ = runs["killed"].result()
     assert finished.status == 0, finished.output
-    assert "1 kills in" in finished.output and "every run ended with the same bytes" in finished.output
+    assert finished.output.startswith("2 faults (")
+    assert "every run ended with the same bytes" in finished.output
 
 
 @pytest.mark.parametrize(("ranks", "on_gpus"), [(1, True), (2, True), (3, False)])
@@ -33,3 +34,9 @@ def test_ranks_without_a_gpu_each_run_on_the_cpu(two_gpus, monkeypatch, tmp_path
     said = "" if on_gpus else f"{ranks} ranks and 2 GPUs: they run on the CPU\n"
     assert capsys.readouterr().out == said
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_kind_that_there_is_not(capsys):
+    with pytest.raises(SystemExit):
+        faults.parse_options(["--kinds", "kill,explode"])
+    assert "explode is none of kill, stop, raise, exit" in capsys.readouterr().err

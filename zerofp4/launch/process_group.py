@@ -76,14 +76,19 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     _groups += 1
     # torchrun keeps its store when it restarts ranks: those that were killed left their addresses in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"zerofp4/{attempt}/{_groups}", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"zerofp4/{attempt}/{_groups}", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"joining the process group failed on rank {place.rank} of {place.world_size}: {error}"
+        ) from error
     world = World(place.rank, place.world_size, place.local_rank, device, backend)
     _joined = (weakref.ref(dist.group.WORLD), world)
     return world
