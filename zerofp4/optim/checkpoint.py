@@ -8,6 +8,7 @@ import torch
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.inner import options
 from zerofp4.optim.piece import Home, Piece, make_piece
+from zerofp4.optim.sealing import SealedTuple
 from zerofp4.optim.template import STARTED, Entry, StateTemplate
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -74,10 +75,11 @@ def saved_groups(param_groups: Sequence[dict], ids: Sequence[Sequence[ParameterI
         }
         names = {} if own and own[0].name is None else {"param_names": [p.name for p in own]}
         groups.append(chosen | names | {"params": list(own)})
-    return tuple(groups)
+    return SealedTuple(groups)
 
 
 def saved_entries(
+    parameter_name: str | None,
     parameter: torch.Tensor,
     held: HeldMaster,
     state: Mapping[str, Any],
@@ -85,7 +87,8 @@ def saved_entries(
     home: Home,
     spare: Callable[[], torch.Tensor | None],
 ) -> dict[str, Piece]:
-    """Pieces of what this rank holds of a parameter: `master` and the optimizer's state by its names.
+    """Pieces of what this rank holds of a parameter of that name: `master`, and the optimizer's state by
+    its names.
 
     state: of the master here, empty where there is none yet or the rank owns nothing: then all is zeros. So
     every rank has the same names. spare: gives memory like the master's that a load may use, or None.
@@ -110,6 +113,8 @@ def saved_entries(
     if template.flag == STARTED:
         entry = Entry("scalar", torch.float32, torch.device("cpu"))
         pieces[STARTED] = _scalar(torch.tensor(float(bool(state))), entry, is_held, home)
+    for name, piece in pieces.items():
+        piece.label = None if parameter_name is None else f"{parameter_name}.{name}"
     return pieces
 
 

@@ -79,7 +79,7 @@ def check_form(state_dict: Any) -> None:
         if not isinstance(entries, Mapping):
             raise ValueError(f"state_dict: state[{key!r}] must be a dict, got {type(entries).__name__}")
     steps = state_dict.get("steps", 0)
-    if type(steps) is not int or steps < 0:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ValueError(f"state_dict: steps must be an int, 0 or more, got {steps!r}")
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, Stage
+from zerofp4.optim.sealing import Chunk, DamagedFileError, checksum
 from zerofp4.shard import Shard, rectangles
 
 UNREAD = {torch.float64: (torch.int64, 0x7FF4A5A5A5A5A5A5), torch.float32: (torch.int32, 0x7FA5A5A5)}
@@ -41,8 +41,8 @@ class Piece(torch.Tensor):
     whatever chunks a checkpoint has. What it reads goes to memory of its own, `loaded`: the optimizer's
     values are as they were until load_state_dict has found everything to be right.
 
-    Copies, pickles and moves to another device are pieces too. copy_ into
-    one loads it. Other operations see the whole tensor where it is all here, else they raise RuntimeError.
+    Copies, pickles and moves to another device are pieces too. copy_ into one loads it. Other operations see
+    the whole tensor where it is all here, else they raise RuntimeError.
     """
 
     values: torch.Tensor
@@ -53,6 +53,8 @@ class Piece(torch.Tensor):
     asked: bool
     live: bool
     """Whether the values are those of an optimizer itself, and no copy."""
+    label: str | None
+    """Of the parameter and the entry, as a file has it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -62,7 +64,7 @@ class Piece(torch.Tensor):
         properties = {"dtype": values.dtype, "device": values.device}
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.allocate = values, start, home, allocate
-        piece.loaded, piece.asked, piece.live = None, False, live
+        piece.loaded, piece.asked, piece.live, piece.label = None, False, live, None
         return piece
 
     def __init__(self, *_: Any, **__: Any):
@@ -77,7 +79,9 @@ class Piece(torch.Tensor):
         return self.values.numel() == self.numel()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
-        return type(self)(function(self.present()), self.shape, self.start, self.home)
+        piece = type(self)(function(self.present()), self.shape, self.start, self.home)
+        piece.label = self.label
+        return piece
 
     def present(self) -> torch.Tensor:
         """What was loaded into it, or else its values."""
@@ -129,11 +133,12 @@ class Piece(torch.Tensor):
         if self.asked and self.loaded is None:
             self.loaded = self._space()
         if not self.numel():
-            return self.present().view(self.shape)
+            return Chunk.of(self.present().view(self.shape), self.label, self.shape, 0)
         offsets = tuple(index.offset)
         box = next(b for b in rectangles(self.shape, self.shard) if b.offsets == offsets)
         first = box.start - self.start
-        return self.present()[first : first + box.numel].view(box.sizes)
+        values = self.present()[first : first + box.numel].view(box.sizes)
+        return Chunk.of(values, self.label, self.shape, box.start)
 
     def _space(self) -> torch.Tensor:
         space = None if self.allocate is None else self.allocate()
@@ -153,12 +158,8 @@ class Piece(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
-        return _rebuild_piece, (
-            values,
-            tuple(self.shape),
-            self.start,
-            _checksum(values, self.shape, self.start),
-        )
+        shape, start = tuple(self.shape), self.start
+        return _rebuild_piece, (values, shape, start, checksum(values, shape, start))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         first, last = self.start, self.shard.end
@@ -191,21 +192,15 @@ def _whole(leaf: Any, func: Any = None) -> Any:
     return leaf.present().view(leaf.shape)
 
 
-def _checksum(values: torch.Tensor, shape: Any, start: int) -> int:
-    """Of the bytes, which pickles do not check, and of where they belong."""
-    seed = zlib.crc32(repr((str(values.dtype), tuple(shape), start)).encode())
-    return zlib.crc32(values.contiguous().view(torch.uint8).numpy(), seed)
-
-
-def _rebuild_piece(values: Any, shape: Any, start: Any, checksum: Any) -> Piece:
+def _rebuild_piece(values: Any, shape: Any, start: Any, expected: Any) -> Piece:
     if not (type(values) is torch.Tensor and values.dim() == 1 and values.layout == torch.strided):
         raise TypeError(f"values of a piece must be a 1D tensor, got {type(values).__name__}")
     if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape) or type(start) is not int:
         raise TypeError(f"shape and start of a piece must be integers, got {shape!r} and {start!r}")
     if start < 0 or start + values.numel() > math.prod(shape):
         raise ValueError(f"a piece has elements {start}..{start + values.numel() - 1} of shape {shape}")
-    if values.device.type == "cpu" and _checksum(values, shape, start) != checksum:
-        raise ValueError(
+    if values.device.type != "meta" and checksum(values, shape, start) != expected:
+        raise DamagedFileError(
             f"the elements of a piece of shape {shape} are not those that were saved: the file is damaged"
         )
     return Piece(values.detach().clone(), shape, start)  # what a file may set_ to another size

@@ -27,6 +27,7 @@ from zerofp4.optim.loading import (
     was_read,
 )
 from zerofp4.optim.piece import Home, Piece
+from zerofp4.optim.sealing import SealedInt
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.template import StateTemplate, make_template
 from zerofp4.optim.watch import ParameterWatch, Snapshot
@@ -88,11 +89,17 @@ class ShardedState(torch.optim.Optimizer):
     def _all_entries(self) -> Iterator[dict[str, Piece]]:
         """What is saved of each trainable parameter."""
         templates, held = self._templates(), self._shards.held_masters()
-        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        group_of, name_of = {}, {}
+        for g, (group, own) in enumerate(
+            zip(self.param_groups, parameter_ids(self.param_groups), strict=True)
+        ):
+            for p, number in zip(group["params"], own, strict=True):
+                group_of[id(p)], name_of[id(p)] = g, number.name
         for i, (p, master) in enumerate(zip(self._shards.parameters, self._shards.masters, strict=True)):
             state = {} if master is None else self.inner.state.get(master, {})
             spare = self._spare_of(i)
-            yield saved_entries(p, held[id(p)], state, templates[group_of[id(p)]], self._home, spare)
+            template, name = templates[group_of[id(p)]], name_of[id(p)]
+            yield saved_entries(name, p, held[id(p)], state, template, self._home, spare)
 
     def _view_state(self) -> StateView:
         reference = weakref.ref(self)  # a circle would keep the masters until the next collection
@@ -127,7 +134,7 @@ class ShardedState(torch.optim.Optimizer):
         state_dict = {
             "state": {id_of[id(p)]: own for p, own in entries},
             "param_groups": saved_groups(self.param_groups, ids),
-            "steps": self._steps,
+            "steps": SealedInt(self._steps),
         }
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -162,7 +169,7 @@ class ShardedState(torch.optim.Optimizer):
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             loaded = self._read(state_dict)
-            steps = state_dict.get("steps", 0)
+            steps = int(state_dict.get("steps", 0))
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = load_error(failure)
         try:

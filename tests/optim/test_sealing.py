@@ -1,0 +1,138 @@
+"""Checksums of what an optimizer writes: what they see, who sees them, and who need not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+
+import pytest
+import torch
+
+from zerofp4.optim.piece import Piece
+from zerofp4.optim.sealing import (
+    ATTRIBUTE,
+    COLUMNS,
+    ROWS,
+    Chunk,
+    DamagedFileError,
+    SealedInt,
+    SealedTuple,
+    checksum,
+)
+
+WORDS = COLUMNS * ROWS
+SIZES = [0, 1, 2 * COLUMNS - 1, 2 * COLUMNS, 2 * WORDS + 6 * COLUMNS + 3]
+"""Of float32: nothing, less than a row, a row, a block and a part of another."""
+
+
+@pytest.mark.parametrize("numel", SIZES[1:])
+def test_every_kind_of_change_is_seen(numel, device):
+    values = torch.randn(numel, device=device)
+    found, draw = checksum(values, (numel,), 0), random.Random(numel)
+    assert found == checksum(values.clone(), (numel,), 0) == checksum(values.cpu(), (numel,), 0)
+    assert found != checksum(values, (numel,), 1) and found != checksum(values.view(torch.int32), (numel,), 0)
+    data = values.view(torch.uint8)
+    for _ in range(30):
+        at = draw.randrange(data.numel())
+        data[at] ^= 1 << draw.randrange(8)
+        assert checksum(values, (numel,), 0) != found, f"byte {at}"
+        values.copy_(torch.frombuffer(bytearray(data.cpu().numpy().tobytes()), dtype=torch.float32))
+        found = checksum(values, (numel,), 0)
+    for i, j in [(0, numel - 1), (0, min(2, numel - 1)), (0, min(2 * COLUMNS, numel - 1))]:
+        if values[i] != values[j]:
+            swapped = values.clone()
+            swapped[i], swapped[j] = values[j], values[i]
+            assert checksum(swapped, (numel,), 0) != found, (i, j)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_any_dtype_layout_and_place_in_memory(dtype):
+    base = torch.randn(40, 33).mul(9).to(dtype)
+    for view in (base, base.t(), base[1:, 1:], base.view(-1)[3:], base[0, 0], base[:0]):
+        assert checksum(view) == checksum(view.contiguous().clone())
+
+
+def written(values, label="a.master", shape=(4, 6), start=3) -> io.BytesIO:
+    """As torch.distributed.checkpoint writes it."""
+    file = io.BytesIO()
+    torch.save(Chunk.of(values, label, shape, start).detach().cpu().clone(), file)
+    file.seek(0)
+    return file
+
+
+def test_a_file_is_of_plain_tensors():
+    values = torch.arange(12.0)
+    found = torch.load(written(values), weights_only=True)
+    assert type(found) is torch.Tensor and torch.equal(found, values)
+    assert getattr(found, ATTRIBUTE)[:3] == ("a.master", (4, 6), 3)
+
+
+def read(file, target, offset=0, first=0, length=12):
+    """As torch.distributed.checkpoint reads a part of it."""
+    target.detach().narrow(0, first, length).copy_(torch.load(file).narrow(0, offset, length))
+
+
+def test_what_is_read_is_looked_at():
+    values, here = torch.arange(12.0), torch.zeros(20)
+    read(written(values), Chunk.of(here[2:14], "a.master", (4, 6), 3))
+    assert torch.equal(here[2:14], values) and here.sum() == values.sum()
+    read(written(values), Chunk.of(here[2:14], "a.master", (4, 6), 5), offset=4, first=2, length=3)
+    read(written(values), Chunk.of(here[:12], None, (4, 6), 3))
+    plain = io.BytesIO()
+    torch.save(values, plain)
+    plain.seek(0)
+    read(plain, Chunk.of(here[:12], "a.master", (4, 6), 9))  # another optimizer's
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (
+            ("b.master", (4, 6), 3),
+            r"elements of a.master of shape \(4, 6\) from 3 on are in the file where those",
+        ),
+        (("a.master", (6, 4), 3), r"those of a.master of shape \(6, 4\) from 3 on should be: it is damaged"),
+        (("a.master", (4, 6), 4), "from 3 on are in the file where those of a.master of shape"),
+    ],
+)
+def test_what_lies_in_the_wrong_place_is_found(place, message):
+    here = torch.zeros(12)
+    with pytest.raises(DamagedFileError, match=message):
+        read(written(torch.arange(12.0)), Chunk.of(here, *place))
+    assert not here.any()
+
+
+def test_other_elements_are_found():
+    content = bytearray(written(torch.arange(12.0)).getvalue())
+    at = content.index(torch.arange(12.0).numpy().tobytes())
+    content[at + 13] ^= 1
+    here = torch.zeros(12)
+    with pytest.raises(DamagedFileError, match=r"elements of a.master are not those that were saved"):
+        read(io.BytesIO(content), Chunk.of(here, "a.master", (4, 6), 3))
+    assert not here.any()
+
+
+def test_pieces_of_a_pickle():
+    file = io.BytesIO()
+    torch.save(Piece(torch.arange(12.0), (4, 6), 3), file)
+    content = bytearray(file.getvalue())
+    content[content.index(torch.arange(12.0).numpy().tobytes()) + 13] ^= 1
+    with pytest.raises(DamagedFileError, match="the file is damaged"):
+        torch.load(io.BytesIO(content))
+
+
+GROUPS = ({"lr": 0.125, "betas": (0.5, 0.25), "names": ["a"], "fused": None, "t": torch.ones(2)}, {"lr": 1})
+
+
+@pytest.mark.parametrize("value", [SealedTuple(GROUPS), SealedInt(517)])
+def test_options_and_steps(value):
+    for same in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert type(same) is type(value) and repr(same) == repr(value)
+    content = bytearray(pickle.dumps(value))
+    raw = torch.tensor(0.125, dtype=torch.float64).numpy().tobytes()[::-1]  # as pickle has it
+    at = content.index(raw if isinstance(value, tuple) else (517).to_bytes(2, "little")) + 1
+    content[at] ^= 4
+    with pytest.raises(DamagedFileError, match="options or steps are not those"):
+        pickle.loads(bytes(content))
