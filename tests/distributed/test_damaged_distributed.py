@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zerofp4
+from distributed.cases import shared_folder
 from distributed.checks_optim import Injected, model_bytes
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW
@@ -80,19 +80,13 @@ def changed(content: bytes, elements: bytes, draw: random.Random) -> bytes:
     return bytes(new)
 
 
-def shared_folder(world) -> Path:
-    found = [tempfile.mkdtemp(prefix="zerofp4-damaged-") if world.rank == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return Path(found[0])
-
-
 @on_ranks(1, 2, time_limit=180.0)
 def test_changed_files_are_refused(world):
     """Or what was loaded is what was saved, to the byte: a change in a model's weight is undone by its
     master. After a refusal the optimizer is as it was, and never steps with weights that torch has read.
     """
     logging.disable(logging.CRITICAL)  # torch logs a traceback of each
-    path, draw = shared_folder(world), random.Random(world.world_size)  # rank 0 alone draws
+    path, draw = Path(shared_folder(world)), random.Random(world.world_size)  # rank 0 alone draws
     model, optimizer = build(world, 0)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
     expected = contents(model, optimizer), weights(model)
@@ -129,7 +123,7 @@ def test_changed_files_are_refused(world):
 @on_ranks(2)
 def test_elements_of_another_parameter_are_refused(world):
     """The index points to a chunk of the same size, whole and with its checksum."""
-    path = shared_folder(world)
+    path = Path(shared_folder(world))
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in range(2)).to(world.device)
     optimizer = Injected(model.named_parameters(), FusedAdamW)
