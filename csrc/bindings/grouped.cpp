@@ -1,6 +1,7 @@
 // The same for a matrix in groups of rows.
 
 #include "bindings/bindings.h"
+#include "common/args/grouped_values.h"
 #include "common/hadamard.h"
 
 namespace zerofp4::bindings {
@@ -34,6 +35,31 @@ void quantize_grouped(const Target& target, const QuantizeArgs& whole, const Gro
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize_grouped(args, stream); });
 }
 
+// amaxes: own and other, or null both.
+void grouped_values(const Target& target, uintptr_t data, uintptr_t scale,
+                    const std::array<uintptr_t, 2>& amaxes, int other_e4m3_max, uintptr_t offsets,
+                    uintptr_t data_offsets, uintptr_t error, uintptr_t output, uintptr_t ends, int64_t tokens,
+                    int64_t cols, int64_t data_rows, int32_t count, bool columnwise) {
+    const GroupedValuesArgs args{pointer<const uint8_t>(data),
+                                 pointer<const uint8_t>(scale),
+                                 pointer<const float>(amaxes[0]),
+                                 pointer<const float>(amaxes[1]),
+                                 decode_factor(static_cast<float>(other_e4m3_max)),
+                                 pointer<const int64_t>(offsets),
+                                 pointer<const int64_t>(data_offsets),
+                                 pointer<const int32_t>(error),
+                                 pointer<BFloat16>(output),
+                                 pointer<int32_t>(ends),
+                                 tokens,
+                                 cols,
+                                 data_rows,
+                                 count,
+                                 columnwise};
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.grouped_values(args, threads); },
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.grouped_values(args, stream); });
+}
+
 }  // namespace
 
 void bind_grouped(py::module_& m) {
@@ -41,6 +67,7 @@ void bind_grouped(py::module_& m) {
         .def(py::init(&group_splits), "rows"_a, "wide"_a, "count"_a, "tokens"_a);
     m.def("grouped_amax", &grouped_amax, NoGil());
     m.def("quantize_grouped", &quantize_grouped, NoGil());
+    m.def("grouped_values", &grouped_values, NoGil());
 }
 
 }  // namespace zerofp4::bindings

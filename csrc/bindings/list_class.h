@@ -23,6 +23,7 @@ void list_class(py::module_& m, const char* name, size_t fields, const char* opt
     };
     py::class_<List>(m, name)
         .def(py::init(build), "on_cpu"_a, "words"_a, py::arg(option))
+        .def_property_readonly("count", &List::count)
         .def("descriptor_bytes", [](const List& list) { return py::bytes(list.descriptor_bytes()); })
         .def("set_device_descriptors", &List::set_device_descriptors)
         .def("run", &List::run, NoGil());

@@ -6,7 +6,7 @@
 #include "common/args/average.h"
 #include "common/args/cast.h"
 #include "common/args/gather.h"
-#include "common/args/grouped.h"
+#include "common/args/grouped_values.h"
 #include "common/args/mxfp8.h"
 #include "common/args/scale_layout.h"
 #include "common/args/transpose.h"
@@ -26,6 +26,7 @@ struct Kernels {
     void (*quantize)(const QuantizeArgs&, int threads);
     void (*grouped_amax)(const GroupedAmaxArgs&, int threads);
     void (*quantize_grouped)(const GroupedArgs&, int threads);
+    void (*grouped_values)(const GroupedValuesArgs&, int threads);
     void (*dequantize)(const DequantizeTable&, DType, int threads);
     void (*pad_scale)(const ScaleLayoutTable&, int threads);
     void (*unpad_scale)(const ScaleLayoutTable&, int threads);

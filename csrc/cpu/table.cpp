@@ -17,6 +17,7 @@ void tensor_amax(const AmaxArgs&, int threads);
 void quantize(const QuantizeArgs&, int threads);
 void grouped_amax(const GroupedAmaxArgs&, int threads);
 void quantize_grouped(const GroupedArgs&, int threads);
+void grouped_values(const GroupedValuesArgs&, int threads);
 void dequantize(const DequantizeTable&, DType, int threads);
 void pad_scale(const ScaleLayoutTable&, int threads);
 void unpad_scale(const ScaleLayoutTable&, int threads);
@@ -37,6 +38,7 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &quantize,
                         &grouped_amax,
                         &quantize_grouped,
+                        &grouped_values,
                         &dequantize,
                         &pad_scale,
                         &unpad_scale,

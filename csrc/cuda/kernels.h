@@ -7,7 +7,7 @@
 #include "common/args/cast.h"
 #include "common/args/dequantize.h"
 #include "common/args/gather.h"
-#include "common/args/grouped.h"
+#include "common/args/grouped_values.h"
 #include "common/args/mxfp8.h"
 #include "common/args/scale_layout.h"
 #include "common/args/transpose.h"
@@ -36,6 +36,7 @@ struct Kernels {
     void (*quantize)(const QuantizeArgs&, cudaStream_t stream);
     void (*grouped_amax)(const GroupedAmaxArgs&, cudaStream_t stream);
     void (*quantize_grouped)(const GroupedArgs&, cudaStream_t stream);
+    void (*grouped_values)(const GroupedValuesArgs&, cudaStream_t stream);
     void (*dequantize)(const DequantizeTable&, DType, const DequantizeDescriptor* host, cudaStream_t stream);
     // The same, and the alpha of a product.
     void (*product_values)(const DequantizeTable&, DType, const ProductScale&,

@@ -19,6 +19,7 @@ void tensor_amax(const AmaxArgs&, cudaStream_t);
 void quantize(const QuantizeArgs&, cudaStream_t);
 void grouped_amax(const GroupedAmaxArgs&, cudaStream_t);
 void quantize_grouped(const GroupedArgs&, cudaStream_t);
+void grouped_values(const GroupedValuesArgs&, cudaStream_t);
 void dequantize(const DequantizeTable&, DType, const DequantizeDescriptor* host, cudaStream_t);
 void product_values(const DequantizeTable&, DType, const ProductScale&, const DequantizeDescriptor* host,
                     cudaStream_t);
@@ -36,10 +37,11 @@ std::unique_ptr<Product> find_product(const ProductProblem&);
 
 const Kernels* kernels() {
     static constexpr Kernels kTable = {
-        &enter_device,     &leave_device, &cast_begin,     &partial_amax, &fused_scale,   &partial_cast,
-        &transpose,        &gather_pack,  &gather_unpack,  &tensor_amax,  &quantize,      &grouped_amax,
-        &quantize_grouped, &dequantize,   &product_values, &pad_scale,    &unpad_scale,   &quantize_mxfp8,
-        &dequantize_mxfp8, &adamw_begin,  &adamw_update,   &average,      &load_cublaslt, &find_product};
+        &enter_device,   &leave_device, &cast_begin,       &partial_amax,   &fused_scale,
+        &partial_cast,   &transpose,    &gather_pack,      &gather_unpack,  &tensor_amax,
+        &quantize,       &grouped_amax, &quantize_grouped, &grouped_values, &dequantize,
+        &product_values, &pad_scale,    &unpad_scale,      &quantize_mxfp8, &dequantize_mxfp8,
+        &adamw_begin,    &adamw_update, &average,          &load_cublaslt,  &find_product};
     return &kTable;
 }
 

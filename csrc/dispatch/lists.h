@@ -20,6 +20,7 @@ class ItemList {
     ItemList(const ItemList&) = delete;
     ItemList& operator=(const ItemList&) = delete;
 
+    int64_t count() const { return table_.count; }
     // A list for CUDA of more than kArgumentItems items needs its descriptors in device memory: these bytes,
     // copied there before the launch.
     std::string descriptor_bytes() const { return bytes_of(items_); }

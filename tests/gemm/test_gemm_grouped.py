@@ -1,12 +1,13 @@
 """Products of groups in one launch: of which values, with which factor, in which group."""
 
+import itertools
 import re
 
 import pytest
 import torch
 from gemm_cases import relative_error
 from grouped_cases import values
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, poisoned_allocations
 
 import zerofp4
 from zerofp4 import Operand, reference
@@ -55,8 +56,11 @@ def specified_columns(groups, splits) -> list[torch.Tensor]:
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_rows_without_the_padding(device, splits):
     groups, _ = groups_of(splits, 48, device)
+    with poisoned_allocations():
+        actual, ends = grouped._values(groups, "rowwise")
     expected = torch.cat(specified_rows(groups, splits))
-    assert_bytes_equal(grouped.rowwise_values(groups).cpu(), expected.bfloat16(), "rows")
+    assert_bytes_equal(actual.cpu(), expected.bfloat16(), "rows")
+    assert ends.dtype == torch.int32 and ends.tolist() == groups.offsets[1:].tolist()
     group = torch.repeat_interleave(torch.arange(len(splits)), torch.tensor(splits))
     assert torch.equal(grouped.groups_of_rows(groups).cpu(), group)
 
@@ -65,12 +69,61 @@ def test_rows_without_the_padding(device, splits):
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_columns_side_by_side(device, splits, options):
     groups, _ = groups_of(splits, 48, device, **options)
-    actual = grouped.columnwise_values(groups).cpu()
+    with poisoned_allocations():
+        actual, ends = grouped._values(groups, "columnwise")
+    actual = actual.cpu()
     assert actual.shape == (48, len(groups.rowwise_data))
+    assert ends.dtype == torch.int32 and ends.tolist() == groups.data_offsets[1:].tolist()
     expected = torch.cat(specified_columns(groups, splits), dim=1)
     used = int(groups.data_offsets[-1])
     assert_bytes_equal(actual[:, :used].contiguous(), expected.bfloat16(), "columns")
     assert not actual[:, used:].any()
+
+
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_values_with_the_factor_of_their_group(device, splits, side):
+    """Byte for byte those of an amax that is both, the other one divided by 2688 or by what it says."""
+    groups, _ = groups_of(splits, 48, device, hadamard=True)
+    other = torch.arange(3.0, 3.0 + len(splits), device=device)
+    for e4m3_max in (448, 256):
+        actual, _ = grouped._values(groups, side, other, e4m3_max)
+        shared = (other * (1 / (6 * e4m3_max))) * getattr(groups, side).amax
+        exact, _ = grouped._values(groups, side)
+        ends = (groups.offsets if side == "rowwise" else groups.data_offsets).tolist()
+        for group, (begin, end) in enumerate(itertools.pairwise(ends)):
+            rows = slice(begin, end)
+            own = (exact[rows] if side == "rowwise" else exact[:, rows]).cpu()
+            mine = (actual[rows] if side == "rowwise" else actual[:, rows]).cpu()
+            scale = block_scales(groups, group, side, splits)
+            factor = (scale * shared[group].cpu()) * torch.tensor(1 / 2688)
+            codes = torch.where(scale == 0, own.float(), own.float() / scale)
+            assert_bytes_equal(mine.contiguous(), (codes * factor).bfloat16(), f"group {group}, {e4m3_max}")
+
+
+def block_scales(groups, group, side, splits) -> torch.Tensor:
+    """float32 scales of a group's elements, as `_values` has these."""
+    begin, rows, cols = groups.data_offsets[group].item(), splits[group], groups.shape[1]
+    if side == "rowwise":
+        return groups.rowwise_scale[begin : begin + rows].cpu().float().repeat_interleave(16, 1)[:, :cols]
+    blocks = -(-rows // 16)
+    scale = groups.columnwise_scale.cpu()[cols * begin // 16 :][: cols * blocks].view(cols, blocks)
+    return scale.float().repeat_interleave(16, 1)
+
+
+def test_nothing_but_whole_groups(device):
+    """Many groups, many of them empty or of one row, and widths that end inside of what a warp writes."""
+    generator = torch.Generator().manual_seed(0)
+    splits = (torch.randint(0, 40, (70,), generator=generator) * torch.randint(0, 2, (70,))).tolist()
+    for cols in (8, 264, 280):
+        groups, _ = groups_of(splits, cols, device)
+        rows, _ = grouped._values(groups, "rowwise")
+        assert_bytes_equal(rows.cpu(), torch.cat(specified_rows(groups, splits)).bfloat16(), "rows")
+        columns, _ = grouped._values(groups, "columnwise")
+        expected = torch.cat(specified_columns(groups, splits), dim=1).bfloat16()
+        used = expected.shape[1]
+        assert_bytes_equal(columns[:, :used].cpu().contiguous(), expected, "columns")
+        assert not columns[:, used:].any()
 
 
 def weights_of(count, device, side, shape=(40, 48)):
@@ -81,24 +134,50 @@ def weights_of(count, device, side, shape=(40, 48)):
     return [Operand(each, side) for each in made]
 
 
+def folded(values, shared) -> torch.Tensor:
+    """Exact values with the amaxes of a product in them, as the kernels put them there."""
+    codes_and_scale = values.float()
+    return (codes_and_scale * shared * torch.tensor(1 / 2688)).bfloat16().double()
+
+
+def near(actual, expected) -> bool:
+    """But for the order of float32 sums, one rounding, and one of values, which may go either way."""
+    slack = 2.0**-8 * expected.norm() / max(expected.numel(), 1) ** 0.5
+    return bool(((actual.cpu().double() - expected).abs() <= 2.0**-8 * expected.abs() + slack).all())
+
+
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_each_group_by_its_weight(device, splits, side):
-    """The factor of a group is in its weight, rounded: then float32 sums, rounded once."""
+    """The factor of a group is in its rows, rounded: then float32 sums, rounded once."""
     weights = weights_of(len(splits), device, side)
     groups, _ = groups_of(splits, weights[0].shape[1], device, seed=9)
-    actual = grouped.grouped_gemm(groups, weights)
+    actual = grouped.grouped_gemm(groups, grouped.GroupedOperand(weights))
     assert actual.dtype == torch.bfloat16 and actual.shape == (sum(splits), weights[0].shape[0])
-    factor = torch.tensor(1 / 2688)
     pieces = []
     for weight, rows, amax in zip(weights, specified_rows(groups, splits), groups.amax.cpu(), strict=True):
-        shared = (weight.copy.amax.cpu() * factor) * amax
         data, scale = weight.copy.data.cpu(), weight.copy.scales["compact"].cpu()
-        folded = reference.dequantize(data, scale, shared, 16, torch.bfloat16)
-        pieces.append(rows @ folded.double().t())
-    expected = torch.cat(pieces)
-    slack = 1e-5 * expected.norm() / expected.numel() ** 0.5
-    assert ((actual.cpu().double() - expected).abs() <= 2.0**-8 * expected.abs() + slack).all()
+        shared = (weight.copy.amax.cpu() * torch.tensor(1 / 2688)) * amax
+        pieces.append(folded(rows, shared) @ reference.nvfp4_operand(data, scale, 16).t())
+    assert near(actual, torch.cat(pieces))
+
+
+def test_weights_of_four_over_six(device):
+    """Their largest scale is part of the factor; different ones have none in common."""
+    chosen = zerofp4.FourOverSix(e4m3_max=256)
+    weights = [
+        zerofp4.quantize(values([40], 48, device, seed=seed), four_over_six=chosen) for seed in range(2)
+    ]
+    groups, _ = groups_of([20, 16], 48, device)
+    actual = grouped.grouped_gemm(groups, grouped.GroupedOperand([Operand(each) for each in weights]))
+    on_host, _ = groups_of([20, 16], 48, device, on_device=False)
+    singly = [
+        zerofp4.gemm(quantized, weight, out_dtype=torch.float32, backend="exact").cpu()
+        for quantized, weight in zip(on_host.tensors(), weights, strict=True)
+    ]
+    assert relative_error(actual, torch.cat(singly).double()) <= 5e-3
+    with pytest.raises(ValueError, match="must have the same e4m3_max"):
+        grouped.GroupedOperand([Operand(weights[0]), Operand(zerofp4.quantize(weights[1].dequantize()))])
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -109,12 +188,10 @@ def test_gradients_of_weights(device, splits):
     actual = grouped.grouped_wgrad(a, b)
     assert actual.dtype == torch.bfloat16 and actual.shape == (len(splits), 40, 48)
     pairs = zip(specified_columns(a, splits), specified_columns(b, splits), strict=True)
-    alpha = reference.gemm_alpha(a.columnwise_amax.cpu(), b.columnwise_amax.cpu()).double()
-    expected = torch.stack([left @ right.t() for left, right in pairs]) * alpha.view(-1, 1, 1)
-    for group, (mine, other) in enumerate(zip(actual, expected, strict=True)):
-        assert relative_error(mine, other) <= 5e-3, f"group {group}"
-    for group, rows in enumerate(splits):
-        assert rows or not actual[group].any(), "a group without rows"
+    for group, (left, right) in enumerate(pairs):
+        shared = (b.columnwise_amax[group].cpu() * torch.tensor(1 / 2688)) * a.columnwise_amax[group].cpu()
+        assert near(actual[group], folded(left, shared) @ right.t()), f"group {group}"
+        assert splits[group] or not actual[group].any(), "a group without rows"
 
 
 def test_splits_that_are_wrong_give_nan(device):
@@ -127,7 +204,7 @@ def test_splits_that_are_wrong_give_nan(device):
         for buffer in (groups.offsets, groups.data_offsets, groups.rowwise_data, groups.columnwise_data):
             buffer.zero_()
         groups.error.fill_(1)
-    assert grouped.grouped_gemm(groups, weights).isnan().all()
+    assert grouped.grouped_gemm(groups, grouped.GroupedOperand(weights)).isnan().all()
     assert grouped.grouped_wgrad(groups, groups).isnan().all()
 
 

@@ -266,23 +266,24 @@ def test_many_refuses():
         zerofp4.dequantize_many([zerofp4.empty((16, 16))], torch.float64)
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("rows", [34, 48])  # 48: a stack of whole tiles is one matrix
+@pytest.mark.parametrize("in_a_row", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 40])  # 40: more than travel in a kernel's arguments
-def test_stacked_values_with_amaxes_of_their_own(device, count, columnwise):
+def test_stacked_values_are_exact(device, count, in_a_row, rows):
+    """Without global scales, which are 2^seed here."""
     made = [
-        zerofp4.quantize(
-            torch.randn(34, 66, generator=torch.Generator().manual_seed(i)).to(device), columnwise=True
-        )
-        for i in range(count)
+        torch.randn(rows, 66, generator=torch.Generator().manual_seed(seed)) * 2.0**seed
+        for seed in range(count)
     ]
-    sides = [t.record.columnwise if columnwise else t.record.rowwise for t in made]
-    copies = [(side.data, side.scales["compact"], 16, columnwise) for side in sides]
-    amaxes = torch.arange(1, count + 1, device=device, dtype=torch.float32)
+    if in_a_row:
+        tensors = zerofp4.quantize(torch.stack(made).to(device)).unbind()
+    else:
+        tensors = [zerofp4.quantize(each.to(device)) for each in made]
+    sides = [tensor.record.rowwise for tensor in tensors]
+    data, scales = [side.data for side in sides], [side.scales["compact"] for side in sides]
     with poisoned_allocations():
-        actual = ops.stacked_values_of(copies, amaxes, torch.bfloat16)
-    assert actual.shape == (count, 34, 66)
-    for values, tensor, amax in zip(actual, made, amaxes, strict=True):
-        expected = reference.dequantize(
-            tensor.rowwise_data.cpu(), tensor.rowwise_scale.cpu(), amax.cpu().view(1), 16, torch.bfloat16
-        )
-        assert_bytes_equal(values.cpu(), expected, "values")
+        actual = ops.stacked_values_of(data, scales, 16, torch.bfloat16)
+    assert actual.shape == (count, rows, 66)
+    for values, tensor in zip(actual, tensors, strict=True):
+        expected = reference.nvfp4_operand(tensor.rowwise_data.cpu(), tensor.rowwise_scale.cpu(), 16)
+        assert_bytes_equal(values.cpu(), expected.bfloat16(), "values")

@@ -119,6 +119,14 @@ def unpad_scales(device) -> Call:
     return ZEROFP4.unpad_scales, [[scale] * 2, *([size] * 2 for size in SHAPE), [BLOCK] * 2, "swizzled"]
 
 
+def grouped_values(device) -> Call:
+    x = torch.randn(34, 48, device=device)
+    groups = zerofp4.quantize_grouped(x, torch.tensor([16, 0, 18], device=device))
+    amaxes, places = (groups.amax, groups.amax.clone(), 448), (groups.offsets, groups.data_offsets)
+    copy = groups.rowwise_data, groups.rowwise_scale.view(torch.uint8)
+    return ZEROFP4.grouped_values, [*copy, *amaxes, *places, groups.error, 34, 48, False]
+
+
 def transpose_packed(device) -> Call:
     return ZEROFP4.transpose_packed, [zerofp4.quantize(matrix(device)).rowwise_data]
 
@@ -194,6 +202,7 @@ CALLS_THAT_ARE_RIGHT = (
     quantize_hadamard,
     quantize_dequantize,
     quantize_grouped,
+    grouped_values,
     dequantize,
     dequantize_many,
     quantize_mxfp8,

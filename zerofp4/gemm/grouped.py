@@ -2,12 +2,10 @@
 CUDA, where sizes of groups are on the device and nobody reads them back.
 
 Groups are a tensors.GroupedNVFP4Tensor. grouped_mm takes bfloat16, adds in float32 and rounds to bfloat16,
-and has no factor for a group. So the factor of a group, amax * amax * (1/2688)^2, is
-
-- multiplied into the values of its weight, which are rounded to bfloat16 then (an error of 2^-9 at most in
-  each product), for the output and the gradient of the input. Multiplied into an output that was rounded to
-  bfloat16 already it would be as large, and cost a pass;
-- multiplied into the gradient of its weight, a pass over that, since its operands are both of all groups.
+and has no factor for a group. So the factor of a group, amax * amax * (1/2688)^2, is in the values of its
+rows, of a gradient of weights in those of the first operand, which are rounded to bfloat16 then: an error of
+2^-9 at most in each product. Multiplied into an output that was rounded to bfloat16 already it would be as
+large, and cost a pass. The values of weights are exact, and may be kept.
 
 Splits that are not valid, which only the device knows, give NaN.
 """
@@ -19,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from zerofp4 import ops
-from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX
+from zerofp4.gemm.kept import kept_stack
 from zerofp4.gemm.operand import Operand
 
 SIZE_MULTIPLE = 8
@@ -29,7 +27,6 @@ CAPABILITIES = (9, 10)
 """Major versions for which grouped_mm is one kernel; for others it reads the sizes back."""
 
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_GLOBAL = 1 / (E2M1_MAX * E4M3_MAX)
 
 
 def why_not_grouped(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
@@ -43,61 +40,53 @@ def why_not_grouped(device: torch.device, dtype: torch.dtype, sizes: Sequence[in
     return None
 
 
-def grouped_gemm(groups: Any, weights: Sequence[Operand]) -> torch.Tensor:
+class GroupedOperand:
+    """The matrices of one shape, one for each group, that products of groups have as their other factor: as
+    operands, of which it holds what a product needs.
+
+    Raises ValueError for matrices of four over six with different largest scales.
+    """
+
+    def __init__(self, operands: Sequence[Operand]):
+        first = operands[0]
+        self._operands, self._block_rows = operands, first.record.block[0]
+        self._data = [each.copy.data for each in operands]
+        self._scales = [each.copy.scales["compact"] for each in operands]
+        self._amaxes = [each.copy.amax for each in operands]
+        self.e4m3_max = first.record.e4m3_max
+        if any(each.record.e4m3_max != self.e4m3_max for each in operands):
+            raise ValueError("the weights of groups must have the same e4m3_max, got different ones")
+
+    def amaxes(self) -> torch.Tensor:
+        """float32 [groups]"""
+        return torch.cat(self._amaxes)
+
+    def values(self) -> torch.Tensor:
+        """bfloat16 [groups, rows, contraction], exact, without global scales."""
+        return kept_stack(self._operands, torch.bfloat16, self._made)
+
+    def _made(self) -> torch.Tensor:
+        return ops.stacked_values_of(self._data, self._scales, self._block_rows, torch.bfloat16)
+
+
+def grouped_gemm(groups: Any, weights: GroupedOperand) -> torch.Tensor:
     """bfloat16 [tokens, rows of a weight]: of each row of rowwise `groups` with the weight of its group."""
-    amaxes = torch.cat([weight.copy.amax for weight in weights])
-    bad = groups.error.bool()
-    amaxes = ((amaxes * _GLOBAL) * groups.rowwise.amax).masked_fill(bad, torch.nan)
-    copies = [
-        (weight.copy.data, weight.copy.scales["compact"], weight.record.block[0], False) for weight in weights
-    ]
-    matrices = ops.stacked_values_of(copies, amaxes, torch.bfloat16)
-    offsets = groups.offsets[1:].masked_fill(bad, groups.shape[0]).to(torch.int32)
-    return _grouped_mm(rowwise_values(groups), matrices.transpose(1, 2), offs=offsets)
+    rows, ends = _values(groups, "rowwise", weights.amaxes(), weights.e4m3_max)
+    return _grouped_mm(rows, weights.values().transpose(1, 2), offs=ends)
 
 
 def grouped_wgrad(a: Any, b: Any) -> torch.Tensor:
     """bfloat16 [groups, columns of a, columns of b]: a^T b of each group's rows, from columnwise copies."""
-    offsets = a.data_offsets[1:].to(torch.int32)
-    out = _grouped_mm(columnwise_values(a), columnwise_values(b).t(), offs=offsets)
-    alpha = (a.columnwise.amax * _GLOBAL) * (b.columnwise.amax * _GLOBAL)
-    return out.mul_(alpha.masked_fill(a.error.bool(), torch.nan).view(-1, 1, 1))
+    left, ends = _values(a, "columnwise", b.columnwise.amax)
+    return _grouped_mm(left, _values(b, "columnwise")[0].t(), offs=ends)
+
+
+def _values(groups: Any, side: str, *other: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    places = groups.offsets, groups.data_offsets, groups.error, tuple(groups.shape)
+    return ops.grouped_values(getattr(groups, side), *places, side == "columnwise", *other)
 
 
 def groups_of_rows(groups: Any) -> torch.Tensor:
     """int64 [tokens]: the group of each row; the last one where splits are not valid."""
     own = torch.arange(groups.shape[0], device=groups.device)
     return torch.searchsorted(groups.offsets[1:-1], own, right=True)
-
-
-def rowwise_values(groups: Any) -> torch.Tensor:
-    """bfloat16 [tokens, K] without global scales: the rows of all groups without the padding between them."""
-    own = torch.arange(groups.shape[0], device=groups.device)
-    shift = groups.data_offsets - groups.offsets
-    place = own + shift[groups_of_rows(groups)]
-    data = groups.rowwise.data.index_select(0, place)
-    scale = groups.rowwise.scales["compact"].view(torch.uint8).index_select(0, place)
-    return _values(data, scale)
-
-
-def columnwise_values(groups: Any) -> torch.Tensor:
-    """bfloat16 [K, R] without global scales, group g in columns data_offsets[g] to data_offsets[g + 1]; zeros
-    in the padding and behind the last.
-
-    A group is stored as a matrix of its own; of 16 rows of it a column has 8 bytes of codes and one scale.
-    """
-    cols = groups.shape[1]
-    scale = groups.columnwise.scales["compact"].view(torch.uint8)
-    begins = groups.data_offsets // BLOCK
-    blocks = torch.arange(len(scale) // cols, device=groups.device)
-    group = torch.searchsorted(begins[1:], blocks, right=True)
-    ends = torch.cat([begins[1:], begins.new_full((1,), len(blocks))])  # what is behind the last is a group
-    begin, end = begins[group], ends[group]
-    along = torch.arange(cols, device=groups.device).unsqueeze(1)
-    place = begin * cols + along * (end - begin) + (blocks - begin)
-    data = groups.columnwise.data.view(torch.int64)[place].view(torch.uint8)
-    return _values(data, scale[place])
-
-
-def _values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return ops.stacked_values_of([(data, scale, 1, False)], ops.neutral_amax(data.device), torch.bfloat16)[0]

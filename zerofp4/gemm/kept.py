@@ -1,6 +1,6 @@
 """Values of a record that exact products keep from one to the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,6 +33,37 @@ def kept_values(operand: Operand, dtype: torch.dtype, make: Make) -> torch.Tenso
     if found is None:
         found = kept[operand.side, dtype] = make(operand, dtype)
     return found
+
+
+def kept_stack(
+    operands: Sequence[Operand], dtype: torch.dtype, make: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """make(), the values [E, rows, contraction] of all operands, or what it gave before where all records
+    keep theirs: each its part of the stack.
+    """
+    if not all(keeps_values(operand.record) for operand in operands):
+        return make()
+    kept = [operand.record.attachments[_KEPT].get((operand.side, dtype)) for operand in operands]
+    stack = _stack_of(kept)
+    if stack is None:
+        stack = make()
+        for operand, values in zip(operands, stack, strict=True):
+            operand.record.attachments[_KEPT][operand.side, dtype] = values
+    return stack
+
+
+def _stack_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The stack of which these are all matrices in their order; None where there is none."""
+    first, last = parts[0], parts[-1]
+    if any(part is None for part in parts):
+        return None
+    step = first.numel()
+    place, distance = first.data_ptr(), step * first.itemsize
+    if any(part.data_ptr() != place + e * distance for e, part in enumerate(parts)):
+        return None
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None  # neighbours by chance
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
 def rewrite_values(record: Storage, make: Make) -> None:

@@ -1,12 +1,15 @@
 """The three products of a layer of groups as autograd sees them, one launch each for all groups."""
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from zerofp4.gemm import (
+    GroupedOperand,
     Operand,
     chosen_backend,
     grouped_gemm,
@@ -17,7 +20,7 @@ from zerofp4.gemm import (
 from zerofp4.nn.function import Kept, LinearCall
 from zerofp4.nn.quantizers import nvfp4_options, with_columns
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe
-from zerofp4.storage import Side
+from zerofp4.storage import Side, Storage, rebindings
 from zerofp4.tensors import GroupedNVFP4Tensor, quantize_grouped
 
 
@@ -37,33 +40,72 @@ def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> 
     return why_not_grouped(x.device, x.dtype, features)
 
 
+class GroupedWeights:
+    """The quantized weights of calls, as the products of groups take them. lasting: whether they are the
+    layer's, and not those of one call.
+    """
+
+    def __init__(self, records: Sequence[Storage], lasting: bool = False):
+        self.lasting = lasting
+        self._records, self._rebindings = list(records), rebindings()
+        self._sides: dict[str, GroupedOperand] = {}
+
+    def are(self, records: Sequence[Storage]) -> bool:
+        """Whether these are the records that this was made of, with the buffers that they had."""
+        same = all(map(operator.is_, records, self._records))
+        return same and rebindings() == self._rebindings
+
+    def rowwise(self) -> GroupedOperand:
+        return self._operand("rowwise")
+
+    def columnwise(self) -> GroupedOperand:
+        """Derived at every call from records that have rows only."""
+        if all(record.columnwise is not None for record in self._records):
+            return self._operand("columnwise")
+        return GroupedOperand([Operand(with_columns(record), "columnwise") for record in self._records])
+
+    def _operand(self, side: str) -> GroupedOperand:
+        made = self._sides.get(side)
+        if made is None:
+            made = self._sides[side] = GroupedOperand([Operand(record, side) for record in self._records])
+        return made
+
+    def kept(self) -> list[tuple[Kept, list[torch.Tensor]]]:
+        """Of each what the gradient of the input is made from: its columns, or rows where it has none."""
+        return [
+            Kept.of(record, "rowwise" if record.columnwise is None else "columnwise", "compact")
+            for record in self._records
+        ]
+
+
 class GroupedFunction(torch.autograd.Function):
     """y [T, N] of x [T, K] in groups, each by the weight and the bias of its own, and their gradients.
 
-    splits: rows of each group, on the host or on x's device, where nobody reads them. parameters: all
-    weights, then all biases, if there are any. Numbers: gemm/grouped.py; the bias is added to the rounded
-    output. What is saved is as of LinearFunction.
+    splits: rows of each group, on the host or on x's device, where nobody reads them. weights: of the calls.
+    parameters: all weights, then all biases, if there are any. Numbers: gemm/grouped.py; the bias is added to
+    the rounded output. What is saved is as of LinearFunction, but of weights that outlive the call, which are
+    their layer's.
     """
 
     @staticmethod
-    def forward(ctx, x, splits, recipe: NVFP4Recipe, calls: Sequence[LinearCall], *parameters):
-        x_needs, _, _, _, *needs = ctx.needs_input_grad
+    def forward(
+        ctx, x, splits, recipe: NVFP4Recipe, calls: Sequence[LinearCall], weights: GroupedWeights, *parameters
+    ):
+        x_needs, _, _, _, _, *needs = ctx.needs_input_grad
         biases = parameters[len(calls) :]
         columnwise = any(needs[: len(calls)])
         q_x = quantize_grouped(x, splits, columnwise=columnwise, **nvfp4_options(recipe, "input", columnwise))
-        y = grouped_gemm(q_x, [Operand(call.weight) for call in calls])
+        y = grouped_gemm(q_x, weights.rowwise())
         if biases:
             y += torch.stack(biases).index_select(0, groups_of_rows(q_x))
-        kept = []
-        for call in calls if x_needs else ():
-            side = "columnwise" if call.weight.columnwise is not None else "rowwise"
-            kept.append(Kept.of(call.weight, side, "compact"))
+        kept = weights.kept() if x_needs else []
         columns = q_x.columnwise if columnwise else None
         buffers = [columns.data, columns.scales["compact"], columns.amax] if columns else []
         ctx.save_for_backward(*buffers, *(buffer for _, own in kept for buffer in own))
-        ctx.weights, ctx.columnwise = [each for each, _ in kept], columnwise
+        ctx.kept, ctx.columnwise = [each for each, _ in kept], columnwise
+        # Only what is the layer's anyway: of the others autograd alone holds what it saved.
+        ctx.weights = weights if weights.lasting else None
         ctx.groups = dataclasses.replace(q_x, rowwise=None, columnwise=None)
-        # Not the calls: autograd alone holds the weights that it saved.
         ctx.main_grads = [call.main_grad for call in calls]
         ctx.are_current = [call.is_current for call in calls if call.is_current is not None]
         ctx.recipe, ctx.has_bias, ctx.dtypes = recipe, bool(biases), [p.dtype for p in parameters]
@@ -74,27 +116,33 @@ class GroupedFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         saved = list(ctx.saved_tensors)
         x = _columns(ctx.groups, saved[:3]) if ctx.columnwise else None
-        weights, rest = [], saved[3 if ctx.columnwise else 0 :]
-        for kept in ctx.weights:
-            weights.append(kept.record(tuple(rest[: kept.count])))
-            del rest[: kept.count]
-        if weights and not all(is_current() for is_current in ctx.are_current):
+        weights = _weights(ctx, saved[3 if ctx.columnwise else 0 :]) if ctx.kept else None
+        if weights is not None and not all(is_current() for is_current in ctx.are_current):
             raise RuntimeError(
                 "the weight of a layer was written to between its forward and its backward pass: "
                 "call backward first"
             )
         grad_x, grad_weights = None, [None] * len(ctx.main_grads)
-        if weights or x is not None:
+        if weights is not None or x is not None:
             options = nvfp4_options(ctx.recipe, "gradient", x is not None)
-            copies = {"rowwise": bool(weights), "columnwise": x is not None}
+            copies = {"rowwise": weights is not None, "columnwise": x is not None}
             q_grad = quantize_grouped(grad, ctx.groups.splits, **copies, **options)
-            if weights:
-                operands = [Operand(with_columns(weight), "columnwise") for weight in weights]
-                grad_x = grouped_gemm(q_grad, operands)
+            if weights is not None:
+                grad_x = grouped_gemm(q_grad, weights.columnwise())
             if x is not None:
                 grad_weights = _given(ctx, grouped_wgrad(q_grad, x))
         grad_biases = _bias_gradients(ctx, grad) if ctx.has_bias else ()
-        return grad_x, None, None, None, *grad_weights, *grad_biases
+        return grad_x, None, None, None, None, *grad_weights, *grad_biases
+
+
+def _weights(ctx, saved: Sequence[torch.Tensor]) -> GroupedWeights:
+    """Those that forward multiplied with."""
+    if ctx.weights is not None:
+        return ctx.weights
+    records, rest = [], iter(saved)
+    for kept in ctx.kept:
+        records.append(kept.record(tuple(itertools.islice(rest, kept.count))))
+    return GroupedWeights(records)
 
 
 def _columns(groups: GroupedNVFP4Tensor, buffers: Sequence[torch.Tensor]) -> GroupedNVFP4Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from zerofp4.nn.convert import primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
-from zerofp4.nn.grouped_function import GroupedFunction, why_one_by_one
+from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
 from zerofp4.nn.linear import Linear, linear_call
 from zerofp4.nn.quantizers import WeightCache
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe
@@ -55,6 +55,7 @@ class GroupedLinear(nn.Module):
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}")
         self.num_gemms, self.stacked = num_gemms, stacked
+        self._operands = _Operands()
         options = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype}
         if not stacked:
             options["primary_weights"] = primary_weights
@@ -134,7 +135,9 @@ class GroupedLinear(nn.Module):
             parts = self.experts
             calls = [linear_call(expert, expert.weight, recipe, is_first, needs) for expert in parts]
         biases = [part.bias for part in parts if part.bias is not None]
-        return GroupedFunction.apply(x, splits, recipe, calls, *[part.weight for part in parts], *biases)
+        parameters = [part.weight for part in parts]
+        weights = self._operands.of(calls)
+        return GroupedFunction.apply(x, splits, recipe, calls, weights, *parameters, *biases)
 
     @torch.compiler.disable
     def _one_by_one(self, x: torch.Tensor, splits: list[int], is_first: bool | None) -> torch.Tensor:
@@ -236,6 +239,29 @@ class _Matrices:
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _Matrices, ()
+
+
+class _Operands:
+    """What products take of the weights of calls: of weights that outlive a call, the same as before as long
+    as those are. Copies begin empty.
+    """
+
+    def __init__(self) -> None:
+        self._made: GroupedWeights | None = None
+
+    def of(self, calls: Sequence[LinearCall]) -> GroupedWeights:
+        records = [call.weight for call in calls]
+        if any(call.is_current is None for call in calls):
+            return GroupedWeights(records)
+        if self._made is None or not self._made.are(records):
+            self._made = GroupedWeights(records, lasting=True)
+        return self._made
+
+    def __deepcopy__(self, memo: dict) -> "_Operands":
+        return _Operands()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Operands, ()
 
 
 class _Split(torch.autograd.Function):

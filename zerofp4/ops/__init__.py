@@ -4,11 +4,11 @@ device.py says where a call runs, stages.py, gather.py and update.py have the st
 one operator on given tensors each: schema, fake and backends. addresses.py asks whether storage has moved.
 """
 
-from zerofp4.ops import dequantize, grouped, layouts, mxfp8, product, transpose  # noqa: F401 (they register operators)
+from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.average import average
 from zerofp4.ops.build import build_info
-from zerofp4.ops.dequantize import stacked_values_of, values_of, values_of_many
+from zerofp4.ops.dequantize import neutral_amax, stacked_values_of, values_of, values_of_many
 from zerofp4.ops.device import (
     check_cuda,
     current_stream,
@@ -29,11 +29,12 @@ from zerofp4.ops.gather import (
     GatherStages,
 )
 from zerofp4.ops.grouped import grouped_shapes
+from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
-from zerofp4.ops.product import add_scaled_product, neutral_amax, product_values, scaled_product
+from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
 from zerofp4.ops.quantize import (
     Quantization,
     check_rounding,
@@ -94,6 +95,7 @@ __all__ = [
     "current_stream",
     "draw_rng_state",
     "grouped_shapes",
+    "grouped_values",
     "has_fp4_tensor_cores",
     "is_capturing",
     "is_plain_call",

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, SCALE_LAYOUTS, WEIGHT_DTYPES
+from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.ops.device import DTYPE_CODES, target_of
+from zerofp4.ops.device import DTYPE_CODES, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
 from zerofp4.storage import check_buffer
@@ -30,6 +30,22 @@ torch.library.define(
     "(Tensor[] data, Tensor[] scale, Tensor[] amax, int[] block_rows, ScalarType dtype, str layout, "
     "int[] e4m3_max, bool[] columnwise) -> Tensor[]",
 )
+
+
+_neutral_amaxes: dict[torch.device, torch.Tensor] = {}
+
+
+def neutral_amax(device: torch.device) -> torch.Tensor:
+    """float32 [1], 2688: with it dequantization's `(scale * amax) * (1/2688)` is the scale itself, for each
+    scale. Kept, one for each device.
+    """
+    kept = _neutral_amaxes.get(device)
+    if kept is not None:
+        return kept
+    made = torch.full((1,), E2M1_MAX * E4M3_MAX, dtype=torch.float32, device=device)
+    if not is_capturing(device):  # inside a CUDA graph it is filled only when the graph runs
+        _neutral_amaxes[device] = made
+    return made
 
 
 class DequantizeItem(NamedTuple):
@@ -161,21 +177,24 @@ def values_of_many(copies: Sequence[tuple], dtype: torch.dtype) -> list[torch.Te
 
 
 def stacked_values_of(
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor, int, bool]], amaxes: torch.Tensor, dtype: torch.dtype
+    data: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block_rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[E, M, K] values of E copies in records, (data, compact scale, block_rows, columnwise) of one shape
-    each, with amaxes float32 [E] in place of their own, in one launch.
+    """[E, M, K] values, without their global scales, of E matrices as they are stored in records: uint8 data
+    [M, K/2] of one shape each, compact scales. In one launch, while a CUDA graph is captured one for every 32
+    that do not lie one behind the other.
     """
-    items = [
-        DequantizeItem(data, scale, amax, block_rows, E4M3_MAXIMA[0], columnwise)
-        for (data, scale, block_rows, columnwise), amax in zip(copies, amaxes.split(1), strict=True)
-    ]
-    device = amaxes.device
-    out = torch.empty((len(items), *items[0].shape), dtype=dtype, device=device)
-    flat = [word for item, each in zip(items, out, strict=True) for word in _words(item, each, _COMPACT)]
-    if out.numel():
-        native = _C.DequantizeList(device.type == "cpu", flat, DTYPE_CODES[dtype])
-        run_list(native, len(items), device)
+    count, (rows, half), device = len(data), data[0].shape, data[0].device
+    out = torch.empty((count, rows, 2 * half), dtype=dtype, device=device)
+    if not out.numel():
+        return out
+    places = [list(map(torch.Tensor.data_ptr, tensors)) for tensors in (data, scales)]
+    neutral = neutral_amax(device)  # held: made while a graph is captured, it is nobody else's
+    options = (neutral.data_ptr(), rows, 2 * half, block_rows, DTYPE_CODES[dtype])
+    step = _C.ARGUMENT_ITEMS if is_capturing(device) else count
+    for first in range(0, count, step):
+        part = [addresses[first : first + step] for addresses in places]
+        native = _C.stacked_values(device.type == "cpu", *part, out[first].data_ptr(), *options)
+        run_list(native, native.count, device)
     return out
 
 

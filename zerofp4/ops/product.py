@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import E2M1_MAX, E4M3_MAX, WEIGHT_DTYPES
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import cublaslt
-from zerofp4.ops.dequantize import DequantizeItem, check_items
-from zerofp4.ops.device import DTYPE_CODES, is_capturing, target_of
+from zerofp4.ops.dequantize import DequantizeItem, check_items, neutral_amax
+from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.lists import zip_lists
 from zerofp4.ops.operator import backend, is_plain_call
 from zerofp4.storage import check_buffer, check_memory
@@ -30,22 +30,6 @@ torch.library.define(
 
 Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 """data, compact scale, amax, block_rows and e4m3_max of a copy of an NVFP4 record."""
-
-_neutral_amaxes: dict[torch.device, torch.Tensor] = {}
-
-
-def neutral_amax(device: torch.device) -> torch.Tensor:
-    """float32 [1], 2688: with it dequantization's `(scale * amax) * (1/2688)` is the scale itself, for each
-    scale. Kept, one for each device.
-    """
-    kept = _neutral_amaxes.get(device)
-    if kept is not None:
-        return kept
-    made = torch.full((1,), E2M1_MAX * E4M3_MAX, dtype=torch.float32, device=device)
-    if not is_capturing(device):  # inside a CUDA graph it is filled only when the graph runs
-        _neutral_amaxes[device] = made
-    return made
-
 
 # Values
 

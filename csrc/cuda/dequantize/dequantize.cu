@@ -2,8 +2,8 @@
 
 #include "common/args/dequantize.h"
 #include "common/scale.h"
+#include "cuda/dequantize/rows.cuh"
 #include "cuda/device/lists.cuh"
-#include "cuda/format/decode.cuh"
 #include "cuda/format/nibbles.cuh"
 
 namespace zerofp4::cuda {
@@ -27,52 +27,17 @@ __device__ __forceinline__ Piece piece_of(const DequantizeDescriptor& item, uint
 
 // Rowwise: a warp has 16 rows of 512 bytes of output, each lane 16 bytes in all of them.
 
-constexpr int kStepRows = 8;
-
-// All rows exist, and of each lane's columns all or none; those without do what the last one does. Lanes that
-// share a scaling block decode the scales of some rows each.
+// All rows exist, and of each lane's columns all or none; those without do what the last one does.
 template <typename T>
 __device__ __forceinline__ void dequantize_whole_rows(const DequantizeDescriptor& item, uint32_t row,
                                                       uint32_t col) {
-    constexpr int kSharing = kBlock / kVector<T>;
-    constexpr int kScales = kStepRows / kSharing;
     const uint32_t cols = static_cast<uint32_t>(item.cols);
-    const uint64_t pitch = static_cast<uint64_t>(cols) * sizeof(T);
-    const uint32_t step = item.scale_step();
     col = min(col, cols - kVector<T>);
-    const float amax = *in_global(item.amax);
     const uint64_t first = static_cast<uint64_t>(row) * cols + col;
-    const uint8_t* data = in_global(item.data) + first / 2;
-    const uint8_t* scale =
-        in_global(item.scale) + item.scale_offset(row, col / kBlock) + step * (lane_index() % kSharing);
-    uint8_t* output = in_global(static_cast<uint8_t*>(item.output)) + first * sizeof(T);
-#pragma unroll 1
-    for (int begin = 0; begin < kWarpRows; begin += kStepRows) {
-        uint32_t codes[kStepRows];
-#pragma unroll
-        for (int r = 0; r < kStepRows; ++r, data += cols / 2) {
-            if constexpr (kVector<T> == 8) {
-                codes[r] = __ldcs(reinterpret_cast<const uint32_t*>(data));
-            } else {
-                codes[r] = __ldcs(reinterpret_cast<const uint16_t*>(data));
-            }
-        }
-        float mine[kScales], factors[kStepRows];
-#pragma unroll
-        for (int i = 0; i < kScales; ++i, scale += step * kSharing) {
-            mine[i] = block_decode_by(*scale, amax, item.factor());
-        }
-#pragma unroll
-        for (int r = 0; r < kStepRows; ++r) {
-            factors[r] = __shfl_sync(kAllLanes, mine[r / kSharing], r % kSharing, kSharing);
-        }
-#pragma unroll
-        for (int r = 0; r < kStepRows; ++r, output += pitch) {
-            uint32_t words[4];
-            decode_vector<T>(codes[r], [&](int) { return factors[r]; }, words);
-            *reinterpret_cast<uint4*>(output) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-    }
+    decode_rows<T>(
+        {in_global(item.data) + first / 2, in_global(item.scale) + item.scale_offset(row, col / kBlock),
+         in_global(static_cast<uint8_t*>(item.output)) + first * sizeof(T), cols / 2, item.scale_step(),
+         static_cast<uint64_t>(cols) * sizeof(T), *in_global(item.amax), item.factor()});
 }
 
 template <typename T>
