@@ -1,4 +1,4 @@
-// Operations on one matrix: its amaxes, its quantization.
+// Operations on one matrix, or on a stack of them in tiles: their amaxes, their quantization.
 
 #include "bindings/bindings.h"
 #include "common/hadamard.h"
@@ -7,7 +7,8 @@ namespace zerofp4::bindings {
 namespace {
 
 void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
-                 bool random_signs, uintptr_t skip, uintptr_t amax, uintptr_t hadamard_amax) {
+                 bool random_signs, uintptr_t skip, uintptr_t amax, uintptr_t hadamard_amax,
+                 int64_t experts) {
     const AmaxArgs args{pointer<const void>(input),
                         static_cast<DType>(dtype),
                         rows,
@@ -17,8 +18,13 @@ void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows,
                         pointer<float>(amax),
                         pointer<float>(hadamard_amax)};
     dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.tensor_amax(args, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.tensor_amax(args, stream); });
+        target,
+        [&](const cpu::Kernels& k, int threads) {
+            for (int64_t e = 0; e < experts; ++e) k.tensor_amax(matrix_of(args, e), threads);
+        },
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            experts == 1 ? k.tensor_amax(args, stream) : k.tensor_amax_stack(args, experts, stream);
+        });
 }
 
 // What is the same in every call for matrices of one shape.
@@ -60,10 +66,18 @@ QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t col
     return args;
 }
 
-void quantize(const Target& target, const QuantizeArgs& args) {
+// `experts` matrices: in one launch where they are rounded to nearest, with scales that are not chosen.
+void quantize(const Target& target, const QuantizeArgs& args, int64_t experts) {
+    const bool at_once = experts > 1 && args.rng_state == nullptr && args.choice.e4m3_max == 0.0f;
     dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.quantize(args, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize(args, stream); });
+        target,
+        [&](const cpu::Kernels& k, int threads) {
+            for (int64_t e = 0; e < experts; ++e) k.quantize(matrix_of(args, e), threads);
+        },
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            if (at_once) return k.quantize_stack(args, experts, stream);
+            for (int64_t e = 0; e < experts; ++e) k.quantize(matrix_of(args, e), stream);
+        });
 }
 
 // The quantization of matrices of one shape with one set of options, worked out once: what is left for a
@@ -81,7 +95,7 @@ class Quantization {
 
     // A pass for the amaxes that are kept and not given, then the quantization, which stores those given.
     void run(const Target& target, uintptr_t input, const Buffers& buffers, uintptr_t given_amax,
-             uintptr_t given_columnwise_amax, uintptr_t rng_state, uintptr_t skip) const {
+             uintptr_t given_columnwise_amax, uintptr_t rng_state, uintptr_t skip, int64_t experts) const {
         const uintptr_t kept[] = {buffers[buffers.size() - 2], buffers[buffers.size() - 1]};
         const uintptr_t given[] = {given_amax, given_columnwise_amax};
         uintptr_t missing[2], used[2], stored[2];
@@ -92,7 +106,7 @@ class Quantization {
         }
         if (missing[0] || missing[1]) {
             tensor_amax(target, input, static_cast<int>(options_.dtype), options_.rows, options_.cols,
-                        options_.signs != 0, skip, missing[0], missing[1]);
+                        options_.signs != 0, skip, missing[0], missing[1], experts);
         }
         QuantizeArgs args = options_;
         args.input = pointer<const void>(input);
@@ -109,7 +123,7 @@ class Quantization {
         }
         args.stored_amax = pointer<float>(stored[0]);
         args.stored_columnwise_amax = pointer<float>(stored[1]);
-        quantize(target, args);
+        quantize(target, args, experts);
     }
 
   private:
@@ -130,7 +144,7 @@ void bind_quantize(py::module_& m) {
              "rows"_a, "cols"_a, "block_rows"_a, "hadamard"_a, "random_signs"_a, "e4m3_max"_a,
              "squared_error"_a)
         .def("run", &Quantization::run, NoGil(), "target"_a, "input"_a, "buffers"_a, "given_amax"_a = 0,
-             "given_columnwise_amax"_a = 0, "rng_state"_a = 0, "skip"_a = 0);
+             "given_columnwise_amax"_a = 0, "rng_state"_a = 0, "skip"_a = 0, "experts"_a = 1);
     m.def("tensor_amax", &tensor_amax, NoGil());
     m.def("quantize", &quantize, NoGil());
 }

@@ -17,6 +17,8 @@ void gather_pack(const GatherTable&, int32_t state, cudaStream_t);
 void gather_unpack(const GatherTable&, cudaStream_t);
 void tensor_amax(const AmaxArgs&, cudaStream_t);
 void quantize(const QuantizeArgs&, cudaStream_t);
+void tensor_amax_stack(const AmaxArgs& first, int64_t experts, cudaStream_t);
+void quantize_stack(const QuantizeArgs& first, int64_t experts, cudaStream_t);
 void grouped_amax(const GroupedAmaxArgs&, cudaStream_t);
 void quantize_grouped(const GroupedArgs&, cudaStream_t);
 void grouped_values(const GroupedValuesArgs&, cudaStream_t);
@@ -37,11 +39,12 @@ std::unique_ptr<Product> find_product(const ProductProblem&);
 
 const Kernels* kernels() {
     static constexpr Kernels kTable = {
-        &enter_device,   &leave_device, &cast_begin,       &partial_amax,   &fused_scale,
-        &partial_cast,   &transpose,    &gather_pack,      &gather_unpack,  &tensor_amax,
-        &quantize,       &grouped_amax, &quantize_grouped, &grouped_values, &dequantize,
-        &product_values, &pad_scale,    &unpad_scale,      &quantize_mxfp8, &dequantize_mxfp8,
-        &adamw_begin,    &adamw_update, &average,          &load_cublaslt,  &find_product};
+        &enter_device,   &leave_device,      &cast_begin,     &partial_amax,  &fused_scale,
+        &partial_cast,   &transpose,         &gather_pack,    &gather_unpack, &tensor_amax,
+        &quantize,       &tensor_amax_stack, &quantize_stack, &grouped_amax,  &quantize_grouped,
+        &grouped_values, &dequantize,        &product_values, &pad_scale,     &unpad_scale,
+        &quantize_mxfp8, &dequantize_mxfp8,  &adamw_begin,    &adamw_update,  &average,
+        &load_cublaslt,  &find_product};
     return &kTable;
 }
 

@@ -10,8 +10,8 @@ from grouped_cases import values
 from helpers import assert_bytes_equal, poisoned_allocations
 
 import zerofp4
-from zerofp4 import Operand, reference
-from zerofp4.gemm import grouped
+from zerofp4 import Operand, ops, reference
+from zerofp4.gemm import grouped, keep_values, refresh_values
 
 SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [130, 1, 62, 64], [5]]
 
@@ -126,12 +126,15 @@ def test_nothing_but_whole_groups(device):
         assert not columns[:, used:].any()
 
 
-def weights_of(count, device, side, shape=(40, 48)):
-    made = [
+def weights_of(count, device, shape=(40, 48)):
+    return [
         zerofp4.quantize(values([shape[0]], shape[1], device, seed=seed) * 4**seed, columnwise=True)
         for seed in range(count)
     ]
-    return [Operand(each, side) for each in made]
+
+
+def grouped_operand(weights, side="rowwise"):
+    return grouped.GroupedOperand([weight.record for weight in weights], side)
 
 
 def folded(values, shared) -> torch.Tensor:
@@ -150,12 +153,13 @@ def near(actual, expected) -> bool:
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_each_group_by_its_weight(device, splits, side):
     """The factor of a group is in its rows, rounded: then float32 sums, rounded once."""
-    weights = weights_of(len(splits), device, side)
-    groups, _ = groups_of(splits, weights[0].shape[1], device, seed=9)
-    actual = grouped.grouped_gemm(groups, grouped.GroupedOperand(weights))
-    assert actual.dtype == torch.bfloat16 and actual.shape == (sum(splits), weights[0].shape[0])
+    weights = weights_of(len(splits), device)
+    operands = [Operand(weight, side) for weight in weights]
+    groups, _ = groups_of(splits, operands[0].shape[1], device, seed=9)
+    actual = grouped.grouped_gemm(groups, grouped_operand(weights, side))
+    assert actual.dtype == torch.bfloat16 and actual.shape == (sum(splits), operands[0].shape[0])
     pieces = []
-    for weight, rows, amax in zip(weights, specified_rows(groups, splits), groups.amax.cpu(), strict=True):
+    for weight, rows, amax in zip(operands, specified_rows(groups, splits), groups.amax.cpu(), strict=True):
         data, scale = weight.copy.data.cpu(), weight.copy.scales["compact"].cpu()
         shared = (weight.copy.amax.cpu() * torch.tensor(1 / 2688)) * amax
         pieces.append(folded(rows, shared) @ reference.nvfp4_operand(data, scale, 16).t())
@@ -169,7 +173,7 @@ def test_weights_of_four_over_six(device):
         zerofp4.quantize(values([40], 48, device, seed=seed), four_over_six=chosen) for seed in range(2)
     ]
     groups, _ = groups_of([20, 16], 48, device)
-    actual = grouped.grouped_gemm(groups, grouped.GroupedOperand([Operand(each) for each in weights]))
+    actual = grouped.grouped_gemm(groups, grouped_operand(weights))
     on_host, _ = groups_of([20, 16], 48, device, on_device=False)
     singly = [
         zerofp4.gemm(quantized, weight, out_dtype=torch.float32, backend="exact").cpu()
@@ -177,7 +181,48 @@ def test_weights_of_four_over_six(device):
     ]
     assert relative_error(actual, torch.cat(singly).double()) <= 5e-3
     with pytest.raises(ValueError, match="must have the same e4m3_max"):
-        grouped.GroupedOperand([Operand(weights[0]), Operand(zerofp4.quantize(weights[1].dequantize()))])
+        grouped_operand([weights[0], zerofp4.quantize(weights[1].dequantize())])
+    with pytest.raises(ValueError, match="the columnwise copies of all weights are to be multiplied"):
+        grouped_operand(weights, "columnwise")
+
+
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("shape", [(40, 48), (64, 48)], ids=str)  # of whole tiles, a stack is one matrix
+def test_a_stack_is_its_matrices(device, shape, side):
+    weights = weights_of(3, device, shape)
+    stack = zerofp4.quantize(torch.stack([weight.dequantize() for weight in weights]), columnwise=True)
+    one, other = grouped.GroupedOperand([stack.record], side), grouped_operand(stack.unbind(), side)
+    assert_bytes_equal(one.amaxes(), other.amaxes(), "amaxes")
+    assert_bytes_equal(one.values(), other.values(), "values")
+    for operand, values_of_one in zip(stack.unbind(), one.values(), strict=True):
+        exact = ops.values_of(
+            getattr(operand.record, side).data,
+            getattr(operand.record, side).scales["compact"],
+            ops.neutral_amax(device),
+            16,
+            448,
+            False,
+            torch.bfloat16,
+        )
+        assert_bytes_equal(values_of_one, exact, "values")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_kept_values_stay_where_they_are(device, stacked):
+    weights = weights_of(3, device)
+    if stacked:
+        weights = [zerofp4.quantize(torch.stack([each.dequantize() for each in weights]), columnwise=True)]
+    operand = grouped_operand(weights)
+    assert operand.values() is not operand.values()
+    for weight in weights:
+        keep_values(weight.record)
+    kept = operand.values()
+    assert operand.values().data_ptr() == kept.data_ptr()
+    assert grouped_operand(weights).values().data_ptr() == kept.data_ptr()
+    weights[-1].copy_(values([40], 48, device, seed=8).expand(weights[-1].shape))
+    refresh_values(weights[-1].record)
+    assert_bytes_equal(operand.values(), operand._made(), "written again")
+    assert operand.values().data_ptr() == kept.data_ptr()
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -195,7 +240,7 @@ def test_gradients_of_weights(device, splits):
 
 
 def test_splits_that_are_wrong_give_nan(device):
-    weights = weights_of(2, device, "rowwise")
+    weights = weights_of(2, device)
     groups, _ = groups_of([20, 16], 48, device)
     if device.type == "cuda":
         x = values([36], 48, device)
@@ -204,7 +249,7 @@ def test_splits_that_are_wrong_give_nan(device):
         for buffer in (groups.offsets, groups.data_offsets, groups.rowwise_data, groups.columnwise_data):
             buffer.zero_()
         groups.error.fill_(1)
-    assert grouped.grouped_gemm(groups, grouped.GroupedOperand(weights)).isnan().all()
+    assert grouped.grouped_gemm(groups, grouped_operand(weights)).isnan().all()
     assert grouped.grouped_wgrad(groups, groups).isnan().all()
 
 

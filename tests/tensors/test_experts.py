@@ -8,9 +8,10 @@ import tempfile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, needs_gpu
 from op_cases import assert_record_equals
 from tensor_helpers import ALL, DTYPES, addresses, assert_record_equal
+from torch.autograd import DeviceType
 
 import zerofp4
 from zerofp4 import FourOverSix, reference
@@ -316,3 +317,23 @@ def test_compiled(device):
     compiled = torch.compile(through, backend="aot_eager", fullgraph=True)
     for mine, expected in zip(compiled(x, t), through(x, t), strict=True):
         assert_bytes_equal(mine, expected, "compiled")
+
+
+@needs_gpu
+def test_one_launch_for_all_experts():
+    """Also for more of them than a dimension of a grid has blocks."""
+    device = torch.device("cuda", 0)
+    x = torch.randn(66_000, 2, 16, device=device).bfloat16()
+    quantizer = zerofp4.Quantizer(columnwise=True, scale_layouts=("compact", "swizzled"))
+    quantizer(x)
+    with torch.profiler.profile() as profile:
+        stack = quantizer(x)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == DeviceType.CUDA]
+    assert sum("quantize_stack_kernel" in name for name in names) == 1
+    assert sum("stack_amax_kernel" in name for name in names) == 1
+    assert not any("quantize_kernel" in name for name in names)
+    for e in (0, 65_534, 65_535, 65_999):
+        alone = quantizer(x[e])
+        for name, buffer in alone.record.buffers():
+            assert_bytes_equal(stack[e].record.buffer(name), buffer, f"expert {e}: {name}")

@@ -85,4 +85,12 @@ def _values(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
 
 def refresh_values(record: Storage) -> None:
     """The record was written to: so is what keep_values lets it keep."""
-    rewrite_values(record, _values)
+    rewrite_values(record, _values_of_side)
+
+
+def _values_of_side(record: Storage, side: str, dtype: torch.dtype) -> torch.Tensor:
+    """Those of one side; of a stack those of all its matrices."""
+    if getattr(record, "experts", None) is None:
+        return _values(Operand(record, side), dtype)
+    copy = getattr(record, side)
+    return ops.stacked_values_of(copy.data.unbind(), copy.scales["compact"].unbind(), record.block[0], dtype)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from zerofp4 import ops
 from zerofp4.gemm.kept import kept_stack
-from zerofp4.gemm.operand import Operand
+from zerofp4.storage import NVFP4Storage, unstack
 
 SIZE_MULTIPLE = 8
 """Of the rows and columns of matrices: 16 bytes of bfloat16, of which grouped_mm wants multiples."""
@@ -41,29 +41,37 @@ def why_not_grouped(device: torch.device, dtype: torch.dtype, sizes: Sequence[in
 
 
 class GroupedOperand:
-    """The matrices of one shape, one for each group, that products of groups have as their other factor: as
-    operands, of which it holds what a product needs.
+    """The matrices of one shape, one for each group, that products of groups have as their other factor: of
+    operands, or one side of the record of a stack.
 
-    Raises ValueError for matrices of four over six with different largest scales.
+    Raises ValueError for matrices of four over six with different largest scales, or a side that is missing.
     """
 
-    def __init__(self, operands: Sequence[Operand]):
-        first = operands[0]
-        self._operands, self._block_rows = operands, first.record.block[0]
-        self._data = [each.copy.data for each in operands]
-        self._scales = [each.copy.scales["compact"] for each in operands]
-        self._amaxes = [each.copy.amax for each in operands]
-        self.e4m3_max = first.record.e4m3_max
-        if any(each.record.e4m3_max != self.e4m3_max for each in operands):
+    def __init__(self, records: Sequence[NVFP4Storage], side: str):
+        self._side, self._records = side, records
+        self._is_stack = records[0].experts is not None
+        first = records[0]
+        copies = unstack(first, first.experts) if self._is_stack else records
+        sides = [getattr(each, side) for each in copies]
+        if any(each is None for each in sides):
+            raise ValueError(f"the {side} copies of all weights are to be multiplied, but some have none")
+        self._data, self._scales = [each.data for each in sides], [each.scales["compact"] for each in sides]
+        self._amaxes = [each.amax for each in sides]
+        self._block_rows, self.e4m3_max = first.block[0], first.e4m3_max
+        if any(record.e4m3_max != self.e4m3_max for record in records):
             raise ValueError("the weights of groups must have the same e4m3_max, got different ones")
 
     def amaxes(self) -> torch.Tensor:
         """float32 [groups]"""
+        if self._is_stack:
+            return getattr(self._records[0], self._side).amax
         return torch.cat(self._amaxes)
 
     def values(self) -> torch.Tensor:
-        """bfloat16 [groups, rows, contraction], exact, without global scales."""
-        return kept_stack(self._operands, torch.bfloat16, self._made)
+        """bfloat16 [groups, rows, contraction], exact, without global scales; kept where all records keep
+        theirs.
+        """
+        return kept_stack(self._records, self._side, torch.bfloat16, self._made)
 
     def _made(self) -> torch.Tensor:
         return ops.stacked_values_of(self._data, self._scales, self._block_rows, torch.bfloat16)

@@ -36,19 +36,20 @@ def kept_values(operand: Operand, dtype: torch.dtype, make: Make) -> torch.Tenso
 
 
 def kept_stack(
-    operands: Sequence[Operand], dtype: torch.dtype, make: Callable[[], torch.Tensor]
+    records: Sequence[Storage], side: str, dtype: torch.dtype, make: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
-    """make(), the values [E, rows, contraction] of all operands, or what it gave before where all records
-    keep theirs: each its part of the stack.
+    """make(), the values [E, rows, contraction] of that side of all records, or what it gave before where all
+    of them keep theirs: each its part of the stack, or the record of a stack all.
     """
-    if not all(keeps_values(operand.record) for operand in operands):
+    if not all(map(keeps_values, records)):
         return make()
-    kept = [operand.record.attachments[_KEPT].get((operand.side, dtype)) for operand in operands]
-    stack = _stack_of(kept)
+    in_one = getattr(records[0], "experts", None) is not None
+    kept = [record.attachments[_KEPT].get((side, dtype)) for record in records]
+    stack = kept[0] if in_one else _stack_of(kept)
     if stack is None:
         stack = make()
-        for operand, values in zip(operands, stack, strict=True):
-            operand.record.attachments[_KEPT][operand.side, dtype] = values
+        for record, values in zip(records, [stack] if in_one else stack, strict=True):
+            record.attachments[_KEPT][side, dtype] = values
     return stack
 
 
@@ -66,7 +67,7 @@ def _stack_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
-def rewrite_values(record: Storage, make: Make) -> None:
+def rewrite_values(record: Storage, make: Callable[[Storage, str, torch.dtype], torch.Tensor]) -> None:
     """What is kept anew, where it is: captured CUDA graphs read it there."""
     for (side, dtype), values in record.attachments.get(_KEPT, {}).items():
-        values.copy_(make(Operand(record, side), dtype))
+        values.copy_(make(record, side, dtype).view(values.shape))

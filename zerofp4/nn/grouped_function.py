@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from zerofp4.gemm import (
     GroupedOperand,
-    Operand,
     chosen_backend,
     grouped_gemm,
     grouped_wgrad,
@@ -41,8 +40,8 @@ def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> 
 
 
 class GroupedWeights:
-    """The quantized weights of calls, as the products of groups take them. lasting: whether they are the
-    layer's, and not those of one call.
+    """The quantized weights of calls, as the products of groups take them: a record for each group, or one of
+    a stack. lasting: whether they are the layer's, and not those of one call.
     """
 
     def __init__(self, records: Sequence[Storage], lasting: bool = False):
@@ -52,7 +51,7 @@ class GroupedWeights:
 
     def are(self, records: Sequence[Storage]) -> bool:
         """Whether these are the records that this was made of, with the buffers that they had."""
-        same = all(map(operator.is_, records, self._records))
+        same = len(records) == len(self._records) and all(map(operator.is_, records, self._records))
         return same and rebindings() == self._rebindings
 
     def rowwise(self) -> GroupedOperand:
@@ -62,12 +61,12 @@ class GroupedWeights:
         """Derived at every call from records that have rows only."""
         if all(record.columnwise is not None for record in self._records):
             return self._operand("columnwise")
-        return GroupedOperand([Operand(with_columns(record), "columnwise") for record in self._records])
+        return GroupedOperand([with_columns(record) for record in self._records], "columnwise")
 
     def _operand(self, side: str) -> GroupedOperand:
         made = self._sides.get(side)
         if made is None:
-            made = self._sides[side] = GroupedOperand([Operand(record, side) for record in self._records])
+            made = self._sides[side] = GroupedOperand(self._records, side)
         return made
 
     def kept(self) -> list[tuple[Kept, list[torch.Tensor]]]:
@@ -82,9 +81,9 @@ class GroupedFunction(torch.autograd.Function):
     """y [T, N] of x [T, K] in groups, each by the weight and the bias of its own, and their gradients.
 
     splits: rows of each group, on the host or on x's device, where nobody reads them. weights: of the calls.
-    parameters: all weights, then all biases, if there are any. Numbers: gemm/grouped.py; the bias is added to
-    the rounded output. What is saved is as of LinearFunction, but of weights that outlive the call, which are
-    their layer's.
+    parameters: all weights, then all biases, if there are any; or a stack of each. Numbers: gemm/grouped.py;
+    the bias is added to the rounded output. What is saved is as of LinearFunction, but weights that outlive
+    the call are taken from their layer.
     """
 
     @staticmethod
@@ -97,7 +96,8 @@ class GroupedFunction(torch.autograd.Function):
         q_x = quantize_grouped(x, splits, columnwise=columnwise, **nvfp4_options(recipe, "input", columnwise))
         y = grouped_gemm(q_x, weights.rowwise())
         if biases:
-            y += torch.stack(biases).index_select(0, groups_of_rows(q_x))
+            each = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
+            y += each.index_select(0, groups_of_rows(q_x))
         kept = weights.kept() if x_needs else []
         columns = q_x.columnwise if columnwise else None
         buffers = [columns.data, columns.scales["compact"], columns.amax] if columns else []
@@ -108,6 +108,7 @@ class GroupedFunction(torch.autograd.Function):
         ctx.groups = dataclasses.replace(q_x, rowwise=None, columnwise=None)
         ctx.main_grads = [call.main_grad for call in calls]
         ctx.are_current = [call.is_current for call in calls if call.is_current is not None]
+        ctx.per_group = parameters[0].dim() == 2
         ctx.recipe, ctx.has_bias, ctx.dtypes = recipe, bool(biases), [p.dtype for p in parameters]
         return y
 
@@ -152,7 +153,8 @@ def _columns(groups: GroupedNVFP4Tensor, buffers: Sequence[torch.Tensor]) -> Gro
 
 def _given(ctx, gradients: torch.Tensor) -> list[torch.Tensor | None]:
     """What autograd gets of the weights' gradients [groups, N, K]; the others are added to main_grad."""
-    pairs = zip(gradients.unbind(), ctx.main_grads, ctx.dtypes[: len(ctx.main_grads)], strict=True)
+    each = gradients.unbind() if ctx.per_group else [gradients]
+    pairs = zip(each, ctx.main_grads, ctx.dtypes[: len(ctx.main_grads)], strict=True)
     given: list[torch.Tensor | None] = []
     for gradient, main_grad, dtype in pairs:
         if main_grad is None:
@@ -167,4 +169,5 @@ def _bias_gradients(ctx, grad: torch.Tensor) -> list[torch.Tensor]:
     """Sums of the rows of each group, in float32."""
     offsets = ctx.groups.offsets  # unsafe: they are on the device, and no check of theirs may wait for it
     sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets, unsafe=True, initial=0)
-    return [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes[len(ctx.main_grads) :], strict=True)]
+    dtypes = ctx.dtypes[len(ctx.main_grads) :]
+    return [each.to(dtype) for each, dtype in zip(sums if ctx.per_group else [sums], dtypes, strict=True)]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zerofp4.format import BLOCK
 from zerofp4.nn.convert import primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
@@ -70,6 +71,8 @@ class GroupedLinear(nn.Module):
             shape = None if one is None else (num_gemms, *one.shape)
             values = None if one is None else torch.empty(shape, dtype=one.dtype, device=device)
             self.register_parameter(name, None if values is None else nn.Parameter(values))
+        self._weight_cache = WeightCache()
+        # Of recipes whose quantization of a stack is not that of its matrices.
         self._weight_caches = [WeightCache() for _ in range(num_gemms)]
         self._matrices = _Matrices()
         self.reset_parameters()
@@ -127,13 +130,18 @@ class GroupedLinear(nn.Module):
         else:
             splits = self._splits(x, m_splits)
         needs = torch.is_grad_enabled() and x.requires_grad
-        if self.stacked:
-            self._check_features(x)
-            parts = self._parts(recipe)
-            calls = [part.call(recipe, is_first, needs) for part in parts]
-        else:
+        if not self.stacked:
             parts = self.experts
             calls = [linear_call(expert, expert.weight, recipe, is_first, needs) for expert in parts]
+        else:
+            self._check_features(x)
+            whole = _is_quantized_whole(recipe)
+            parts = [self] if whole else self._parts(recipe)
+            calls = (
+                [linear_call(self, self.weight, recipe, is_first, needs)]
+                if whole
+                else [part.call(recipe, is_first, needs) for part in parts]
+            )
         biases = [part.bias for part in parts if part.bias is not None]
         parameters = [part.weight for part in parts]
         weights = self._operands.of(calls)
@@ -151,10 +159,21 @@ class GroupedLinear(nn.Module):
         values = x if x.is_meta or not torch.is_autocast_enabled(x.device.type) else _by_autocast(x)
         needs = torch.is_grad_enabled() and x.requires_grad
         outputs = []
-        for piece, part in zip(values.split(splits), parts, strict=True):
-            call = part.call(recipe, is_first, needs)
+        calls = self._calls(parts, recipe, is_first, needs)
+        for piece, part, call in zip(values.split(splits), parts, calls, strict=True):
             outputs.append(LinearFunction.apply(piece, part.weight, part.bias, call))
         return torch.cat(outputs)
+
+    def _calls(self, parts, recipe: Recipe, is_first: bool | None, needs: bool) -> list[LinearCall]:
+        """Of the layers of a stack, one after another."""
+        if not _is_quantized_whole(recipe):
+            return [part.call(recipe, is_first, needs) for part in parts]
+        whole = linear_call(self, self.weight, recipe, is_first, needs)
+        records = whole.weight.matrices()
+        return [
+            whole._replace(weight=record, main_grad=part.main_grad)
+            for record, part in zip(records, parts, strict=True)
+        ]
 
     def _check_features(self, x: torch.Tensor) -> None:
         features = self.weight.shape[2]
@@ -195,6 +214,11 @@ class GroupedLinear(nn.Module):
                 f"m_splits must not be negative and must sum to the {x.shape[0]} rows of x, got {splits}"
             )
         return splits
+
+
+def _is_quantized_whole(recipe: Recipe) -> bool:
+    """Whether a stack is quantized in one call: in tiles, which give each matrix an amax of its own."""
+    return isinstance(recipe, NVFP4Recipe) and recipe.weight_block[0] == BLOCK
 
 
 def _by_autocast(x: torch.Tensor) -> torch.Tensor:

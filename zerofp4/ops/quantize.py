@@ -1,7 +1,7 @@
 """zerofp4::quantize, a matrix into given buffers, and zerofp4::quantize_dequantize, its values in one go.
 
-Both take a stack of matrices [E, N, K] in blocks of 16x16, too: one after the other, each with an amax and a
-state of random numbers of its own.
+Both take a stack of matrices [E, N, K] in blocks of 16x16, too, each with an amax and a state of random
+numbers of its own: in one launch, but one after the other with stochastic rounding or four over six.
 """
 
 import torch
@@ -30,7 +30,6 @@ from zerofp4.storage import (
     check_memory,
     check_transform,
     scale_name,
-    unstack,
 )
 
 _OPTIONS = "Tensor? rng_state, int e4m3_max, str error"
@@ -124,9 +123,9 @@ def _fill(amax, given, skip) -> None:
 
 
 def _amax_pass(target, x, random_signs, skip, amax, hadamard_amax) -> None:
-    """Both amaxes in one pass; one of them may be None."""
-    outputs = (address(skip), address(amax), address(hadamard_amax))
-    _C.tensor_amax(target, x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape, random_signs, *outputs)
+    """Both amaxes in one pass, or those of each matrix of a stack; one of them may be None."""
+    outputs = (address(skip), address(amax), address(hadamard_amax), _count(x))
+    _C.tensor_amax(target, x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape[-2:], random_signs, *outputs)
 
 
 _NONE = (0,) * (1 + len(SCALE_LAYOUTS))
@@ -144,7 +143,7 @@ def _addresses(side: Side | None) -> tuple[int, ...]:
 
 class Quantization:
     """The quantization of matrices [rows, cols] of a dtype with one set of options: what is left for a call
-    are addresses. stacked: of stacks of such matrices, one after the other.
+    are addresses. stacked: of stacks of such matrices.
     """
 
     def __init__(
@@ -171,14 +170,6 @@ class Quantization:
 
     def run(self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None) -> None:
         """Quantize x, which has elements; the arguments have been checked."""
-        if not self._stacked:
-            self._run(x, sides, amax, columnwise_amax, rng_state, skip)
-            return
-        for e, matrix in enumerate(unstack(sides, x.shape[0])):
-            state = None if rng_state is None else rng_state[e]
-            self._run(x[e], matrix, _part(amax, e), None, state, skip)
-
-    def _run(self, x, sides: Sides, amax, columnwise_amax, rng_state, skip) -> None:
         kept, columnwise_kept = own_amaxes(self._hadamard, sides)
         buffers = (
             *_addresses(sides.rowwise),
@@ -187,11 +178,8 @@ class Quantization:
             address(columnwise_kept),
         )
         given = (address(amax), address(columnwise_amax), address(rng_state), address(skip))
-        self._native.run(target_of(x.device), x.data_ptr(), buffers, *given)
-
-
-def _part(amaxes: torch.Tensor | None, e: int) -> torch.Tensor | None:
-    return None if amaxes is None else amaxes[e : e + 1]
+        experts = x.shape[0] if self._stacked else 1
+        self._native.run(target_of(x.device), x.data_ptr(), buffers, *given, experts)
 
 
 def _run(
@@ -242,25 +230,15 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
     values = _new_values(x, block_rows, given_amax, rng_state, e4m3_max, error)
     if x.numel() == 0:
         return values
-    if x.dim() == 2:
-        _run_values(x, block_rows, given_amax, rng_state, e4m3_max, error, values)
-        return values
-    for e in range(x.shape[0]):
-        state = None if rng_state is None else rng_state[e]
-        _run_values(x[e], block_rows, _part(given_amax, e), state, e4m3_max, error, values[e])
-    return values
-
-
-def _run_values(x, block_rows, given_amax, rng_state, e4m3_max, error, values) -> None:
     target, amax = target_of(x.device), given_amax
     if amax is None:
-        amax = torch.empty(1, dtype=torch.float32, device=x.device)
+        amax = torch.empty(_count(x), dtype=torch.float32, device=x.device)
         _amax_pass(target, x, True, None, amax, None)
     arguments = _C.QuantizeArgs(
         input=x.data_ptr(),
         dtype=DTYPE_CODES[x.dtype],
-        rows=x.shape[0],
-        cols=x.shape[1],
+        rows=x.shape[-2],
+        cols=x.shape[-1],
         block_rows=block_rows,
         e4m3_max=e4m3_max,
         squared_error=error == "mse",
@@ -268,7 +246,8 @@ def _run_values(x, block_rows, given_amax, rng_state, e4m3_max, error, values) -
         amax=amax.data_ptr(),
         values=values.data_ptr(),
     )
-    _C.quantize(target, arguments)
+    _C.quantize(target, arguments, _count(x))
+    return values
 
 
 torch.library.register_fake("zerofp4::quantize_dequantize", _new_values)

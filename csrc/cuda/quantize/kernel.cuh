@@ -21,6 +21,28 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T>)
         quantize_tile<T, kTiles, kColumns, Rounding>(args, row, int64_t{column} * kTileCols, args.rows);
 }
 
+// How the tiles of a matrix are shared out: `bands` of 2^shift tiles one below another, as far as they go.
+struct TileGrid {
+    uint32_t shift = 0;
+    int64_t bands;
+    int64_t columns;
+
+    explicit TileGrid(const QuantizeArgs& args) : columns(ceil_div(args.cols, kTileCols)) {
+        constexpr uint32_t kMostShift = 3;
+        const int64_t down = ceil_div(args.rows, kTileRows);
+        while (args.columnwise_data && shift < kMostShift && int64_t{1} << shift < down) ++shift;
+        bands = ceil_div(down, int64_t{1} << shift);
+    }
+
+    // Of so many matrices.
+    dim3 blocks(int64_t matrices) const {
+        constexpr int64_t kMostY = 65535;  // of a grid
+        const int64_t y = std::min(bands * matrices, kMostY);
+        return dim3(grid_size("quantize", columns << shift), static_cast<unsigned>(y),
+                    static_cast<unsigned>(ceil_div(bands * matrices, y)));
+    }
+};
+
 template <typename T, class Rounding>
 void quantize_as(const QuantizeArgs& args, cudaStream_t stream) {
     const bool tiles = args.block_rows == kBlock;
@@ -32,15 +54,8 @@ void quantize_as(const QuantizeArgs& args, cudaStream_t stream) {
                  : !args.signs  ? quantize_kernel<T, false, Columns::kHadamard, Rounding>
                                 : quantize_kernel<T, false, Columns::kRandomHadamard, Rounding>;
     }
-    constexpr uint32_t kMostShift = 3;
-    constexpr int64_t kMostY = 65535;  // of a grid
-    const int64_t down = ceil_div(args.rows, kTileRows);
-    uint32_t shift = 0;
-    while (args.columnwise_data && shift < kMostShift && int64_t{1} << shift < down) ++shift;
-    const int64_t bands = ceil_div(down, int64_t{1} << shift), y = std::min(bands, kMostY);
-    const dim3 grid(grid_size("quantize", ceil_div(args.cols, kTileCols) << shift), static_cast<unsigned>(y),
-                    static_cast<unsigned>(ceil_div(bands, y)));
-    launch("quantize", kernel, grid, stream, args, shift);
+    const TileGrid grid(args);
+    launch("quantize", kernel, grid.blocks(1), stream, args, grid.shift);
 }
 
 template <class Rounding>

@@ -85,15 +85,31 @@ def experts(session: Session, scale: int) -> None:
     rule = "forward and backward of torch's grouped_mm in bfloat16"
     theirs = milliseconds(session, f"bf16_grouped_mm/{name}", trained(product, x, gradient), moved, rule)
     options = {"bias": False, "device": session.device, "dtype": torch.bfloat16}
-    layer = GroupedLinear(count, in_features, out_features, **options)
+    for kind, recipe in RECIPES.items():
+        layer = GroupedLinear(count, in_features, out_features, **options)
+        with autocast(recipe):
+            layer(x, splits, True)
+            run = trained(lambda given, layer=layer: layer(given, splits, False), x, gradient, layer)
+            rule = f"forward and backward of nn.GroupedLinear, exact, weights cached: {recipe.cache}"
+            ours = milliseconds(session, f"grouped_{kind}/{name}", run, moved, rule)
+            if kind == "linear":
+                saved = saved_bytes(lambda layer=layer: layer(x, splits, False), kept_of(layer))
+                count_saved(session, f"grouped_saved_over_bf16/{name}", saved, x.nbytes)
+        rule = "time over that of bfloat16"
+        session.count(f"grouped_{kind}_over_bf16/{name}", "ratio", ours / theirs, rule)
+    host_of_experts(session, count)
+
+
+def host_of_experts(session: Session, count: int) -> None:
+    """What a forward and a backward pass of so many small experts keep the host."""
+    x, layer = random(session, count * SIDE, SIDE), GroupedLinear(count, SIDE, SIDE, bias=False)
+    layer.to(session.device, torch.bfloat16)
+    run = trained(lambda given: layer(given, [SIDE] * count, False), x.requires_grad_(), x.detach(), layer)
     with autocast(RECIPES["linear"]):
-        layer(x, splits, True)
-        run = trained(lambda given: layer(given, splits, False), x, gradient, layer)
-        rule = "forward and backward of nn.GroupedLinear, exact, weights cached"
-        ours = milliseconds(session, f"grouped_linear/{name}", run, moved, rule)
-        saved = saved_bytes(lambda: layer(x, splits, False), kept_of(layer))
-    session.count(f"grouped_linear_over_bf16/{name}", "ratio", ours / theirs, "time over that of bfloat16")
-    count_saved(session, f"grouped_saved_over_bf16/{name}", saved, x.nbytes)
+        layer(x, [SIDE] * count, True)
+        host = session.clock.host_us(run)
+    rule = "forward and backward of nn.GroupedLinear, weights cached"
+    session.count(f"host_grouped_linear/{count}", "host_us", host, rule)
 
 
 def random(session: Session, *shape: int) -> torch.Tensor:
