@@ -63,8 +63,9 @@ def _leave_group(destroy: Callable[[], None]) -> None:
     the interpreter is torn down, and one that wants the GIL by then, to drop the last reference to a tensor
     of a finished collective, is ended by pthread_exit in a destructor: "terminate called without an active
     exception", once in many runs. What pytest.raises caught is such a reference: error, traceback and frames
-    are a cycle, and a frame has an optimizer, a plan or a group of its own.
+    are a cycle, and a frame has an optimizer, a plan or a group of its own. DTensor's caches are another.
     """
+    _forget_meshes()
     gc.collect()
     destroy()
     gc.collect()
@@ -72,6 +73,15 @@ def _leave_group(destroy: Callable[[], None]) -> None:
     left = [name for name in names if name.startswith(_GLOO_THREADS)]
     if left:
         raise RuntimeError(f"a group outlived destroy_process_group(): its threads still run: {left}")
+
+
+def _forget_meshes() -> None:
+    """Empties the caches in which DTensor keeps, by mesh and so by group, how operators are sharded."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    for cache in ("", "python_", "fast_path_"):
+        getattr(debug, f"_clear_{cache}sharding_prop_cache", lambda: None)()
 
 
 def _run(function: str, arguments: dict, world) -> tuple[str, bytes]:

@@ -1,6 +1,7 @@
 """What a cast plan is made of: an agreed request, the reduced vector, stages and the addresses they took."""
 
 import weakref
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -122,15 +123,25 @@ class PlanParts:
 
     # Addresses
 
-    def refresh(self) -> None:
+    def refresh(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
         """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
         by an update are taken back. Not collective; only queues work on the current stream. CUDA graphs that
         were captured before keep using the old addresses: capture again.
 
+        master_weights: tensors of the same lengths that have taken the places of the masters.
+
         Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
         another shape, dtype or device than it was built for, or a master another length.
         """
-        check_refresh(self._request, self._names)
+        before = self._request.masters
+        if master_weights is not None:
+            owned = zip(master_weights, self._request.shards, strict=True)
+            self._request.masters = [master if shard.numel else None for master, shard in owned]
+        try:
+            check_refresh(self._request, self._names)
+        except Exception:
+            self._request.masters = before
+            raise
         self._amaxes = Amaxes.NONE
         self._take_addresses()
 

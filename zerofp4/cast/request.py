@@ -100,8 +100,11 @@ def check_lists(**lists: Sequence | None) -> None:
             raise ValueError(f"{name} has {len(values)} entries for {count} model_weights")
 
 
-def check_castable(name: str, record: NVFP4Storage) -> None:
-    """Raises ValueError for a weight that masters cannot be cast into: what may be cast is said here."""
+def check_castable(name: str, record: NVFP4Storage, *, has_codes: bool = True) -> None:
+    """Raises ValueError for a weight that masters cannot be cast into: what may be cast is said here.
+
+    has_codes: whether the codes go to the weight itself, and not to buffers of shards.
+    """
     if record.block != (BLOCK, BLOCK):
         raise ValueError(f"{name} must have block (16, 16) to be cast from shards, got {record.block}")
     if record.four_over_six is not None:
@@ -109,11 +112,11 @@ def check_castable(name: str, record: NVFP4Storage) -> None:
             f"{name} is quantized with {record.four_over_six}, which a cast from shards cannot do: "
             "it sees a part of a tile, and the choice needs the error of all of it"
         )
-    if record.rowwise is None or record.rowwise.data is None:
+    if record.rowwise is None or (has_codes and record.rowwise.data is None):
         raise ValueError(f"{name} has no rowwise data to cast into")
 
 
-def check_weights(model_weights: Sequence[Any]) -> list[NVFP4Storage]:
+def check_weights(model_weights: Sequence[Any], *, has_codes: bool = True) -> list[NVFP4Storage]:
     """The records of distinct weights on one device that can be cast into. Raises TypeError or ValueError."""
     records, seen, codes = [], {}, {}
     for i, weight in enumerate(model_weights):
@@ -127,11 +130,11 @@ def check_weights(model_weights: Sequence[Any]) -> list[NVFP4Storage]:
             record.check()
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{name}: {error}") from None
-        check_castable(name, record)
+        check_castable(name, record, has_codes=has_codes)
         if record.device != (records[0].device if records else record.device):
             raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
         data = record.rowwise.data
-        if data.numel() and codes.setdefault(data.data_ptr(), i) != i:
+        if data is not None and data.numel() and codes.setdefault(data.data_ptr(), i) != i:
             raise ValueError(f"{name} has the same rowwise_data as model_weights[{codes[data.data_ptr()]}]")
         seen[id(record)] = i
         records.append(record)
@@ -257,7 +260,7 @@ def check_request(
         start_offsets=start_offsets,
         fsdp_shard_model_weights=fsdp_shard_model_weights,
     )
-    records = check_weights(model_weights)
+    records = check_weights(model_weights, has_codes=fsdp_shard_model_weights is None)
     shards = [
         check_master(i, record, master, start)
         for i, (record, master, start) in enumerate(zip(records, master_weights, start_offsets, strict=True))
@@ -285,7 +288,7 @@ def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
 
     Raises TypeError or ValueError where something is not, but for its storage, what was checked before.
     """
-    records = check_weights(request.weights)
+    records = check_weights(request.weights, has_codes=request.shard_codes is None)
     for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):
         for what in ("shape", "dtype", "device"):
             if getattr(old, what) != getattr(new, what):

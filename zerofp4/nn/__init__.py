@@ -1,6 +1,6 @@
 """Quantized layers: what a training loop does to its model."""
 
-from zerofp4.nn.convert import ConversionReport, convert_model
+from zerofp4.nn.convert import ConversionReport, choose_weights, convert_model
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
@@ -17,6 +17,7 @@ __all__ = [
     "MXFP8Recipe",
     "NVFP4Recipe",
     "autocast",
+    "choose_weights",
     "convert_model",
     "plain_state_dict",
     "quantize_input",

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from torch import nn
 
@@ -14,8 +15,21 @@ from zerofp4.tensors import INIT_VAL, NVFP4Tensor, check_not_held, quantize
 FilterFn = Callable[[nn.Module, str], bool]
 
 _SHARDED = (
-    "sharded before the conversion; zerofp4.integrations.fsdp2, which will convert such, is not there yet"
+    "sharded before the conversion: for fully_shard, call zerofp4.integrations.fsdp2.prepare before it and "
+    "in place of convert_model"
 )
+
+
+class Chosen(NamedTuple):
+    """A parameter to convert: what the report calls it, whose it is, and what its module calls it."""
+
+    name: str
+    module: nn.Module
+    parameter_name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.module._parameters[self.parameter_name]
 
 
 @dataclasses.dataclass
@@ -73,6 +87,30 @@ def convert_model(
     a ZeroFP4Optimizer, which would go on training the parameter that is replaced. Warns where parameters were
     sharded before, as none of those is converted.
     """
+    report, chosen = choose_weights(model, filter_fn)
+    for choice in chosen:
+        if choice.parameter.is_meta:
+            what = f"the weight of {choice.name!r}"
+            raise RuntimeError(f"model: {what} is on the meta device: give it values first")
+        check_not_held(f"model: the weight of {choice.name!r}", choice.parameter)
+    for choice in chosen:
+        name, module, parameter_name = choice
+        setattr(module, parameter_name, primary_parameter(choice.parameter, name, columnwise))
+        report.converted.append(name)
+        if layers and type(module) in LAYERS:
+            LAYERS[type(module)](module)
+            report.layers.append(name)
+    _warn_of_shards(model, report)
+    return report
+
+
+def choose_weights(
+    model: nn.Module, filter_fn: FilterFn | None, *, tensor_parallel: bool = False
+) -> tuple[ConversionReport, list[Chosen]]:
+    """The weights that convert_model would convert, and a report of all others. Changes nothing.
+
+    tensor_parallel: also those that are DTensors, by the shape of this rank's slice.
+    """
     report = ConversionReport()
     owners, heads = _owners(model), _output_heads(model)
     total = _count_elements(model)
@@ -80,26 +118,14 @@ def convert_model(
     for module, module_name, parameter_name, parameter in _matrices(model):
         name = _join(module_name, parameter_name)
         tied = [other for other in owners[_address(parameter)] if other != name]
-        reason = _why_not(module, module_name, parameter_name, tied, id(module) in heads, filter_fn)
+        is_head = id(module) in heads
+        reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
         report.shares[name] = _numel(parameter) / max(total, 1)
         if reason is None:
-            chosen.append((_called(module, module_name, parameter_name), module, parameter_name))
+            chosen.append(Chosen(_called(module, module_name, parameter_name), module, parameter_name))
         else:
             report.skipped[name] = reason
-    for name, module, parameter_name in chosen:
-        weight = module._parameters[parameter_name]
-        if weight.is_meta:
-            raise RuntimeError(f"model: the weight of {name!r} is on the meta device: give it values first")
-        check_not_held(f"model: the weight of {name!r}", weight)
-    for name, module, parameter_name in chosen:
-        weight = module._parameters[parameter_name]
-        setattr(module, parameter_name, primary_parameter(weight, name, columnwise))
-        report.converted.append(name)
-        if layers and type(module) in LAYERS:
-            LAYERS[type(module)](module)
-            report.layers.append(name)
-    _warn_of_shards(model, report)
-    return report
+    return report, chosen
 
 
 LAYERS: dict[type[nn.Module], Callable[[nn.Module], None]] = {}
@@ -186,6 +212,7 @@ def _why_not(
     tied: list[str],
     is_head: bool,
     filter_fn: FilterFn | None,
+    tensor_parallel: bool,
 ) -> str | None:
     """Why a parameter is not converted; None when it is."""
     kind, parameter = type(module).__name__, module._parameters[parameter_name]
@@ -193,7 +220,9 @@ def _why_not(
     if isinstance(parameter, NVFP4Tensor):
         return "it is an NVFP4Tensor already"
     if hasattr(parameter, "to_local"):
-        return f"it is a DTensor, {_SHARDED}"
+        if not tensor_parallel:
+            return f"it is a DTensor, {_SHARDED}"
+        parameter = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
     if _may_be_experts(module, parameter_name, filter_fn):
         name = _called(module, module_name, parameter_name)
         return _why_not_quantized(parameter, 3, tied) or _why_not_chosen(filter_fn, module, name)

@@ -161,8 +161,9 @@ def transpose_pairs(records: Sequence[NVFP4Storage]) -> list[tuple[torch.Tensor,
     """(rowwise data, columnwise data) of each matrix of the records that have both."""
     pairs = []
     for record in records:
-        if record.columnwise is not None:
-            data = record.rowwise.data, record.columnwise.data
+        copies = [side.data for _, side in record.sides() if side.data is not None]
+        if len(copies) == 2:
+            data = copies[0], copies[1]
             pairs += [data] if record.experts is None else zip(*map(torch.unbind, data), strict=True)
     return pairs
 

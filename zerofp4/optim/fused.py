@@ -11,6 +11,7 @@ from zerofp4.cast import CastPlan
 from zerofp4.ops import AdamWItem, AdamWStage, Addresses, MasterPiece, adamw_options, is_capturing
 from zerofp4.optim import fused_checks as checks
 from zerofp4.optim.amaxes import AmaxRoute
+from zerofp4.optim.local import local_of, local_state
 from zerofp4.optim.parameters import parameter_name
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
@@ -18,7 +19,9 @@ _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "deco
 
 
 class _Member(NamedTuple):
-    """A parameter that a step updates or, without a gradient, only reads for its amaxes."""
+    """A parameter that a step updates or, without a gradient, only reads for its amaxes: what this rank holds
+    of it, of its gradient and of its state.
+    """
 
     group: int
     position: int
@@ -68,7 +71,8 @@ class FusedAdamW(torch.optim.Optimizer):
     float32). betas, eps, weight_decay, maximize, capturable: as in torch.optim.AdamW. amsgrad=True raises
     ValueError.
 
-    Parameters are contiguous float32 on one device, CPU or CUDA; gradients contiguous float32 or bfloat16. An
+    Parameters are contiguous float32 on one device, CPU or CUDA; gradients contiguous float32 or bfloat16. Of
+    DTensors, as fully_shard makes them, every rank updates what it holds, and state has DTensors too. An
     update is reference.adamw_step, bit for bit on every device. state, param_groups and state_dict are those
     of torch.optim.AdamW(fused=True), and each loads what the other saved (but not amsgrad).
 
@@ -116,7 +120,7 @@ class FusedAdamW(torch.optim.Optimizer):
             seen: set[torch.Tensor] = set()
             for i, p in enumerate(group["params"]):
                 name = parameter_name(len(self.param_groups) - 1, i, group)
-                checks.check_parameter(name, p, self._device())
+                checks.check_parameter(name, local_of(p), self._device())
                 if p in seen:
                     raise ValueError(f"{name} is in the group twice")
                 seen.add(p)
@@ -147,7 +151,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Raises ValueError if a master of the plan is not one of the parameters.
         """
-        self._route = AmaxRoute(plan, [p for group in self.param_groups for p in group["params"]])
+        params = [local_of(p) for group in self.param_groups for p in group["params"]]
+        self._route = AmaxRoute(plan, params)
         self._layout = None
 
     def amaxes_outdated(self) -> bool:
@@ -192,14 +197,15 @@ class FusedAdamW(torch.optim.Optimizer):
         members, device = [], self._device()
         for g, group in enumerate(self.param_groups):
             checks.check_edited_options(g, group, device)
-            params = group["params"]
-            gradients = [p.grad for p in params]
+            params = [local_of(p) for p in group["params"]]
+            gradients = [None if p.grad is None else local_of(p.grad) for p in group["params"]]
             bad = checks.find_unusable_gradient(gradients, params)
             if bad is not None:
                 raise checks.gradient_error(parameter_name(g, bad, group), gradients[bad], params[bad])
             for i, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
                 if gradient is not None or self._pieces(p):
-                    members.append(_Member(g, i, p, gradient, self.state.get(p)))
+                    state = local_state(self.state.get(group["params"][i]))
+                    members.append(_Member(g, i, p, gradient, state))
         return members
 
     def _bind(self, members: list[_Member]) -> None:
@@ -227,7 +233,7 @@ class FusedAdamW(torch.optim.Optimizer):
         reduced = None if self._route is None else self._route.reduced
         self._layout = None  # until there is a stage for it
         self._stage = AdamWStage(items, reduced) if items else None
-        members = [member._replace(state=self.state.get(member.parameter)) for member in members]
+        members = [member._replace(state=self._state_of(member)) for member in members]
         self._layout, self._stream = _Layout(members), stream
 
     def _check(self, member: _Member) -> None:
@@ -242,10 +248,15 @@ class FusedAdamW(torch.optim.Optimizer):
         if member.state:
             checks.check_state(name, p, member.state)
 
+    def _state_of(self, member: _Member) -> dict[str, torch.Tensor] | None:
+        return local_state(self.state.get(self.param_groups[member.group]["params"][member.position]))
+
     def _item(self, member: _Member) -> AdamWItem:
         p, gradient, state = member.parameter, member.gradient, member.state
         if not state and gradient is not None:
-            state = self.state[p] = _initial_state(p)
+            own = self.param_groups[member.group]["params"][member.position]
+            self.state[own] = _initial_state(own)
+            state = self._state_of(member)
         tensors = [state[key] if state else None for key in checks.STATE]
         dtype = torch.float32 if gradient is None else gradient.dtype
         return AdamWItem(p, *tensors, dtype, self._pieces(p))

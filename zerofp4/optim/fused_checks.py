@@ -95,10 +95,11 @@ def find_unusable_gradient(
     gradients: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor]
 ) -> int | None:
     """The position of the first gradient that kernels cannot read, or None."""
-    if are_usable([g for g in gradients if g is not None], [p for p in params if p.grad is not None]):
+    pairs = list(zip(gradients, params, strict=True))
+    with_gradient = [p for g, p in pairs if g is not None]
+    if are_usable([g for g in gradients if g is not None], with_gradient):
         return None
-    pairs = enumerate(zip(gradients, params, strict=True))
-    return next(i for i, (g, p) in pairs if g is not None and not are_usable([g], [p]))
+    return next(i for i, (g, p) in enumerate(pairs) if g is not None and not are_usable([g], [p]))
 
 
 def are_usable(gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> bool:

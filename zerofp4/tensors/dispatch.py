@@ -60,8 +60,9 @@ def _refuse_to_be_cut(func) -> None:
     module = _who_asks()
     if module.startswith(_SHARDS):
         raise NotImplementedError(
-            f"FSDP cannot shard quantized weights ({func}): it would train dequantized copies of them. "
-            "zerofp4.integrations.fsdp2, which will, is not there yet; ZeroFP4Optimizer shards the masters"
+            f"FSDP cannot shard quantized weights ({func}): it would train dequantized copies of them: "
+            "call zerofp4.integrations.fsdp2.prepare(model) in place of convert_model and before "
+            "fully_shard, or let ZeroFP4Optimizer shard the masters"
         )
     if module.startswith(_READS):
         raise NotImplementedError(
@@ -106,6 +107,14 @@ def _detach(tensor):
     if _who_asks().startswith(_DISTRIBUTES):
         _refuse_to_be_cut(torch.ops.aten.detach.default)
     return _share(tensor)
+
+
+def _as_strided(tensor, size, stride, storage_offset=None):
+    """All of it as it is, as FSDP2 takes what it has gathered, is the tensor."""
+    if (tuple(size), tuple(stride), storage_offset or 0) == (tuple(tensor.shape), tensor.stride(), 0):
+        return _share(tensor)
+    _refuse_to_be_cut(_aten.as_strided.default)
+    return plain(tensor).as_strided(size, stride, storage_offset)
 
 
 def _clone(tensor, *, memory_format=None):
@@ -182,6 +191,7 @@ def _unbind(tensor, dim=0):
 _aten = torch.ops.aten
 HANDLERS = {
     _aten.alias.default: _share,
+    _aten.as_strided.default: _as_strided,
     _aten.clone.default: _clone,
     _aten.copy_.default: _copy_,
     _aten.dequantize.self: plain,

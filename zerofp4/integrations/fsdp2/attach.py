@@ -1,0 +1,256 @@
+"""attach: after every optimizer step the masters of a sharded model are cast, all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofp4.cast import CastPlan
+from zerofp4.distributed import attempt
+from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, has_cpu_backend, placement_of
+from zerofp4.integrations.fsdp2.state import prepared_weights
+from zerofp4.integrations.fsdp2.weight import Weight
+from zerofp4.optim import FusedAdamW
+from zerofp4.storage import NVFP4Storage
+
+
+def attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> Attachment:
+    """Cast the masters of a model, now and after each step of its optimizer, and gather the codes.
+
+    model: what prepare was called with, or a module around it, once fully_shard and the optimizer have it;
+    its forward is what a training loop calls. optimizer: that of its parameters, or the list of those that
+    share them. Collective: every rank of the mesh must call it.
+
+    A step makes one all-reduce over the ranks that the weights are sharded over. Frozen weights are cast
+    once. Where masters were written to in another way (load_state_dict, torch.distributed.checkpoint), the
+    next forward of the model casts them, if on any rank they were; the ranks ask each other before each
+    forward, on the host. A FusedAdamW leaves the amaxes for the cast.
+
+    Raises RuntimeError where prepare, fully_shard, values or the optimizer are missing or the model is
+    attached already, ValueError for a way of sharding that is not supported.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found = list(prepared_weights(model))
+    if not found:
+        raise RuntimeError("model has no prepared weight: call prepare(model) before fully_shard")
+    attached = next((weight for *_, weight in found if weight.placement is not None), None)
+    if attached is not None:
+        raise RuntimeError(f"{attached.name!r} is attached already: call detach() of what attach returned")
+    sharded = Sharded(model)
+    placements = [placement_of(sharded, *place) for place in found]
+    check_dtypes(sharded)
+    for (*_, weight), placement in zip(found, placements, strict=True):
+        weight.place(placement)
+    try:
+        return Attachment(model, optimizers, [weight for *_, weight in found])
+    except Exception:
+        for *_, weight in found:
+            weight.leave()
+        raise
+
+
+class Attachment:
+    """What attach returns: the casts of a model's weights, until detach().
+
+    found_inf: float32 [1] by device, 1 where a cast has met a master with a NaN or Inf. Such a weight, and
+    those that share its amax, keep the codes that they had.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], weights: list[Weight]):
+        self._model, self._weights = model, weights
+        shares = _shares(optimizers, weights)
+        held = [optimizer for optimizer, *_ in shares]
+        self._casters = [Caster(*share, leaves_amaxes=held.count(share[0]) == 1) for share in shares]
+        self._votes = _votes(self._casters)
+        for caster in self._casters:
+            caster.cast()
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        ]
+        for caster in self._casters:
+            self._handles += caster.register_hooks()
+
+    @property
+    def found_inf(self) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = {}
+        for caster in self._casters:
+            flag = caster.plan.found_inf
+            found[flag.device] = torch.maximum(found.get(flag.device, flag), flag)
+        return found
+
+    def check(self) -> None:
+        """Wait for the last casts. Raises RuntimeError where some rank kept all from casting."""
+        for caster in self._casters:
+            caster.plan.check()
+
+    def detach(self) -> None:
+        """No step casts any more, and the model cannot be gathered until it is attached again."""
+        for handle in self._handles:
+            handle.remove()
+        for weight in self._weights:
+            weight.leave()
+
+    @torch.compiler.disable
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        for vote in self._votes:
+            vote.cast_what_is_stale()
+        for owner in self._sharded_modules_gathered_before():
+            owner.reshard()
+
+    def _sharded_modules_gathered_before(self) -> list[Any]:
+        """Those that would compute with what was gathered before the last cast, because they were not
+        resharded.
+        """
+        if not any(weight.is_gathered_before_cast() for weight in self._weights):
+            return []
+        return [module for module in self._model.modules() if hasattr(module, "reshard")]
+
+
+class Caster:
+    """The cast of the weights that one optimizer holds, or none does, and that one group of ranks shares.
+
+    leaves_amaxes: whether that optimizer, if it can, leaves the amaxes of its updates for this cast.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        group: dist.ProcessGroup,
+        weights: list[Weight],
+        leaves_amaxes: bool,
+    ):
+        self.optimizer, self.group, self.weights = optimizer, group, weights
+        self._masters = self._flat_masters()
+        self.plan = CastPlan(
+            [weight.record for weight in weights],
+            self._masters,
+            [weight.placement.start for weight in weights],
+            group,
+            fsdp_shard_model_weights=self._codes(),
+            amax_groups=_amax_groups(weights),
+        )
+        self._leaves_amaxes = leaves_amaxes and isinstance(optimizer, FusedAdamW)
+        self._offer()
+
+    def _flat_masters(self) -> list[torch.Tensor | None]:
+        masters = [weight.master() for weight in self.weights]
+        return [master.detach().view(-1) if master.numel() else None for master in masters]
+
+    def _codes(self) -> list[torch.Tensor | None]:
+        return [weight.own_codes() if weight.placement.rows else None for weight in self.weights]
+
+    def _offer(self) -> None:
+        if self._leaves_amaxes:
+            self.optimizer.offer_amaxes(self.plan)
+
+    def is_stale(self) -> bool:
+        return any(weight.is_stale() for weight in self.weights)
+
+    def register_hooks(self) -> list:
+        if self.optimizer is None:
+            return []
+        handles = [self.optimizer.register_step_post_hook(lambda *_: self.cast())]
+        if self._leaves_amaxes:  # it knows masters by their places
+            handles.append(self.optimizer.register_step_pre_hook(lambda *_: self._follow_masters()))
+        return handles
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Collective. Raises RuntimeError as CastPlan.step."""
+        _, error = attempt(self._follow_masters)
+        if self._leaves_amaxes and self.optimizer.amaxes_outdated():
+            self.plan.begin_update()  # takes them back
+        late = self.plan.run(error)
+        for weight in self.weights:
+            weight.note_cast()
+        if late is not None:
+            raise late
+
+    def _follow_masters(self) -> None:
+        """FSDP2 moves a shard when it pads it, and with assign=True a load brings another."""
+        now = self._flat_masters()
+        if _places(now) != _places(self._masters):
+            self.plan.refresh(now)
+            self._masters = now
+            self._offer()
+
+
+def _places(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _shares(
+    optimizers: list[torch.optim.Optimizer], weights: list[Weight]
+) -> list[tuple[torch.optim.Optimizer | None, dist.ProcessGroup, list[Weight]]]:
+    """What is cast together: weights of one optimizer, or of none, on one group of ranks."""
+    holders = {
+        id(p): k for k, opt in enumerate(optimizers) for group in opt.param_groups for p in group["params"]
+    }
+    shares: dict[tuple, list[Weight]] = {}
+    for weight in weights:
+        param = weight.placement.param.sharded_param
+        if param.requires_grad and id(param) not in holders:
+            raise RuntimeError(
+                f"{weight.name!r} is not a parameter of the optimizer: build it after fully_shard, from the "
+                "model's parameters, or freeze the weight"
+            )
+        ranks = tuple(dist.get_process_group_ranks(weight.placement.group))
+        device = weight.master().device
+        shares.setdefault((holders.get(id(param)), ranks, device), []).append(weight)
+    return [
+        (None if key[0] is None else optimizers[key[0]], share[0].placement.group, share)
+        for key, share in shares.items()
+    ]
+
+
+def _amax_groups(weights: list[Weight]) -> list[list[NVFP4Storage]]:
+    """Of the records of weights that are cast together. Raises ValueError where a group has others too."""
+    groups = {id(weight.amax_group): weight.amax_group for weight in weights if weight.amax_group is not None}
+    for group in groups.values():
+        apart = next((weight for weight in group if weight not in weights), None)
+        if apart is not None:
+            raise ValueError(
+                f"amax_groups: {apart.name!r} and {group[0].name!r} are not cast together: they must belong "
+                "to one optimizer and be sharded over the same ranks"
+            )
+    return [[weight.record for weight in group] for group in groups.values()]
+
+
+class _Vote:
+    """Whether ranks that share weights have to cast them before a forward, asked on the host: no rank waits
+    for its device, and none goes on without the others.
+    """
+
+    def __init__(self, casters: list[Caster]):
+        self._casters = casters
+        group = casters[0].group
+        self._group = None
+        if dist.get_world_size(group) > 1:
+            self._group = group if has_cpu_backend(group) else _on_the_host(group)
+
+    def cast_what_is_stale(self) -> None:
+        """Collective."""
+        stale = torch.tensor([caster.is_stale() for caster in self._casters], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(stale, dist.ReduceOp.MAX, group=self._group)
+        for caster, is_stale in zip(self._casters, stale.tolist(), strict=True):
+            if is_stale:
+                caster.cast()
+
+
+def _votes(casters: list[Caster]) -> list[_Vote]:
+    by_ranks: dict[tuple, list[Caster]] = {}
+    for caster in casters:
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(caster.group)), []).append(caster)
+    return [_Vote(members) for members in by_ranks.values()]
+
+
+def _on_the_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

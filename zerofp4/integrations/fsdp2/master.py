@@ -1,0 +1,166 @@
+"""MasterShard: the FP32 master of a weight, whole or sharded, that FSDP2 gathers in 4 bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from zerofp4.integrations.fsdp2.weight import Weight
+
+_aten = torch.ops.aten
+
+
+class MasterShard(torch.Tensor):
+    """FP32 values of a weight that `prepare` has taken over: an optimizer's parameter, inside of a DTensor
+    once fully_shard has cut it. FSDP2 asks it what to gather, and what to make of that.
+
+    local: the plain float32 tensor. weight: what all pieces and copies of one parameter have in common.
+
+    Operations compute with `local`. What FSDP2 makes of a master when it cuts, pads, moves or copies it is
+    one again; the results of all others, states of optimizers above all, are plain. A product with it
+    raises: the layer's weight is what FSDP2 gathers.
+    """
+
+    local: torch.Tensor
+    weight: Weight
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, weight: Weight) -> MasterShard:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            local.shape,
+            strides=local.stride(),
+            storage_offset=local.storage_offset(),
+            dtype=local.dtype,
+            device=local.device,
+        )
+        tensor.local, tensor.weight = local, weight
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, MasterShard)]
+        if func in _PRODUCTS or func.namespace == "c10d":
+            raise RuntimeError(f"{func}{_not_to_compute_with(masters[0].weight)}")
+        if func is _aten.copy_.default:
+            return _copy_(*args, **kwargs)
+        result = func(*tree_map_only(MasterShard, _local, args), **tree_map_only(MasterShard, _local, kwargs))
+        _note_writes(func, args, kwargs)
+        if func in _KEPT and (func is not _aten._to_copy.default or result.dtype == torch.float32):
+            return tree_map_only(torch.Tensor, lambda tensor: cls(tensor, masters[0].weight), result)
+        own = {id(master.local): master for master in masters}  # what is written in place is returned
+        return tree_map_only(torch.Tensor, lambda tensor: own.get(id(tensor), tensor), result)
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        return f"MasterShard({self.weight.name!r}, {self.local!r})"
+
+    def __tensor_flatten__(self):
+        return ["local"], self.weight
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, weight: Weight, outer_size, outer_stride) -> MasterShard:
+        return MasterShard(inner["local"], weight)
+
+    def __deepcopy__(self, memo: dict) -> MasterShard:
+        copied = memo[id(self)] = MasterShard(self.local.detach().clone(), copy.deepcopy(self.weight, memo))
+        if isinstance(self, torch.nn.Parameter):
+            copied = memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"the master of {self.weight.name!r} cannot be pickled: save model.state_dict(), which holds "
+            "plain tensors"
+        )
+
+    @property
+    def zerofp4_master(self) -> torch.Tensor:
+        """What an optimizer of ours updates."""
+        return self.local
+
+    def note_write(self) -> None:
+        """Below autograd torch counts none, and views there have counters of their own."""
+        self.weight.writes += 1
+        increment_version(self.local)
+
+    # What FSDP2 asks. With one argument and no more: with the five that it offers, it takes the padded size
+    # of the FP32 shard for that of what is gathered.
+
+    def fsdp_pre_all_gather(self, mesh):
+        return self.weight.all_gather_input()
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        return self.weight.gathered(all_gather_outputs, out)
+
+
+def _local(master: MasterShard) -> torch.Tensor:
+    return master.local
+
+
+def _copy_(target, source, non_blocking=False):
+    """FSDP2 copies a shard to memory of its own when it pads it: the copy of what was cast needs no other
+    cast.
+    """
+    moves = isinstance(source, MasterShard) and source.weight.is_current(source.local)
+    plain = source.local if isinstance(source, MasterShard) else source
+    if not isinstance(target, MasterShard):
+        return target.copy_(plain, non_blocking)
+    target.local.copy_(plain, non_blocking)
+    target.note_write()
+    if moves and source.weight is target.weight and source.shape == target.shape:
+        target.weight.note_moved(target.local)
+    return target
+
+
+def _note_writes(func, args: tuple, kwargs: dict) -> None:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[index] if index < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(written):
+                if isinstance(leaf, MasterShard):
+                    leaf.note_write()
+
+
+def _not_to_compute_with(weight: Weight) -> str:
+    return (
+        f": {weight.name!r} was prepared for FSDP2, and its master is not for computing: call fully_shard on "
+        "the model and zerofp4.integrations.fsdp2.attach(model, optimizer), and run the forward pass through "
+        "the sharded modules (DistributedDataParallel and FullyShardedDataParallel are not supported)"
+    )
+
+
+_KEPT = {
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten._pin_memory.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten._to_copy.default,
+    _aten.view.default,
+}
+"""Operators with which FSDP2 and Module.to make other masters of a master."""
+
+_PRODUCTS = {
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.cat.default,
+    _aten.embedding.default,
+    _aten.linear.default,
+    _aten.mm.default,
+    _aten.t.default,
+    _aten.transpose.int,
+}
+"""What a layer does with its weight, and DDP and the older FSDP with all of them."""

@@ -1,0 +1,112 @@
+"""prepare: the weights of a model's linear layers become FP32 masters that FSDP2 will gather in 4 bits."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zerofp4.integrations.fsdp2.master import MasterShard
+from zerofp4.integrations.fsdp2.state import register
+from zerofp4.integrations.fsdp2.weight import Weight
+from zerofp4.nn import ConversionReport, choose_weights
+from zerofp4.tensors import NVFP4Tensor
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def prepare(
+    model: nn.Module,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
+    columnwise: bool = True,
+) -> ConversionReport:
+    """Have fully_shard gather the weights of linear layers in NVFP4. Call it before fully_shard, and before
+    the optimizer is built; then call attach(model, optimizer).
+
+    Taken are the weights that zerofp4.convert_model would convert, filter_fn likewise; all others, tied ones
+    among them, stay what they are, and the report says why. A weight may be on the meta device, frozen, or,
+    after parallelize_module, a DTensor: then this rank's slice is a weight of its own. Each becomes an FP32
+    master: what FSDP2 shards, the optimizer trains and state_dict() holds. In forward and backward passes it
+    is an NVFP4Tensor, of the dtype of MixedPrecisionPolicy or else of that which it has now.
+
+    amax_groups: lists of weights of the model, as they are now, that share one amax.
+    columnwise: layers of zerofp4.nn, which multiply the transposed codes in their backward pass, get them,
+    made on each rank from what was gathered. No other layer does.
+
+    Raises RuntimeError for a model that is sharded or wrapped already, ValueError for one that was converted
+    and for amax groups of other weights; nothing is changed then.
+    """
+    _check_model(model)
+    report, chosen = choose_weights(model, filter_fn, tensor_parallel=True)
+    weights = {}
+    for name, module, parameter_name in chosen:
+        parameter = module._parameters[parameter_name]
+        takes_columns = columnwise and getattr(module, "takes_nvfp4_weight", False)
+        dtype_name = name if name.endswith(parameter_name) else f"{name}.{parameter_name}"
+        weights[id(parameter)] = Weight(dtype_name, parameter.dtype, takes_columns)
+    _set_amax_groups(weights, amax_groups)
+    for name, module, parameter_name in chosen:
+        parameter = module._parameters[parameter_name]
+        setattr(module, parameter_name, _as_master(parameter, weights[id(parameter)]))
+        register(module, parameter_name, weights[id(parameter)])
+        report.converted.append(name)
+    return report
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        called = f"module {name!r}" if name else "the model"
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        wrapper = next((kind for kind in _WRAPPERS if kind in kinds), None)
+        if wrapper is not None:
+            raise RuntimeError(
+                f"model: {called} is a {wrapper}, which cannot gather in 4 bits: use fully_shard"
+            )
+        if isinstance(module, FSDPModule):
+            raise RuntimeError(f"model: {called} is sharded already: call prepare before fully_shard")
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, NVFP4Tensor) or is_master(parameter):
+                how = "prepared" if is_master(parameter) else "converted to NVFP4"
+                raise ValueError(f"model: {parameter_name} of {called} was {how} already")
+
+
+def is_master(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, MasterShard)
+
+
+def _as_master(parameter: nn.Parameter, weight: Weight) -> nn.Parameter:
+    """A parameter of the same values in float32, with the attributes of the old one."""
+    values = parameter.detach()
+    if isinstance(values, DTensor):
+        local = MasterShard(_float32(values.to_local()), weight)
+        options = {"run_check": False, "shape": values.shape, "stride": values.stride()}
+        values = DTensor.from_local(local, values.device_mesh, values.placements, **options)
+    else:
+        values = MasterShard(_float32(values), weight)
+    master = nn.Parameter(values, parameter.requires_grad)
+    vars(master).update({k: v for k, v in vars(parameter).items() if k not in ("_is_param", *vars(values))})
+    return master
+
+
+def _float32(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _set_amax_groups(
+    weights: dict[int, Weight], amax_groups: Sequence[Sequence[torch.Tensor]] | None
+) -> None:
+    if not isinstance(amax_groups, list | tuple | None):
+        raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")
+    for g, members in enumerate(amax_groups or ()):
+        group = []
+        for member in members:
+            weight = weights.get(id(member))
+            if weight is None:
+                raise ValueError(f"amax_groups[{g}] has a member that is not one of the weights to convert")
+            if weight.amax_group is not None:
+                raise ValueError(f"amax_groups[{g}]: {weight.name!r} is in an amax group already")
+            group.append(weight)
+            weight.amax_group = group

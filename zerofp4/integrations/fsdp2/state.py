@@ -1,0 +1,84 @@
+"""State dicts of a prepared model: plain FP32 tensors go out, and masters are made of those that come in."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from zerofp4.integrations.fsdp2.master import MasterShard
+from zerofp4.integrations.fsdp2.weight import Weight
+
+_WEIGHTS = "_zerofp4_fsdp2_weights"
+"""The attribute of a module that has its prepared weights by the names of the parameters."""
+
+
+def register(module: nn.Module, parameter_name: str, weight: Weight) -> None:
+    """The module's parameter is a prepared weight. Its state dict has the master as a plain tensor from now
+    on, and it loads such, with assign=True too.
+    """
+    weights = vars(module).setdefault(_WEIGHTS, {})
+    if not weights:
+        module.register_state_dict_post_hook(_unwrap)
+        module.register_load_state_dict_pre_hook(_take_over)
+    weights[parameter_name] = weight
+
+
+def prepared_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Weight]]:
+    """(module, the parameter's name in it, its weight) of all weights that prepare took over."""
+    for module in model.modules():
+        for name, weight in vars(module).get(_WEIGHTS, {}).items():
+            yield module, name, weight
+
+
+def _unwrap(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    for name in vars(module)[_WEIGHTS]:
+        value = state_dict.get(prefix + name)
+        if value is not None and not isinstance(value, nn.Parameter):  # as it is with keep_vars=True
+            state_dict[prefix + name] = plain(value)
+
+
+def _take_over(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *_) -> None:
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, weight in vars(module)[_WEIGHTS].items():
+        value = state_dict.get(prefix + name)
+        if value is None:
+            continue
+        if value.dtype != torch.float32:
+            raise TypeError(
+                f"{prefix + name} is a master and must be float32 to be assigned, got {value.dtype}"
+            )
+        state_dict[prefix + name] = _with_local(value, lambda local, weight=weight: _master(local, weight))
+
+
+def _master(local: torch.Tensor, weight: Weight) -> MasterShard:
+    return local if isinstance(local, MasterShard) else MasterShard(local.detach(), weight)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A master, or a DTensor of one, without what makes it one; another tensor as it is."""
+    return _with_local(tensor, lambda local: local.local if isinstance(local, MasterShard) else local)
+
+
+def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Of a DTensor the same one over function(local tensor)."""
+    if not isinstance(tensor, DTensor):
+        return function(tensor)
+    made = function(tensor._local_tensor)
+    return tensor if made is tensor._local_tensor else DTensor(made, tensor._spec, requires_grad=False)
+
+
+def zero_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """What ZeroFP4Optimizer's state_dict() holds of the same parameters, for torch.distributed.checkpoint:
+    {"state": {name: {"master": ..., "exp_avg": ..., ...}}}, DTensors that share the memory of the masters and
+    of the optimizer's state, so that dcp.load fills those. Collective.
+
+    So a run goes on with the other of the two: save {"optimizer": zero_state_dict(model, optimizer)} and load
+    it into a ZeroFP4Optimizer, or load it from what one has saved, both with
+    DefaultLoadPlanner(allow_partial_load=True), as options of groups are not in it.
+    """
+    masters = get_model_state_dict(model)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {"state": {name: {"master": masters[name], **entries} for name, entries in state.items()}}
