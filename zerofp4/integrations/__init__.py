@@ -1,1 +1,1 @@
-"""What plugs ZeroFP4 into other frameworks; nothing else here imports them."""
+"""What plugs ZeroFP4 into other frameworks, one file or folder each; nothing else here imports them."""

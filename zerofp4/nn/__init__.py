@@ -1,6 +1,12 @@
 """Quantized layers: what a training loop does to its model."""
 
-from zerofp4.nn.convert import ConversionReport, choose_weights, convert_model
+from zerofp4.nn.convert import (
+    ConversionReport,
+    FilterFn,
+    choose_weights,
+    convert_model,
+    primary_parameter,
+)
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
@@ -10,6 +16,7 @@ from zerofp4.nn.shared_input import quantize_input
 
 __all__ = [
     "ConversionReport",
+    "FilterFn",
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -20,5 +27,6 @@ __all__ = [
     "choose_weights",
     "convert_model",
     "plain_state_dict",
+    "primary_parameter",
     "quantize_input",
 ]

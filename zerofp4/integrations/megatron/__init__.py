@@ -1,0 +1,8 @@
+"""Megatron-Core trains NVFP4 weights: its own DistributedDataParallel and DistributedOptimizer, our tensor
+and our cast, and no TransformerEngine. See docs/megatron.md.
+"""
+
+from zerofp4.integrations.megatron.convert import convert_model
+from zerofp4.integrations.megatron.hook import install, uninstall
+
+__all__ = ["convert_model", "install", "uninstall"]

@@ -1,0 +1,117 @@
+"""What Megatron calls of TransformerEngine for NVFP4 weights, for ours: codes that live in its buffer, the
+cast of its shards, the columnwise copies. Weights that are not ours go to what was there before.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.cast import cast_master_weights_to_nvfp4, post_all_gather_processing
+from zerofp4.storage import called
+from zerofp4.tensors import NVFP4Tensor
+
+_WATCH = "megatron_watch"
+"""Where the attachments of the first weight of a cast have the watch of these weights."""
+
+
+def make_modify_rowwise_storage(original: Callable) -> Callable:
+    def modify_nvfp4_rowwise_storage(fp4_tensor: torch.Tensor, new_rowwise_data: torch.Tensor) -> None:
+        """The codes move into a view of Megatron's buffer."""
+        if not isinstance(fp4_tensor, NVFP4Tensor):
+            return original(fp4_tensor, new_rowwise_data)
+        new_rowwise_data.copy_(fp4_tensor.rowwise_data)
+        fp4_tensor.rowwise_data = new_rowwise_data
+
+    return modify_nvfp4_rowwise_storage
+
+
+def make_quantize_param_shard(original: Callable) -> Callable:
+    def quantize_nvfp4_param_shard(
+        model_params: Sequence[torch.Tensor],
+        main_params: Sequence[torch.Tensor | None],
+        start_offsets: Sequence[int | None],
+        data_parallel_group: dist.ProcessGroup,
+        fsdp_shard_model_params: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """See cast_master_weights_to_nvfp4. Raises FloatingPointError, on every rank, where a master was NaN
+        or Inf in the cast before this one.
+        """
+        ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
+        if any(ours) and fsdp_shard_model_params is not None:
+            raise NotImplementedError("Megatron-FSDP cannot gather the packed codes of zerofp4's weights")
+        lists = (model_params, main_params, start_offsets)
+        if not all(ours):
+            theirs = [_where(values, ours, False) for values in lists]
+            shards = fsdp_shard_model_params and _where(fsdp_shard_model_params, ours, False)
+            original(*theirs, data_parallel_group, shards)
+        if any(ours):
+            _cast(*[_where(values, ours, True) for values in lists], data_parallel_group)
+
+    return quantize_nvfp4_param_shard
+
+
+def make_post_all_gather(original: Callable | None) -> Callable:
+    def te_post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
+        """original: None where there is no TransformerEngine."""
+        ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
+        if not all(ours) and original is not None:
+            original(_where(model_params, ours, False))
+        if any(ours):
+            post_all_gather_processing(_where(model_params, ours, True))
+
+    return te_post_all_gather_processing
+
+
+def _where(values: Sequence, flags: Sequence[bool], wanted: bool) -> list:
+    return [value for value, flag in zip(values, flags, strict=True) if flag == wanted]
+
+
+def _cast(
+    weights: list[NVFP4Tensor],
+    masters: list[torch.Tensor | None],
+    start_offsets: list[int | None],
+    group: dist.ProcessGroup,
+) -> None:
+    attachments = weights[0].record.attachments
+    watch = attachments.get(_WATCH)
+    if watch is None:
+        watch = attachments[_WATCH] = _Watch(weights[0].device)
+        for weight in weights:  # Megatron does so only where a rank owns a part of it
+            weight.clear_high_precision_init_val()
+    watch.check(weights, masters)
+    cast_master_weights_to_nvfp4(weights, masters, start_offsets, group, found_inf=watch.found_inf)
+    watch.note()
+
+
+class _Watch:
+    """Whether a cast has met masters that are NaN or Inf, which then never change a weight again, heard of in
+    the cast after it: by then that is known on every rank, and no host waits for a device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.found_inf = torch.zeros(1, device=device)
+        on_gpu = device.type == "cuda"
+        self._seen = torch.zeros(1, pin_memory=on_gpu)
+        self._done = torch.cuda.Event() if on_gpu else None
+
+    def note(self) -> None:
+        """The cast is queued."""
+        self._seen.copy_(self.found_inf, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def check(self, weights: list[NVFP4Tensor], masters: list[torch.Tensor | None]) -> None:
+        """Raises FloatingPointError if the last cast that was noted met one."""
+        if self._done is not None:
+            self._done.synchronize()
+        if not self._seen.item():
+            return
+        self.found_inf.zero_()
+        self._seen.zero_()
+        pairs = enumerate(zip(weights, masters, strict=True))
+        bad = [called(f"weight {i}", w) for i, (w, m) in pairs if m is not None and not m.isfinite().all()]
+        raise FloatingPointError(
+            "master weights became NaN or Inf in the step before this one, and the weights of them were left "
+            f"as they were: on this rank {', '.join(bad) if bad else 'none, but on another'}"
+        )

@@ -1,0 +1,140 @@
+"""install and uninstall: which of Megatron-Core's functions are replaced, and by what."""
+
+import importlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from zerofp4.integrations.megatron import casting, checkpoints, layout
+from zerofp4.tensors import NVFP4Tensor
+
+KNOWN_VERSIONS = ("0.18", "0.19")
+"""Of Megatron-Core: what is replaced was read, and run, in these."""
+
+_replaced: list[tuple[Any, str, Any]] = []
+"""What install() has replaced: (module or class, name, what its __dict__ had there)."""
+
+
+class Installed:
+    """Of a call of install(): as a context manager it uninstalls at the end, if that call installed."""
+
+    def __init__(self, is_first: bool):
+        self._is_first = is_first
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_first:
+            uninstall()
+
+
+def install() -> Installed:
+    """From now on Megatron-Core's DistributedDataParallel and DistributedOptimizer train the NVFP4 weights
+    that convert_model makes.
+
+    They cast with cast_master_weights_to_nvfp4, keep and gather packed codes, lay these out as the masters
+    are, save and load values, and let weights follow the masters that are loaded. TransformerEngine is not
+    needed; its own tensors are handled as before. Call it before the model is given to
+    DistributedDataParallel, with use_distributed_optimizer and fp4_param_gather set there. A second call
+    changes nothing; `with install():` undoes it at the end.
+
+    Raises ImportError where Megatron-Core is not there, RuntimeError for a version other than
+    KNOWN_VERSIONS, or one without something that is to be replaced; nothing is changed then.
+    """
+    if _replaced:
+        return Installed(is_first=False)
+    found = list(_replacements(_Megatron()))
+    for owner, name, value in found:
+        _replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+    return Installed(is_first=True)
+
+
+def uninstall() -> None:
+    """Megatron-Core is as it was before install(); models with NVFP4 weights in its buffers train no more."""
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def is_installed() -> bool:
+    return bool(_replaced)
+
+
+class _Megatron:
+    """The modules of a version that is known, by the end of their names."""
+
+    def __init__(self):
+        try:
+            core = importlib.import_module("megatron.core")
+        except ImportError as error:
+            raise ImportError(
+                f"Megatron-Core cannot be imported ({error}): pip install megatron-core"
+            ) from error
+        version = getattr(core, "__version__", "of no version")
+        if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
+            raise RuntimeError(
+                f"Megatron-Core {version} was found, and zerofp4 knows {', '.join(KNOWN_VERSIONS)}: others "
+                "may lay out, cast or gather NVFP4 weights in other ways, and nothing would say so"
+            )
+        self.version = version
+
+    def __getitem__(self, name: str) -> Any:
+        return importlib.import_module(f"megatron.core.{name}")
+
+    def had(self, owner: Any, name: str) -> Any:
+        """What owner has under a name that is to be replaced: of a class, a plain function."""
+        value = vars(owner).get(name, self)
+        if value is self:
+            raise RuntimeError(
+                f"Megatron-Core {self.version} has no {owner.__name__}.{name}, which zerofp4 replaces"
+            )
+        return getattr(value, "__func__", value)
+
+
+def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
+    """(module or class, name, new value)"""
+    fp4, fp8 = megatron["fp4_utils"], megatron["fp8_utils"]
+    buffers, optimizers = (
+        megatron["distributed.param_and_grad_buffer"],
+        megatron["optimizer.distrib_optimizer"],
+    )
+    yield from _tensor_class(megatron, fp4)
+    for name, make, owners in (
+        ("modify_nvfp4_rowwise_storage", casting.make_modify_rowwise_storage, (fp4, buffers)),
+        ("quantize_nvfp4_param_shard", casting.make_quantize_param_shard, (fp4, optimizers)),
+        ("te_post_all_gather_processing", casting.make_post_all_gather, (fp4, fp8)),
+    ):
+        value = make(megatron.had(owners[0], name))
+        # Some modules have it by its name; in 0.18 not all of these.
+        yield from ((owner, name, value) for owner in owners if name in vars(owner))
+
+    def is_packed(parameter: Any) -> bool:
+        grouped = getattr(fp4, "is_grouped_nvfp4tensor", None)
+        return fp4.is_nvfp4tensor(parameter) or (grouped is not None and grouped(parameter))
+
+    buffer, name = buffers._ParamAndGradBuffer, "_compute_nvfp4_packed_layout"
+    yield buffer, name, layout.make_packed_layout(megatron.had(buffer, name), is_packed)
+    optimizer, name = optimizers.DistributedOptimizer, "_compute_per_buffer_param_layout"
+    yield optimizer, name, staticmethod(layout.make_buffer_layout(megatron.had(optimizer, name), is_packed))
+    name = "_build_model_and_main_param_groups"
+    yield optimizer, name, layout.make_param_groups(megatron.had(optimizer, name))
+    for name in ("load_state_dict", "load_parameter_state"):
+        make = getattr(checkpoints, f"make_{name}")
+        yield optimizer, name, make(megatron.had(optimizer, name))
+    fsdp = megatron["distributed.fsdp.mcore_fsdp_adapter"].FullyShardedDataParallel
+    yield fsdp, "__init__", layout.make_refusal(megatron.had(fsdp, "__init__"))
+    nested_values = megatron["dist_checkpointing.dict_utils"].nested_values
+    for module in ("serialization", "tensor_aware_state_dict"):
+        for name in ("save_preprocess", "load_preprocess"):
+            owner = megatron[f"dist_checkpointing.{module}"]
+            yield owner, name, checkpoints.make_preprocess(megatron.had(owner, name), nested_values)
+
+
+def _tensor_class(megatron: _Megatron, fp4: Any) -> Iterator[tuple[Any, str, Any]]:
+    """is_nvfp4tensor() looks at these when it is called."""
+    theirs = megatron.had(fp4, "FP4_TENSOR_CLASS") if megatron.had(fp4, "HAVE_TE_FP4_TENSOR_CLASS") else None
+    yield fp4, "HAVE_TE_FP4_TENSOR_CLASS", True
+    yield fp4, "FP4_TENSOR_CLASS", NVFP4Tensor if theirs is None else (NVFP4Tensor, theirs)

@@ -1,0 +1,113 @@
+"""Where the packed codes of NVFP4 weights lie in Megatron's parameter buffer, and what that cannot hold."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zerofp4.storage import called
+from zerofp4.tensors import NVFP4Tensor
+
+
+def make_packed_layout(original: Callable, is_packed: Callable[[Any], bool]) -> Callable:
+    """is_packed: whether Megatron takes a parameter for one in NVFP4, ours or TransformerEngine's."""
+
+    def _compute_nvfp4_packed_layout(self, params_with_names: Sequence[tuple[Any, str]]) -> None:
+        """The layout of gradients and masters, halved.
+
+        A rank casts the elements of its slice of each bucket, and gathering takes the same slice of the
+        bucket of bytes: two layouts that are padded on their own put some bytes into the slice of a rank that
+        did not cast them, and nothing says that they are stale. Slices of whole bytes need buckets that are
+        multiples of 2 * ranks elements (make_buffer_layout).
+
+        Raises ValueError for what cannot work with our weights.
+        """
+        params = [param for param, _ in params_with_names]
+        ours = [(param, name) for param, name in params_with_names if isinstance(param, NVFP4Tensor)]
+        if not all(map(is_packed, params)):
+            if ours:
+                raise ValueError(f"{ours[0][1]}: weights in NVFP4 and in FP8 cannot share a buffer")
+            return original(self, params_with_names)
+        for param, name in ours:
+            _check_config(self.ddp_config, param, name)
+        whole = 2 * self.data_parallel_world_size if self.ddp_config.use_distributed_optimizer else 2
+        bounds = [bound for start, end, _ in self.param_index_map.values() for bound in (start, end)]
+        bad = [end for _, end in self.bucket_indices if end % whole] + [b for b in bounds if b % 2]
+        if bad:
+            raise ValueError(
+                f"a parameter or bucket that begins or ends at element {bad[0]} does not have whole bytes on "
+                f"each of {self.data_parallel_world_size} ranks: was the layout made before install()?"
+            )
+        self.nvfp4_packed_param_index_map = {
+            param: (start // 2, end // 2, bucket)
+            for param, (start, end, bucket) in self.param_index_map.items()
+        }
+        self.nvfp4_packed_bucket_indices = [(start // 2, end // 2) for start, end in self.bucket_indices]
+        last = {bucket: end for _, end, bucket in sorted(self.param_index_map.values(), key=lambda at: at[1])}
+        starts = [start for start, _ in self.bucket_indices]
+        self.nvfp4_packed_numel_unpadded = sum((last[b] - start) // 2 for b, start in enumerate(starts))
+
+    return _compute_nvfp4_packed_layout
+
+
+def make_buffer_layout(original: Callable, is_packed: Callable[[Any], bool]) -> Callable:
+    def _compute_per_buffer_param_layout(
+        params, bucket_size, data_parallel_world_size, ddp_config, param_indices=None
+    ):
+        """Buckets of NVFP4 weights are padded as for twice the ranks, so that a slice is whole bytes."""
+        shards = data_parallel_world_size * (2 if any(map(is_packed, params)) else 1)
+        layout = original(params, bucket_size, shards, ddp_config, param_indices)
+        if hasattr(layout, "num_optimizer_shards"):
+            layout = dataclasses.replace(layout, num_optimizer_shards=data_parallel_world_size)
+        return layout
+
+    return _compute_per_buffer_param_layout
+
+
+def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
+    wanted = {"use_distributed_optimizer": True, "fp4_param_gather": True, "fp8_param_gather": False}
+    for option, value in wanted.items():
+        if getattr(ddp_config, option) != value:
+            raise ValueError(
+                f"{name}: weights in NVFP4 need DistributedDataParallelConfig({option}={value}), or nothing "
+                "would cast them"
+            )
+    if getattr(param, "is_managed_by_layer_wise_optimizer", False):
+        raise ValueError(
+            f"{name}: LayerWiseDistributedOptimizer (Muon) gathers weights in bf16, not in NVFP4"
+        )
+
+
+def make_param_groups(original: Callable) -> Callable:
+    """original: the function of the class method."""
+
+    def _build_model_and_main_param_groups(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config):
+        """Raises ValueError where masters would not be made, or not be cast."""
+        for param in (p for group in opt_group_ranges for p in group["params"] if isinstance(p, NVFP4Tensor)):
+            for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+                if getattr(config, option, False):
+                    raise ValueError(
+                        f"OptimizerConfig({option}=True) keeps the masters of {called('a weight', param)} "
+                        "where they cannot be cast to NVFP4"
+                    )
+            if param.get_high_precision_init_val() is None:
+                raise ValueError(
+                    f"{called('a weight', param)} has no initial value for its master: an optimizer had it "
+                    "before, or its codes were written since convert_model (broadcast_params)"
+                )
+        return original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+
+    return classmethod(_build_model_and_main_param_groups)
+
+
+def make_refusal(original: Callable) -> Callable:
+    """original: the constructor of Megatron-FSDP."""
+
+    def __init__(self, config, ddp_config, module, *args, **kwargs):
+        held = [name for name, param in module.named_parameters() if isinstance(param, NVFP4Tensor)]
+        if held:
+            raise NotImplementedError(
+                f"Megatron-FSDP cannot shard {held[0]}, a weight in NVFP4: use DistributedDataParallel"
+            )
+        original(self, config, ddp_config, module, *args, **kwargs)
+
+    return __init__
