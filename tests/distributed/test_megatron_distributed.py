@@ -1,0 +1,189 @@
+"""Megatron-Core's own DDP and distributed optimizer train NVFP4 weights: zerofp4.integrations.megatron."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from megatron_wheel import megatron_groups, why_no_megatron
+
+from distributed.run import on_ranks
+
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(why_no_megatron() is not None, reason=str(why_no_megatron())),
+]
+
+BUCKETS = {"overlap_grad_reduce": True}
+OVERLAP = {**BUCKETS, "overlap_param_gather": True}
+
+# Megatron pads for a bandwidth of many ranks, and wants more than one bucket of what it pads.
+PADDED = {**BUCKETS, "pad_buckets_for_high_nccl_busbw": True}
+
+
+def train(gpt, steps: int = 2, micro_batches: int = 1, **options):
+    """A model that was trained for some steps; its weights were right after each."""
+    trained = gpt.build(**options)
+    for index in range(steps):
+        gpt.step(trained, index, micro_batches)
+        gpt.gather_now(trained)
+        wrong = gpt.wrong_bytes(trained)
+        assert wrong == 0, f"{wrong} bytes are not of the quantized masters after step {index} with {options}"
+    return trained
+
+
+@on_ranks(2)
+def test_every_rank_has_the_quantized_masters_after_every_step(world):
+    with megatron_groups() as gpt:
+        plain = train(gpt)
+        assert len(plain.weights()) == 8 and len(plain.model.buffers[-1].buckets) == 1
+        train(gpt, micro_batches=2, ddp={"grad_reduce_in_fp32": True}, converted="")
+        overlapped = train(gpt, steps=3, micro_batches=3, ddp=OVERLAP, columnwise=True)
+        assert len(overlapped.model.buffers[-1].buckets) > 1
+        some = train(gpt, ddp=OVERLAP, converted="mlp", add_bias_linear=True)
+        assert len(some.weights()) == 4
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    [
+        ({}, {"ddp": OVERLAP}),
+        ({"tp": 2}, {"ddp": BUCKETS, "sequence_parallel": True}),
+        ({"tp": 4}, {"ddp": OVERLAP}),
+        ({"pp": 2}, {"ddp": OVERLAP, "micro_batches": 3}),
+        ({"ep": 2}, {"ddp": OVERLAP, "num_moe_experts": 4, "moe_router_load_balancing_type": "none"}),
+    ],
+    ids=["dp4", "tp2", "tp4", "pp2", "ep2"],
+)
+def test_other_parallelism(world, groups, options):
+    with megatron_groups(**groups) as gpt:
+        trained = train(gpt, **options)
+        if "num_moe_experts" in options:
+            experts = [weight for name, weight in trained.weights().items() if "experts" in name]
+            assert len(experts) == 2 * 2 * 2 and not any(weight.allreduce for weight in experts)
+            assert len(trained.optimizers()) == 2
+            gpt.forget_routes(trained)
+
+
+BREAKING = {
+    2: [{**PADDED, "bucket_size": 40_000}],
+    3: [BUCKETS, {**PADDED, "bucket_size": 70_000}],
+    4: [PADDED],
+}
+"""By number of ranks: where Megatron's own layout gathers bytes from ranks that did not cast them."""
+
+
+def with_original_layout():
+    """Megatron lays packed codes out itself again, the rest of the hook stays."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+    from zerofp4.integrations.megatron import hook
+
+    name = "_compute_nvfp4_packed_layout"
+    original = next(value for owner, n, value in hook._replaced if owner is _ParamAndGradBuffer and n == name)
+    return mock.patch.object(_ParamAndGradBuffer, name, original)
+
+
+@on_ranks(2, 3, 4)
+def test_bytes_are_gathered_from_the_rank_that_cast_them(world):
+    with megatron_groups() as gpt:
+        for ddp in BREAKING[world.world_size]:
+            train(gpt, hidden=64, layers=3, ddp=ddp)
+            with with_original_layout():
+                trained = gpt.build(hidden=64, layers=3, ddp=ddp)
+                gpt.step(trained, 0)
+                assert gpt.wrong_bytes(trained) > 0, f"{ddp} breaks nothing"
+
+
+@on_ranks(2)
+def test_100_steps_are_those_of_zerofp4_optimizer_with_the_same_gradients(world):
+    import torch
+
+    from zerofp4.optim import ZeroFP4Optimizer
+
+    with megatron_groups() as gpt:
+        lr, decay = 1e-2, 0.1
+        small = {"hidden": 32, "layers": 1}
+        trained = gpt.build(**small, optimizer={"clip_grad": 0.0, "lr": lr, "weight_decay": decay})
+        other = gpt.model(**small)
+        options = {"optimizer_class": torch.optim.AdamW, "lr": lr, "weight_decay": decay}
+        optimizer = ZeroFP4Optimizer(other.parameters(), **options)
+        pairs = list(zip(trained.model.module.parameters(), other.parameters(), strict=True))
+        for index in range(100):
+            loss = gpt.step(trained, index)
+            with torch.no_grad():
+                assert gpt.loss(other, index).item() == loss, f"step {index}"
+            gradients = gpt.reduced_gradients(trained)
+            for mine, theirs in pairs:
+                theirs.grad = gradients[mine].to(theirs.dtype)
+            optimizer.step()
+        assert gpt.wrong_bytes(trained) == 0
+
+
+@on_ranks(2)
+def test_masters_that_are_not_finite_are_raised_in_the_next_step_on_every_rank(world):
+    with megatron_groups() as gpt:
+        trained = gpt.build()
+        gpt.step(trained, 0)
+        weight = next(iter(trained.weights().values()))
+        if getattr(weight, "main_param", None) is not None:  # on the ranks that own a part of it
+            weight.main_param[-1] = float("nan")
+        before = weight.rowwise_data.clone()
+        gpt.step(trained, 1)
+        assert weight.rowwise_data.equal(before)
+        with pytest.raises(FloatingPointError, match="NaN or Inf in the step before this one"):
+            gpt.step(trained, 2)
+
+
+@contextlib.contextmanager
+def shared_folder(world):
+    """A folder that all ranks see."""
+    import torch.distributed as dist
+
+    found = [tempfile.mkdtemp(prefix="zerofp4-megatron-") if world.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    yield Path(found[0])
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(found[0])
+
+
+@on_ranks(4)
+def test_checkpoints_of_other_ranks_and_of_bf16(world):
+    with shared_folder(world) as folder:
+        with megatron_groups(pp=2) as gpt:
+            first = train(gpt, ddp=OVERLAP)
+            before = gpt.fingerprints(first)
+            assert len(before) == 8
+            gpt.save(first, folder / "pp2")
+        with megatron_groups() as gpt:
+            second = gpt.build(ddp=OVERLAP)
+            gpt.load(second, folder / "pp2")
+            assert gpt.fingerprints(second) == before and gpt.wrong_bytes(second) == 0
+            gpt.step(second, 2)
+            gpt.gather_now(second)
+            assert gpt.wrong_bytes(second) == 0
+            gpt.save(second, folder / "dp4")
+
+            plain = gpt.build(nvfp4=False)
+            gpt.load(plain, folder / "dp4")
+            assert_same_masters(gpt, plain, second)
+            gpt.step(plain, 3)
+            gpt.save(plain, folder / "bf16")
+            third = gpt.build()
+            gpt.load(third, folder / "bf16")
+            assert_same_masters(gpt, plain, third)
+            assert gpt.wrong_bytes(third) == 0
+            gpt.step(third, 4)
+            assert gpt.wrong_bytes(third) == 0
+
+
+def assert_same_masters(gpt, one, other) -> None:
+    found = [gpt.named_masters(trained) for trained in (one, other)]
+    assert found[0].keys() == found[1].keys()
+    assert all(found[0][name].equal(found[1][name]) for name in found[0])

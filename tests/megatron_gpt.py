@@ -1,0 +1,278 @@
+"""A small GPT of Megatron-Core's local spec, trained with NVFP4 weights, and what must hold of it.
+
+Import it inside `with OnCpu():` where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import nn
+
+from zerofp4 import NVFP4Tensor, quantize
+from zerofp4.integrations import megatron
+
+VOCABULARY, LENGTH = 128, 16
+
+
+@dataclasses.dataclass
+class Trained:
+    """A model in Megatron's DDP and its optimizer."""
+
+    model: Any
+    optimizer: Any
+    config: TransformerConfig
+
+    def weights(self) -> dict[str, NVFP4Tensor]:
+        return {n: p for n, p in self.model.named_parameters() if isinstance(p, NVFP4Tensor)}
+
+    def optimizers(self) -> list:
+        """The DistributedOptimizers: of the dense parameters, and of experts."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+
+def model(
+    *,
+    nvfp4: bool = True,
+    converted: str | None = None,
+    columnwise: bool = False,
+    hidden: int = 48,
+    layers: int = 2,
+    **config,
+) -> Float16Module:
+    """A GPT on this rank, the same in every call. converted: what the names of converted layers contain; None
+    is what is converted by default. config: changes of the TransformerConfig.
+    """
+    settings = TransformerConfig(
+        **{
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": 4,
+            "use_cpu_initialization": True,
+            "params_dtype": torch.bfloat16,
+            "bf16": True,
+            "pipeline_dtype": torch.bfloat16,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "gradient_accumulation_fusion": False,
+            "add_bias_linear": False,
+            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            **config,
+        }
+    )
+    torch.manual_seed(0)
+    # Megatron's own wrapper of torch's norm refuses sequence parallelism.
+    norm = mock.patch.object(
+        WrappedTorchNorm, "__new__", lambda _, config, hidden_size, eps: nn.LayerNorm(hidden_size, eps)
+    )
+    with norm:
+        gpt = GPTModel(
+            settings,
+            get_gpt_layer_local_spec(num_experts=settings.num_moe_experts),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+        )
+    for name, parameter in gpt.named_parameters():
+        if settings.sequence_parallel and "norm" in name:  # as Megatron's own norms have it, with Apex
+            parameter.sequence_parallel = True
+    made = Float16Module(settings, gpt.to("cuda" if torch.cuda.is_available() else "cpu"))
+    if nvfp4:
+        chosen = None if converted is None else lambda _, name: converted in name
+        megatron.convert_model(made, chosen, columnwise=columnwise)
+    return made
+
+
+def build(
+    *, ddp: dict | None = None, optimizer: dict | None = None, nvfp4: bool = True, **options
+) -> Trained:
+    """The model with these options in Megatron's DDP. ddp and optimizer: changes of their configurations."""
+    made = model(nvfp4=nvfp4, **options)
+    ddp_options = {"use_distributed_optimizer": True, "fp4_param_gather": nvfp4, "bucket_size": 20_000}
+    ddp_config = DistributedDataParallelConfig(**{**ddp_options, **(ddp or {})})
+    wrapped = DistributedDataParallel(made.config, ddp_config, made)
+    chosen = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "bf16": True, "clip_grad": 1.0}
+    chosen |= {"use_distributed_optimizer": True, "overlap_param_gather": ddp_config.overlap_param_gather}
+    config = OptimizerConfig(**{**chosen, **(optimizer or {})})
+    return Trained(wrapped, get_megatron_optimizer(config, [wrapped]), made.config)
+
+
+def tokens(step: int, batch: int = 2) -> torch.Tensor:
+    """Other ones on each data-parallel rank and in each step."""
+    generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+    return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=generator)
+
+
+def step(trained: Trained, index: int, micro_batches: int = 1) -> float:
+    """A step of training, through Megatron's own schedule; its loss, on the last pipeline stage."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model, optimizer = trained.model, trained.optimizer
+    trained.config.finalize_model_grads_func = finalize_model_grads
+    trained.config.no_sync_func = model.no_sync if model.ddp_config.overlap_grad_reduce else None
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    device = next(model.parameters()).device
+
+    def forward(_, gpt):
+        drawn = tokens(1000 * index + forward.calls).to(device)
+        forward.calls += 1
+        places = torch.arange(LENGTH, device=device).expand_as(drawn)
+        output = gpt(drawn, places, None, labels=drawn.roll(-1, 1))
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    forward.calls = 0
+    losses = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=None,
+        model=[model],
+        num_microbatches=micro_batches,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        decoder_seq_length=LENGTH,
+        forward_only=False,
+    )
+    updated, _, _ = optimizer.step()
+    assert updated
+    return sum(loss["loss"].item() for loss in losses)
+
+
+def gather_now(trained: Trained) -> None:
+    """Where the gather would overlap with the next forward pass: all of it, now."""
+    if trained.model.ddp_config.overlap_param_gather:
+        trained.model.start_param_sync(force_sync=True)
+
+
+def forget_routes(trained: Trained) -> None:
+    """What dispatchers of tokens keep of the last pass is its graph, and with it the model: a circle that
+    Python cannot see.
+    """
+    for module in trained.model.modules():
+        kept = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
+        kept.update({name: None for name, value in kept.items() if isinstance(value, torch.Tensor)})
+
+
+def loss(gpt: torch.nn.Module, index: int) -> torch.Tensor:
+    """Of the model on the tokens of a step of one micro-batch."""
+    drawn = tokens(1000 * index).to(next(gpt.parameters()).device)
+    places = torch.arange(LENGTH, device=drawn.device).expand_as(drawn)
+    return gpt(drawn, places, None, labels=drawn.roll(-1, 1)).mean()
+
+
+def reduced_gradients(trained: Trained) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The whole gradients, as all ranks averaged them and the last step used them."""
+    return _whole(trained.optimizers()[0], lambda main: main.grad)
+
+
+def masters(optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The whole FP32 masters of a DistributedOptimizer."""
+    return _whole(optimizer, lambda main: main)
+
+
+def named_masters(trained: Trained) -> dict[str, torch.Tensor]:
+    names = {parameter: name for name, parameter in trained.model.named_parameters()}
+    found = [item for optimizer in trained.optimizers() for item in masters(optimizer).items()]
+    return {names[parameter]: master for parameter, master in found}
+
+
+def _whole(optimizer, of_master: Callable) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Of each parameter, what its ranks have of it with their parts of the master."""
+    found = {}
+    group = optimizer.data_parallel_group
+    params = [p for buffer in optimizer.buffers for p in buffer.params]
+    own = {
+        p: main
+        for models, mains in zip(
+            optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
+        )
+        for p, main in zip(models, mains, strict=True)
+    }
+    for param in params:
+        whole = torch.zeros(param.numel(), device=param.device)
+        if param in own:
+            at = optimizer._get_model_param_range_map(param)["param"]
+            whole[at.start : at.end] = of_master(own[param])
+        dist.all_reduce(whole, group=group)
+        found[param] = whole.view(param.shape)
+    return found
+
+
+def wrong_bytes(trained: Trained) -> int:
+    """How many bytes of the weights on this rank are not those of their quantized masters; other weights are
+    compared with their rounded masters.
+    """
+    wrong = 0
+    for optimizer in trained.optimizers():
+        for param, master in masters(optimizer).items():
+            if not isinstance(param, NVFP4Tensor):
+                wrong += int((param.detach() != master.to(param.dtype)).sum())
+                continue
+            expected = quantize(master.to(param.dtype), columnwise=param.columnwise_data is not None)
+            for (name, buffer), (_, other) in zip(
+                param.record.buffers(), expected.record.buffers(), strict=True
+            ):
+                assert buffer.shape == other.shape, name
+                wrong += int((buffer.view(torch.uint8) != other.view(torch.uint8)).sum())
+    return wrong
+
+
+def fingerprints(trained: Trained) -> dict[str, str]:
+    """Of the bytes of all NVFP4 weights of the model, by layer and name; from all ranks, which must agree."""
+    mine = {}
+    for layer in trained.model.module.module.decoder.layers:
+        for name, weight in layer.named_parameters():
+            if isinstance(weight, NVFP4Tensor):
+                content = b"".join(
+                    bytes(b.cpu().view(torch.uint8).numpy()) for _, b in weight.record.buffers()
+                )
+                mine[f"{layer.layer_number} {name}"] = hashlib.sha256(content).hexdigest()
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    found: dict[str, str] = {}
+    for name, digest in (item for others in everyones for item in others.items()):
+        assert found.setdefault(name, digest) == digest, f"{name} differs between ranks"
+    return found
+
+
+def _sharded(trained: Trained, is_loading: bool) -> dict:
+    model = trained.model.sharded_state_dict()
+    how = {"distrib_optim_sharding_type": "fully_reshardable"}
+    return {
+        "model": model,
+        "optimizer": trained.optimizer.sharded_state_dict(model, is_loading, metadata=how),
+    }
+
+
+def save(trained: Trained, folder: Path) -> None:
+    """A distributed checkpoint, in a folder that all ranks see. Collective."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(_sharded(trained, is_loading=False), str(folder))
+    dist.barrier()
+
+
+def load(trained: Trained, folder: Path) -> None:
+    """As Megatron does: the model, then its optimizer. Collective."""
+    state = dist_checkpointing.load(_sharded(trained, is_loading=True), str(folder))
+    trained.model.load_state_dict(state["model"])
+    trained.optimizer.load_state_dict(state["optimizer"])
