@@ -1,4 +1,6 @@
-// The optimizer's update of a list of tensors, and the mean of gradients.
+// The optimizer's update of a list of tensors, and the mean and the check of gradients.
+
+#include <algorithm>
 
 #include "bindings/bindings.h"
 #include "dispatch/update.h"
@@ -39,6 +41,10 @@ AdamWOptions adamw_options(uintptr_t lr_address, uintptr_t skip, double lr, doub
     return options;
 }
 
+GradientPieces gradient_pieces(uintptr_t received, int64_t stride, uintptr_t masters, int rank, int count) {
+    return {pointer<const void>(received), stride, pointer<const float>(masters), rank, count};
+}
+
 void average(const Target& target, uintptr_t pieces, int dtype, int64_t count, int64_t numel,
              uintptr_t output) {
     const AverageArgs args{pointer<const void>(pieces), static_cast<DType>(dtype), count, numel,
@@ -46,6 +52,24 @@ void average(const Target& target, uintptr_t pieces, int dtype, int64_t count, i
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.average(args, threads); },
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.average(args, stream); });
+}
+
+// Tensors of one dtype; words by tensor, above 0.
+void find_nonfinite(const Target& target, const std::vector<uintptr_t>& tensors,
+                    const std::vector<int64_t>& numels, const std::vector<int32_t>& words, int dtype,
+                    uintptr_t found) {
+    for (size_t first = 0; first < tensors.size(); first += kNonfiniteTensors) {
+        NonfiniteArgs args{};
+        args.count = static_cast<int32_t>(std::min<size_t>(tensors.size() - first, kNonfiniteTensors));
+        for (int i = 0; i < args.count; ++i) args.tensors[i] = pointer<const void>(tensors[first + i]);
+        std::copy_n(numels.data() + first, args.count, args.numels);
+        std::copy_n(words.data() + first, args.count, args.words);
+        args.dtype = static_cast<DType>(dtype);
+        args.found = pointer<int32_t>(found);
+        dispatch(
+            target, [&](const cpu::Kernels& k, int threads) { k.find_nonfinite(args, threads); },
+            [&](const cuda::Kernels& k, cudaStream_t stream) { k.find_nonfinite(args, stream); });
+    }
 }
 
 }  // namespace
@@ -58,6 +82,9 @@ void bind_optim(py::module_& m) {
     py::class_<AdamWOptions>(m, "AdamWOptions")
         .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "skip"_a, "lr"_a, "beta1"_a, "beta2"_a,
              "eps"_a, "weight_decay"_a, "maximize"_a);
+    py::class_<GradientPieces>(m, "GradientPieces")
+        .def(py::init(&gradient_pieces), py::kw_only(), "received"_a = 0, "stride"_a = 0, "masters"_a = 0,
+             "rank"_a = 0, "count"_a = 0);
     py::class_<AdamWPlan>(m, "AdamWPlan")
         .def(py::init<bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
              "tensors"_a, "reduced"_a)
@@ -65,8 +92,9 @@ void bind_optim(py::module_& m) {
         .def("step_bytes", &AdamWPlan::step_bytes)
         .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
         .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
-        .def("update", &AdamWPlan::update, NoGil());
+        .def("update", &AdamWPlan::update, "target"_a, "pieces"_a, NoGil());
     m.def("average", &average, NoGil());
+    m.def("find_nonfinite", &find_nonfinite, NoGil());
 }
 
 }  // namespace zerofp4::bindings

@@ -8,6 +8,7 @@
 #include "common/args/gather.h"
 #include "common/args/grouped_values.h"
 #include "common/args/mxfp8.h"
+#include "common/args/nonfinite.h"
 #include "common/args/scale_layout.h"
 #include "common/args/transpose.h"
 
@@ -34,6 +35,7 @@ struct Kernels {
     void (*dequantize_mxfp8)(const Mxfp8DequantizeTable&, DType, int threads);
     void (*adamw_update)(const AdamWTable&, int threads);
     void (*average)(const AverageArgs&, int threads);
+    void (*find_nonfinite)(const NonfiniteArgs&, int threads);
 };
 
 // The best table that this processor runs, or the one that the environment variable ZEROFP4_CPU_ISA names

@@ -25,6 +25,7 @@ void quantize_mxfp8(const Mxfp8Args&, int threads);
 void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, int threads);
 void adamw_update(const AdamWTable&, int threads);
 void average(const AverageArgs&, int threads);
+void find_nonfinite(const NonfiniteArgs&, int threads);
 
 extern const Kernels kTable;
 const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
@@ -45,6 +46,7 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &quantize_mxfp8,
                         &dequantize_mxfp8,
                         &adamw_update,
-                        &average};
+                        &average,
+                        &find_nonfinite};
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -34,6 +34,7 @@ void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t first, const ui
                  int64_t count, cudaStream_t);
 void adamw_update(const AdamWTable&, cudaStream_t);
 void average(const AverageArgs&, cudaStream_t);
+void find_nonfinite(const NonfiniteArgs&, cudaStream_t);
 int64_t load_cublaslt(const char* name);
 std::unique_ptr<Product> find_product(const ProductProblem&);
 
@@ -44,7 +45,7 @@ const Kernels* kernels() {
         &quantize,       &tensor_amax_stack, &quantize_stack, &grouped_amax,  &quantize_grouped,
         &grouped_values, &dequantize,        &product_values, &pad_scale,     &unpad_scale,
         &quantize_mxfp8, &dequantize_mxfp8,  &adamw_begin,    &adamw_update,  &average,
-        &load_cublaslt,  &find_product};
+        &find_nonfinite, &load_cublaslt,     &find_product};
     return &kTable;
 }
 

@@ -45,10 +45,12 @@ void AdamWPlan::begin(const Target& target, const AdamWOptions& options, int64_t
         });
 }
 
-void AdamWPlan::update(const Target& target) const {
+void AdamWPlan::update(const Target& target, const GradientPieces& pieces) const {
+    AdamWTable table = table_;
+    table.pieces = pieces;
     dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.adamw_update(table_, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.adamw_update(table_, stream); });
+        target, [&](const cpu::Kernels& k, int threads) { k.adamw_update(table, threads); },
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.adamw_update(table, stream); });
 }
 
 }  // namespace zerofp4

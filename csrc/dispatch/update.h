@@ -25,10 +25,11 @@ class AdamWPlan {
     void set_device_tables(uintptr_t descriptors, uintptr_t steps);
 
     // Counts the step of tensors [first, first + gradients.size()), which share their options, where the
-    // address of the gradient is not 0. Comes before `update` for all tensors.
+    // address of the gradient is not 0. Comes before `update` for all tensors. Where that is given pieces,
+    // the gradients are this rank's own.
     void begin(const Target& target, const AdamWOptions& options, int64_t first,
                const std::vector<uintptr_t>& gradients);
-    void update(const Target& target) const;
+    void update(const Target& target, const GradientPieces& pieces) const;
 
   private:
     bool on_cpu_;

@@ -53,6 +53,25 @@ class Timer:
         self.session.count(f"{name}/{self.places}", "milliseconds", found, rule)
         return found
 
+    def host_ms(self, name: str, run: Callable[[], object]) -> None:
+        """How long the host takes to queue what the device then does."""
+        times = []
+        for _ in range(WARM_UP + self.repeats):
+            dist.barrier()
+            self.session.clock.synchronize()
+            begin = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - begin) * 1e3)
+        self.session.clock.synchronize()
+        rule = "median on rank 0 until all is queued, of what a step does after its vote"
+        self.session.count(f"{name}/{self.places}", "milliseconds", statistics.median(times[WARM_UP:]), rule)
+
+    def sizes(self, described: dict) -> None:
+        """What optimizer.describe() says that a rank sends."""
+        for phase, nbytes in described["bytes_sent"].items():
+            rule = f"sent by a rank in a step, {len(described['buckets'])} buckets"
+            self.session.count(f"sent_{phase}/{self.places}", "megabytes", nbytes / MEGABYTES, rule)
+
     def _once(self, run: Callable[[], object]) -> float:
         dist.barrier()
         self.session.clock.synchronize()
@@ -102,17 +121,22 @@ def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float |
         optimizer.clip_grad_norm_(MAX_NORM)
         optimizer.step()
 
+    present = [True] * len(parameters)
+
     def update() -> None:
-        optimizer._update_masters([True] * len(parameters))
-        optimizer._publish()
+        optimizer._step_in_buckets(None, present)
 
     found = {}
     with torch.no_grad(), timer.peak("memory", "weights, gradients and state included"):
         found["step"] = timer.ms("step", optimizer.step, "ZeroFP4Optimizer.step() with FusedAdamW")
         found["step_clipped"] = timer.ms("step_clipped", clipped, "clip_grad_norm_ and step()")
-        reduce = "gradients to the FP32 slices"
+        timer.host_ms("host_step", lambda: optimizer._step_in_buckets(gradients, present))
+        scan = "a NaN or Inf in a rank's own gradients, without the vote"
+        timer.ms("scan", lambda: optimizer._nonfinite.word(gradients), scan)
+        reduce = "gradients to the FP32 slices, as clip_grad_norm_ reduces them"
         found["reduce"] = timer.ms("reduce", lambda: optimizer._reduce_gradients(gradients), reduce)
         found["update"] = timer.ms("update", update, "from reduced FP32 gradients to weights on every rank")
+        timer.sizes(optimizer.describe())
         publish = "from masters to weights on every rank, amaxes included"
         found["publish"] = timer.ms("publish", optimizer._publish, publish)
     return found

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import NVFP4Tensor
-from zerofp4.optim import ZeroFP4Optimizer, reduction
+from zerofp4.optim import ZeroFP4Optimizer
 
 # Sizes that cut parameters at slice boundaries, also inside rows and tiles.
 SPECIFICATIONS = [
@@ -69,12 +69,19 @@ def averaged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Injected(ZeroFP4Optimizer):
-    """Takes the gradients of this rank for those of the whole group."""
+    """Takes the gradients of this rank for those of the whole group, and updates all masters at once."""
 
     def _reduce_gradients(self, gradients):
-        for bucket in self._reducer._buckets:
-            reduction.pack(bucket, gradients)
-            bucket.output.copy_(bucket.received[self._reducer.rank])
+        for i, shard in enumerate(self._shards.shards()):
+            if shard.numel:
+                own = self._shards.gradients[i]
+                if gradients[i] is None:
+                    own.zero_()
+                else:
+                    own.copy_(gradients[i].reshape(-1)[shard.start : shard.end])
+
+    def _can_update_in_buckets(self):
+        return False
 
 
 class Net(nn.Module):

@@ -243,7 +243,7 @@ def test_ranks_that_own_nothing(world):
 def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type):
     parameters = parameters_of(world)
     optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0)
-    for bucket in optimizer._reducer._buckets:
+    for bucket in optimizer._reducer._stretches:
         bucket.sent.fill_(math.nan)
         bucket.received.fill_(math.nan)  # what lies between parameters must not get into the norm
     before = optimizer.gathered_masters()

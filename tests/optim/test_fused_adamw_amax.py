@@ -137,7 +137,7 @@ def test_amaxes_of_masters_that_were_written_are_outdated(device, in_one_buffer)
     assert not optimizer.amaxes_outdated()
     optimizer.offer_amaxes(plan)
     assert not optimizer.amaxes_outdated()
-    assert len(optimizer._route.counted) == (1 if in_one_buffer else len(masters))
+    assert len(optimizer._parts[0].route.counted) == (1 if in_one_buffer else len(masters))
     for master in masters:
         master.grad = torch.randn_like(master)
         optimizer.step()
@@ -173,7 +173,7 @@ def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monke
         def fail():
             raise RuntimeError("no gradient today")
 
-        monkeypatch.setattr(optimizer._stage, "update", fail)
+        monkeypatch.setattr(optimizer._parts[0].stage, "update", fail)
         plan.step()
     with pytest.raises((RuntimeError, TypeError), match="gradient"):
         optimizer.step()

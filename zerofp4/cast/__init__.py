@@ -3,12 +3,13 @@
 from zerofp4.cast.function import cast_master_weights_to_nvfp4
 from zerofp4.cast.gather import all_gather_nvfp4, post_all_gather_processing
 from zerofp4.cast.plan import CastPlan
-from zerofp4.cast.request import check_castable
+from zerofp4.cast.request import check_castable, number_groups
 
 __all__ = [
     "CastPlan",
     "all_gather_nvfp4",
     "cast_master_weights_to_nvfp4",
     "check_castable",
+    "number_groups",
     "post_all_gather_processing",
 ]

@@ -71,6 +71,7 @@ class PlanParts:
         self._captured: dict[int, torch.Tensor] = {}
         self._gather: PackedGather | None = None
         self._amaxes = Amaxes.NONE
+        self._travelling: distributed.Pending | None = None
         self._hash = plan_hash(signatures)
         self._stages = CastStages(
             self._items(),

@@ -15,6 +15,9 @@ from zerofp4.cast.status import PEER_MESSAGE
 from zerofp4.distributed import attempt
 from zerofp4.ops import MasterPiece
 
+REDUCTION = "reducing the amaxes of a cast"
+"""The stage of a step's one collective."""
+
 
 class CastPlan(PlanParts):
     """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
@@ -96,6 +99,15 @@ class CastPlan(PlanParts):
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
         self._amaxes = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
 
+    def leave_amaxes(self) -> None:
+        """Compute the amaxes of all masters now, unless an update has left them: the next step() does not,
+        and masters must not be written until then. Queued on the current stream.
+        """
+        left = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
+        if self._amaxes is not left:
+            self._stages.begin_amax(self._stages.target())
+            self._amaxes = left
+
     # A step
 
     def step(self) -> None:
@@ -127,6 +139,34 @@ class CastPlan(PlanParts):
         borrowed: what the step uses and the plan does not hold. Returns what is now known to have gone
         wrong in an earlier step.
         """
+        late = self._take_part(error, borrowed)
+        self._reduce()
+        self._write()
+        return late
+
+    def start_step(self) -> RuntimeError | None:
+        """The first half of step(): its reduction is on its way, and other work may be queued beside it.
+        finish_step() is the other half. Every rank must begin its collectives in the same order.
+
+        Raises as step() does, and then there is nothing to finish; returns what is now known to have gone
+        wrong in an earlier step.
+        """
+        late = self._take_part(self.find_moved(every=False), ())
+        if self._sharded:
+            self._travelling = distributed.start_reduce_max(self.reduced, self.group(), REDUCTION)
+        return late
+
+    def finish_step(self) -> None:
+        """What is queued after it on the current stream finds the scales and this rank's codes."""
+        if self._travelling is not None:
+            self._travelling.wait()
+        self._travelling = None
+        self._write()
+
+    def _take_part(
+        self, error: Exception | None, borrowed: Iterable[torch.Tensor | None]
+    ) -> RuntimeError | None:
+        """Have this rank's amaxes in the vector, or raise the error once the others have heard of it."""
         late = self._status.take()
         if late is not None:
             late = RuntimeError(f"an earlier call had no effect: {late}. This step took place")
@@ -136,23 +176,23 @@ class CastPlan(PlanParts):
         if error is not None:
             self._abstain()
             raise error from (error.__cause__ or late)
-        raises = self._request.on_nonfinite == "raise"
-        if raises and capturing:
+        if self._request.on_nonfinite == "raise" and capturing:
             raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
         if capturing:
             self._hold(borrowed)
-        target = self._stages.target()
         if self._amaxes is not (Amaxes.CAPTURED if capturing else Amaxes.LEFT):
-            self._stages.begin_amax(target)
+            self._stages.begin_amax(self._stages.target())
         self._amaxes = Amaxes.NONE
-        self._reduce()
-        self._stages.scale_cast(target)
-        if not capturing:
+        return late
+
+    def _write(self) -> None:
+        """Scales and codes, from the reduced vector."""
+        self._stages.scale_cast(self._stages.target())
+        if not self._status.is_capturing():
             self._status.queued()
-        if raises:
+        if self._request.on_nonfinite == "raise":
             self._status.wait()
             self._raise_nonfinite()
-        return late
 
     @property
     def held_for_graphs(self) -> bool:
@@ -168,7 +208,7 @@ class CastPlan(PlanParts):
 
     def _reduce(self) -> None:
         if self._sharded:
-            distributed.reduce_max(self.reduced, self.group(), "reducing the amaxes of a cast")
+            distributed.reduce_max(self.reduced, self.group(), REDUCTION)
 
     def _abstain(self) -> None:
         """Join the reduction, flagged, so that no rank writes."""

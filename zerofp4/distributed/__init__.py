@@ -8,6 +8,7 @@ from zerofp4.distributed.collectives import (
     reduce_max,
     resolve_group,
     start_exchange,
+    start_reduce_max,
 )
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
 from zerofp4.distributed.packed_gather import PackedGather
@@ -29,4 +30,5 @@ __all__ = [
     "reduce_max",
     "resolve_group",
     "start_exchange",
+    "start_reduce_max",
 ]

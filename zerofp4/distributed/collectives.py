@@ -4,6 +4,7 @@ A group is a torch.distributed process group, or None for a world of one.
 """
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,18 @@ def reduce_max(
             dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
 
 
+def start_reduce_max(
+    vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str = "reducing a maximum"
+) -> Pending | None:
+    """Begin a MAX all-reduce in place; None where there is nobody to reduce with."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    named = Stage(stage, group)
+    with named:
+        work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True)
+    return Pending(work, named)
+
+
 def all_gather_slices(
     flat: torch.Tensor,
     group: dist.ProcessGroup,
@@ -80,20 +93,25 @@ def all_gather_slices(
 
 
 def start_exchange(
-    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, stage: str = "exchanging rows"
+    received: Sequence[Sequence[torch.Tensor]],
+    sent: Sequence[Sequence[torch.Tensor]],
+    group: dist.ProcessGroup,
+    stage: str = "exchanging rows",
 ) -> list[Pending]:
-    """Begin to send every other rank its row of `sent`, and to receive its row of `received` from it.
+    """Begin to send every other rank r the messages of sent[r], and to receive those of received[r] from it.
 
-    Both [world_size, n] contiguous, of any dtype: bytes travel. This rank's own rows are left alone.
+    Contiguous, of any dtype: bytes travel, as many messages of the same lengths as the other rank expects.
+    What there is for this rank itself is not looked at.
     """
     rank, size = rank_and_size(group)
-    sent, received = sent.view(torch.uint8), received.view(torch.uint8)
     calls, peers = [], []
     for step in range(1, size):  # every rank begins with its neighbour, not all with rank 0
         to, source = (rank + step) % size, (rank - step) % size
-        calls.append(dist.P2POp(dist.isend, sent[to], group=group, group_peer=to))
-        calls.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source))
-        peers += [to, source]
+        for message in sent[to]:
+            calls.append(dist.P2POp(dist.isend, message.view(torch.uint8), group=group, group_peer=to))
+        for message in received[source]:
+            calls.append(dist.P2POp(dist.irecv, message.view(torch.uint8), group=group, group_peer=source))
+        peers += [to] * len(sent[to]) + [source] * len(received[source])
     with Stage(stage, group):
         works = dist.batch_isend_irecv(calls)
     if len(works) != len(peers):  # NCCL makes one of all of them

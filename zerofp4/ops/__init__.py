@@ -32,6 +32,7 @@ from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import change_scales
+from zerofp4.ops.nonfinite import find_nonfinite
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
@@ -56,7 +57,7 @@ from zerofp4.ops.stages import (
     TransposeStage,
     transpose_pairs,
 )
-from zerofp4.ops.update import AdamWItem, AdamWStage, adamw_options
+from zerofp4.ops.update import AdamWItem, AdamWStage, RankGradients, adamw_options
 
 __all__ = [
     "ERROR_WORD",
@@ -81,6 +82,7 @@ __all__ = [
     "GatherStages",
     "MasterPiece",
     "Quantization",
+    "RankGradients",
     "TransposeStage",
     "adamw_options",
     "add_scaled_product",
@@ -94,6 +96,7 @@ __all__ = [
     "code_for",
     "current_stream",
     "draw_rng_state",
+    "find_nonfinite",
     "grouped_shapes",
     "grouped_values",
     "has_fp4_tensor_cores",

@@ -32,6 +32,24 @@ class AdamWItem(NamedTuple):
     """What it is of a weight, where its amaxes are wanted; of several matrices, one behind the other."""
 
 
+class RankGradients(NamedTuple):
+    """Gradients that have not been averaged: the mean is ((r0 + r1) + ...) / len(received), in float32, and
+    the bytes are those of ops.average followed by an update.
+
+    received: [ranks, n] contiguous; this rank's row is not read, but what begin() is given. masters: float32
+    [n], a slice in which every item's master lies where its gradients lie in the rows.
+    """
+
+    received: torch.Tensor
+    masters: torch.Tensor
+    rank: int
+
+    def pieces(self) -> _C.GradientPieces:
+        count, stride = self.received.shape
+        addresses = {"received": self.received.data_ptr(), "masters": self.masters.data_ptr()}
+        return _C.GradientPieces(**addresses, stride=stride, rank=self.rank, count=count)
+
+
 class _Split:
     """An item as one for each of its pieces, which follow one another in its arrays.
 
@@ -134,8 +152,13 @@ class AdamWStage:
             ]
         self._plan.begin(target_of(self.device), options, self._firsts[first], addresses)
 
-    def update(self) -> None:
-        self._plan.update(target_of(self.device))
+    def update(self, brought: RankGradients | None = None) -> None:
+        """brought: those of the other ranks; then what begin() was given are this rank's own, of the same
+        dtype.
+        """
+        self._plan.update(
+            target_of(self.device), _C.GradientPieces() if brought is None else brought.pieces()
+        )
 
 
 def adamw_options(

@@ -1,67 +1,19 @@
 """AdamW in one pass over memory, which can leave the tile amaxes of FP32 masters behind for their cast."""
 
-import itertools
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.ops import AdamWItem, AdamWStage, Addresses, MasterPiece, adamw_options, is_capturing
+from zerofp4.ops import AdamWItem, RankGradients, adamw_options, is_capturing
 from zerofp4.optim import fused_checks as checks
-from zerofp4.optim.amaxes import AmaxRoute
+from zerofp4.optim.fused_part import Member, Part
 from zerofp4.optim.local import local_of, local_state
 from zerofp4.optim.parameters import parameter_name
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
-
-
-class _Member(NamedTuple):
-    """A parameter that a step updates or, without a gradient, only reads for its amaxes: what this rank holds
-    of it, of its gradient and of its state.
-    """
-
-    group: int
-    position: int
-    parameter: torch.Tensor
-    gradient: torch.Tensor | None
-    state: dict[str, torch.Tensor] | None
-
-
-class _Layout:
-    """What a stage depends on: which tensors it updates, where they are, and the dtypes of gradients. The
-    addresses of gradients are no part of it: each step gives them anew.
-    """
-
-    def __init__(self, members: Sequence[_Member]):
-        self._tensors, self._dtypes = _held(members), _gradient_dtypes(members)
-        self._numels = list(map(torch.Tensor.numel, self._tensors))
-        self._addresses = Addresses({}, {str(i): tensor for i, tensor in enumerate(self._tensors)})
-
-    def fits(self, members: Sequence[_Member]) -> bool:
-        """Looks at every address, on a GPU too: an assignment to .data of a parameter leaves no mark."""
-        tensors = _held(members)
-        return (
-            len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
-            and _gradient_dtypes(members) == self._dtypes
-            and list(map(torch.Tensor.numel, tensors)) == self._numels
-            and self._addresses.find_moved() is None
-        )
-
-
-def _held(members: Sequence[_Member]) -> list[torch.Tensor]:
-    tensors = [member.parameter for member in members]
-    for member in members:
-        if member.state:
-            tensors += [member.state[key] for key in checks.STATE]
-    return tensors
-
-
-def _gradient_dtypes(members: Sequence[_Member]) -> list[torch.dtype | None]:
-    return [None if member.gradient is None else member.gradient.dtype for member in members]
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -89,11 +41,9 @@ class FusedAdamW(torch.optim.Optimizer):
     """
 
     # On the class: neither pickled nor part of a state dict.
-    _route: AmaxRoute | None = None
-    _stage: AdamWStage | None = None
-    _layout: _Layout | None = None
-    _stream = 0
-    _captured: tuple[AdamWStage, ...] = ()
+    _parts: Sequence[Part] = ()
+    _part_of: dict[torch.Tensor, int] | None = None
+    """Which part a parameter is in; None where all are in the only one."""
 
     def __init__(
         self,
@@ -133,7 +83,8 @@ class FusedAdamW(torch.optim.Optimizer):
             checks.check_amsgrad(group)
         checks.check_loaded(state["state"].values())
         super().__setstate__(state)
-        self._layout = None  # it would keep the old state until the next step
+        for part in self._parts:  # they would keep the old state until the next step
+            part.forget()
         for group in self.param_groups:
             group.update(_TORCH_OPTIONS)
             for p in group["params"]:
@@ -152,20 +103,29 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises ValueError if a master of the plan is not one of the parameters.
         """
         params = [local_of(p) for group in self.param_groups for p in group["params"]]
-        self._route = AmaxRoute(plan, params)
-        self._layout = None
+        self._parts = [Part(params, plan)]
+        self._part_of = None
+
+    def offer_parts(self, parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]]) -> None:
+        """offer_amaxes() of several plans, each with those of all parameters that are its masters, or none:
+        each part is updated in a launch of its own, in this order, and start_update() does so one by one.
+
+        Raises ValueError as offer_amaxes() does, and where a parameter is not in exactly one part.
+        """
+        part_of = {p: k for k, (params, _) in enumerate(parts) for p in params}
+        own = [p for group in self.param_groups for p in group["params"]]
+        if sum(len(params) for params, _ in parts) != len(part_of) or part_of.keys() != set(own):
+            raise ValueError(f"parts must have each of the {len(own)} parameters in exactly one of them")
+        self._parts = [Part([local_of(p) for p in params], plan) for params, plan in parts]
+        self._part_of = part_of
 
     def amaxes_outdated(self) -> bool:
-        """Whether anybody has written to a master of the offered plan after the last step(): a hook, say, or
+        """Whether anybody has written to a master of an offered plan after the last step(): a hook, say, or
         a subclass. Its amaxes are then not those that step() left.
 
         Noticed as autograd notices it: not through .data.
         """
-        return self._route is not None and self._route.is_outdated()
-
-    def _pieces(self, p: torch.Tensor) -> tuple[MasterPiece, ...]:
-        """What the plan that was offered has of a parameter."""
-        return () if self._route is None else self._route.pieces.get(p, ())
+        return any(part.is_outdated() for part in self._parts)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -177,24 +137,31 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        checks.check_found_inf(self.found_inf, self._device())
-        members = self._members()
-        options = [_options(group, self.found_inf) for group in self.param_groups]
-        self._bind(members)
-        if self._route is not None:
-            self._route.begin()
-        self._run(members, options)
-        if self._route is not None:
-            self._route.end()
+        update = self.start_update()
+        for k in range(len(self._parts)):
+            update(k)
         return loss
+
+    def start_update(self) -> "Update":
+        """What step() does in parts: everything is checked, and the function that this returns updates part k
+        of offer_parts(). All parts must be updated, in any order.
+        """
+        checks.check_found_inf(self.found_inf, self._device())
+        if not self._parts:
+            self._parts = [Part((), None)]
+        options = [_options(group, self.found_inf) for group in self.param_groups]
+        return Update(self, self._members(), options)
 
     def _device(self) -> torch.device | None:
         """Of all parameters; None when there are none."""
         return next((p.device for group in self.param_groups for p in group["params"]), None)
 
-    def _members(self) -> list[_Member]:
-        """The parameters of this step in their order, once gradients and options are found to be right."""
-        members, device = [], self._device()
+    def _members(self) -> list[list[Member]]:
+        """The parameters of this step by part, in their order, once gradients and options are found to be
+        right.
+        """
+        members: list[list[Member]] = [[] for _ in self._parts]
+        device = self._device()
         for g, group in enumerate(self.param_groups):
             checks.check_edited_options(g, group, device)
             params = [local_of(p) for p in group["params"]]
@@ -203,24 +170,21 @@ class FusedAdamW(torch.optim.Optimizer):
             if bad is not None:
                 raise checks.gradient_error(parameter_name(g, bad, group), gradients[bad], params[bad])
             for i, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
-                if gradient is not None or self._pieces(p):
-                    state = local_state(self.state.get(group["params"][i]))
-                    members.append(_Member(g, i, p, gradient, state))
+                own = group["params"][i]
+                k = 0 if self._part_of is None else self._part_of[own]
+                if gradient is not None or self._parts[k].pieces(p):
+                    members[k].append(Member(g, i, p, gradient, local_state(self.state.get(own))))
         return members
 
-    def _bind(self, members: list[_Member]) -> None:
+    def _bind(self, part: Part, members: list[Member]) -> None:
         """Have a stage for the members: that of the last step, unless something but gradients has moved."""
         device = self._device()
         on_gpu = device is not None and device.type == "cuda"
         capturing = on_gpu and is_capturing(device)
         if capturing:
             checks.check_capturable(self.param_groups)
-        # A stage's memory is freed in the order of the stream that it was built on.
         stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-        fits = self._layout is not None and self._layout.fits(members)
-        if fits and (capturing or stream == self._stream):
-            if capturing and self._stage not in self._captured:
-                self._captured = (*self._captured, self._stage)  # as long as a graph may be replayed
+        if part.fits(members, stream, capturing):
             return
         if capturing:
             raise RuntimeError(
@@ -228,19 +192,16 @@ class FusedAdamW(torch.optim.Optimizer):
                 "graph: make one such step before the capture"
             )
         for member in members:
-            self._check(member)
-        items = [self._item(member) for member in members]
-        reduced = None if self._route is None else self._route.reduced
-        self._layout = None  # until there is a stage for it
-        self._stage = AdamWStage(items, reduced) if items else None
+            self._check(part, member)
+        items = [self._item(part, member) for member in members]
         members = [member._replace(state=self._state_of(member)) for member in members]
-        self._layout, self._stream = _Layout(members), stream
+        part.build(items, members, stream)
 
-    def _check(self, member: _Member) -> None:
+    def _check(self, part: Part, member: Member) -> None:
         p = member.parameter
         name = parameter_name(member.group, member.position, self.param_groups[member.group])
         checks.check_parameter(name, p, self._device())
-        pieces = self._pieces(p)
+        pieces = part.pieces(p)
         if pieces and pieces[0].master.data_ptr() != p.data_ptr():
             raise RuntimeError(
                 f"{name} is not where the plan's master is: refresh the plan, offer_amaxes anew"
@@ -248,10 +209,10 @@ class FusedAdamW(torch.optim.Optimizer):
         if member.state:
             checks.check_state(name, p, member.state)
 
-    def _state_of(self, member: _Member) -> dict[str, torch.Tensor] | None:
+    def _state_of(self, member: Member) -> dict[str, torch.Tensor] | None:
         return local_state(self.state.get(self.param_groups[member.group]["params"][member.position]))
 
-    def _item(self, member: _Member) -> AdamWItem:
+    def _item(self, part: Part, member: Member) -> AdamWItem:
         p, gradient, state = member.parameter, member.gradient, member.state
         if not state and gradient is not None:
             own = self.param_groups[member.group]["params"][member.position]
@@ -259,20 +220,33 @@ class FusedAdamW(torch.optim.Optimizer):
             state = self._state_of(member)
         tensors = [state[key] if state else None for key in checks.STATE]
         dtype = torch.float32 if gradient is None else gradient.dtype
-        return AdamWItem(p, *tensors, dtype, self._pieces(p))
+        return AdamWItem(p, *tensors, dtype, part.pieces(p))
 
-    def _run(self, members: list[_Member], options: list) -> None:
-        """options: adamw_options of each group."""
-        if self._stage is None:
-            return
-        first = 0
-        for g, some in itertools.groupby(members, lambda member: member.group):
-            gradients = [member.gradient for member in some]
-            self._stage.begin(options[g], first, gradients)
-            first += len(gradients)
-        self._stage.update()
-        # As after any update in place, a backward pass through the old values must fail.
-        torch.autograd.graph.increment_version([m.parameter for m in members if m.gradient is not None])
+
+class Update:
+    """A step of FusedAdamW that is taken part by part."""
+
+    def __init__(self, optimizer: FusedAdamW, members: list[list[Member]], options: list):
+        self._optimizer, self._members, self._options = optimizer, members, options
+
+    def __call__(self, k: int) -> None:
+        self._run(k, self._members[k], None)
+
+    def add_up(self, k: int, brought: RankGradients, own: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Part k with the mean of what the ranks have brought.
+
+        own: by parameter, this rank's gradient, contiguous, of the dtype of the others'. The gradients that
+        the parameters have only say which of them are updated.
+        """
+        members = [
+            m if m.gradient is None else m._replace(gradient=own[m.parameter]) for m in self._members[k]
+        ]
+        self._run(k, members, brought)
+
+    def _run(self, k: int, members: list[Member], brought: RankGradients | None) -> None:
+        part = self._optimizer._parts[k]
+        self._optimizer._bind(part, members)
+        part.run(members, self._options, brought)
 
 
 def _initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import Stage
-from zerofp4.optim.flat import FlatBuffer
+from zerofp4.engine import FlatBuffer
 from zerofp4.shard import Shard, intersect
 from zerofp4.tensors import NVFP4Tensor
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def options(group: dict) -> dict:
@@ -75,22 +76,32 @@ def heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return supported and all(group.get("fused") and not group.get("momentum") for group in groups)
 
 
-def step_masters(
-    optimizer: torch.optim.Optimizer,
-    masters: Sequence[torch.Tensor | None],
-    gradients: Sequence[torch.Tensor | None],
-    found_inf: torch.Tensor | None,
-) -> None:
-    """A step with these gradients; masters without one are skipped.
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the optimizer is its class's step() and nothing else: no hooks, nor what a scheduler
+    puts around the step of an optimizer that it is given.
+    """
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return not any(hooks) and "step" not in vars(optimizer)
+
+
+def give_gradients(masters: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
+    """For the next step; masters without one are skipped by it.
 
     The masters keep them: they are the same views in every step, and to assign one costs more than to see
     that it is there.
-
-    found_inf: what an optimizer that heeds it reads in this step.
     """
     for master, gradient in zip(masters, gradients, strict=True):
         if master is not None and master.grad is not gradient:
             master.grad = gradient
+
+
+def step_masters(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
+    """found_inf: what an optimizer that heeds it reads in this step."""
     if found_inf is None:
         optimizer.step()
         return

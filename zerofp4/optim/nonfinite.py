@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.ops import is_capturing
-from zerofp4.optim.flat import FlatBuffer
+from zerofp4.engine import FlatBuffer, is_sendable
+from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.inner import heeds_found_inf
 
 POLICIES = ("skip_step", "raise")
@@ -119,19 +120,21 @@ def check_policy(on_nonfinite: str) -> None:
 
 
 def first_nonfinite(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """float64 [] on the gradients' device: the word of the first gradient with a NaN or Inf, for from_word();
-    0 where there is none. None without gradients. Waits for nothing.
+    """int32 [] on the gradients' device: the word of the first gradient with a NaN or Inf, for from_word(); 0
+    where there is none. None without gradients. Waits for nothing.
     """
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, gradient in enumerate(gradients):
-        if gradient is not None and gradient.numel():
-            by_dtype.setdefault(gradient.dtype, []).append(i)
-    found = []
-    for indices in by_dtype.values():
-        finite = _are_finite([gradients[i] for i in indices])
-        words = torch.tensor([len(gradients) - i for i in indices], dtype=torch.float64, device=finite.device)
-        found.append(words.masked_fill_(finite, 0.0).max())
-    return torch.stack(found).max() if found else None
+    present = [(len(gradients) - i, g) for i, g in enumerate(gradients) if g is not None and g.numel()]
+    if not present:
+        return None
+    found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
+    plain = [(word, g) for word, g in present if g.dtype in WEIGHT_DTYPES and is_sendable(g, g.dtype)]
+    find_nonfinite([g for _, g in plain], [word for word, _ in plain], found)
+    if len(plain) < len(present):
+        known = {word for word, _ in plain}
+        for word, g in present:
+            if word not in known:
+                found = torch.maximum(found, word * g.isfinite().all().logical_not())
+    return found
 
 
 def from_word(word: float, count: int) -> int | None:
@@ -148,12 +151,3 @@ def are_nonfinite(buffers: Sequence[FlatBuffer]) -> torch.Tensor:
     if not ends:
         return torch.zeros((), dtype=torch.bool, device=buffers[0].device)
     return torch.stack(ends).isfinite().all().logical_not_()
-
-
-def _are_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """bool [n], of gradients of one dtype."""
-    if gradients[0].is_cuda:
-        return torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite()
-    # On the CPU a maximum of magnitudes takes eight times as long. Both ends are NaN where an element is.
-    ends = [end for gradient in gradients for end in torch.aminmax(gradient)]
-    return torch.stack(ends).view(-1, 2).isfinite().all(dim=1)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.cast import check_castable
+from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
+from zerofp4.engine import gradient_dtype
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.storage import called
 from zerofp4.tensors import NVFP4Tensor
@@ -73,6 +74,20 @@ def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
     check_distinct_storage(parameters, names)
 
 
+def amax_group_numbers(
+    parameters: Sequence[torch.Tensor], amax_groups: Sequence[Sequence[torch.Tensor]] | None
+) -> list[int]:
+    """By parameter, the number of the amax group that it is in, alone or with others. Raises TypeError or
+    ValueError for groups that a cast plan of all NVFP4 weights would refuse.
+    """
+    weights = [i for i, p in enumerate(parameters) if isinstance(p, NVFP4Tensor)]
+    numbers = list(range(len(weights), len(weights) + len(parameters)))
+    grouped = number_groups([parameters[i].record for i in weights], amax_groups)
+    for i, number in zip(weights, grouped, strict=True):
+        numbers[i] = number
+    return numbers
+
+
 def check_distinct_storage(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Two parameters over the same memory would be torn apart when they become views of the flat buffers."""
     spans = []
@@ -91,15 +106,6 @@ def kind_of(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}"
 
 
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What autograd makes its gradients: the parameter's own dtype, unless its grad_dtype says another or,
-    being None, any; then float32.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        found = getattr(parameter, "grad_dtype", parameter.dtype)
-    return found or torch.float32
-
-
 def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
     """What all ranks must have in common: a line per parameter, then the class of the optimizer."""
     lines = []
@@ -112,15 +118,21 @@ def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
     return [*lines, f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"]
 
 
-_OTHERS = "optimizer_class", "on_nonfinite", "gradient_wire and bucket_mb", "what masters_from hands over"
+_OTHERS = (
+    "optimizer_class",
+    "on_nonfinite",
+    "gradient_wire and bucket_mb",
+    "what masters_from hands over",
+    "what amax_groups put together",
+)
 """What ranks must have in common beside their parameters."""
 
 
 def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
     """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's.
 
-    A description: describe(), then on_nonfinite, how gradients travel, and the positions of the masters that
-    are handed over.
+    A description: describe(), then on_nonfinite, how gradients travel, the positions of the masters that are
+    handed over, and the number of each parameter's amax group.
     """
     difference = first_difference(descriptions)
     if difference is None:

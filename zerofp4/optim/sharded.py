@@ -2,17 +2,20 @@
 masters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
+from zerofp4.engine import FlatBuffer, GradientReducer, Publication, Wire, build_buffers, describe_buckets
 from zerofp4.ops import Addresses
-from zerofp4.optim.flat import DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import HeldMaster, initialize_masters
-from zerofp4.optim.parameters import kind_of
+from zerofp4.optim.parameters import amax_group_numbers, kind_of
+from zerofp4.shard import Shard
+from zerofp4.storage import record_of
 from zerofp4.tensors import NVFP4Tensor
 
 
@@ -34,10 +37,12 @@ class ShardedParameters:
         names: Sequence[str],
         group: dist.ProcessGroup | None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None,
+        wire: Wire,
     ):
         self.parameters, self.names = list(parameters), list(names)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
-        self.buffers = build_buffers(self.parameters, group)
+        numbers = amax_group_numbers(self.parameters, amax_groups)
+        self.buffers = build_buffers(self.parameters, numbers, group, wire)
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
         self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         for buffer in self.buffers:
@@ -47,25 +52,27 @@ class ShardedParameters:
             views = zip(buffer.own_views(buffer.masters), buffer.own_views(buffer.gradients), strict=True)
             for index, (master, gradient) in zip(buffer.indices, views, strict=True):
                 self.masters[index], self.gradients[index] = master, gradient
-        self._packed = next((b for b in self.buffers if isinstance(b, PackedBuffer)), None)
-        self._dense = [b for b in self.buffers if isinstance(b, DenseBuffer)]
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
-        self._plan = None if self._packed is None else self._build_plan(self._packed, group, amax_groups)
+        self._plans = [self._build_plan(buffer, group, amax_groups or ()) for buffer in self.buffers]
         self._amaxes_from: FusedAdamW | None = None
         self._take_addresses()
 
     def _build_plan(
         self,
-        packed: PackedBuffer,
+        buffer: FlatBuffer,
         group: dist.ProcessGroup | None,
-        amax_groups: Sequence[Sequence[torch.Tensor]] | None,
-    ) -> CastPlan:
+        amax_groups: Sequence[Sequence[torch.Tensor]],
+    ) -> CastPlan | None:
+        """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""
+        if buffer.kind != "nvfp4":
+            return None
+        inside = {id(weight.record) for weight in buffer.parameters}
         return CastPlan(
-            packed.parameters,
-            packed.own_views(packed.masters),
-            [shard.start if shard.numel else None for shard in packed.shards],
+            buffer.parameters,
+            buffer.own_views(buffer.masters),
+            [shard.start if shard.numel else None for shard in buffer.shards],
             group,
-            amax_groups=amax_groups,
+            amax_groups=[members for members in amax_groups if {id(record_of(m)) for m in members} & inside],
             on_nonfinite="skip",
             found_inf=self.found_inf,
         )
@@ -86,11 +93,14 @@ class ShardedParameters:
         mark, so that all of those are looked at.
         """
         error = self._dense_addresses.find_moved()
-        if error is None and self._plan is not None:
-            error = self._plan.find_moved(every=False)
-            if error is not None:  # the plan knows a weight by its place among those of NVFP4
-                error = self._packed_addresses.find_moved() or error
+        for plan in self._present_plans() if error is None else ():
+            error = plan.find_moved(every=False)
+            if error is not None:  # the plan knows a weight by its place among those of its bucket
+                return self._packed_addresses.find_moved() or error
         return error
+
+    def _present_plans(self) -> list[CastPlan]:
+        return [plan for plan in self._plans if plan is not None]
 
     def refresh(self) -> None:
         """Make the parameters views of the buffers again, with the buffers' values, and take all addresses
@@ -107,10 +117,10 @@ class ShardedParameters:
                 )
         for buffer in self.buffers:
             buffer.bind()
-        if self._plan is not None:
-            self._plan.refresh()
+        for plan in self._present_plans():
+            plan.refresh()
         if self._amaxes_from is not None:
-            self._amaxes_from.offer_amaxes(self._plan)
+            self.take_amaxes_from(self._amaxes_from)
         self._take_addresses()
 
     def initialize_masters(self, held: Mapping[int, HeldMaster]) -> None:
@@ -120,43 +130,45 @@ class ShardedParameters:
 
     def held_masters(self) -> dict[int, HeldMaster]:
         """This rank's pieces of the masters, by the identity of the parameter."""
-        shards = {i: shard for b in self.buffers for i, shard in zip(b.indices, b.shards, strict=True)}
-        pairs = enumerate(zip(self.parameters, self.masters, strict=True))
-        return {id(parameter): HeldMaster(master, shards[i]) for i, (parameter, master) in pairs}
+        rows = zip(self.parameters, self.masters, self.shards(), strict=True)
+        return {id(parameter): HeldMaster(master, shard) for parameter, master, shard in rows}
+
+    def shards(self) -> list[Shard]:
+        """By parameter, what this rank owns."""
+        found = {i: shard for b in self.buffers for i, shard in zip(b.indices, b.shards, strict=True)}
+        return [found[i] for i in range(len(self.parameters))]
 
     def take_amaxes_from(self, optimizer: FusedAdamW) -> None:
-        """Let the optimizer of the masters take the amaxes of those of NVFP4 weights in each of its steps."""
-        if self._plan is not None:
-            optimizer.offer_amaxes(self._plan)
-            self._amaxes_from = optimizer
+        """Let the optimizer of the masters update them bucket by bucket, and leave the amaxes of those of
+        NVFP4 weights in each of its steps.
+        """
+        parts = [
+            ([self.masters[i] for i in buffer.indices if self.masters[i] is not None], plan)
+            for buffer, plan in zip(self.buffers, self._plans, strict=True)
+        ]
+        optimizer.offer_parts(parts)
+        self._amaxes_from = optimizer
 
-    def publish(self, found_inf: torch.Tensor | None = None) -> None:
+    def publish(
+        self, found_inf: torch.Tensor | None = None, update: Callable[[int], None] | None = None
+    ) -> None:
         """Cast this rank's masters into the weights and gather the other ranks' slices, in place.
 
         found_inf: float32, one element on the device, which ours begins with; 0 without it. Where an update
         has left the masters as they were, the weights get the bytes that they have.
+        update: updates the masters of one buffer, and leaves their amaxes; without it they are as they are.
         """
         if found_inf is None:
             self.found_inf.zero_()
         else:
             self.found_inf.copy_(found_inf)
-        gathers = []
-        for buffer in self._dense:
-            buffer.cast()
-            gathers.append(buffer.start_gather())
-        if self._plan is not None:
-            if self._amaxes_from is not None and self._amaxes_from.amaxes_outdated():
-                self._plan.begin_update()  # takes them back
-            self._plan.step()
-            gathers.append(self._packed.start_gather())
-        for gather in gathers:
-            if gather is not None:
-                gather.wait()
-        if self._plan is not None:
-            self._plan.post()
-        # As after any update in place, a backward pass through the old values must fail. The plan has said so
-        # of its weights.
-        torch.autograd.graph.increment_version([p for b in self._dense for p in b.parameters])
+        if update is None and self._amaxes_from is not None and self._amaxes_from.amaxes_outdated():
+            for plan in self._present_plans():
+                plan.begin_update()  # takes them back
+        Publication(self.buffers, self._plans, update).run()
+
+    def describe(self, reducer: GradientReducer) -> dict[str, Any]:
+        return describe_buckets(self.buffers, self._plans, reducer)
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """The whole FP32 masters, in the order and the shapes of the parameters."""
@@ -170,20 +182,8 @@ class ShardedParameters:
         """Bytes of the buffers that a publish() gathers; 0 in a world of one."""
         sharded = self.buffers[0].world_size > 1
         sizes = {
-            "nvfp4": 0 if self._packed is None else self._packed.weights.nbytes,
-            "high_precision": sum(buffer.weights.nbytes for buffer in self._dense),
+            "nvfp4": sum(b.weights.nbytes for b in self.buffers if b.kind == "nvfp4"),
+            "high_precision": sum(b.weights.nbytes for b in self.buffers if b.kind != "nvfp4"),
             "bf16_equivalent": 2 * sum(parameter.numel() for parameter in self.parameters),
         }
         return {name: size * sharded for name, size in sizes.items()}
-
-
-def build_buffers(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[FlatBuffer]:
-    """One buffer for the NVFP4 weights and one per dtype of the others, always in the same order."""
-    kinds: dict[object, list[int]] = {"nvfp4": [], torch.bfloat16: [], torch.float16: [], torch.float32: []}
-    for i, parameter in enumerate(parameters):
-        kinds["nvfp4" if isinstance(parameter, NVFP4Tensor) else parameter.dtype].append(i)
-    return [
-        (PackedBuffer if kind == "nvfp4" else DenseBuffer)(indices, [parameters[i] for i in indices], group)
-        for kind, indices in kinds.items()
-        if indices
-    ]

@@ -55,9 +55,13 @@ class ShardedState(torch.optim.Optimizer):
     def _pull_options(self) -> None:
         copy_options(self.inner.param_groups, self.param_groups)
 
-    def _publish(self, found_inf: torch.Tensor | None = None) -> None:
-        self._shards.publish(found_inf)
-        self._watch.accept_values()
+    def _publish(
+        self, found_inf: torch.Tensor | None = None, update: Callable[[int], None] | None = None
+    ) -> None:
+        try:
+            self._shards.publish(found_inf, update)
+        finally:
+            self._watch.accept_values()
 
     def _follow_masters(self) -> None:
         """Before a step: a model that was loaded after its optimizer has the values of the masters again."""

@@ -32,11 +32,13 @@ class Intent(NamedTuple):
 
 class Agreement(NamedTuple):
     """present: which parameters have a gradient on any rank. nonfinite: the first parameter whose gradient
-    holds a NaN or Inf on any rank, as far as the ranks told each other; None where none does.
+    holds a NaN or Inf on any rank, as far as the ranks told each other; None where none does. in_sequence:
+    whether a rank must do one thing after the other, so that all do: collectives have one order.
     """
 
     present: list[bool]
     nonfinite: int | None
+    in_sequence: bool
 
 
 class Votes:
@@ -54,6 +56,7 @@ class Votes:
         error: BaseException | None,
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
+        in_sequence: bool = True,
     ) -> Agreement:
         """Collective: one MAX all-reduce; nothing in a world of one.
 
@@ -67,11 +70,11 @@ class Votes:
         if self.world_size == 1:
             if error is not None:
                 raise error
-            return Agreement([gradient is not None for gradient in gradients], None)
-        votes = self._ballot(gradients, intent, error, nonfinite, param_groups)
+            return Agreement([gradient is not None for gradient in gradients], None, in_sequence)
+        votes = self._ballot(gradients, intent, error, nonfinite, param_groups, in_sequence)
         is_clip = intent is not None and intent.clip
         reduce_max(votes, self.group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
-        *words, tensors, minus_tensors, first, failed = votes.tolist()
+        *words, sequence, tensors, minus_tensors, first, failed = votes.tolist()
         width = len(Intent._fields)
         highest = Intent(*words[self._count : self._count + width])
         lowest = Intent(*(-word for word in words[self._count + width :]))
@@ -82,7 +85,8 @@ class Votes:
             if message is None and (lowest.options != highest.options or tensors != -minus_tensors):
                 message = self._find_different_option(param_groups)
         if message is None:
-            return Agreement([bool(word) for word in words[: self._count]], from_word(first, self._count))
+            present = [bool(word) for word in words[: self._count]]
+            return Agreement(present, from_word(first, self._count), bool(sequence))
         error = error or RuntimeError(message)
         error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
         raise error
@@ -94,18 +98,19 @@ class Votes:
         error: BaseException | None,
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
+        in_sequence: bool,
     ) -> torch.Tensor:
-        """float64: which gradients there are, the intent and the hash of tensor options, each also negated,
-        then nonfinite and 1 + the number of a rank with an error.
+        """float64: which gradients there are, the intent, also negated, in_sequence, the hash of tensor
+        options, also negated, then nonfinite and 1 + the number of a rank with an error.
         """
         if error is not None:
-            zeros = [0.0] * (self._count + 2 * len(Intent._fields) + 3)
+            zeros = [0.0] * (self._count + 2 * len(Intent._fields) + 4)
             return torch.tensor([*zeros, self.rank + 1.0], dtype=torch.float64, device=self._device)
         present = [gradient is not None for gradient in gradients]
         minus = Intent(*(-word for word in intent))
         if not any(present):  # nothing of this rank's could be taken for another step's
             intent, minus = intent._replace(cleared=-math.inf), minus._replace(cleared=-math.inf)
-        words = [*present, *intent, *minus, 0.0, 0.0, 0.0, 0.0]
+        words = [*present, *intent, *minus, in_sequence, 0.0, 0.0, 0.0, 0.0]
         votes = torch.tensor(words, dtype=torch.float64, device=self._device)
         tensors = tensor_options_hash(param_groups, self._device)
         if tensors is not None:

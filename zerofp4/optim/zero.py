@@ -7,18 +7,22 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange, resolve_group
+from zerofp4.engine import GradientReducer, make_wire
+from zerofp4.optim.bucketed import BucketedStep
+from zerofp4.optim.clipping import clip_arguments, global_norm
+from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import broadcast_frozen
-from zerofp4.optim.inner import build_inner, step_masters, try_options
+from zerofp4.optim.inner import build_inner, give_gradients, step_masters, try_options
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
 from zerofp4.optim.options import host_options_hash
 from zerofp4.optim.parameters import (
+    amax_group_numbers,
     check_optimizer_class,
     check_parameters,
     check_same_parameters,
     describe,
     parameter_names,
 )
-from zerofp4.optim.reduction import GradientReducer, clip_arguments, global_norm, make_wire
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state import ShardedState, take_over
 from zerofp4.optim.votes import Agreement, Intent, Votes
@@ -40,7 +44,7 @@ class ZeroFP4Optimizer(ShardedState):
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is their own
     dtype, that of the parameter unless its grad_dtype says another by now, and wider ones raise TypeError.
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together (default 256); the memory
-    for it is four times as large.
+    for it is four times as large. Weights are gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; its moments are not taken.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
@@ -49,8 +53,9 @@ class ZeroFP4Optimizer(ShardedState):
 
     step() averages the gradients over the group (their values travel, and are added in FP32 in rank order),
     updates this rank's masters, casts them and all-gathers the weights in place: 4-bit codes for NVFP4
-    weights. A parameter that has a gradient on no rank is skipped as torch.optim skips it; where only some
-    ranks have one, the others count as zeros. p.grad is read, never written.
+    weights. With FusedAdamW all of that is done bucket by bucket, so that one is updated while others travel;
+    describe() says what a step does. A parameter that has a gradient on no rank is skipped as torch.optim
+    skips it; where only some ranks have one, the others count as zeros. p.grad is read, never written.
 
     The masters are the truth. They begin as rank 0's values (what get_high_precision_init_val() has, else the
     parameter's), and from then on the weights are the masters rounded or quantized, on every rank: load a
@@ -86,18 +91,19 @@ class ZeroFP4Optimizer(ShardedState):
             self._take_arguments(params, optimizer_class, amax_groups, defaults)
             held = take_over(masters_from, self._trainable, self._trainable_names, group)
             description = describe(self.param_groups, optimizer_class)
-            options = [on_nonfinite, wire, [i for i, p in enumerate(self._parameters) if id(p) in held]]
+            handed = [i for i, p in enumerate(self._parameters) if id(p) in held]
+            options = [on_nonfinite, wire, handed, amax_group_numbers(self._trainable, amax_groups)]
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
         described = exchange([*description, *options], error, group, "building ZeroFP4Optimizer")
         check_same_parameters(described, self._names)
         with torch.no_grad():
-            # If the plan refuses amax_groups, nothing has happened to the parameters' initial values yet.
-            self._shards = ShardedParameters(self._trainable, self._trainable_names, group, amax_groups)
+            self._shards = ShardedParameters(self._trainable, self._trainable_names, group, amax_groups, wire)
             self._shards.initialize_masters(held)
             self._broadcast_frozen()
             self._build_inner(optimizer_class, defaults)
             self._reducer = GradientReducer(self._shards.buffers, group, wire)
+            self._bucketed = BucketedStep(self.inner, self._shards, self._reducer)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced: Snapshot | None = None
             self._nonfinite = NonfiniteGradients(
@@ -137,7 +143,7 @@ class ZeroFP4Optimizer(ShardedState):
     def _build_inner(self, optimizer_class: type, defaults: dict) -> None:
         masters = zip(self._trainable, self._shards.masters, strict=True)
         self.inner = build_inner(optimizer_class, self.param_groups, masters, defaults)
-        if hasattr(self.inner, "offer_amaxes"):
+        if isinstance(self.inner, FusedAdamW):
             self._shards.take_amaxes_from(self.inner)
         self._inner_arguments = optimizer_class, defaults
         self.state = self._view_state()
@@ -190,15 +196,18 @@ class ZeroFP4Optimizer(ShardedState):
             if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
                 raise
             error = failure
-        agreed = self._vote(gradients, intent, error, word)
+        agreed = self._vote(gradients, intent, error, word, not self._can_update_in_buckets())
+        in_buckets = not agreed.in_sequence
         if intent.reduce:
             self._nonfinite.hear(agreed.nonfinite)
-            if agreed.nonfinite is None:
+            if agreed.nonfinite is None and not in_buckets:
                 self._reduce_gradients(gradients)
                 self._nonfinite.look_at_packed()
             self._nonfinite.raise_if_asked()
         if self._nonfinite.must_leave_out_update():
             self.found_inf.fill_(1)
+        elif in_buckets:
+            self._step_in_buckets(gradients if intent.reduce else None, agreed.present)
         else:
             self._update_masters(agreed.present)
             self._publish(self._nonfinite.for_update())
@@ -253,6 +262,25 @@ class ZeroFP4Optimizer(ShardedState):
         self._cleared += 1
         super().zero_grad(set_to_none)
 
+    def describe(self) -> dict[str, Any]:
+        """How steps are taken; plain values, not collective.
+
+        transport: "collective", or "none" in a world of one. in_buckets: whether each bucket is updated as
+        soon as its gradients are here, and obstacle why not. world_size, bucket_mb. buckets: by bucket its
+        kind, parameters, elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and
+        weights. advice: what would make it faster, or None.
+        """
+        obstacle = self._bucketed.find_obstacle()
+        several = self._votes.world_size > 1
+        return {
+            "transport": "collective" if several else "none",
+            "in_buckets": obstacle is None,
+            "obstacle": obstacle,
+            "world_size": self._votes.world_size,
+            "bucket_mb": self._reducer.bucket_mb,
+            **self._shards.describe(self._reducer),
+        }
+
     @property
     def found_inf(self) -> torch.Tensor:
         """float32 [1]: 1 when the last step was skipped, or left NVFP4 weights alone because of masters with
@@ -281,19 +309,32 @@ class ZeroFP4Optimizer(ShardedState):
         options = 0 if self._votes.world_size == 1 else host_options_hash(self.param_groups)
         return Intent(clip, reduce, self._steps, options, self._cleared, *numbers)
 
-    def _vote(self, gradients, intent, error, word) -> Agreement:
+    def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
         self._cleared = 0  # on every rank, whatever comes of the vote
-        return self._votes.agree(gradients, intent, error, word, self.param_groups)
+        return self._votes.agree(gradients, intent, error, word, self.param_groups, in_sequence)
 
     def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._reducer.reduce(gradients)
 
+    def _can_update_in_buckets(self) -> bool:
+        return self._bucketed.find_obstacle() is None
+
+    def _step_in_buckets(self, gradients: Sequence[torch.Tensor | None] | None, present: list[bool]) -> None:
+        """Reduce gradients, unless they are None and that is done, update and publish, in a pipeline."""
+        self._push_options()
+        self._bucketed.run(
+            gradients, self._reduced_gradients(present), lambda update: self._publish(update=update)
+        )
+        self._pull_options()
+
     def _update_masters(self, present: Sequence[bool]) -> None:
         """Step the inner optimizer with the reduced gradients of the parameters that have one on any rank."""
         self._push_options()
-        gradients = [
-            gradient if somewhere else None
-            for gradient, somewhere in zip(self._shards.gradients, present, strict=True)
-        ]
-        step_masters(self.inner, self._shards.masters, gradients, self._nonfinite.for_update())
+        give_gradients(self._shards.masters, self._reduced_gradients(present))
+        step_masters(self.inner, self._nonfinite.for_update())
         self._pull_options()
+
+    def _reduced_gradients(self, present: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Those of parameters that have one on any rank."""
+        gradients = zip(self._shards.gradients, present, strict=True)
+        return [gradient if somewhere else None for gradient, somewhere in gradients]

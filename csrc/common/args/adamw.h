@@ -42,6 +42,16 @@ struct AdamWStep {
     float eps;
 };
 
+// Gradients that the ranks have brought, whose mean is wanted: ((r0 + r1) + ...) / count, in float32. What
+// AdamWStep::gradient points to is this rank's own. Masters lie in a slice as gradients do in the rows.
+struct GradientPieces {
+    const void* received;  // [count][stride], of every other rank; null: there is nothing to add up
+    int64_t stride;
+    const float* masters;  // the first of the slice
+    int32_t rank;
+    int32_t count;
+};
+
 // Everything the update is given, passed by value; tensors and steps are on the device that runs it.
 struct AdamWTable {
     const AdamWDescriptor* tensors;
@@ -50,6 +60,7 @@ struct AdamWTable {
     int64_t strip_units;
     const int32_t* strip_items;  // CUDA: by thread block, the tensor that its first strip belongs to
     float* reduced;              // of the cast plan that wants the amaxes, or null
+    GradientPieces pieces;
 };
 
 }  // namespace zerofp4

@@ -29,6 +29,19 @@ __attribute__((noinline)) void update_elements(const AdamWStep step, const G* __
     }
 }
 
+// The mean of `count` elements that the ranks have brought, from `index` of the tensor on.
+template <class G>
+void average_elements(const GradientPieces& pieces, const AdamWDescriptor& tensor, const G* own,
+                      int64_t index, int64_t count, float* means) {
+    const G* received = static_cast<const G*>(pieces.received) + (tensor.master - pieces.masters) + index;
+    for (int r = 0; r < pieces.count; ++r) {
+        const G* brought = r == pieces.rank ? own + index : received + r * pieces.stride;
+        for (int64_t i = 0; i < count; ++i)
+            means[i] = r == 0 ? load_float(brought[i]) : means[i] + load_float(brought[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) means[i] /= static_cast<float>(pieces.count);
+}
+
 void read_elements(const float* __restrict master, int64_t count, uint32_t* __restrict most) {
     for (int64_t i = 0; i < count; ++i) most[i] = larger(most[i], magnitude_bits(master[i]));
 }
@@ -55,6 +68,11 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
             const int64_t index = row * tensor.cols + patch.col + owned.begin - tensor.start;
             if constexpr (kRead) {
                 read_elements(tensor.master + index, count, most + owned.begin);
+            } else if (table.pieces.received != nullptr) {
+                float means[kStripColumns];
+                average_elements(table.pieces, tensor, gradient, index, count, means);
+                update_elements<float, kAmax>(step, means, tensor.master + index, tensor.exp_avg + index,
+                                              tensor.exp_avg_sq + index, count, most + owned.begin);
             } else {
                 update_elements<G, kAmax>(step, gradient + index, tensor.master + index,
                                           tensor.exp_avg + index, tensor.exp_avg_sq + index, count,

@@ -7,6 +7,7 @@
 
 #include "common/adamw.h"
 #include "cuda/device/raise.cuh"
+#include "cuda/optim/gradient.cuh"
 #include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {
@@ -37,29 +38,31 @@ __global__ void __launch_bounds__(kThreads) adamw_begin_kernel(const __grid_cons
 }
 
 // The arrays of a tensor at this lane's first element of a strip, which a masked lane may not own.
-template <typename G>
+template <typename Gradient>
 struct LaneArrays {
     int64_t index;  // of that element, counted from the first owned one
     float* master;
     float* exp_avg;
     float* exp_avg_sq;
-    const G* gradient;
+    Gradient gradient;
 };
 
-template <typename G>
-__device__ __forceinline__ LaneArrays<G> arrays_of(const AdamWDescriptor& tensor, const AdamWStep& step,
-                                                   int64_t row, int64_t col) {
+template <typename Gradient>
+__device__ __forceinline__ LaneArrays<Gradient> arrays_of(const AdamWTable& table,
+                                                          const AdamWDescriptor& tensor,
+                                                          const AdamWStep& step, int64_t row, int64_t col) {
     const int64_t index = row * tensor.cols + col - tensor.start;
     return {index, in_global(tensor.master) + index, in_global(tensor.exp_avg) + index,
-            in_global(tensor.exp_avg_sq) + index, in_global(static_cast<const G*>(step.gradient)) + index};
+            in_global(tensor.exp_avg_sq) + index, Gradient(table, tensor, step, index)};
 }
 
 // Whether a lane's four elements of every row can be read as one vector from each array.
-template <typename G>
-__device__ __forceinline__ bool has_vectors(const AdamWDescriptor& tensor, const LaneArrays<G>& arrays) {
+template <typename Gradient>
+__device__ __forceinline__ bool has_vectors(const AdamWDescriptor& tensor,
+                                            const LaneArrays<Gradient>& arrays) {
     return tensor.cols % kLaneColumns == 0 && is_aligned(arrays.master, 16) &&
            is_aligned(arrays.exp_avg, 16) && is_aligned(arrays.exp_avg_sq, 16) &&
-           is_aligned(arrays.gradient, kLaneColumns * static_cast<int>(sizeof(G)));
+           arrays.gradient.has_vectors();
 }
 
 // A lane's elements of one row.
@@ -83,21 +86,22 @@ __device__ __forceinline__ void load_master(const float* p, float (&values)[kLan
     values[0] = x.x, values[1] = x.y, values[2] = x.z, values[3] = x.w;
 }
 
-template <typename G>
-__device__ __forceinline__ void load_vectors(const LaneArrays<G>& arrays, int64_t offset, Values& values) {
-    load_last_use(arrays.gradient + offset, values.gradient);
+template <typename Gradient>
+__device__ __forceinline__ void load_vectors(const LaneArrays<Gradient>& arrays, int64_t offset,
+                                             typename Gradient::Words& words, Values& values) {
+    arrays.gradient.load(offset, words);
     load_last_use(arrays.exp_avg_sq + offset, values.exp_avg_sq);
     load_last_use(arrays.exp_avg + offset, values.exp_avg);
     load_master(arrays.master + offset, values.master);
 }
 
-template <typename G>
-__device__ __forceinline__ void load_masked(const LaneArrays<G>& arrays, int64_t offset,
+template <typename Gradient>
+__device__ __forceinline__ void load_masked(const LaneArrays<Gradient>& arrays, int64_t offset,
                                             const LaneRange& owned, Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
         const bool has = owned.has(k);
-        values.gradient[k] = has ? load_float(arrays.gradient[offset + k]) : 0.0f;
+        values.gradient[k] = has ? arrays.gradient.at(offset + k) : 0.0f;
         values.exp_avg_sq[k] = has ? arrays.exp_avg_sq[offset + k] : 0.0f;
         values.exp_avg[k] = has ? arrays.exp_avg[offset + k] : 0.0f;
         values.master[k] = has ? arrays.master[offset + k] : 0.0f;
@@ -110,16 +114,16 @@ __device__ __forceinline__ float4 vector_of(const float (&values)[kLaneColumns])
 
 // The moments leave the cache first, the master is what a cast reads next. (A plain store of a vector made of
 // floats is split into stores of its floats.)
-template <typename G>
-__device__ __forceinline__ void store_vectors(const LaneArrays<G>& arrays, int64_t offset,
+template <typename Gradient>
+__device__ __forceinline__ void store_vectors(const LaneArrays<Gradient>& arrays, int64_t offset,
                                               const Values& values) {
     __stcs(reinterpret_cast<float4*>(arrays.exp_avg_sq + offset), vector_of(values.exp_avg_sq));
     __stcs(reinterpret_cast<float4*>(arrays.exp_avg + offset), vector_of(values.exp_avg));
     __stcg(reinterpret_cast<float4*>(arrays.master + offset), vector_of(values.master));
 }
 
-template <typename G>
-__device__ __forceinline__ void store_masked(const LaneArrays<G>& arrays, int64_t offset,
+template <typename Gradient>
+__device__ __forceinline__ void store_masked(const LaneArrays<Gradient>& arrays, int64_t offset,
                                              const LaneRange& owned, const Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
@@ -152,10 +156,11 @@ __device__ __forceinline__ bool is_whole(const ShardGeometry& tensor, int64_t ro
 }
 
 // Both return the largest magnitude bits of the lane's owned elements of a strip, as they are afterwards.
-template <typename G>
-__device__ __forceinline__ uint32_t update_strip(const AdamWDescriptor& tensor, const AdamWStep& step,
-                                                 int64_t row, int64_t col, int64_t lane_col) {
-    const LaneArrays<G> arrays = arrays_of<G>(tensor, step, row, lane_col);
+template <typename Gradient>
+__device__ __forceinline__ uint32_t update_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                                 const AdamWStep& step, int64_t row, int64_t col,
+                                                 int64_t lane_col) {
+    const LaneArrays<Gradient> arrays = arrays_of<Gradient>(table, tensor, step, row, lane_col);
     const bool aligned = has_vectors(tensor, arrays);
     const int64_t pitch = tensor.cols;
     uint32_t bits = 0;
@@ -163,10 +168,13 @@ __device__ __forceinline__ uint32_t update_strip(const AdamWDescriptor& tensor, 
 #pragma unroll 1
         for (int first = 0; first < kBlock; first += kUpdateRows) {
             Values values[kUpdateRows];
+            typename Gradient::Words words[kUpdateRows];
 #pragma unroll
-            for (int r = 0; r < kUpdateRows; ++r) load_vectors(arrays, (first + r) * pitch, values[r]);
+            for (int r = 0; r < kUpdateRows; ++r)
+                load_vectors(arrays, (first + r) * pitch, words[r], values[r]);
 #pragma unroll
             for (int r = 0; r < kUpdateRows; ++r) {
+                arrays.gradient.take((first + r) * pitch, words[r], values[r].gradient);
                 update_values(step, values[r]);
                 bits = raised(bits, values[r].master);
                 store_vectors(arrays, (first + r) * pitch, values[r]);
@@ -180,7 +188,9 @@ __device__ __forceinline__ uint32_t update_strip(const AdamWDescriptor& tensor, 
         const bool vectors = aligned && owned.begin == 0 && owned.end == kLaneColumns;
         Values values;
         if (vectors) {
-            load_vectors(arrays, r * pitch, values);
+            typename Gradient::Words words;
+            load_vectors(arrays, r * pitch, words, values);
+            arrays.gradient.take(r * pitch, words, values.gradient);
         } else {
             load_masked(arrays, r * pitch, owned, values);
         }
@@ -223,6 +233,8 @@ __device__ __forceinline__ uint32_t read_strip(const AdamWDescriptor& tensor, in
     return bits;
 }
 
+// Gradient: GivenGradient or MeanGradient.
+template <template <typename, int> class Gradient>
 __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
     adamw_update_kernel(const __grid_constant__ AdamWTable table) {
     wait_for_previous_kernel();
@@ -246,9 +258,9 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
         if (step.gradient == nullptr) {
             if (group != nullptr) bits = read_strip(tensor, row, col, lane_col);
         } else if (tensor.gradient_dtype == DType::kBFloat16) {
-            bits = update_strip<BFloat16>(tensor, step, row, col, lane_col);
+            bits = update_strip<Gradient<BFloat16, kLaneColumns>>(table, tensor, step, row, col, lane_col);
         } else {
-            bits = update_strip<float>(tensor, step, row, col, lane_col);
+            bits = update_strip<Gradient<float, kLaneColumns>>(table, tensor, step, row, col, lane_col);
         }
         if (group == nullptr) continue;
         const float amax = tile_amax_of(tensor.weight_dtype, bits);
@@ -273,7 +285,12 @@ void adamw_begin(const AdamWTable& table, const AdamWOptions& options, int64_t f
 
 void adamw_update(const AdamWTable& table, cudaStream_t stream) {
     if (table.strip_units == 0) return;
-    launch("adamw_update", adamw_update_kernel, ceil_div(table.strip_units, kBlockStrips), stream, table);
+    const int64_t blocks = ceil_div(table.strip_units, kBlockStrips);
+    if (table.pieces.received == nullptr) {
+        launch("adamw_update", adamw_update_kernel<GivenGradient>, blocks, stream, table);
+    } else {
+        launch("adamw_update of pieces", adamw_update_kernel<MeanGradient>, blocks, stream, table);
+    }
 }
 
 }  // namespace zerofp4::cuda

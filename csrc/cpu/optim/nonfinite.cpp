@@ -1,0 +1,45 @@
+// find_nonfinite: which of a list of tensors holds a NaN or Inf.
+
+#include "common/args/nonfinite.h"
+
+#include "cpu/device/parallel.h"
+#include "cpu/kernels.h"
+
+namespace zerofp4::cpu::ZEROFP4_ISA {
+namespace {
+
+constexpr int64_t kChunk = 4096;  // elements that are looked at before what was found is
+constexpr int64_t kGrain = 16;    // of so many elements
+
+template <class T>
+__attribute__((noinline)) bool is_nonfinite(const T* tensor, int64_t count) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < count; ++i) most = larger(most, magnitude_bits(load_float(tensor[i])));
+    return most >= kInfBits;
+}
+
+template <class T>
+void find_as(const NonfiniteArgs& args, int threads) {
+    for (int t = 0; t < args.count; ++t) {
+        const T* tensor = static_cast<const T*>(args.tensors[t]);
+        int found = 0;
+        parallel_shares(ceil_div(args.numels[t], kChunk), threads, kGrain, [&](int64_t begin, int64_t end) {
+            for (int64_t chunk = begin; chunk < end; ++chunk) {
+                const int64_t first = chunk * kChunk;
+                if (!is_nonfinite(tensor + first, least(kChunk, args.numels[t] - first))) continue;
+#pragma omp atomic write
+                found = 1;
+                return;
+            }
+        });
+        if (found && args.words[t] > *args.found) *args.found = args.words[t];
+    }
+}
+
+}  // namespace
+
+void find_nonfinite(const NonfiniteArgs& args, int threads) {
+    with_dtype(args.dtype, [&](auto t) { find_as<decltype(t)>(args, threads); });
+}
+
+}  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -1,0 +1,228 @@
+"""A step in buckets on several ranks: the bytes of one that does one thing after the other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from optim_cases import make_gradients, set_gradients
+
+from distributed.checks_optim import averaged, check_weights, model_bytes, parameters_of
+from distributed.run import on_ranks
+from zerofp4.engine import exchange
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+BUCKETS_MB = 1e-4, 0.003, None
+"""Every parameter alone and in several stretches; two or three together; all of a kind."""
+
+
+class InSequence(FusedAdamW):
+    """Not FusedAdamW itself, so that its step() is called, and sees gradients that were averaged."""
+
+
+def build(world, cls, **options):
+    parameters = parameters_of(world)
+    parameters = [*parameters[::2], *parameters[1::2]]
+    groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
+    return parameters, ZeroFP4Optimizer(groups, cls, **OPTIONS, **options)
+
+
+def all_bytes(parameters, optimizer):
+    """Of weights, masters and moments, whole on every rank."""
+    state = [
+        entry.full_tensor() if hasattr(entry, "full_tensor") else entry.present()
+        for p in parameters
+        for _, entry in sorted(optimizer.state[p].items())
+    ]
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *state]
+
+
+def assert_same(models, step):
+    expected, *others = [all_bytes(*model) for model in models]
+    for bucket_mb, found in zip(BUCKETS_MB, others, strict=True):
+        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert_bytes_equal(mine, theirs, f"bucket_mb={bucket_mb}, step {step}: tensor {i}")
+
+
+def gradients_of(world, parameters, step):
+    """Other ones on each rank; some ranks lack some, and some are not as they travel."""
+    gradients = make_gradients(parameters, 10 * step + world.rank)
+    for i in range(len(gradients)):
+        if (i + step + world.rank) % 4 == 0 or (i + step) % 7 == 0:
+            gradients[i] = None
+    if gradients[0] is not None:
+        gradients[0] = gradients[0].t().contiguous().t()
+    return gradients
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("direct_bytes", [0, 1 << 20])
+def test_the_bytes_of_a_step_in_sequence(world, direct_bytes):
+    before, exchange.DIRECT_BYTES = exchange.DIRECT_BYTES, direct_bytes
+    try:
+        models = [build(world, InSequence)]
+        models += [build(world, FusedAdamW, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB]
+    finally:
+        exchange.DIRECT_BYTES = before
+    for step in range(5):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            if step == 3 and world.rank == world.world_size - 1:
+                parameters[3].grad = torch.full_like(parameters[3], math.inf)
+            if step == 2:
+                optimizer.clip_grad_norm_(1e9)  # which multiplies by 1: norms are of other buffers
+            optimizer.step()
+            assert (optimizer.found_inf.item() != 0) == (step == 3)
+        assert_same(models, step)
+    check_weights(*models[1])
+
+
+@on_ranks(2, 3)
+def test_the_bytes_of_the_unsharded_update(world):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, bucket_mb=0.003, **OPTIONS)
+    masters = optimizer.gathered_masters()
+    unsharded = FusedAdamW(masters, **OPTIONS)
+    for step in range(4):
+        set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+        for master, p in zip(masters, parameters, strict=True):
+            master.grad = averaged(p.grad)
+        optimizer.step()
+        unsharded.step()
+        for i, (mine, theirs) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+            assert_bytes_equal(mine, theirs, f"step {step}: master {i}")
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_a_wire_of_another_dtype(world, wire):
+    models = [build(world, cls, gradient_wire=wire, bucket_mb=0.003) for cls in (InSequence, FusedAdamW)]
+    for step in range(2):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            optimizer.step()
+        for i, (mine, theirs) in enumerate(zip(*(all_bytes(*model) for model in models), strict=True)):
+            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+
+
+@on_ranks(2)
+def test_amax_groups_are_in_one_bucket(world):
+    """Also where their members are no neighbours."""
+    models = []
+    for bucket_mb in (None, 1e-4):
+        parameters = parameters_of(world)
+        groups = [[parameters[0], parameters[4]], [parameters[2]]]
+        optimizer = ZeroFP4Optimizer(
+            parameters, FusedAdamW, amax_groups=groups, bucket_mb=bucket_mb, **OPTIONS
+        )
+        models.append((parameters, optimizer))
+    for parameters, optimizer in models:
+        set_gradients(parameters, make_gradients(parameters, world.rank))
+        optimizer.step()
+        assert_bytes_equal(parameters[0].amax, parameters[4].amax, "amax")
+    for i, (mine, theirs) in enumerate(zip(*(all_bytes(*model) for model in models), strict=True)):
+        assert_bytes_equal(mine, theirs, f"tensor {i}")
+
+
+@on_ranks(1, 2)
+def test_describe(world):
+    """What a step does, and the bytes of it."""
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.01)
+    described, size = optimizer.describe(), world.world_size
+    assert described["transport"] == ("collective" if size > 1 else "none")
+    assert described["in_buckets"] == (size > 1) == (described["obstacle"] is None)
+    assert described["world_size"] == size and described["bucket_mb"] == 0.01
+    buckets = described["buckets"]
+    assert sum(bucket["parameters"] for bucket in buckets) == len(parameters)
+    assert sum(bucket["elements"] for bucket in buckets) == sum(p.numel() for p in parameters)
+    assert {bucket["kind"] for bucket in buckets} == {"nvfp4", "bfloat16", "float16", "float32"}
+    assert (len(buckets) > 4) == (size > 1)
+    for bucket in buckets:
+        itemsize = {"float32": 4}.get(bucket["gradients_travel_as"], 2)
+        least = (size - 1) * bucket["elements"] // size * itemsize
+        assert least <= bucket["gradients"] <= least + 512 * 2 * size * itemsize * bucket["parameters"]
+        assert (bucket["amaxes"] > 0) == (size > 1 and bucket["kind"] == "nvfp4")
+    for phase, nbytes in described["bytes_sent"].items():
+        assert nbytes == sum(bucket[phase] for bucket in buckets)
+        assert (nbytes > 0) == (size > 1)
+    assert described["advice"] is None
+    assert (
+        "SGD updates all" in ZeroFP4Optimizer(parameters_of(world), torch.optim.SGD).describe()["obstacle"]
+        or size == 1
+    )
+
+
+@on_ranks(2)
+def test_ranks_must_group_alike(world):
+    parameters = parameters_of(world)
+    groups = [[parameters[0], parameters[2 if world.rank else 4]]]
+    with pytest.raises(ValueError, match="what amax_groups put together is"):
+        ZeroFP4Optimizer(parameters, amax_groups=groups)
+
+
+@on_ranks(2)
+def test_hooks_of_the_masters_optimizer_see_a_whole_step(world):
+    """They may look at gradients, or write masters."""
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.003)
+    seen = []
+
+    def hook(inner, *_):
+        seen.append([p.grad.clone() for group in inner.param_groups for p in group["params"]])
+
+    optimizer.inner.register_step_pre_hook(hook)
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    means = [averaged(p.grad) for p in parameters]
+    optimizer.step()
+    assert sum(g.numel() for g in seen[0]) == sum(s.numel for s in optimizer._shards.shards())
+    for i, shard in enumerate(optimizer._shards.shards()):
+        own = means[i].view(-1)[shard.start : shard.end]
+        if shard.numel:
+            assert_bytes_equal(optimizer._shards.gradients[i], own, f"gradient {i}")
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, 3)
+def test_a_hook_on_one_rank_makes_all_take_the_step_in_sequence(world):
+    models = [build(world, FusedAdamW, bucket_mb=0.003) for _ in range(2)]
+    calls = []
+    if world.rank == 1:
+        models[0][1].inner.register_step_post_hook(lambda *_: calls.append(1))
+    for step in range(2):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            optimizer.step()
+        for i, (mine, theirs) in enumerate(zip(*(all_bytes(*model) for model in models), strict=True)):
+            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+    assert len(calls) == (2 if world.rank == 1 else 0)
+
+
+@on_ranks(2, 3)
+def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
+    """Its error is its own, the others hear of it, and the step after refresh() is whole again."""
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
+    plan = optimizer._shards._plans[1]
+    if world.rank == 1:
+        start, error = plan.start_step, RuntimeError("storage has moved")
+
+        def refuse():
+            plan.start_step = start
+            plan._abstain()
+            raise error
+
+        plan.start_step = refuse
+    before = parameters[1].rowwise_data.clone()
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    if world.device.type == "cpu" or world.rank == 1:
+        message = "storage has moved" if world.rank == 1 else "another rank could not take part"
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert_bytes_equal(parameters[1].rowwise_data, before, "codes")
+    if world.device.type == "cpu":  # on a GPU the others hear of it in the next step
+        optimizer.step()
+        check_weights(parameters, optimizer)

@@ -1,0 +1,29 @@
+"""A step of many ranks: what lies in which bucket, how gradients travel, and what is done while what travels.
+
+Parameters of one kind that are neighbours make a bucket, sharded over all ranks: so its gradients are one
+exchange, its weights one gather in place, and a step works on one bucket while the ranks exchange another.
+"""
+
+from zerofp4.engine.description import describe_buckets
+from zerofp4.engine.exchange import Brought, GradientReducer, is_sendable
+from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
+from zerofp4.engine.partition import build_buffers
+from zerofp4.engine.publication import Publication
+from zerofp4.engine.wire import BUCKET_MB, Wire, gradient_dtype, make_wire
+
+__all__ = [
+    "ALIGNMENT",
+    "BUCKET_MB",
+    "Brought",
+    "DenseBuffer",
+    "FlatBuffer",
+    "GradientReducer",
+    "PackedBuffer",
+    "Publication",
+    "Wire",
+    "build_buffers",
+    "describe_buckets",
+    "gradient_dtype",
+    "is_sendable",
+    "make_wire",
+]

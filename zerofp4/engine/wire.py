@@ -1,0 +1,54 @@
+"""What gradients are on their way between ranks, and how many of them travel at once."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from zerofp4.format import WEIGHT_DTYPES
+
+BUCKET_MB = 256.0
+"""Megabytes of gradients of one bucket as they travel, all ranks' parts together."""
+
+
+class Wire(NamedTuple):
+    """How gradients travel.
+
+    dtype: what they are rounded to before they are added; None is their own, as their parameters have it when
+    the optimizer is built. bucket_mb: as BUCKET_MB.
+    """
+
+    dtype: torch.dtype | None
+    bucket_mb: float
+
+    def dtype_of(self, parameters: list[torch.Tensor]) -> torch.dtype:
+        """That of the gradients of all these parameters, or float32 which holds the values of all."""
+        dtypes = {gradient_dtype(parameter) for parameter in parameters}
+        return self.dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+    def nbytes(self, parameter: torch.Tensor) -> int:
+        """Of its gradient on its way, in a bucket where all gradients have its dtype."""
+        return parameter.numel() * self.dtype_of([parameter]).itemsize
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * 2**20)
+
+
+def make_wire(gradient_wire: torch.dtype | None, bucket_mb: float | None) -> Wire:
+    """Raises ValueError for arguments that cannot be meant."""
+    if gradient_wire is not None and gradient_wire not in WEIGHT_DTYPES:
+        raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {gradient_wire!r}")
+    size = BUCKET_MB if bucket_mb is None else bucket_mb
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf:
+        raise ValueError(f"bucket_mb must be a positive number of megabytes, got {bucket_mb!r}")
+    return Wire(gradient_wire, float(size))
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What autograd makes its gradients: the parameter's own dtype, unless its grad_dtype says another or,
+    being None, any; then float32.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        found = getattr(parameter, "grad_dtype", parameter.dtype)
+    return found or torch.float32

@@ -1,0 +1,25 @@
+"""Which of a list of tensors holds a NaN or Inf, in one pass over them all."""
+
+from collections.abc import Sequence
+
+import torch
+
+import zerofp4._C as _C
+from zerofp4.ops.device import DTYPE_CODES, target_of
+
+
+def find_nonfinite(tensors: Sequence[torch.Tensor], words: Sequence[int], found: torch.Tensor) -> None:
+    """Raise found[0], int32, to the largest word of a tensor that holds a NaN or Inf. Waits for nothing.
+
+    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `found`, whatever their dtypes.
+    words: above 0. Not an operator: it takes addresses, since a list of hundreds is looked at in every step.
+    """
+    target = target_of(found.device)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(i)
+    for dtype, chosen in by_dtype.items():
+        addresses = [tensors[i].data_ptr() for i in chosen]
+        numels = [tensors[i].numel() for i in chosen]
+        some = [words[i] for i in chosen]
+        _C.find_nonfinite(target, addresses, numels, some, DTYPE_CODES[dtype], found.data_ptr())

@@ -1,0 +1,48 @@
+"""The norm of gradients that lie on many ranks, and what they are clipped to."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.distributed import Stage, reduce_max
+from zerofp4.engine import ALIGNMENT, FlatBuffer
+
+NORM = "finding the norm of the gradients"
+"""The stage of global_norm()."""
+
+
+def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Both as floats; raises ValueError for what is no number or cannot be a limit or a norm."""
+    numbers = []
+    for name, value, rule in (("max_norm", max_norm, "0 or more"), ("norm_type", norm_type, "positive")):
+        try:
+            number = float(value)
+        except Exception:  # a value's own __float__ may raise anything
+            raise ValueError(f"{name} must be a number, {rule}, got {value!r}") from None
+        if not (number > 0 or (number == 0 and name == "max_norm")):
+            raise ValueError(f"{name} must be {rule}, got {value!r}")
+        numbers.append(abs(number))  # -0.0 is 0
+    return numbers[0], numbers[1]
+
+
+def global_norm(buffers: Sequence[FlatBuffer], p: float, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
+
+    FP32 sums are kept short and added up in float64: one long FP32 sum is off by percents for 10**8 elements.
+    """
+    rows = [torch.linalg.vector_norm(b.gradients.view(-1, ALIGNMENT), p, dim=1) for b in buffers]
+    norms = torch.cat(rows).double()
+    if p != math.inf:
+        total = norms.pow(p).sum()
+        if group is not None:
+            with Stage(NORM, group):
+                dist.all_reduce(total, group=group)
+        return total.pow(1 / p).float()
+    largest = norms.max()
+    # Not every backend's MAX keeps a NaN, so it travels as a flag.
+    pair = torch.stack([largest.where(~largest.isnan(), 0.0), largest.isnan().double()])
+    reduce_max(pair, group, NORM)
+    return pair[0].where(pair[1] == 0, math.nan).float()
