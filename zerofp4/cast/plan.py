@@ -101,10 +101,11 @@ class CastPlan(PlanParts):
 
     def leave_amaxes(self) -> None:
         """Compute the amaxes of all masters now, unless an update has left them: the next step() does not,
-        and masters must not be written until then. Queued on the current stream.
+        and masters must not be written until then. Queued on the current stream. Nothing happens where
+        storage has moved, as the step will say.
         """
         left = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
-        if self._amaxes is not left:
+        if self._amaxes is not left and self.find_moved(every=False) is None:
             self._stages.begin_amax(self._stages.target())
             self._amaxes = left
 
