@@ -126,8 +126,9 @@ class Run:
                 continue
 
 
-def fail_once(run: Run, kind: str, generator: random.Random, longest: float) -> bool:
-    """Make a rank fail at a random time within `longest` seconds, and see that all ranks end.
+def fail_once(run: Run, kind: str, generator: random.Random, longest: float, steps: int) -> bool:
+    """Make a rank fail at a random time within `longest` seconds, and see that all ranks end. steps: of the
+    whole run.
 
     False where the run ended before, or its Python swallowed the error. Raises TimeoutError for a rank that
     is still there long after.
@@ -145,8 +146,9 @@ def fail_once(run: Run, kind: str, generator: random.Random, longest: float) -> 
     ended: set[int] = set()
     while len(ended) < len(workers) and run.process.poll() is None:
         ended = set(workers) - set(run.workers())
-        if kind == "stop" and len(ended) == len(workers) - 1:
-            send(pid, signal.SIGCONT)  # the agent would kill it, after half a minute
+        late = time.monotonic() > deadline - END_SECONDS / 2
+        if kind == "stop" and (len(ended) == len(workers) - 1 or (late and last_step(run.out) == steps)):
+            send(pid, signal.SIGCONT)  # the agent would kill it later; after the last step nobody misses it
         if kind in ("raise", "exit") and not ended and time.monotonic() > deadline - END_SECONDS + TIMEOUT:
             return False
         if time.monotonic() > deadline:
@@ -162,6 +164,12 @@ def send(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def last_step(out: Path) -> int:
+    """Of which there is a whole line: each step has one."""
+    metrics = out / "metrics-nvfp4.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def losses(out: Path) -> list[tuple]:
@@ -190,7 +198,7 @@ def compare(options: argparse.Namespace) -> list[str]:
         try:
             while run.process.poll() is None and failed.total() < options.kills:
                 kind = generator.choice(options.kinds)
-                failed[kind] += fail_once(run, kind, generator, longest)
+                failed[kind] += fail_once(run, kind, generator, longest, last_step(calm.out))
             status = run.wait()
         finally:
             run.end()

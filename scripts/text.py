@@ -1,9 +1,9 @@
-"""The text that scripts/train.py learns: Python source, as bytes or as tokens of them."""
+"""The text that scripts/train.py learns: Python source or files of one's own, as bytes or in tokens."""
 
 import copy
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,15 +47,36 @@ class Text:
         return cls._of_folder(folder, {"__pycache__"})
 
     @classmethod
+    def of_path(cls, path: Path) -> "Text":
+        """A file, or all files below a folder in sorted order, but for those whose path has a name with a dot
+        in front. Of fewer files than a split needs the last twentieth of all their bytes is held out. Raises
+        TextTooShortError where that is nothing.
+        """
+        relative = [p.relative_to(path) for p in path.rglob("*") if p.is_file()] if path.is_dir() else []
+        names = sorted(p.as_posix() for p in relative if not any(part.startswith(".") for part in p.parts))
+        files = [path / name for name in names] if path.is_dir() else [path]
+        if len(files) >= VALIDATION_EVERY:
+            return cls._split(files)
+        whole = b"\n".join(file.read_bytes() for file in files)
+        end = len(whole) - len(whole) // VALIDATION_EVERY
+        if end == len(whole):
+            raise TextTooShortError(f"{path}: of {end} bytes none can be held out")
+        return cls(whole[:end], whole[end:])
+
+    @classmethod
     def _of_folder(cls, folder: Path | None, skipped: set[str]) -> "Text":
         folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
         relative = (path.relative_to(folder) for path in folder.rglob("*.py") if path.is_file())
         names = sorted(path.as_posix() for path in relative if not skipped.intersection(path.parts))
         if len(names) < VALIDATION_EVERY:
             raise RuntimeError(f"{folder}: {len(names)} Python files, at least {VALIDATION_EVERY} are needed")
+        return cls._split([folder / name for name in names])
+
+    @classmethod
+    def _split(cls, files: Sequence[Path]) -> "Text":
         parts: tuple[list[bytes], list[bytes]] = ([], [])
-        for index, name in enumerate(names):
-            parts[index % VALIDATION_EVERY == VALIDATION_EVERY - 1].append((folder / name).read_bytes())
+        for index, file in enumerate(files):
+            parts[index % VALIDATION_EVERY == VALIDATION_EVERY - 1].append(file.read_bytes())
         return cls(b"\n".join(parts[0]), b"\n".join(parts[1]))
 
     def tokenizer(self, vocabulary: int) -> str:

@@ -10,6 +10,9 @@ quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
     torchrun --standalone --nproc-per-node 2 scripts/train.py --weights both --out runs/both
     mpirun -n 2 python scripts/train.py
     python scripts/train.py --preset 124m --recipe nvfp4 --micro-batches 4 --corpus all --tokenizer 8192
+    python scripts/train.py --config llama/config.json --corpus books/ --tokenizer 4096
+
+A corpus may be a file or a folder of your own, and the model one of Hugging Face's transformers.
 
 With a recipe, layers quantize activations and gradients too, and multiply those.
 """
@@ -29,8 +32,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoints import CheckpointError, Checkpoints, add_checkpoint_options, prepare_folder
+from checkpoints import CheckpointError, Checkpoints, add_checkpoint_options, digest, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
+from hugging_face import ConfigError, config_file, longest_sequence, loss_of, make_model
 from report import KINDS, Recorder, draw, write_summary
 from text import Batches, Text, TextTooShortError
 from torch import nn
@@ -58,6 +62,7 @@ RECIPES = {
     "mxfp8": zerofp4.nn.MXFP8Recipe(),
 }
 CORPORA = {"stdlib": Text.of_standard_library, "all": Text.of_installation}
+CONFIG_LR = 6e-4  # of a model of which no preset says one
 VALIDATIONS = 10  # how often in a run the held-out loss is measured
 VALIDATION_BATCHES = 8
 MOST_SKIPPED = 10  # steps in a row that are skipped for gradients with a NaN or Inf: the run is over then
@@ -96,7 +101,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         default="none",
         help="what products are made of (default: none, bfloat16)",
     )
-    add("--corpus", choices=CORPORA, default="stdlib", help="the standard library, or all below its folder")
+    add("--config", type=Path, help="config.json of transformers, in place of a preset")
+    corpus = "stdlib, all below its folder, or a file or folder of text (default: stdlib)"
+    add("--corpus", default="stdlib", metavar="{stdlib,all,PATH}", help=corpus)
     add("--tokenizer", type=at_least(int, 257), metavar="TOKENS", help="train one (default: bytes)")
     add("--sequence-length", type=at_least(int, 1), default=128, help="tokens per sequence (default: 128)")
     micro_batches = ("--micro-batches", "--grad-accumulation")
@@ -112,18 +119,29 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_checkpoint_options(parser, at_least)
     options = parser.parse_args(arguments)
-    context = PRESETS[options.preset].context
-    if options.sequence_length > context:
+    name, context = f"preset {options.preset}", PRESETS[options.preset].context
+    if options.config is not None:
+        try:
+            options.config = str(config_file(options.config))
+            name, context = options.config, longest_sequence(Path(options.config))
+        except ConfigError as error:
+            parser.error(f"argument --config: {error}")
+        if options.recipe != "none" and options.weights != "nvfp4":
+            parser.error(f"argument --recipe: {options.recipe} with --config takes --weights nvfp4")
+    if context is not None and options.sequence_length > context:
         parser.error(
-            f"argument --sequence-length: {options.sequence_length} is longer than the context of preset "
-            f"{options.preset}, which is {context}"
+            f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "
+            f"which is {context}"
         )
+    if options.corpus not in CORPORA and not Path(options.corpus).exists():
+        parser.error(f"argument --corpus: there is no {options.corpus}, nor is it {' or '.join(CORPORA)}")
     if options.recipe == "mxfp8" and options.weights != "bf16":
         parser.error("argument --recipe: mxfp8 takes --weights bf16: it cannot multiply NVFP4 weights")
     if options.tokenizer is not None and importlib.util.find_spec("tokenizers") is None:
         parser.error("argument --tokenizer: needs the library tokenizers (pip install tokenizers)")
     if options.lr is None:
-        options.lr = OPTIMIZERS[options.optimizer][1].get("lr", PRESETS[options.preset].lr)
+        default = CONFIG_LR if options.config is not None else PRESETS[options.preset].lr
+        options.lr = OPTIMIZERS[options.optimizer][1].get("lr", default)
     return options
 
 
@@ -174,10 +192,18 @@ def build(
     averages its errors out.
     """
     torch.manual_seed(options.seed)
-    linear = nn.Linear if RECIPES[options.recipe] is None else zerofp4.nn.Linear
-    model = GPT(PRESETS[options.preset], vocabulary, linear).to(device, torch.bfloat16)
-    if kind == "nvfp4":
-        zerofp4.convert_model(model, filter_fn=lambda module, name: name != "head")
+    quantizes = RECIPES[options.recipe] is not None
+    if options.config is not None:
+        model = make_model(Path(options.config), vocabulary).to(device)
+        for parameter in model.parameters():  # buffers, such as rotary frequencies, stay as they are
+            parameter.data = parameter.data.bfloat16()
+        if kind == "nvfp4":  # all but the output layer, and embeddings
+            zerofp4.convert_model(model, layers=quantizes)
+    else:
+        linear = zerofp4.nn.Linear if quantizes else nn.Linear
+        model = GPT(PRESETS[options.preset], vocabulary, linear).to(device, torch.bfloat16)
+        if kind == "nvfp4":
+            zerofp4.convert_model(model, filter_fn=lambda module, name: name != "head")
     optimizer_class, defaults = OPTIMIZERS[options.optimizer]
     defaults = {**defaults, "lr": options.lr}
     groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
@@ -195,12 +221,20 @@ def computing(options: argparse.Namespace) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if recipe is None else zerofp4.nn.autocast(recipe)
 
 
+def compute_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, *first: bool) -> torch.Tensor:
+    """first: what layers that quantize take besides their input; transformers passes nothing on to them."""
+    return model.loss(tokens, targets, *first) if isinstance(model, GPT) else loss_of(model, tokens, targets)
+
+
 @torch.no_grad()
-def validate(model: GPT, text: Text, options: argparse.Namespace, world: World) -> float:
+def validate(model: nn.Module, text: Text, options: argparse.Namespace, world: World) -> float:
     """The mean loss on the same held-out windows at every call."""
     batches = draw_batches(text.validation, options, world)
+    model.eval()
     with computing(options):
-        losses = [model.loss(*batches.next(world.device)).item() for _ in range(VALIDATION_BATCHES)]
+        losses = [compute_loss(model, *batches.next(world.device)) for _ in range(VALIDATION_BATCHES)]
+        losses = [loss.item() for loss in losses]
+    model.train()
     return mean_over_ranks([sum(losses) / len(losses)], world.device)[0]
 
 
@@ -212,9 +246,11 @@ class Progress:
         self.model, self.optimizer, self.scheduler, self.batches = parts
         self.world = world
         names = ("preset", "steps", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
-        names += ("recipe", "corpus", "tokenizer")
+        names += ("recipe", "tokenizer")
         identity = {name: getattr(options, name) for name in names}
         identity |= {"weights": kind, "text": text.digest}
+        if options.config is not None:
+            identity |= {"preset": None, "config": digest(Path(options.config))}
         identity["global batch"] = options.batch_size * world.world_size
         self.checkpoints = Checkpoints(options.out / f"checkpoints-{kind}", options.keep, identity, world)
         self.options = options
@@ -279,7 +315,8 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                 # With a recipe, the first micro-batch quantizes weights that are not.
                 first = () if options.recipe == "none" else (index == 0,)
                 with computing(options):
-                    micro_loss = model.loss(*batches.next(world.device), *first) / options.micro_batches
+                    batch = batches.next(world.device)
+                    micro_loss = compute_loss(model, *batch, *first) / options.micro_batches
                 micro_loss.backward()
                 loss += micro_loss.item()
             norm, skipped = optimizer.clip_grad_norm_(options.clip or math.inf), optimizer.skipped_steps
@@ -367,7 +404,8 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
             print(line, flush=True)
 
     prepare_folder(options, world)
-    title = f"GPT {options.preset}, {options.optimizer}, {ranks(world)} on {world.device.type}"
+    name = f"GPT {options.preset}" if options.config is None else options.config
+    title = f"{name}, {options.optimizer}, {ranks(world)} on {world.device.type}"
     say(f"{title} ({world.backend})")
     for kind in KINDS if options.weights == "both" else [options.weights]:
         if not interrupt.asked:
@@ -397,11 +435,13 @@ def execute(options: argparse.Namespace, world: World) -> int:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
     try:
-        text = in_tokens(CORPORA[options.corpus](), options.tokenizer, world)
+        path = None if options.corpus in CORPORA else Path(options.corpus)
+        text = CORPORA[options.corpus]() if path is None else Text.of_path(path)
+        text = in_tokens(text, options.tokenizer, world)
         text.check(options.sequence_length)
         return run(options, text, world)
     # Every rank raises these.
-    except (VerificationError, DivergedError, CheckpointError, TextTooShortError) as error:
+    except (VerificationError, DivergedError, CheckpointError, TextTooShortError, ConfigError) as error:
         if world.rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
         (["--recipe", "fp8"], "argument --recipe: invalid choice: 'fp8'"),
         (["--recipe", "mxfp8"], "argument --recipe: mxfp8 takes --weights bf16"),
         (["--tokenizer", "256"], "argument --tokenizer: must be at least 257, got 256"),
-        (["--corpus", "web"], "argument --corpus: invalid choice: 'web'"),
+        (["--corpus", "web"], "argument --corpus: there is no web, nor is it stdlib or all"),
         (["--micro-batches", "0"], "must be at least 1, got 0"),
     ],
 )

@@ -1,0 +1,159 @@
+"""scripts/train.py with a text and a model of one's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import hugging_face
+import pytest
+import torch
+import train
+from text import Text, TextTooShortError
+from train_cases import read_numbers, train_here
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 48,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def write_config(folder, **changes):
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    return str(folder)
+
+
+@pytest.fixture
+def book(tmp_path):
+    (tmp_path / "book.txt").write_bytes(b"All happy families are alike. " * 200)
+    return str(tmp_path / "book.txt")
+
+
+def test_a_file_of_text(book):
+    text = Text.of_path(train.Path(book))
+    assert len(text.train) == 5700 and len(text.validation) == 300
+    assert bytes(text.train[:9].tolist()) == b"All happy"
+
+
+def test_a_folder_of_text(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "left_out").write_text("left out")
+    (tmp_path / "parts").mkdir()
+    for index in range(40):
+        (tmp_path / "parts" / f"{index:02}").write_text(str(index % 10))
+    text = Text.of_path(tmp_path)
+    assert bytes(text.validation.tolist()) == b"9\n9" and len(text.train) == 2 * 38 - 1
+    for index in range(30):
+        (tmp_path / "parts" / f"{index:02}").unlink()
+    with pytest.raises(TextTooShortError, match=r"of 19 bytes none can be held out"):
+        Text.of_path(tmp_path)
+    (tmp_path / "parts" / "39").write_text("9!")
+    text = Text.of_path(tmp_path)
+    assert bytes(text.train.tolist()) == b"0\n1\n2\n3\n4\n5\n6\n7\n8\n9" and text.validation.tolist() == [33]
+
+
+@pytest.mark.heavy
+def test_training_on_a_text_of_ones_own(tmp_path, book):
+    """Which may have another name when the run goes on, and not another content."""
+    options = ["--corpus", book, "--steps", "2", "--checkpoint-every", "1"]
+    assert train_here(tmp_path / "run", *options).status == 0
+    moved = str(tmp_path / "moved.txt")
+    train.Path(book).rename(moved)
+    again = train_here(tmp_path / "run", "--corpus", moved, *options[2:], "--resume", "auto")
+    assert again.status == 0 and "goes on from step 2" in again.output, again.output
+    train.Path(moved).write_text("something else " * 400)
+    other = train_here(tmp_path / "run", "--corpus", moved, *options[2:], "--resume", "auto")
+    assert other.status == 1 and "is of another run: its text is" in other.output
+
+
+@needs_transformers
+@pytest.mark.heavy
+@pytest.mark.parametrize("recipe", ["none", "nvfp4"])
+def test_a_configuration_of_transformers(tmp_path, book, recipe):
+    """Trains, in NVFP4 but for embedding and output layer, and goes on where it was."""
+    config = write_config(tmp_path)
+    options = ["--config", config, "--corpus", book, "--steps", "6", "--recipe", recipe]
+    options += ["--lr", "0.01", "--checkpoint-every", "4"]
+    finished = train_here(tmp_path / "run", *options)
+    assert finished.status == 0, finished.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["runs"]["nvfp4"]["verified"] == {"nvfp4_weights": 7, "other_weights": 5}
+    numbers = read_numbers(tmp_path / "run")
+    assert numbers[-1][1] < numbers[0][1]
+    (tmp_path / "run" / "checkpoints-nvfp4" / "step-00000006" / "manifest.json").unlink()
+    again = train_here(tmp_path / "run", *options, "--resume", "auto")
+    assert again.status == 0 and "goes on from step 4" in again.output, again.output
+    assert read_numbers(tmp_path / "run") == numbers
+    write_config(tmp_path, hidden_size=64)
+    other = train_here(tmp_path / "run", *options, "--resume", "auto")
+    assert other.status == 1 and "is of another run: its config is" in other.output
+
+
+@needs_transformers
+def test_rotary_frequencies_stay_in_float32(tmp_path):
+    config = write_config(tmp_path)
+    options = train.parse_options(["--config", config, "--sequence-length", "32"])
+    model, _ = train.build("bf16", options, 256, torch.device("cpu"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 100}, "a vocabulary of 100 tokens, and the text has 256"),
+        ({"model_type": "no such model"}, "no such model"),
+    ],
+)
+def test_models_that_cannot_be_made(tmp_path, book, changes, message):
+    config = write_config(tmp_path, **changes)
+    finished = train_here(tmp_path / "run", "--config", config, "--corpus", book)
+    assert finished.status == 1 and message in finished.output
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, [], "argument --config: there is no "),
+        ("{", [], "is no JSON"),
+        ("[]", [], "is no configuration: it has a list"),
+        (
+            json.dumps(LLAMA),
+            [],
+            "argument --config: needs the library transformers (pip install transformers)",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be_read(tmp_path, monkeypatch, capsys, content, options, message):
+    monkeypatch.setattr(hugging_face.importlib.util, "find_spec", lambda name: None)
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SystemExit):
+        train.parse_options(["--config", str(tmp_path), *options])
+    assert message in capsys.readouterr().err
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sequence-length", "49"], "49 is longer than the context of"),
+        (["--sequence-length", "8", "--recipe", "nvfp4", "--weights", "bf16"], "takes --weights nvfp4"),
+    ],
+)
+def test_options_that_do_not_go_with_a_configuration(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        train.parse_options(["--config", write_config(tmp_path), *options])
+    assert message in capsys.readouterr().err
