@@ -1,7 +1,6 @@
 """A checkpoint of several ranks, beside one of plain FP32 DTensors of the same bytes."""
 
 import argparse
-import resource
 import shutil
 import tempfile
 import time
@@ -21,15 +20,16 @@ from benchmarking.workloads import llama_sizes
 from zerofp4.launch import World
 
 MOST = 1.1  # of the time that the same bytes take torch
-MEGABYTES = 1e6
+MOST_MEMORY = 5.0  # percent of the state, above it
 
 
 def checkpoint(session: Session, options: argparse.Namespace, world: World) -> None:
     """dcp.save and dcp.load of ZeroFP4Optimizer's masters and moments, beside DTensors of the same bytes.
 
     Medians of what the slowest rank takes, into and out of the folder --folder (default: a temporary one);
-    what is read was written just before, so that the system's cache has it. Host memory is what the process
-    peaked at above what it held, over all repeats, in all the rows so far.
+    what is read was written just before, so that the system's cache has it. Memory is what a rank peaked at
+    above what it held before a save or load, in percent of its part of the state, the most of any rank and
+    repeat: on the host resident memory, whose peak the kernel is told to forget; on the GPU torch's count.
     """
     shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
     folder = [str(options.folder or tempfile.mkdtemp(prefix="zerofp4-bench-")) if world.rank == 0 else None]
@@ -80,36 +80,49 @@ class Timer:
 
     def both(self, name: str, state: dict, what: str) -> tuple[float, float]:
         """Milliseconds of a save and of a load, with rows for them and for the memory that they take."""
-        on_gpu, before = self.world.device.type == "cuda", peak_host_bytes()
+        size = bytes_here(state)
+        self.session.count(f"{name}_state/{self.places}", "megabytes", size / 1e6, "the state on rank 0")
+        medians = []
+        for part in ("save", "load"):
+            once = {
+                "save": lambda: dcp.save(state, checkpoint_id=self.folder),
+                "load": lambda: resume(state, self.folder),
+            }[part]
+            found = [self._once(once, clear=part == "save") for _ in range(1 + self.repeats)][1:]
+            times, *peaks = torch.tensor(found, dtype=torch.float64).unbind(1)
+            medians.append(self._worst(times).median().item())
+            self.session.count(f"{name}_{part}/{self.places}", "milliseconds", medians[-1], what)
+            for place, peak in zip(("host", "gpu"), peaks, strict=True):
+                most = self._worst(100 * peak / size).max().item()
+                target = MOST_MEMORY if name == "zerofp4" and self.world.device.type == "cuda" else None
+                row = f"{name}_{part}_{place}/{self.places}"
+                rule = f"{place} memory at the peak, above what was held"
+                if place == "host" or self.world.device.type == "cuda":
+                    self.session.count(row, "percent_of_state", most, rule, target=target)
+        return medians[0], medians[1]
+
+    def _worst(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.to(self.world.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def _once(self, run: Callable[[], object], clear: bool) -> tuple[float, float, float]:
+        """Milliseconds, and bytes above what was held, on the host and on the GPU."""
+        if clear and self.world.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        on_gpu = self.world.device.type == "cuda"
+        dist.barrier()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
-        save = self._ms(lambda: dcp.save(state, checkpoint_id=self.folder), clear=True)
-        load = self._ms(lambda: resume(state, self.folder), clear=False)
-        self.session.count(f"{name}_save/{self.places}", "milliseconds", save, what)
-        self.session.count(f"{name}_load/{self.places}", "milliseconds", load, what)
-        host = (peak_host_bytes() - before) / MEGABYTES
-        self.session.count(f"{name}_host/{self.places}", "megabytes", host, "host memory above it, rank 0")
-        if on_gpu:
-            above = (torch.cuda.max_memory_allocated() - held) / MEGABYTES
-            self.session.count(f"{name}_gpu/{self.places}", "megabytes", above, "GPU memory above it, rank 0")
-        return save, load
-
-    def _ms(self, run: Callable[[], object], clear: bool) -> float:
-        times = [self._once(run, clear) for _ in range(1 + self.repeats)][1:]
-        longest = torch.tensor(times, device=self.world.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return longest.median().item()
-
-    def _once(self, run: Callable[[], object], clear: bool) -> float:
-        if clear and self.world.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        dist.barrier()
-        begin = time.perf_counter()
+        forget_peak()
+        before, begin = resident("VmRSS"), time.perf_counter()
         run()
-        if self.world.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1e3
+        milliseconds = (time.perf_counter() - begin) * 1e3
+        above = torch.cuda.max_memory_allocated() - held if on_gpu else 0
+        return milliseconds, resident("VmHWM") - before, above
 
 
 def resume(state: dict, folder: Path) -> None:
@@ -119,5 +132,22 @@ def resume(state: dict, folder: Path) -> None:
     dcp.load(state, checkpoint_id=folder)
 
 
-def peak_host_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def bytes_here(state: dict) -> int:
+    """Of this rank's part."""
+    if "optimizer" not in state:
+        return sum(tensor.to_local().nbytes for tensor in state.values())
+    entries = state["optimizer"].state_dict()["state"].values()
+    return sum(piece.values.nbytes for entry in entries for piece in entry.values())
+
+
+def forget_peak() -> None:
+    """Have the kernel count the most resident memory of this process from here on. Raises OSError where it
+    does not let a process do that.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(name: str) -> int:
+    """Bytes: VmRSS are those now, VmHWM the most there were."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024

@@ -30,6 +30,7 @@ KINDS = {
     "milliseconds": Kind(" ms", 3, at_least=False),
     "megabytes": Kind(" MB", 0, at_least=False),
     "percent_of_shard": Kind("% of the FP32 shard", 3, at_least=False),
+    "percent_of_state": Kind("% of the state", 2, at_least=False),
 }
 
 HOST_COUNTS = (10, 224, 2000)
