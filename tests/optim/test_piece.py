@@ -45,14 +45,21 @@ def test_what_is_copied_into_a_piece_leaves_its_values_alone():
 
 
 def test_elements_that_no_file_had_are_noticed():
+    """As torch.distributed.checkpoint reads: a box, or a part of it that a file has."""
     piece, _ = make_piece()
     chunks = piece.__create_chunk_list__()
-    assert piece.has_unread()
     for i, chunk in enumerate(chunks):
-        shard = piece.__get_tensor_shard__(type("Index", (), {"offset": chunk.offsets}))
-        assert shard.shape == chunk.sizes
-        shard.fill_(i if i else float("nan"))
-        assert piece.has_unread() == (i + 1 < len(chunks))
+        box = piece.__get_tensor_shard__(type("Index", (), {"offset": chunk.offsets})).detach()
+        assert box.shape == chunk.sizes
+        box.fill_(9.0)  # is no reading
+        width = box.shape[1] - 1
+        for part in (box.narrow(1, 0, width), box.narrow(1, width, 1)):
+            assert piece.has_unread()
+            part.copy_(torch.full(part.shape, float("nan") if i else 0.0))
+    assert not piece.has_unread() and len(piece.received) == 2 * len(chunks) == 6
+    assert piece.present()[:3].tolist() == [0, 0, 0] and piece.present()[3:].isnan().all()
+    box.narrow(1, 0, 1).copy_(torch.zeros(1, 1))
+    assert piece.has_unread()  # a file whose boxes overlap has others that it lacks
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, Stage
-from zerofp4.optim.sealing import Chunk, DamagedFileError, checksum
+from zerofp4.optim.sealing import Box, Chunk, DamagedFileError, checksum
 from zerofp4.shard import Shard, rectangles
-
-UNREAD = {torch.float64: (torch.int64, 0x7FF4A5A5A5A5A5A5), torch.float32: (torch.int32, 0x7FA5A5A5)}
-UNREAD |= {torch.bfloat16: (torch.int16, 0x7FA5), torch.float16: (torch.int16, 0x7DA5)}
-"""What elements hold that are still to be read from a file, as integers: NaNs that no arithmetic makes."""
 
 
 class Home:
@@ -51,6 +47,8 @@ class Piece(torch.Tensor):
     allocate: Callable[[], torch.Tensor] | None
     loaded: torch.Tensor | None
     asked: bool
+    received: list[Box] | None
+    """What of it was read into `loaded`; None for all."""
     live: bool
     """Whether the values are those of an optimizer itself, and no copy."""
     label: str | None
@@ -65,6 +63,7 @@ class Piece(torch.Tensor):
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.allocate = values, start, home, allocate
         piece.loaded, piece.asked, piece.live, piece.label = None, False, live, None
+        piece.received = []
         return piece
 
     def __init__(self, *_: Any, **__: Any):
@@ -89,12 +88,11 @@ class Piece(torch.Tensor):
 
     def has_unread(self) -> bool:
         """Whether a checkpoint that it was loaded from lacks some of its elements."""
-        if not self.asked or self.dtype not in UNREAD:
+        if not self.asked or self.received is None:
             return False
-        if self.loaded is None:
-            return self.values.numel() > 0
-        integers, pattern = UNREAD[self.dtype]
-        return bool((self.loaded.view(integers) == pattern).any())
+        boxes = list(dict.fromkeys(self.received))
+        overlap = any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        return overlap or sum(math.prod(box.sizes) for box in boxes) != self.values.numel()
 
     def settle(self) -> None:
         """What was loaded are its values from now on."""
@@ -126,27 +124,24 @@ class Piece(torch.Tensor):
 
     def __create_chunk_list__(self) -> list:
         """Only a load asks: from now on what comes is read into other memory than the values."""
-        self.asked, self.loaded = True, None
+        self.asked, self.loaded, self.received = True, None, []
         return self._chunks()
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if self.asked and self.loaded is None:
             self.loaded = self._space()
         if not self.numel():
-            return Chunk.of(self.present().view(self.shape), self.label, self.shape, 0)
+            return self.present().view(self.shape)
         offsets = tuple(index.offset)
         box = next(b for b in rectangles(self.shape, self.shard) if b.offsets == offsets)
         first = box.start - self.start
         values = self.present()[first : first + box.numel].view(box.sizes)
-        return Chunk.of(values, self.label, self.shape, box.start)
+        return Chunk.of(values, self.label, self.shape, box.start, self.received)
 
     def _space(self) -> torch.Tensor:
         space = None if self.allocate is None else self.allocate()
         if space is None:
             space = torch.empty(self.values.shape, dtype=self.dtype, device=self.device)
-        if self.dtype in UNREAD:
-            integers, pattern = UNREAD[self.dtype]
-            space.view(integers).fill_(pattern)
         return space
 
     # Copies
@@ -284,6 +279,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
         return target.copy_(_whole(source, "copy_"), non_blocking)
     if target.loaded is None:
         target.asked, target.loaded = True, target._space()
+    target.received = None
     if isinstance(source, Piece) and source.shard == target.shard:
         target.present().copy_(source.present(), non_blocking)
     else:

@@ -6,6 +6,7 @@ pickle.
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,22 +45,47 @@ def checksum(values: torch.Tensor, *about: Any) -> int:
 # Tensors
 
 
+class Box(NamedTuple):
+    """Elements of a tensor: [offset, offset + size) in each of its dimensions."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def overlaps(self, other: "Box") -> bool:
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
 class Place(NamedTuple):
     """Where a box of a parameter lies, whose elements are [start, start + numel) of the flat order.
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
+    received: where is noted what was read into it.
     """
 
     label: str | None
     shape: tuple[int, ...]
     start: int
     origin: int
+    received: list[Box] | None
+
+    def first(self, view: torch.Tensor) -> int:
+        """The flat index of the first element of a part of the box."""
+        return self.start + view.storage_offset() - self.origin
+
+    def box(self, view: torch.Tensor) -> Box:
+        offsets, rest = [], self.first(view)
+        for size in reversed(self.shape):
+            rest, offset = divmod(rest, size)
+            offsets.append(offset)
+        sizes = tuple(view.shape)
+        return Box(tuple(reversed(offsets)), sizes)
 
 
 class Chunk(torch.Tensor):
     """Elements on their way between a piece and a file. Written, they carry a checksum; read into, by copy_,
     they look whether the tensor that they are part of has the one that it was written with, and whether it is
-    where it belongs.
+    where it belongs, and note what was read.
 
     Raises DamagedFileError. A tensor without a checksum is one that another optimizer wrote.
     """
@@ -67,21 +93,30 @@ class Chunk(torch.Tensor):
     place: Place
 
     @staticmethod
-    def of(values: torch.Tensor, label: str | None, shape: torch.Size, start: int) -> "Chunk":
-        return _placed(values, Place(label, tuple(shape), start, values.storage_offset()))
+    def of(
+        values: torch.Tensor,
+        label: str | None,
+        shape: Sequence[int],
+        start: int,
+        received: list[Box] | None = None,
+    ) -> "Chunk":
+        return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received))
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.copy_ and isinstance(args[0], Chunk):
+            reads = func is torch.Tensor.copy_ and isinstance(args[0], Chunk)
+            if reads:
                 _check(args[0], args[1])
             result = func(*args, **(kwargs or {}))
+            if reads and args[0].place.received is not None and args[0].numel():
+                args[0].place.received.append(args[0].place.box(args[0]))
             return _placed(result, args[0].place) if func in _KEEP_PLACE else result
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.as_subclass(torch.Tensor)
-            label, shape, start, _ = self.place
+            label, shape, start, *_ = self.place
             seal = (label, shape, start, checksum(plain, label, shape, start))
             rebuild, arguments = plain.__reduce_ex__(protocol)
         return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, {ATTRIBUTE: seal})
@@ -116,7 +151,7 @@ def _check(target: Chunk, source: torch.Tensor) -> None:
             raise
         raise DamagedFileError(f"the seal of {what} is {seal!r}: the file is damaged") from error
     same_name = None in (label, place.label) or label == place.label
-    at = place.start + target.storage_offset() - place.origin
+    at = place.first(target)
     if not same_name or shape != place.shape or (first != at and target.numel()):
         raise DamagedFileError(
             f"elements of {label} of shape {shape} from {first} on are in the file where those of {what} of "
