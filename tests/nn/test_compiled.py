@@ -9,6 +9,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4.nn import LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
+from zerofp4.nn.operators import NO_CACHE
 from zerofp4.nn.quantizers import WeightCache
 
 pytestmark = pytest.mark.heavy
@@ -173,3 +174,19 @@ def test_inductor():
     module, recipe, x = made("Linear", device), RECIPES["nvfp4"], values(32, 64, device=device)
     run = torch.compile(module, fullgraph=True, backend="inductor")
     assert_same(step(module, run, recipe, x)[:3], step(module, module, recipe, x)[:3])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4, dequantized", "mxfp8"])
+def test_opcheck(device, name):
+    """Of both operators; without what compares results, which float8 has no operations for."""
+    layer, recipe, ops = made("Linear", device), RECIPES[name], torch.ops.zerofp4
+    x, grad = values(32, 64, device=device), values(32, 48, device=device, seed=1)
+    with autocast(recipe):
+        common = ([], torch.bfloat16, 448, recipe.key, NO_CACHE)
+        arguments = (x, layer.bias, layer.weight, *common, False, True, True)
+        checks = ("test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(ops.linear.default, arguments, test_utils=checks)
+        kept = [each.detach() for each in ops.linear(*arguments)[1:]]
+        count = len(kept) // 2
+        arguments = (grad, kept[:count], 64, kept[count:], None, *common, torch.bfloat16, True)
+        torch.library.opcheck(ops.linear_gradients.default, arguments, test_utils=checks[1:])

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -18,7 +19,7 @@ from zerofp4.gemm import (
 )
 from zerofp4.nn.function import Kept, LinearCall
 from zerofp4.nn.quantizers import nvfp4_options, with_columns
-from zerofp4.nn.recipe import NVFP4Recipe, Recipe
+from zerofp4.nn.recipe import NVFP4Recipe, Recipe, recipe_of_key
 from zerofp4.storage import Side, Storage, rebindings
 from zerofp4.tensors import GroupedNVFP4Tensor, quantize_grouped
 
@@ -28,15 +29,28 @@ def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> 
 
     x: what is multiplied, in the dtype of the product. features: of input and output.
     """
+    if len(x) == 0:
+        return "there are no tokens"
+    if torch.compiler.is_compiling():
+        return _why_not_traced(x.device, x.dtype, tuple(features), recipe.key)
+    return _why_not(x.device, x.dtype, features, recipe)
+
+
+@torch.compiler.assume_constant_result
+def _why_not_traced(
+    device: torch.device, dtype: torch.dtype, features: tuple[int, ...], key: str
+) -> str | None:
+    return _why_not(device, dtype, features, recipe_of_key(key))
+
+
+def _why_not(device: torch.device, dtype: torch.dtype, features: Sequence[int], recipe: Recipe) -> str | None:
     if not isinstance(recipe, NVFP4Recipe):
         return f"{type(recipe).__name__} has no groups"
     if recipe.four_over_six is not None or recipe.backward != "quantized":
         return "groups have no four over six, and no dequantized backward pass"
-    if torch.compiler.is_compiling() or len(x) == 0:
-        return "traced, or without tokens"
-    if chosen_backend(x.device, recipe.backend) != "exact":
+    if chosen_backend(device, recipe.backend) != "exact":
         return "the native backend has no groups"
-    return why_not_grouped(x.device, x.dtype, features)
+    return why_not_grouped(device, dtype, features)
 
 
 class GroupedWeights:
@@ -48,6 +62,7 @@ class GroupedWeights:
         self.lasting = lasting
         self._records, self._rebindings = list(records), rebindings()
         self._sides: dict[str, GroupedOperand] = {}
+        self._kept: list[tuple[Kept, list[torch.Tensor]]] = []
 
     def are(self, records: Sequence[Storage]) -> bool:
         """Whether these are the records that this was made of, with the buffers that they had."""
@@ -71,10 +86,12 @@ class GroupedWeights:
 
     def kept(self) -> list[tuple[Kept, list[torch.Tensor]]]:
         """Of each what the gradient of the input is made from: its columns, or rows where it has none."""
-        return [
-            Kept.of(record, "rowwise" if record.columnwise is None else "columnwise", "compact")
-            for record in self._records
-        ]
+        if not self._kept:
+            self._kept = [
+                Kept.of(record, "rowwise" if record.columnwise is None else "columnwise", "compact")
+                for record in self._records
+            ]
+        return self._kept
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -93,11 +110,7 @@ class GroupedFunction(torch.autograd.Function):
         x_needs, _, _, _, _, *needs = ctx.needs_input_grad
         biases = parameters[len(calls) :]
         columnwise = any(needs[: len(calls)])
-        q_x = quantize_grouped(x, splits, columnwise=columnwise, **nvfp4_options(recipe, "input", columnwise))
-        y = grouped_gemm(q_x, weights.rowwise())
-        if biases:
-            each = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
-            y += each.index_select(0, groups_of_rows(q_x))
+        y, q_x = multiply_groups(x, splits, recipe, weights, biases, columnwise)
         kept = weights.kept() if x_needs else []
         columns = q_x.columnwise if columnwise else None
         buffers = [columns.data, columns.scales["compact"], columns.amax] if columns else []
@@ -123,17 +136,44 @@ class GroupedFunction(torch.autograd.Function):
                 "the weight of a layer was written to between its forward and its backward pass: "
                 "call backward first"
             )
-        grad_x, grad_weights = None, [None] * len(ctx.main_grads)
-        if weights is not None or x is not None:
-            options = nvfp4_options(ctx.recipe, "gradient", x is not None)
-            copies = {"rowwise": weights is not None, "columnwise": x is not None}
-            q_grad = quantize_grouped(grad, ctx.groups.splits, **copies, **options)
-            if weights is not None:
-                grad_x = grouped_gemm(q_grad, weights.columnwise())
-            if x is not None:
-                grad_weights = _given(ctx, grouped_wgrad(q_grad, x))
+        grad_x, stack = gradients_of_groups(grad, ctx.groups.splits, ctx.recipe, weights, x)
+        grad_weights = [None] * len(ctx.main_grads) if stack is None else _given(ctx, stack)
         grad_biases = _bias_gradients(ctx, grad) if ctx.has_bias else ()
         return grad_x, None, None, None, None, *grad_weights, *grad_biases
+
+
+def multiply_groups(
+    x: torch.Tensor,
+    splits: Any,
+    recipe: NVFP4Recipe,
+    weights: GroupedWeights,
+    biases: Sequence[torch.Tensor],
+    columnwise: bool,
+) -> tuple[torch.Tensor, GroupedNVFP4Tensor]:
+    """y, and x quantized, with a columnwise copy if that is asked for."""
+    q_x = quantize_grouped(x, splits, columnwise=columnwise, **nvfp4_options(recipe, "input", columnwise))
+    y = grouped_gemm(q_x, weights.rowwise())
+    if biases:
+        each = biases[0] if biases[0].dim() == 2 else torch.stack(list(biases))
+        y += each.index_select(0, groups_of_rows(q_x))
+    return y, q_x
+
+
+def gradients_of_groups(
+    grad: torch.Tensor,
+    splits: torch.Tensor,
+    recipe: NVFP4Recipe,
+    weights: GroupedWeights | None,
+    x: GroupedNVFP4Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(of x, which needs the weights; of the weights [groups, N, K], which needs x), None without those."""
+    if weights is None and x is None:
+        return None, None
+    options = nvfp4_options(recipe, "gradient", x is not None)
+    copies = {"rowwise": weights is not None, "columnwise": x is not None}
+    q_grad = quantize_grouped(grad, splits, **copies, **options)
+    grad_x = None if weights is None else grouped_gemm(q_grad, weights.columnwise())
+    return grad_x, None if x is None else grouped_wgrad(q_grad, x)
 
 
 def _weights(ctx, saved: Sequence[torch.Tensor]) -> GroupedWeights:
@@ -165,9 +205,13 @@ def _given(ctx, gradients: torch.Tensor) -> list[torch.Tensor | None]:
     return given
 
 
+def sums_of_groups(grad: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """float32 [groups, N] of the rows of each group."""
+    # unsafe: offsets are on the device, and no check of theirs may wait for it
+    return torch.segment_reduce(grad.float(), "sum", offsets=offsets, unsafe=True, initial=0)
+
+
 def _bias_gradients(ctx, grad: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of the rows of each group, in float32."""
-    offsets = ctx.groups.offsets  # unsafe: they are on the device, and no check of theirs may wait for it
-    sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets, unsafe=True, initial=0)
+    sums = sums_of_groups(grad, ctx.groups.offsets)
     dtypes = ctx.dtypes[len(ctx.main_grads) :]
     return [each.to(dtype) for each, dtype in zip(sums if ctx.per_group else [sums], dtypes, strict=True)]

@@ -12,6 +12,7 @@ from zerofp4.format import BLOCK
 from zerofp4.nn.convert import primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
+from zerofp4.nn.grouped_operators import compiled_groups
 from zerofp4.nn.linear import Linear, linear_call
 from zerofp4.nn.quantizers import WeightCache
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe
@@ -31,7 +32,9 @@ class GroupedLinear(nn.Module):
     num_gemms: the number of groups. in_features and what is behind it: as of Linear, for every expert.
     stacked: False makes `experts`, a list of layers. True makes one parameter `weight` [num_gemms,
     out_features, in_features] and one `bias` [num_gemms, out_features]; a primary weight is one NVFP4Tensor
-    with an amax for each expert. Both give the same bytes; torch.compile leaves a stack to eager execution.
+    with an amax for each expert. Both give the same bytes; a stack is quantized in one call. torch.compile
+    takes all groups at once as one operator each way, with splits that may change, and a list of experts one
+    after another; a stack one after another it leaves to eager execution.
     Raises ValueError for fewer than one group, and what Linear raises.
     """
 
@@ -130,22 +133,37 @@ class GroupedLinear(nn.Module):
         else:
             splits = self._splits(x, m_splits)
         needs = torch.is_grad_enabled() and x.requires_grad
-        if not self.stacked:
-            parts = self.experts
-            calls = [linear_call(expert, expert.weight, recipe, is_first, needs) for expert in parts]
-        else:
+        whole = self.stacked and _is_quantized_whole(recipe)
+        if self.stacked:
             self._check_features(x)
-            whole = _is_quantized_whole(recipe)
-            parts = [self] if whole else self._parts(recipe)
-            calls = (
-                [linear_call(self, self.weight, recipe, is_first, needs)]
-                if whole
-                else [part.call(recipe, is_first, needs) for part in parts]
-            )
+        if torch.compiler.is_compiling():
+            layers = [self] if self.stacked else self.experts
+            if any(layer.fuse_wgrad_accumulation for layer in layers):
+                return _outside_of_the_graph(self, x, splits, is_first)
+            return self._traced(x, splits, whole, recipe, is_first)
+        if whole or not self.stacked:
+            parts = [self] if whole else self.experts
+            calls = [linear_call(part, part.weight, recipe, is_first, needs) for part in parts]
+        else:
+            parts = self._parts(recipe)
+            calls = [part.call(recipe, is_first, needs) for part in parts]
         biases = [part.bias for part in parts if part.bias is not None]
         parameters = [part.weight for part in parts]
         weights = self._operands.of(calls)
         return GroupedFunction.apply(x, splits, recipe, calls, weights, *parameters, *biases)
+
+    def _traced(self, x, splits, whole: bool, recipe: NVFP4Recipe, is_first: bool | None) -> torch.Tensor:
+        """_at_once as one operator each way."""
+        if not isinstance(splits, torch.Tensor):
+            splits = torch.tensor(splits, device=x.device)
+        if whole or not self.stacked:
+            layers = [self] if whole else list(self.experts)
+            parts = [(layer.weight, layer.bias) for layer in layers]
+            caches = [layer._weight_cache for layer in layers]
+        else:
+            biases = [None] * self.num_gemms if self.bias is None else self.bias.unbind()
+            parts, caches = list(zip(self.weight.unbind(), biases, strict=True)), self._weight_caches
+        return compiled_groups(x, splits, parts, caches, recipe, is_first)
 
     @torch.compiler.disable
     def _one_by_one(self, x: torch.Tensor, splits: list[int], is_first: bool | None) -> torch.Tensor:
@@ -214,6 +232,12 @@ class GroupedLinear(nn.Module):
                 f"m_splits must not be negative and must sum to the {x.shape[0]} rows of x, got {splits}"
             )
         return splits
+
+
+@torch.compiler.disable
+def _outside_of_the_graph(layer: GroupedLinear, x, splits, is_first) -> torch.Tensor:
+    """What torch.compile cannot trace: gradients added to main_grad."""
+    return layer(x, splits, is_first)
 
 
 def _is_quantized_whole(recipe: Recipe) -> bool:

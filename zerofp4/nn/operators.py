@@ -41,12 +41,12 @@ def compiled_linear(layer, x: torch.Tensor, recipe: Recipe, is_first: bool | Non
     )[0]
 
 
-def _record(primary: list[torch.Tensor | None], dtype: torch.dtype, e4m3_max: int) -> NVFP4Storage:
+def record_of_buffers(primary: list[torch.Tensor | None], dtype: torch.dtype, e4m3_max: int) -> NVFP4Storage:
     """Of the buffers of a primary weight, in the order of BUFFERS."""
     buffers = {name: buffer for name, buffer in zip(BUFFERS, primary, strict=True) if buffer is not None}
-    rows, half = buffers["rowwise_data"].shape
+    *lines, half = buffers["rowwise_data"].shape
     chosen = None if e4m3_max == E4M3_MAX else FourOverSix(e4m3_max)
-    record = NVFP4Storage(torch.Size((rows, 2 * half)), dtype, (BLOCK, BLOCK), four_over_six=chosen)
+    record = NVFP4Storage(torch.Size((*lines, 2 * half)), dtype, (BLOCK, BLOCK), four_over_six=chosen)
     for name, side in sides_of(buffers).items():
         setattr(record, name, side)
     return record
@@ -66,7 +66,7 @@ def _linear(
     quantized = quantizers.quantized_backward
     own = None
     if weight is None:
-        operand = _record(primary, dtype, e4m3_max)
+        operand = record_of_buffers(primary, dtype, e4m3_max)
     elif cache != NO_CACHE:
         operand = WeightCache.of_handle(cache).get(weight, quantizers, is_first).record
     else:
@@ -102,7 +102,7 @@ def _linear_gradients(
     elif x_needs and weight is not None:  # torch has made sure that it is what it was in the forward pass
         kept_weight = WeightCache.of_handle(cache).get(weight, quantizers, False).record
     elif x_needs:
-        kept_weight = _record(primary, dtype, e4m3_max)
+        kept_weight = record_of_buffers(primary, dtype, e4m3_max)
     kept_x = _restored(quantizers, "input", torch.Size((grad.shape[0], cols)), x_dtype, x) if x else None
     found = gradients(quantizers, grad, kept_x, kept_weight, (x_dtype, dtype))
     return [each for each in found if each is not None]
