@@ -1,5 +1,6 @@
 """Quantized layers: what a training loop does to its model."""
 
+from zerofp4.nn.conv1d import Conv1D
 from zerofp4.nn.convert import (
     ConversionReport,
     FilterFn,
@@ -15,6 +16,7 @@ from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
 from zerofp4.nn.shared_input import quantize_input
 
 __all__ = [
+    "Conv1D",
     "ConversionReport",
     "FilterFn",
     "GroupedLinear",

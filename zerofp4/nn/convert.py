@@ -67,11 +67,11 @@ def convert_model(
     says why of each parameter with two dimensions or more. Call it before the optimizer is made: the
     parameters are new ones, each with the dtype, requires_grad, gradient and attributes of the old.
 
-    layers: the modules among them that are an nn.Linear, and not of a subclass, become zerofp4.nn.Linear: the
-    same objects, with their names, hooks and state_dict, which inside zerofp4.nn.autocast multiply quantized
-    operands. What a model computes around them, a normalization or an activation, is no part of that: so a
-    norm and its linear layer become what zerofp4.nn.LayerNormLinear is. Without layers, and for the other
-    modules, products dequantize the weight.
+    layers: the modules among them that are an nn.Linear, and not of a subclass, become zerofp4.nn.Linear, and
+    those that are a Conv1D zerofp4.nn.Conv1D: the same objects, with their names, hooks and state_dict, which
+    inside zerofp4.nn.autocast multiply quantized operands. What a model computes around them, a normalization
+    or an activation, is no part of that: so a norm and its linear layer become what
+    zerofp4.nn.LayerNormLinear is. Without layers, and for the other modules, products dequantize the weight.
     columnwise: keep the transposed copy too, which the gradients of quantized products read. Without it a
     weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
     made from the rows each time.
@@ -97,8 +97,9 @@ def convert_model(
         name, module, parameter_name = choice
         setattr(module, parameter_name, primary_parameter(choice.parameter, name, columnwise))
         report.converted.append(name)
-        if layers and type(module) in LAYERS:
-            LAYERS[type(module)](module)
+        make_layer = LAYERS.get(_kind(module)) if layers else None
+        if make_layer is not None:
+            make_layer(module)
             report.layers.append(name)
     _warn_of_shards(model, report)
     return report
@@ -128,8 +129,16 @@ def choose_weights(
     return report, chosen
 
 
-LAYERS: dict[type[nn.Module], Callable[[nn.Module], None]] = {}
-"""By type of module, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
+CONV1D = "Conv1D"
+"""What transformers calls its linear layer with a weight [in, out]."""
+
+LAYERS: dict[type[nn.Module] | str, Callable[[nn.Module], None]] = {}
+"""By type of module, or CONV1D, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
+
+
+def _kind(module: nn.Module) -> type[nn.Module] | str:
+    is_conv1d = type(module).__name__ == CONV1D and _linear_forward(module) is type(module).forward
+    return CONV1D if is_conv1d else type(module)
 
 
 def _join(module_name: str, name: str) -> str:
@@ -201,7 +210,7 @@ def _linear_forward(module: nn.Module) -> Callable | None:
     """
     if isinstance(module, nn.Linear):
         return nn.Linear.forward
-    bases = [base for base in type(module).__mro__ if base.__name__ == "Conv1D" and hasattr(module, "nf")]
+    bases = [base for base in type(module).__mro__ if base.__name__ == CONV1D and hasattr(module, "nf")]
     return bases[0].forward if bases else None
 
 

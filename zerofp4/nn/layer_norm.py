@@ -37,8 +37,9 @@ def _norm(size: int, eps: float, normalization: str, device, dtype) -> nn.Module
 class LayerNormLinear(nn.Module):
     """`linear(norm(x))` of a normalization over the last dimension and a zerofp4.nn.Linear.
 
-    What autograd keeps of the normalized x is its quantized columnwise copy. The submodules are `norm`, an
-    nn.LayerNorm or nn.RMSNorm, and `linear`.
+    Nothing is fused: the norm writes x in its own dtype, which the linear layer reads twice, for its amax and
+    to quantize it. What autograd keeps of the normalized x is its quantized columnwise copy. The submodules
+    are `norm`, an nn.LayerNorm or nn.RMSNorm, and `linear`.
 
     in_features, out_features, bias, device, dtype, and what is behind them: as of Linear. eps: of the
     normalization, "LayerNorm" or "RMSNorm". Raises ValueError for another, and what Linear raises.

@@ -1,0 +1,117 @@
+"""Conv1D, which convert_model makes of the layer of that name in transformers: the bytes of a Linear of its
+transpose.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from layer_cases import RECIPES
+from tensor_helpers import values
+from torch import nn
+
+import zerofp4
+from zerofp4.nn import Linear, MXFP8Recipe, NVFP4Recipe, autocast, quantize_input
+
+NAMES = ["nvfp4", "nvfp4, dequantized"]
+
+
+class Conv1D(nn.Module):
+    """The layer of that name in transformers: its weight is [in, out]."""
+
+    def __init__(self, nf, nx, device="cpu"):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(values(nx, nf, device=device))
+        self.bias = nn.Parameter(values(nf, device=device, seed=1))
+
+    def forward(self, x):
+        size_out = (*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
+def pair(device, columnwise=True):
+    """A converted Conv1D, and a converted Linear of the transpose."""
+    turned, linear = Conv1D(48, 64, device), nn.Linear(64, 48, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        linear.weight.copy_(turned.weight.t())
+        linear.bias.copy_(turned.bias)
+    models = nn.Sequential(turned), nn.Sequential(linear)
+    for model in models:
+        report = zerofp4.convert_model(model, layers=True, columnwise=columnwise)
+        assert report.layers == report.converted == ["0"]
+    assert type(turned) is zerofp4.nn.Conv1D and type(linear) is Linear
+    return turned, linear
+
+
+def step(layer, recipe, x):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    with autocast(recipe):
+        y = layer(x)
+    torch.manual_seed(7)
+    y.backward(values(*y.shape, device=y.device, seed=2))
+    weight = layer.weight.grad if isinstance(layer, Linear) else layer.weight.grad.t().contiguous()
+    return [y.detach(), x.grad, weight, layer.bias.grad]
+
+
+@pytest.mark.parametrize("columnwise", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bytes_of_a_linear_layer(device, name, columnwise):
+    turned, linear = pair(device, columnwise)
+    for x in (values(32, 64, device=device), values(2, 18, 64, device=device, seed=1)):
+        results = [step(layer, RECIPES[name], x) for layer in (turned, linear)]
+        for index, both in enumerate(zip(*results, strict=True)):
+            assert_bytes_equal(*both, f"result {index}")
+
+
+def test_outside_of_autocast_and_back(device):
+    turned, _ = pair(device)
+    plain, x = Conv1D(48, 64, device), values(4, 5, 64, device=device)
+    plain.load_state_dict({"weight": turned.weight.dequantize(), "bias": turned.bias})
+    assert_bytes_equal(turned(x).detach(), plain(x).detach(), "y")
+    again = pickle.loads(pickle.dumps(copy.deepcopy(turned)))
+    assert type(again) is zerofp4.nn.Conv1D
+    with autocast(RECIPES["nvfp4"]):
+        assert_bytes_equal(again(x).detach(), turned(x).detach(), "a copy")
+    model = nn.Sequential(turned)
+    zerofp4.unconvert_model(model)
+    with autocast(RECIPES["nvfp4"]):
+        plain.load_state_dict(turned.state_dict())
+        assert_bytes_equal(model(x).detach(), plain(x).detach(), "unconverted")
+
+
+def test_one_input_for_several_layers(device):
+    turned, linear = pair(device)
+    x = values(32, 64, device=device).requires_grad_()
+    with autocast(NVFP4Recipe(stochastic_rounding=False)):
+        expected = turned(x) + linear(x)
+        shared = quantize_input(x)
+        assert_bytes_equal((turned(shared) + linear(shared)).detach(), expected.detach(), "y")
+
+
+def test_errors(device):
+    turned, _ = pair(device)
+    with autocast(RECIPES["nvfp4"]):
+        with pytest.raises(ValueError, match="x must have 64 values in its last dimension, got shape"):
+            turned(values(4, 48, device=device))
+        y = turned(values(32, 64, device=device).requires_grad_())
+    with torch.no_grad():
+        turned.weight.copy_(torch.ones(64, 48))
+    with pytest.raises(RuntimeError, match="was written to between its forward and its backward pass"):
+        y.sum().backward()
+    with autocast(MXFP8Recipe()), pytest.raises(ValueError, match="which MXFP8Recipe cannot multiply"):
+        turned(values(32, 64, device=device))
+
+
+def test_a_filter_and_subclasses(device):
+    class Own(Conv1D):
+        """May have more than what it computes."""
+
+    model = nn.Sequential(Conv1D(64, 32, device), Own(32, 64, device))
+    report = zerofp4.convert_model(model, lambda module, name: name != "0", layers=True)
+    assert report.converted == ["1"] and report.layers == []
+    assert report.skipped["0.weight"] == "filter_fn is false for it"
+    assert zerofp4.convert_model(model, layers=True).layers == ["0"]

@@ -1,0 +1,80 @@
+"""Conv1D: transformers' linear layer with a weight [in, out], whose products take quantized operands."""
+
+import torch
+from torch import nn
+
+from zerofp4.nn.convert import CONV1D, LAYERS
+from zerofp4.nn.function import LinearCall, LinearFunction
+from zerofp4.nn.quantizers import check_primary, quantizers_of, weight_state, with_columns
+from zerofp4.nn.recipe import Recipe, current_recipe
+from zerofp4.storage import NVFP4Storage
+from zerofp4.tensors import NVFP4Tensor, QuantizedTensor
+
+
+class Conv1D(nn.Module):
+    """What convert_model(layers=True) makes of a Conv1D of transformers, in place: y = x w + b of a weight w
+    [in, out] that is NVFP4 itself, inside `autocast(recipe)` by the products of zerofp4.nn.Linear of its
+    transpose, with the same bytes. Its two copies change places: in blocks of 16x16 one is the transpose of
+    the other. torch.compile leaves it to eager execution.
+
+    Outside of autocast, and where the weight is not NVFP4 any more, it is transformers' layer.
+    """
+
+    takes_nvfp4_weight = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] of float32, bfloat16 or float16 to [..., out]. Errors as of Linear."""
+        recipe = current_recipe(self)
+        if recipe is None or not isinstance(self.weight, NVFP4Tensor):
+            rows = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+            return rows.view(*x.shape[:-1], self.nf)
+        return _by_recipe(self, x, recipe)
+
+    def extra_repr(self) -> str:
+        return f"nf={self.nf}, nx={self.weight.shape[0]}"
+
+
+@torch.compiler.disable
+def _by_recipe(layer: Conv1D, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    weight = layer.weight
+    if x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"x must have {weight.shape[0]} values in its last dimension, got shape {tuple(x.shape)}"
+        )
+    check_primary(weight, recipe)
+    rows = x
+    if not isinstance(x, QuantizedTensor):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
+            rows = x.to(torch.get_autocast_dtype(x.device.type))
+        rows = rows.reshape(-1, x.shape[-1])
+    state = weight_state(weight)
+    quantizers = quantizers_of(recipe, weight.device)
+    call = LinearCall(quantizers, turned(weight.record), None, lambda: weight_state(weight) == state)
+    y = LinearFunction.apply(rows, _Turn.apply(weight), layer.bias, call)
+    return y.view(*x.shape[:-1], layer.nf)
+
+
+def turned(record: NVFP4Storage) -> NVFP4Storage:
+    """The record of the transpose of a matrix in blocks of 16x16, over the same buffers."""
+    made = NVFP4Storage.from_context(torch.Size(record.shape[::-1]), record.context())
+    made.rowwise, made.columnwise = with_columns(record).columnwise, record.rowwise
+    return made
+
+
+class _Turn(torch.autograd.Function):
+    """A weight to its transpose, and the gradient back."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
+        return NVFP4Tensor(turned(weight.record))
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad.t()
+
+
+def _become_conv1d(module: nn.Module) -> None:
+    module.__class__ = Conv1D
+
+
+LAYERS[CONV1D] = _become_conv1d
