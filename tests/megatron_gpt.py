@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -254,7 +255,7 @@ def fingerprints(trained: Trained) -> dict[str, str]:
 
 
 def _sharded(trained: Trained, is_loading: bool) -> dict:
-    model = trained.model.sharded_state_dict()
+    model = trained.model.module.sharded_state_dict()
     how = {"distrib_optim_sharding_type": "fully_reshardable"}
     return {
         "model": model,
@@ -271,8 +272,19 @@ def save(trained: Trained, folder: Path) -> None:
     dist.barrier()
 
 
-def load(trained: Trained, folder: Path) -> None:
-    """As Megatron does: the model, then its optimizer. Collective."""
+def load(trained: Trained, folder: Path, *, weights: bool = True) -> None:
+    """As Megatron does: the model, unless only the masters are wanted, then its optimizer. Collective."""
+    for optimizer in trained.optimizers():  # else torch's Adam has no step count yet, which Megatron asks for
+        optimizer._init_optimizer_states_with_dummy_values()
     state = dist_checkpointing.load(_sharded(trained, is_loading=True), str(folder))
-    trained.model.load_state_dict(state["model"])
-    trained.optimizer.load_state_dict(state["optimizer"])
+    if weights:
+        trained.model.module.load_state_dict(state["model"])
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    # The step count of torch's Adam is a tensor, which Megatron keeps elsewhere and asks for here.
+    patched = mock.patch.object(
+        DistributedOptimizer,
+        original.__name__,
+        lambda self, param, tensors: original(self, param, {"step": None, **tensors}),
+    )
+    with patched:
+        trained.optimizer.load_state_dict(state["optimizer"])

@@ -8,6 +8,7 @@ python -m megatron_on_cpu SCRIPT ARGUMENTS... runs a script of Megatron's in thi
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import runpy
 import sys
 import types
@@ -29,6 +30,13 @@ class _Idle(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: None
+
+
+def _psutil() -> types.ModuleType:
+    """Checkpoints log by it how much memory their writing took."""
+    module = types.ModuleType("psutil")
+    module.Process = lambda *_: types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(rss=0))
+    return module
 
 
 class OnCpu(TorchFunctionMode):
@@ -65,7 +73,9 @@ def _is_cuda(device) -> bool:
 def _patches() -> Iterator[contextlib.AbstractContextManager]:
     if torch.cuda.is_available():
         raise RuntimeError("there is a GPU here: run Megatron on it")
-    yield mock.patch.dict(sys.modules, {_STASH: sys.modules.get(_STASH, _Idle(_STASH))})
+    sys.modules.setdefault(_STASH, _Idle(_STASH))
+    if "psutil" not in sys.modules and importlib.util.find_spec("psutil") is None:
+        sys.modules["psutil"] = _psutil()
     yield mock.patch.multiple(
         torch.cuda,
         current_device=lambda: torch.device("cpu"),
@@ -74,8 +84,6 @@ def _patches() -> Iterator[contextlib.AbstractContextManager]:
         get_rng_state=lambda *_: torch.get_rng_state(),
     )
     yield mock.patch.object(torch, "compile", lambda function=None, **_: function)  # or its imports take long
-    with contextlib.ExitStack() as importing:
-        importing.enter_context(mock.patch.dict(sys.modules, {_STASH: _Idle(_STASH)}))
     import megatron.core.distributed.param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import random
 
