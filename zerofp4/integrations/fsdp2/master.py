@@ -42,7 +42,12 @@ class MasterShard(torch.Tensor):
         tensor.local, tensor.weight = local, weight
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == torch.Tensor.data.__set__:
+                return _set_data(*args)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -103,6 +108,18 @@ class MasterShard(torch.Tensor):
 
 def _local(master: MasterShard) -> torch.Tensor:
     return master.local
+
+
+def _set_data(master: torch.Tensor, value: torch.Tensor) -> None:
+    """What Module.to does with a parameter that it can keep."""
+    if not (isinstance(master, MasterShard) and isinstance(value, MasterShard)):
+        raise TypeError(
+            f"the data of a master, and nothing else, must be a MasterShard, got {value.dtype} of "
+            f"{type(value).__name__}: give a model its dtype before prepare"
+        )
+    torch.Tensor.data.__set__(master, value)
+    master.local = value.local
+    master.weight.writes += 1
 
 
 def _copy_(target, source, non_blocking=False):

@@ -89,7 +89,13 @@ class Weight:
 
     def master(self) -> torch.Tensor:
         """This rank's rows, where FSDP2 has them now."""
-        return self.placement.param._sharded_local_tensor.local
+        local = getattr(self.placement.param._sharded_local_tensor, "local", None)
+        if local is None:
+            raise RuntimeError(
+                f"{self.name!r} was prepared, but its parameter was replaced since by one that is no master: "
+                "a model gets its dtype before prepare"
+            )
+        return local
 
     def own_codes(self) -> torch.Tensor:
         """uint8 [bytes] that this rank's rows are cast to."""

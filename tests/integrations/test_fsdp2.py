@@ -1,0 +1,231 @@
+"""What prepare and attach refuse, and masters before they are sharded, in a world of one."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_cases import Model, shard, take_experts
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zerofp4
+from zerofp4.integrations import fsdp2
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def prepared(dtype=None) -> Model:
+    torch.manual_seed(0)
+    model = Model(dtype)
+    fsdp2.prepare(model, take_experts)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+# prepare
+
+
+def test_the_report_is_that_of_convert_model():
+    torch.manual_seed(0)
+    model, converted = Model(), Model()
+    model.odd = nn.Linear(3, 5)
+    converted.odd = nn.Linear(3, 5)
+    report = fsdp2.prepare(model, take_experts)
+    expected = zerofp4.convert_model(converted, take_experts)
+    assert (report.converted, report.skipped) == (expected.converted, expected.skipped)
+    assert (report.share, report.shares) == (expected.share, expected.shares)
+    assert report.converted == ["first", "second", "small", "third", "experts.stack"]
+
+
+def test_a_master_keeps_what_its_parameter_had():
+    model = Model(torch.bfloat16)
+    model.first.weight.requires_grad_(False)
+    model.first.weight.tag = "a tag"
+    before = model.first.weight.detach().clone()
+    fsdp2.prepare(model, take_experts)
+    master = model.first.weight
+    assert isinstance(master, nn.Parameter) and master.dtype == torch.float32
+    assert master.tag == "a tag" and not master.requires_grad and model.second.weight.requires_grad
+    assert_bytes_equal(model.state_dict()["first.weight"], before.float(), "the master")
+    assert type(model.state_dict()["first.weight"]) is torch.Tensor
+    assert "MasterShard('first.weight'" in repr(master)
+
+
+def test_an_nvfp4_model_cannot_be_prepared():
+    model = nn.Sequential(nn.Linear(16, 16))
+    zerofp4.convert_model(model)
+    with pytest.raises(ValueError, match="weight of module '0' was converted to NVFP4 already"):
+        fsdp2.prepare(model)
+
+
+def test_prepare_comes_once_and_before_fully_shard(mesh):
+    model = prepared()
+    with pytest.raises(ValueError, match="weight of module 'first' was prepared already"):
+        fsdp2.prepare(model)
+    plain = shard(Model(), mesh)
+    with pytest.raises(RuntimeError, match="the model is sharded already: call prepare before fully_shard"):
+        fsdp2.prepare(plain)
+
+
+def test_wrappers_of_ddp_are_refused(mesh):
+    with pytest.raises(RuntimeError, match=r"the model is a DistributedDataParallel, .* use fully_shard"):
+        fsdp2.prepare(DistributedDataParallel(Model()))
+    with pytest.raises(RuntimeError, match=r"was prepared for FSDP2.*DistributedDataParallel"):
+        DistributedDataParallel(prepared())(torch.ones(2, 48))
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        (lambda m: 3, TypeError, "amax_groups must be a list of lists of weights, got int"),
+        (lambda m: [[m.norm.weight]], ValueError, r"amax_groups\[0\] has a member that is not one of the"),
+        (
+            lambda m: [[m.first.weight], [m.first.weight]],
+            ValueError,
+            r"amax_groups\[1\]: 'first.weight' is in an amax group already",
+        ),
+    ],
+)
+def test_amax_groups_are_lists_of_weights_to_convert(groups, error, message):
+    model = Model()
+    with pytest.raises(error, match=message):
+        fsdp2.prepare(model, take_experts, amax_groups=groups(model))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+# Masters that are not sharded
+
+
+@pytest.mark.parametrize("rows", [(2, 48), (2, 3, 48)])
+def test_a_master_is_not_to_compute_with(rows):
+    with pytest.raises(RuntimeError, match=r"'first.weight' was prepared for FSDP2.*call fully_shard"):
+        prepared()(torch.ones(rows))
+
+
+def test_copies_of_a_model_are_prepared_on_their_own():
+    model = prepared()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.first.weight.zero_()
+    assert model.first.weight.weight is not other.first.weight.weight
+    assert model.first.weight.abs().sum() > 0 == other.first.weight.abs().sum()
+    assert [weight.name for *_, weight in fsdp2.state.prepared_weights(other)] == [
+        weight.name for *_, weight in fsdp2.state.prepared_weights(model)
+    ]
+    assert all(
+        module._parameters[name].weight is weight
+        for module, name, weight in fsdp2.state.prepared_weights(other)
+    )
+
+
+def test_masters_are_not_pickled_and_state_dicts_are():
+    model = prepared()
+    with pytest.raises(TypeError, match=r"the master of 'first.weight' cannot be pickled: save model.state"):
+        torch.save(model.first.weight, io.BytesIO())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = Model()
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    assert_bytes_equal(loaded.first.weight.detach(), model.state_dict()["first.weight"], "a master")
+
+
+def test_masters_that_are_assigned_are_float32():
+    model = prepared()
+    state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    with pytest.raises(TypeError, match=r"first.weight is a master and must be float32"):
+        model.load_state_dict(state, assign=True)
+
+
+# attach
+
+
+def test_attach_needs_prepare_fully_shard_and_the_optimizer(mesh):
+    with pytest.raises(RuntimeError, match=r"model has no prepared weight: call prepare\(model\)"):
+        fsdp2.attach(shard(Model(), mesh), sgd(Model()))
+    model = prepared()
+    with pytest.raises(RuntimeError, match=r"'first.weight' was prepared, but is not sharded"):
+        fsdp2.attach(model, sgd(model))
+    before = sgd(model)
+    shard(model, mesh)
+    with pytest.raises(RuntimeError, match=r"'first.weight' is not a parameter of the optimizer: build"):
+        fsdp2.attach(model, before)
+    attachment = fsdp2.attach(model, sgd(model))
+    with pytest.raises(RuntimeError, match=r"'first.weight' is attached already: call detach\(\)"):
+        fsdp2.attach(model, sgd(model))
+    attachment.detach()
+    with pytest.raises(RuntimeError, match=r"'first.weight' has no codes yet"):
+        model(torch.ones(2, 48))
+    model._get_fsdp_state()._training_state = type(model._get_fsdp_state()._training_state).IDLE
+
+
+def test_one_dtype_for_all_parameters_of_a_group(mesh):
+    model = shard(prepared(torch.bfloat16), mesh)
+    with pytest.raises(ValueError, match=r"bias of a FSDPLinear is torch.bfloat16.*call model.float\(\)"):
+        fsdp2.attach(model, sgd(model))
+
+
+def test_a_model_gets_its_dtype_before(mesh):
+    model = prepared()
+    with pytest.raises(TypeError, match=r"got torch.bfloat16 of Tensor: give a model"):
+        model.to(torch.bfloat16)
+    model.first.weight = nn.Parameter(model.first.weight.bfloat16())
+    shard(model, mesh)
+    with pytest.raises(RuntimeError, match=r"'first.weight' was prepared, but its parameter was replaced"):
+        fsdp2.attach(model, sgd(model))
+
+
+def test_a_dtype_that_nvfp4_has_not(mesh):
+    model = shard(prepared(), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"'first.weight' is to be gathered in torch.float64, which is"):
+        fsdp2.attach(model, sgd(model))
+
+
+def test_an_amax_group_is_cast_at_once(mesh):
+    model = Model()
+    model.first.weight.requires_grad_(False)
+    fsdp2.prepare(model, take_experts, amax_groups=[[model.first.weight, model.second.weight]])
+    shard(model, mesh)
+    with pytest.raises(ValueError, match=r"'second.weight' and 'first.weight' are not cast together"):
+        fsdp2.attach(model, sgd(model))
+
+
+def test_masters_of_nan_keep_their_codes_and_say_so(mesh):
+    model = shard(prepared(), mesh)
+    optimizer = sgd(model)
+    attachment = fsdp2.attach(model, optimizer)
+    model.unshard()
+    model.second.unshard()
+    before = model.second.weight.rowwise_data.clone()
+    model.second.reshard()
+    assert [found.item() for found in attachment.found_inf.values()] == [0.0]
+    with torch.no_grad():
+        model.second.weight.fill_(float("nan"))
+    optimizer.step()
+    assert [found.item() for found in attachment.found_inf.values()] == [1.0]
+    attachment.check()
+    model.second.unshard()
+    assert_bytes_equal(model.second.weight.rowwise_data, before, "codes")
+
+
+def test_ignored_parameters_are_not_prepared_ones(mesh):
+    model = prepared()
+    fully_shard(model, mesh=mesh, ignored_params={model.first.weight})
+    with pytest.raises(RuntimeError, match=r"'first.weight' was prepared, but is not sharded"):
+        fsdp2.attach(model, sgd(model))
