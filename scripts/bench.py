@@ -11,6 +11,8 @@
                                                 a whole optimizer step, a rank for each GPU
     torchrun --nproc-per-node 2 scripts/bench.py checkpoint
                                                 dcp.save and dcp.load beside DTensors of the same bytes
+    torchrun --nproc-per-node 2 scripts/bench.py fsdp2
+                                                training steps of fully_shard, gathered in 4 bits and in bf16
     scripts/bench.py instructions               what rows execute, counted by ncu, for budgets in the tables
     scripts/bench.py docs                       charts and the tables of docs/performance.md from the results
 
@@ -43,6 +45,8 @@ import torch
 from benchmarking import chart, instructions, tables
 from benchmarking.checkpoints import checkpoint
 from benchmarking.clock import keep_freed_memory
+from benchmarking.fsdp2 import draw as draw_fsdp2
+from benchmarking.fsdp2 import fsdp2
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
 from benchmarking.steps import only_rank_0_speaks, step
@@ -79,10 +83,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add_options(add_command(commands, "all", summary), tuple(NAMES))
     add_step_options(add_command(commands, "step", step.__doc__.splitlines()[0]))
     add_checkpoint_options(add_command(commands, "checkpoint", checkpoint.__doc__.splitlines()[0]))
+    add_fsdp2_options(add_command(commands, "fsdp2", fsdp2.__doc__.splitlines()[0]))
     add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
     add_command(commands, "docs", "write the charts, and the tables of docs/performance.md, from the results")
     options = parser.parse_args(arguments)
-    if options.command not in ("docs", "instructions", "step", "checkpoint"):
+    if options.command not in ("docs", "instructions", "step", "checkpoint", "fsdp2"):
         complete(options, parser)
     return options
 
@@ -133,6 +138,15 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
+def add_fsdp2_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scale", type=at_least(1), help="divides the dimensions of the layers (default: 1, CPU 64)")
+    add("--repeats", type=at_least(1), default=20, help="steps per median (default: 20)")
+    add("--layers", type=at_least(1), default=8, help="of the model (default: 8)")
+    add("--tokens", type=at_least(1), default=1024, help="in a rank's batch (default: 1024)")
+    add_output(parser)
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"
@@ -173,6 +187,9 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     return result
 
 
+_SETTINGS = ("scale", "repeats", "bucket_mb", "layers", "tokens")
+
+
 def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> None:
     """All ranks measure, rank 0 writes. scale: on GPUs, unless the options say another."""
     world = init_process_group()
@@ -182,11 +199,15 @@ def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> 
         with only_rank_0_speaks(world):
             session = Session(name, world.device, options.repeats, False)
             run(session, options, world)
-            result = session.result({key: getattr(options, key) for key in ("scale", "repeats", "bucket_mb")})
+            settings = {k: v for k, v in vars(options).items() if k in _SETTINGS}
+            result = session.result(settings)
             if world.rank == 0:
                 path = save(result, options.output, world.device.type)
                 tables.print_tables(result)
                 print(f"wrote {path}", flush=True)
+                picture = draw_fsdp2(options.output, result) if run is fsdp2 else None
+                if picture is not None:
+                    print(f"wrote {picture}", flush=True)
     finally:
         destroy_process_group()
 
@@ -221,6 +242,9 @@ def main(arguments: list[str] | None = None) -> int:
         return count_instructions(options.output)
     if options.command == "step":
         measure_on_ranks(step, options, 1)
+        return 0
+    if options.command == "fsdp2":
+        measure_on_ranks(fsdp2, options, 1)
         return 0
     if options.command == "checkpoint":
         measure_on_ranks(checkpoint, options, 2)
