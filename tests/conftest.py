@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from early import Early, Work, asked_for
 from helpers import why_no_cuda
 from hypothesis import settings
 from quick_lane import representatives
@@ -22,6 +24,7 @@ settings.register_profile(
 settings.load_profile("zerofp4")
 
 BENCH = Path(__file__).with_name("bench")
+EARLY = pytest.StashKey[Early]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +48,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(representatives(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    early = session.config.stash[EARLY] = Early()
+    if not session.config.option.collectonly:
+        for item in session.items:
+            for work in asked_for(item):
+                early.begin(work)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Others end meanwhile what has begun."""
+    early = session.config.stash.get(EARLY, None)
+    if early is not None:
+        early.cancel()
+    yield
+    if early is not None:
+        early.end()
+
+
+@pytest.fixture
+def early(request) -> Callable[[Work], Any]:
+    """The result of work that this test's mark `early` has."""
+    return request.config.stash[EARLY].result
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from early import waits_for
 
 from zerofp4 import blackwell_check, ops
 from zerofp4.blackwell_check import main
@@ -31,10 +32,15 @@ def checked(capsys, *arguments) -> tuple[int, list[str]]:
     return code, capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.heavy
-def test_the_module_passes(tmp_path):
+def run_module(_) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "zerofp4.blackwell_check", "--backend", "exact", "--device", "cpu"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.heavy
+@waits_for(run_module)
+def test_the_module_passes(early):
+    run = early(run_module)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.splitlines()[-1] == "BLACKWELL CHECK PASSED"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from early import waits_for
 
 import zerofp4
 
@@ -21,7 +21,7 @@ RUNNING = zerofp4.build_info()["cpu"]["running"]
 SELECTED = ["-m", "cpu_kernel", "-k", "not cuda"]
 
 
-def run_with(isa: str) -> subprocess.CompletedProcess:
+def run_with(isa: str, _: Path) -> subprocess.CompletedProcess:
     folders = [str(Path(__file__).with_name(room)) for room in ROOMS]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *folders, *SELECTED],
@@ -31,19 +31,13 @@ def run_with(isa: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, Future]]:
-    """All at once: most of a run's time is Python's, on one core."""
-    with ThreadPoolExecutor() as pool:
-        yield {isa: pool.submit(run_with, isa) for isa in SETS if isa != RUNNING}
+RUNS = {isa: functools.partial(run_with, isa) for isa in SETS if isa != RUNNING}
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("isa", SETS)
-def test_every_instruction_set(runs, isa):
-    if isa == RUNNING:
-        pytest.skip("all tests of this run are with it")
-    run = runs[isa].result()
+@pytest.mark.parametrize("isa", [pytest.param(isa, marks=waits_for(work)) for isa, work in RUNS.items()])
+def test_every_other_instruction_set(early, isa):
+    run = early(RUNS[isa])
     if "this build runs" in run.stdout + run.stderr:
         pytest.skip(f"this processor or build has no {isa}")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""Runs of scripts/train.py inside this process, alone or as one of several ranks, and what they leave."""
+"""Runs of scripts/train.py, by a launcher or inside this process, and what they leave."""
 
 from __future__ import annotations
 
@@ -12,9 +12,25 @@ from pathlib import Path
 
 import torch
 import train
-from distributed.processes import Finished
+from distributed.processes import ROOT, Finished, run_script, why_not
 
 SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32"]
+SEEDED = ["--steps", "12", "--micro-batches", "2", "--seed", "7"]
+
+
+def both(folder: Path) -> tuple[Finished, Path]:
+    """Both kinds of weights on two ranks; with checkpoints."""
+    return _launch(folder, "torchrun", "--weights", "both", "--checkpoint-every", "8")
+
+
+def again(folder: Path) -> tuple[Finished, Path]:
+    """NVFP4 weights from the same seed, by another launcher where there is one."""
+    return _launch(folder, "torchrun" if why_not("mpirun") else "mpirun")
+
+
+def _launch(folder: Path, launcher: str, *options: str) -> tuple[Finished, Path]:
+    command = [str(ROOT / "scripts" / "train.py"), *SMALL, *SEEDED, "--out", str(folder), *options]
+    return run_script(command, 2, launcher, time_limit=300.0), folder
 
 
 @contextlib.contextmanager

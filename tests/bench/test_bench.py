@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import bench
 import pytest
@@ -17,6 +18,7 @@ from benchmarking.operations import OPERATIONS, SHOWN, peers
 from benchmarking.session import ROOT, Session
 from benchmarking.targets import KINDS
 from benchmarking.workloads import Tensors, chosen, llama, square
+from early import waits_for
 from helpers import assert_bytes_equal, needs_gpu
 
 CPU = torch.device("cpu")
@@ -71,14 +73,19 @@ def check_chart(folder, device: str = "cpu") -> None:
         assert (folder / f"percent_of_copy_{device}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_local_step_from_the_command_line(tmp_path):
+def local_step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     options = ["local_step", *SMALL[:-1], "2", "--no-peers"]
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *options]
-    run = subprocess.run(
-        [*command, "--profile", "--output", str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
+    command += ["--profile", "--output", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300), folder
+
+
+@pytest.mark.heavy
+@waits_for(local_step)
+def test_local_step_from_the_command_line(early):
+    run, folder = early(local_step)
     assert run.returncode == 0, run.stderr
-    result = json.loads((tmp_path / "local_step_cpu.json").read_text())
+    result = json.loads((folder / "local_step_cpu.json").read_text())
     rows = check_result(result, "local_step")
     workloads = ("64", "llama3-8b-scale200/rank1of4", "10-small")
     stages = ("local_step", "begin", "amax", "scale", "cast")
@@ -86,7 +93,7 @@ def test_local_step_from_the_command_line(tmp_path):
     assert result["threads"] == 2 and result["settings"]["scale"] == 200
     assert all(row["target"] is None and row["host_us"] > 0 for row in rows.values())
     assert "local_step/10-small" in run.stdout and "of copy   8.5n + 6 per tile of all weights" in run.stdout
-    check_chart(tmp_path)
+    check_chart(folder)
 
 
 def test_all_writes_a_file_per_operation(tmp_path, monkeypatch, quick_copies):

@@ -4,25 +4,32 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from benchmarking import tables
 from benchmarking.session import ROOT
 from benchmarking.targets import KINDS
+from early import waits_for
 
 PARTS = ("step", "step_clipped", "reduce", "update", "publish")
 
 
-@pytest.mark.bench
-@pytest.mark.heavy
-def test_a_step_of_two_ranks(tmp_path):
+def step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["scripts/bench.py", "step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    arguments = [*launcher, *command, "--output", str(tmp_path)]
-    run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    arguments = [*launcher, *command, "--output", str(folder)]
+    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True), folder
+
+
+@pytest.mark.bench
+@pytest.mark.heavy
+@waits_for(step)
+def test_a_step_of_two_ranks(early):
+    run, folder = early(step)
     assert run.returncode == 0, run.stderr
-    result = json.loads((tmp_path / "step_2_ranks_cpu.json").read_text())
+    result = json.loads((folder / "step_2_ranks_cpu.json").read_text())
     names = {row["name"] for row in result["rows"]}
     for part in PARTS:
         assert f"{part}/2xcpu" in names

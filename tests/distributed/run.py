@@ -8,6 +8,7 @@ import inspect
 import pickle
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,8 +107,8 @@ def run_ranks(
 
 
 class Launch:
-    """The checks of one setting. The ranks start at the first question, unless start() was called before, and
-    run ahead of the later ones.
+    """The checks of one setting. The ranks start at the first question, unless run_ahead() was called before,
+    and run ahead of the later ones.
 
     A check that fails or hangs ends its ranks; the checks after it get new ones.
     """
@@ -119,11 +120,21 @@ class Launch:
         self._outcomes: dict[str, Outcome] = {}
         self._ranks: _Ranks | None = None
         self._have_joined = False
+        self._starting = threading.Lock()
 
-    def start(self) -> None:
-        """Starts the ranks, if there is something left for them, and waits for nothing."""
-        if self._ranks is None and self._left:
+    def run_ahead(self, _: Path) -> None:
+        """In another thread: starts the ranks, unless somebody has, and waits until they have ended."""
+        ranks = self._start()
+        while ranks is not None and ranks.are_running():
+            time.sleep(0.05)
+
+    def _start(self) -> _Ranks | None:
+        """The ranks, if they were started here: there were none, and there is something left for them."""
+        with self._starting:
+            if self._ranks is not None or not self._left:
+                return None
             self._ranks, self._have_joined = _Ranks(self._setting, self._left, self._env), False
+            return self._ranks
 
     def outcome(self, name: str) -> Outcome:
         """Waits for the check of that name. Raises RanksFailed if it failed."""
@@ -141,7 +152,7 @@ class Launch:
             self._ranks = None
 
     def _next(self) -> None:
-        self.start()
+        self._start()
         if not self._have_joined:
             problem = self._ranks.wait_for_start()
             self._have_joined = problem is None
@@ -176,6 +187,9 @@ class _Ranks:
             cwd=self._folder,
             output=self._folder / "launcher.log",
         )
+
+    def are_running(self) -> bool:
+        return self._processes.poll() is None
 
     def wait_for_start(self) -> str | None:
         """None once every rank has joined the process group, else what happened."""

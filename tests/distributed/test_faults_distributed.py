@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
+from early import waits_for
 
 from distributed.fault_driver import KINDS, SIZE, STAGES, victim
-from distributed.processes import ROOT, run_script
+from distributed.processes import ROOT, Finished, run_script
 
 FAILED = {
     "backward": "agreeing on clip_grad_norm_() failed on rank",
@@ -33,12 +35,18 @@ TOLD = {
 """What an error becomes that a rank can still tell the others: all ranks raise it, in a CheckpointError."""
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
+def inject(folder: Path) -> tuple[Finished, Path]:
     env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *filter(None, sys.path)])}
     program = ["-m", "distributed.fault_driver", str(folder)]
-    finished = run_script(program, 1, "alone", time_limit=240.0, env=env)
+    return run_script(program, 1, "alone", time_limit=240.0, env=env), folder
+
+
+pytestmark = waits_for(inject)
+
+
+@pytest.fixture
+def outcomes(early):
+    finished, folder = early(inject)
     assert finished.status == 0, finished.output
     return folder, json.loads((folder / "outcomes.json").read_text())
 

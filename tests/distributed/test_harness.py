@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from early import waits_for
 
 from distributed.processes import run_script
 from distributed.run import Check, Launch, RanksFailed, Setting, on_ranks, run_ranks
@@ -59,57 +60,56 @@ def check(function, time_limit: float = 20.0, name: str | None = None, **argumen
     return Check(name or function, f"{__name__}:{function}", arguments, time_limit)
 
 
-@pytest.fixture(scope="module")
-def bad_launches() -> Iterator[dict[str, Launch]]:
-    """By the names of their checks. A failure ends its ranks and new ones take seconds: those that no other
-    check need be beside have ranks of their own, on the CPU, from the beginning. Only a hang must not wait
-    until somebody asks.
-    """
-    beside = [check(rank_times, name="first", factor=1), check(one_fails_the_other_waits)]
-    beside.append(check(rank_times, name="last", factor=3))
-    groups = [
-        (Setting(2), beside),
-        (Setting(2), [check(one_dies)]),
-        (Setting(1, "alone"), [check(keeps_a_group)]),
-    ]
-    groups.append((Setting(2), [check(one_hangs, 2.0)]))
-    cpu = {"CUDA_VISIBLE_DEVICES": ""}
-    launches = [Launch(*group, env=None if group[1] is beside else cpu) for group in groups]
-    for launch in launches[:-1]:
-        launch.start()
-    yield {found.name: launch for launch, group in zip(launches, groups, strict=True) for found in group[1]}
-    for launch in launches:
+# A failure ends its ranks and new ones take seconds: what no other check need be beside has ranks of its own,
+# on the CPU, which run ahead. Only a hang must not wait until somebody asks.
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+BESIDE = [
+    check(rank_times, name="first", factor=1),
+    check(one_fails_the_other_waits),
+    check(rank_times, name="last", factor=3),
+    check(one_dies),
+]
+BAD = Launch(Setting(2), BESIDE)
+HANGS = Launch(Setting(2), [check(one_hangs, 2.0)], CPU)
+KEEPS = Launch(Setting(1, "alone"), [check(keeps_a_group)], CPU)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launches_end() -> Iterator[None]:
+    yield
+    for launch in (BAD, HANGS, KEEPS):
         launch.stop()
 
 
 @pytest.mark.heavy
+@waits_for(BAD.run_ahead)
 @pytest.mark.parametrize(
-    ("name", "messages"),
+    ("launch", "name", "messages"),
     [
-        ("one_fails_the_other_waits", ["rank 1: Traceback", "DID NOT RAISE", "rank 0: "]),
-        ("one_hangs", ["rank 0: hangs: not done in 2 s", "in one_hangs", "rank 1: passed"]),
-        ("one_dies", ["rank 1: ended early"]),
+        (BAD, "one_fails_the_other_waits", ["rank 1: Traceback", "DID NOT RAISE", "rank 0: "]),
+        (HANGS, "one_hangs", ["rank 0: hangs: not done in 2 s", "in one_hangs", "rank 1: passed"]),
+        (BAD, "one_dies", ["rank 1: ended early"]),
     ],
 )
-def test_what_went_wrong_is_said(bad_launches, name, messages):
+def test_what_went_wrong_is_said(launch, name, messages):
     with pytest.raises(RanksFailed) as caught:
-        bad_launches[name].outcome(name)
+        launch.outcome(name)
     for message in messages:
         assert message in str(caught.value)
 
 
 @pytest.mark.heavy
-def test_checks_beside_a_failure_still_run(bad_launches):
-    first, last = bad_launches["first"].outcome("first"), bad_launches["last"].outcome("last")
+def test_checks_beside_a_failure_still_run():
+    first, last = BAD.outcome("first"), BAD.outcome("last")
     assert (first.values, last.values) == ([0, 1], [0, 3])
     assert ["this is rank 0" in text for text in last.outputs] == [True, False]
     assert ["this is rank 1" in text for text in last.outputs] == [False, True]
 
 
 @pytest.mark.heavy
-def test_a_rank_that_hung_is_gone(bad_launches):
+def test_a_rank_that_hung_is_gone():
     with pytest.raises(RanksFailed) as caught:
-        bad_launches["one_hangs"].outcome("one_hangs")
+        HANGS.outcome("one_hangs")
     pid = re.search(r"I am process (\d+)", str(caught.value))[1]
     command = Path(f"/proc/{pid}/cmdline")
     assert not command.exists() or command.read_bytes() == b""  # empty: dead, and not yet waited for
@@ -134,6 +134,7 @@ def test_an_unknown_launcher():
 
 
 @pytest.mark.heavy
-def test_a_group_that_outlives_the_launch_is_named(bad_launches):
+@waits_for(KEEPS.run_ahead)
+def test_a_group_that_outlives_the_launch_is_named():
     with pytest.raises(RanksFailed, match=r"every check passed, then .*(?s:.*)outlived .* still run: \['"):
-        bad_launches["keeps_a_group"].outcome("keeps_a_group")
+        KEEPS.outcome("keeps_a_group")

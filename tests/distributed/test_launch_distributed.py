@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from early import waits_for
 
 from distributed.processes import device_for, find_mpirun, run_script, why_not
 from distributed.run import RanksFailed, on_ranks, run_ranks
@@ -101,16 +102,19 @@ def test_ranks_on_several_hosts():
     assert run_ranks(local_rank_and_sum, 2, "mpirun", env=env).values == [(0, 2.0), (0, 2.0)]
 
 
-def run_text(text, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    return run_script([str(script)], 2, "mpirun", time_limit=30)
+def program(text):
+    """Two ranks of it under mpirun, as work that begins early."""
+
+    def run(folder):
+        script = folder / "script.py"
+        script.write_text(text)
+        return run_script([str(script)], 2, "mpirun", time_limit=60)
+
+    return run
 
 
-@pytest.mark.heavy
-@needs_mpirun
-def test_ranks_that_want_different_backends_all_say_so(tmp_path):
-    text = """
+WANT_DIFFERENT_BACKENDS = program(
+    """
 import os
 from zerofp4 import launch
 rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
@@ -119,17 +123,21 @@ try:
 except RuntimeError as error:
     print(f"{error}\\n", end="", flush=True)
 """
-    finished = run_text(text, tmp_path)
+)
+
+
+@pytest.mark.heavy
+@needs_mpirun
+@waits_for(WANT_DIFFERENT_BACKENDS)
+def test_ranks_that_want_different_backends_all_say_so(early):
+    finished = early(WANT_DIFFERENT_BACKENDS)
     message = "backend: must be the same on all ranks, but rank 0 has 'gloo' and rank 1 has 'cpu:gloo'"
     assert finished.output.count(message) == 2, finished.output
     assert finished.status == 0
 
 
-@pytest.mark.heavy
-@needs_mpirun
-def test_a_program_with_mpi_of_its_own_can_try_again(tmp_path):
-    """Each error reaches both ranks, and MPI is still there after them, and after the group."""
-    text = """
+HAS_MPI_OF_ITS_OWN = program(
+    """
 import os
 import torch
 from mpi4py import MPI
@@ -154,7 +162,15 @@ join("gloo")
 launch.destroy_process_group()
 print(f"sum {MPI.COMM_WORLD.allreduce(rank + 1)}\\n", end="", flush=True)
 """
-    finished = run_text(text, tmp_path)
+)
+
+
+@pytest.mark.heavy
+@needs_mpirun
+@waits_for(HAS_MPI_OF_ITS_OWN)
+def test_a_program_with_mpi_of_its_own_can_try_again(early):
+    """Each error reaches both ranks, and MPI is still there after them, and after the group."""
+    finished = early(HAS_MPI_OF_ITS_OWN)
     for message in (
         "rank 1: backend: 'nccl' needs a GPU, and torch sees none",
         "mpirun started 3 ranks and mpi4py (",
@@ -165,10 +181,8 @@ print(f"sum {MPI.COMM_WORLD.allreduce(rank + 1)}\\n", end="", flush=True)
     assert finished.status == 0
 
 
-@pytest.mark.heavy
-@needs_mpirun
-def test_a_rank_that_fails_later_does_not_leave_the_job_hanging(tmp_path):
-    text = """
+FAILS_LATER = program(
+    """
 import torch.distributed as dist
 from zerofp4 import launch
 world = launch.init_process_group("gloo")
@@ -176,7 +190,14 @@ if world.rank == 1:
     raise ValueError("rank 1 has had enough")
 dist.barrier()
 """
-    finished = run_text(text, tmp_path)
+)
+
+
+@pytest.mark.heavy
+@needs_mpirun
+@waits_for(FAILS_LATER)
+def test_a_rank_that_fails_later_does_not_leave_the_job_hanging(early):
+    finished = early(FAILS_LATER)
     assert finished.status != 0
     assert "rank 1 has had enough" in finished.output
 

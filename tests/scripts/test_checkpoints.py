@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import find_damage, random_state, set_random_state
-from train_cases import flip, read_numbers, train_here
+from early import waits_for
+from train_cases import SEEDED, both, flip, read_numbers, train_here
 
 
 @pytest.mark.heavy
-def test_a_run_goes_on_with_another_number_of_ranks(runs, tmp_path):
+@waits_for(both)
+def test_a_run_goes_on_with_another_number_of_ranks(early, tmp_path):
     """The same global batch, in other parts: sums in another order, so nearly the same losses."""
-    finished, saved = runs["both"].result()
+    finished, saved = early(both)
     assert finished.status == 0, finished.output
     out = tmp_path / "out"
     shutil.copytree(saved, out)
     shutil.rmtree(out / "checkpoints-nvfp4" / "step-00000012")
-    options = ["--steps", "12", "--micro-batches", "2", "--seed", "7", "--batch-size", "4"]
-    finished = train_here(out, *options, "--checkpoint-every", "8", "--resume", "auto")
+    options = [*SEEDED, "--batch-size", "4", "--checkpoint-every", "8", "--resume", "auto"]
+    finished = train_here(out, *options)
     assert finished.status == 0, finished.output
     expected = read_numbers(saved)
     for mine, theirs in zip(read_numbers(out), expected, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarking import tables
+from early import waits_for
 
 import zerofp4
 
@@ -121,15 +122,20 @@ def run_docs(script: Path, path: str, *options: str) -> subprocess.CompletedProc
     return subprocess.run([script, *options], env=environment, capture_output=True, text=True, timeout=300)
 
 
+def build_site(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return run_docs(ROOT / "scripts" / "docs.sh", path, "--site-dir", str(folder)), folder
+
+
 @pytest.mark.heavy
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_the_site_builds_without_a_warning(tmp_path):
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    built = run_docs(ROOT / "scripts" / "docs.sh", path, "--site-dir", str(tmp_path))
+@waits_for(build_site)
+def test_the_site_builds_without_a_warning(early):
+    built, site = early(build_site)
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stdout.endswith("DOCS BUILT\n")
-    assert (tmp_path / "benchmarks" / "NOTES.html").exists()
-    api = (tmp_path / "api.html").read_text()
+    assert (site / "benchmarks" / "NOTES.html").exists()
+    api = (site / "api.html").read_text()
     assert "<li>" in api and "<code>on_nonfinite</code>: " in api
 
 

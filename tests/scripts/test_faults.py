@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import faults
 import pytest
+from distributed.processes import ROOT, Finished, run_script
+from early import waits_for
+
+
+def inject(folder: Path) -> Finished:
+    options = ["--kills", "2", "--kinds", "kill,raise", "--ranks", "2", "--out", str(folder)]
+    return run_script([str(ROOT / "scripts" / "faults.py"), *options], 1, "alone", time_limit=300.0)
 
 
 @pytest.mark.heavy
-def test_killed_ranks_are_restarted_and_go_on_with_the_same_bytes(runs):
+@waits_for(inject)
+def test_killed_ranks_are_restarted_and_go_on_with_the_same_bytes(early):
     """Or that raise. scripts/faults.py --kills 200 does it for longer."""
-    finished, _ = runs["killed"].result()
+    finished = early(inject)
     assert finished.status == 0, finished.output
     assert finished.output.startswith("2 faults (")
     assert "every run ended with the same bytes" in finished.output

@@ -11,7 +11,8 @@ import pytest
 import torch
 import train
 from distributed.processes import why_not
-from train_cases import read_numbers, read_rows, train_here
+from early import waits_for
+from train_cases import again, both, read_numbers, read_rows, train_here
 
 STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
 
@@ -22,8 +23,9 @@ def check_picture(out: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_two_ranks_and_both_kinds_of_weights(runs):
-    finished, out = runs["both"].result()
+@waits_for(both)
+def test_two_ranks_and_both_kinds_of_weights(early):
+    finished, out = early(both)
     assert finished.status == 0, finished.output
     for kind in ("nvfp4", "bf16"):
         rows = read_rows(out, kind)
@@ -46,18 +48,20 @@ def test_two_ranks_and_both_kinds_of_weights(runs):
 
 @pytest.mark.heavy
 @pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
-def test_under_mpirun(runs):
-    finished, out = runs["again"].result()
+@waits_for(again)
+def test_under_mpirun(early):
+    finished, out = early(again)
     assert finished.status == 0, finished.output
     assert json.loads((out / "summary.json").read_text())["world_size"] == 2
 
 
 @pytest.mark.heavy
-def test_the_same_seed_gives_the_same_run(runs):
+@waits_for(both, again)
+def test_the_same_seed_gives_the_same_run(early):
     """Also under another launcher, and alone as well as before a second kind of weights."""
     lines = []
-    for name in ("both", "again"):
-        finished, out = runs[name].result()
+    for work in (both, again):
+        finished, out = early(work)
         assert finished.status == 0, finished.output
         lines.append(read_numbers(out))
     assert lines[0] == lines[1] and len(lines[0]) == 12

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from early import waits_for
 
 import zerofp4
 
@@ -25,17 +26,28 @@ def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+def check(_) -> subprocess.CompletedProcess:
+    return run("-m", "mypy")
+
+
+def call(_) -> subprocess.CompletedProcess:
+    return run(str(CALLER))
+
+
 @pytest.mark.heavy
-def test_mypy_accepts_a_caller_of_every_public_name():
-    if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed: pip install mypy")
-    checked = run("-m", "mypy")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mypy") is None, reason="mypy is not installed: pip install mypy"
+)
+@waits_for(check)
+def test_mypy_accepts_a_caller_of_every_public_name(early):
+    checked = early(check)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.heavy
-def test_the_caller_runs():
-    finished = run(str(CALLER))
+@waits_for(call)
+def test_the_caller_runs(early):
+    finished = early(call)
     assert finished.returncode == 0, finished.stderr
 
 
