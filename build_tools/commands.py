@@ -28,14 +28,15 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mbmi2"]
     ISA_FLAGS["avx512"] = ["-mavx2", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 
-# Seconds on one core with one architecture, of what takes longer than its neighbours. Only the order matters:
-# what takes longest begins first, so that no core waits for it at the end.
+# Seconds on one core with one architecture, of what takes longer than its neighbours: it begins first, so
+# that no core waits for it at the end. CUDA sources that are not named here are compiled as one.
 SECONDS = {
     "cuda/quantize/grouped_stochastic.cu": 35,
     "cuda/quantize/grouped.cu": 30,
     "cuda/quantize/stochastic.cu": 25,
     "cuda/quantize/quantize.cu": 22,
     "all_bindings.cpp": 16,
+    "all_small.cu": 15,
     "cuda/dequantize/dequantize.cu": 9,
     "cuda/cast/cast.cu": 6,
     "cuda/mxfp8/quantize.cu": 6,
@@ -73,7 +74,7 @@ class Job:
 
     @property
     def seconds(self):
-        return SECONDS.get(self.name, 4 if self.source.suffix == ".cu" else 1)
+        return SECONDS.get(self.name, 1)
 
     def command(self, output, dependencies):
         files = ["-MMD", "-MF", str(dependencies), "-c", str(self.source), "-o", str(output)]
@@ -90,7 +91,7 @@ def all_jobs(cxx, nvcc, archs):
     jobs = [Job(source, cxx, (*flags, *last), isa) for source, flags, isa in host_sources(nvcc, archs)]
     if nvcc:
         flags = (*NVCC_FLAGS, *compression(nvcc), *architectures.nvcc_flags(archs))
-        jobs += [Job(source, nvcc, flags) for source in sources("cuda", "*.cu")]
+        jobs += [Job(source, nvcc, flags) for source in cuda_sources()]
     return jobs
 
 
@@ -132,10 +133,27 @@ def host_sources(nvcc, archs):
             yield source, [*HOST_FLAGS, *flags, f"-DZEROFP4_ISA={isa}"], isa
 
 
+def cuda_sources():
+    """What nvcc gets."""
+    found = sources("cuda", "*.cu")
+    large = [path for path in found if str(path.relative_to(CSRC)) in SECONDS]
+    return [*large, all_small(path for path in found if path not in large)]
+
+
 def all_bindings():
-    """One file that includes all bindings: reading pybind11's headers takes longer than any of them."""
-    text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in sources("bindings", "*.cpp"))
-    path = OBJECTS / "all_bindings.cpp"
+    """Reading pybind11's headers takes longer than any of them."""
+    return together("all_bindings.cpp", sources("bindings", "*.cpp"))
+
+
+def all_small(paths):
+    """nvcc reads CUDA's headers once more for every architecture: that takes longer than any of these."""
+    return together("all_small.cu", paths)
+
+
+def together(name, paths):
+    """One source, which includes the others."""
+    text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in paths)
+    path = OBJECTS / name
     written = ROOT / path
     if not written.exists() or written.read_text() != text:
         written.parent.mkdir(parents=True, exist_ok=True)
