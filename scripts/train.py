@@ -8,6 +8,7 @@ quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
     python scripts/train.py --steps 200
     python scripts/train.py --steps 5000 --checkpoint-every 500 --resume auto
     torchrun --standalone --nproc-per-node 2 scripts/train.py --weights both --out runs/both
+    torchrun --standalone --nproc-per-node 2 scripts/train.py --parallel fsdp2 --weights both
     mpirun -n 2 python scripts/train.py
     python scripts/train.py --preset 124m --recipe nvfp4 --micro-batches 4 --corpus all --tokenizer 8192
     python scripts/train.py --config llama/config.json --corpus books/ --tokenizer 4096
@@ -36,6 +37,7 @@ from checkpoints import CheckpointError, Checkpoints, add_checkpoint_options, di
 from gpt import GPT, PRESETS, parameter_groups
 from hugging_face import ConfigError, config_file, longest_sequence, loss_of, make_model
 from report import KINDS, Recorder, draw, write_summary
+from sharded import ByName, shard, sharded
 from text import Batches, Text, TextTooShortError
 from torch import nn
 
@@ -61,6 +63,7 @@ RECIPES = {
     "nvfp4-dequantized": zerofp4.nn.NVFP4Recipe(backward="dequantized"),
     "mxfp8": zerofp4.nn.MXFP8Recipe(),
 }
+PARALLEL = ("zero", "fsdp2")
 CORPORA = {"stdlib": Text.of_standard_library, "all": Text.of_installation}
 CONFIG_LR = 6e-4  # of a model of which no preset says one
 VALIDATIONS = 10  # how often in a run the held-out loss is measured
@@ -91,6 +94,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="1m", help="model, named by its parameters (default: 1m)")
     add("--weights", choices=[*KINDS, "both"], default="nvfp4", help="of the linear layers (default: nvfp4)")
+    add("--parallel", choices=PARALLEL, default="zero", help="ours, or torch's fully_shard (default: zero)")
     add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused_adamw is ours (default: adamw)")
     add("--lr", type=at_least(float, 0.0), help="peak learning rate (default: the preset's; sgd: 0.3)")
@@ -128,6 +132,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --config: {error}")
         if options.recipe != "none" and options.weights != "nvfp4":
             parser.error(f"argument --recipe: {options.recipe} with --config takes --weights nvfp4")
+        if options.parallel == "fsdp2":
+            parser.error("argument --parallel: fsdp2 trains the presets, not the model of a --config")
     if context is not None and options.sequence_length > context:
         parser.error(
             f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "
@@ -184,9 +190,10 @@ def warmup_cosine(steps: int):
 
 
 def build(
-    kind: str, options: argparse.Namespace, vocabulary: int, device: torch.device
-) -> tuple[nn.Module, ZeroFP4Optimizer]:
-    """The model of this seed, in bfloat16 or with linear layers in NVFP4, and the optimizer of its masters.
+    kind: str, options: argparse.Namespace, vocabulary: int, world: World
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model of this seed, in bfloat16 or with linear layers in NVFP4, and the optimizer of its masters:
+    ZeroFP4Optimizer, or, with --parallel fsdp2, one of torch's with what it lacks (sharded.py).
 
     The output layer stays in bfloat16, as NVFP4 training recipes have it: it is small, and no layer after it
     averages its errors out.
@@ -194,18 +201,24 @@ def build(
     torch.manual_seed(options.seed)
     quantizes = RECIPES[options.recipe] is not None
     if options.config is not None:
-        model = make_model(Path(options.config), vocabulary).to(device)
+        model = make_model(Path(options.config), vocabulary).to(world.device)
         for parameter in model.parameters():  # buffers, such as rotary frequencies, stay as they are
             parameter.data = parameter.data.bfloat16()
         if kind == "nvfp4":  # all but the output layer, and embeddings
             zerofp4.convert_model(model, layers=quantizes)
     else:
         linear = zerofp4.nn.Linear if quantizes else nn.Linear
-        model = GPT(PRESETS[options.preset], vocabulary, linear).to(device, torch.bfloat16)
-        if kind == "nvfp4":
+        model = GPT(PRESETS[options.preset], vocabulary, linear).to(world.device, torch.bfloat16)
+        if kind == "nvfp4" and options.parallel == "zero":
             zerofp4.convert_model(model, filter_fn=lambda module, name: name != "head")
     optimizer_class, defaults = OPTIMIZERS[options.optimizer]
     defaults = {**defaults, "lr": options.lr}
+    if options.parallel == "fsdp2":
+        shard(model.float(), model.blocks, kind == "nvfp4", world)
+        groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
+        optimizer = sharded(optimizer_class)(groups, **defaults)
+        optimizer.begin(model, kind == "nvfp4", options.micro_batches)
+        return model, optimizer
     groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
     return model, ZeroFP4Optimizer(groups, optimizer_class=optimizer_class, **defaults)
 
@@ -245,8 +258,10 @@ class Progress:
         """parts: model, optimizer, scheduler and batches, which resume() brings to where they were."""
         self.model, self.optimizer, self.scheduler, self.batches = parts
         self.world = world
+        is_sharded = options.parallel == "fsdp2"
+        self.saved = ByName(self.model, self.optimizer) if is_sharded else self.optimizer
         names = ("preset", "steps", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
-        names += ("recipe", "tokenizer")
+        names += ("recipe", "tokenizer", "parallel")
         identity = {name: getattr(options, name) for name in names}
         identity |= {"weights": kind, "text": text.digest}
         if options.config is not None:
@@ -260,7 +275,7 @@ class Progress:
 
     def resume(self) -> None:
         """Go on where the last whole checkpoint was written, if that is asked for and there is one."""
-        found = self.checkpoints.resume(self.model, self.optimizer) if self.options.resume else None
+        found = self.checkpoints.resume(self.model, self.saved) if self.options.resume else None
         if found is not None:
             self.scheduler.load_state_dict(found["scheduler"])
             self.batches.generator.set_state(found["batches"])
@@ -293,12 +308,12 @@ class Progress:
             clocks = [self.seconds, self.first_seconds, self.training_seconds]
             progress = {"step": self.step, "scheduler": self.scheduler.state_dict(), "seconds": clocks}
             progress["batches"] = self.batches.generator.get_state()
-            self.checkpoints.save(self.step, self.model, self.optimizer, progress)
+            self.checkpoints.save(self.step, self.model, self.saved, progress)
 
 
 def train(kind: str, options: argparse.Namespace, text: Text, world: World, interrupt: Interrupt) -> dict:
     """Train one model, verify it and return what the summary says about it. Collective."""
-    model, optimizer = build(kind, options, text.vocabulary, world.device)
+    model, optimizer = build(kind, options, text.vocabulary, world)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(options.steps))
     batches = draw_batches(text.train, options, world)
     tokens = options.batch_size * options.sequence_length * options.micro_batches * world.world_size
@@ -349,7 +364,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         **(summary := progress.summary(recorder.rows, tokens)),
         "validation_loss_per_byte": summary["validation_loss"] / text.bytes_per_token,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "verified": verify_model(model, optimizer),
+        "verified": optimizer.verify() if options.parallel == "fsdp2" else verify_model(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
     }
 

@@ -52,6 +52,23 @@ def test_a_resumed_run_is_the_same_run(world, optimizer):
 
 @pytest.mark.heavy
 @on_ranks(2, time_limit=120.0)
+def test_a_run_of_fully_shard_is_verified_and_goes_on(world):
+    out, first = shared_folder(world), world.rank == 0
+    options = ["--parallel", "fsdp2", "--steps", "4", "--checkpoint-every", "2", "--optimizer", "fused_adamw"]
+    said = train(world, out, *options)
+    if first:
+        assert "8 NVFP4 weights equal the quantized and 8 others the rounded FP32 masters" in said
+        assert "49,152 of them NVFP4 codes" in said
+        expected = read_numbers(out)
+        shutil.rmtree(out / "checkpoints-nvfp4" / "step-00000004")
+    said = train(world, out, *options, "--resume", "auto")
+    if first:
+        assert "goes on from step 2" in said
+        assert read_numbers(out) == expected
+
+
+@pytest.mark.heavy
+@on_ranks(2, time_limit=120.0)
 def test_a_folder_in_use(world):
     out, first = shared_folder(world), world.rank == 0
     metrics = out / "metrics-nvfp4.jsonl"

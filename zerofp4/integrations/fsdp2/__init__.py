@@ -2,6 +2,6 @@
 
 from zerofp4.integrations.fsdp2.attach import Attachment, attach
 from zerofp4.integrations.fsdp2.prepare import prepare
-from zerofp4.integrations.fsdp2.state import zero_state_dict
+from zerofp4.integrations.fsdp2.state import prepared_weights, zero_state_dict
 
-__all__ = ["Attachment", "attach", "prepare", "zero_state_dict"]
+__all__ = ["Attachment", "attach", "prepare", "prepared_weights", "zero_state_dict"]
