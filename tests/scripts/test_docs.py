@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarking import tables
 from early import waits_for
+from torch import nn
 
 import zerofp4
 
@@ -39,6 +41,14 @@ def test_links_lead_somewhere(page):
         file = page.parent / path if path else page
         assert file.exists(), f"{page.name} links to {target}, which is not there"
         assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target} has no such heading"
+
+
+@pytest.fixture
+def world_of_one():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def test_the_snippet_is_the_example():
@@ -82,6 +92,23 @@ def test_the_snippets_of_the_page_of_layers_run():
     assert len(snippets) == 3 and names["report"].layers == ["1", "3"]
     assert names["loss"] > 0 and names["recipe"].modules[0][1] is names["attention"]
     assert names["hidden"].grad.shape == (32, 64) and isinstance(names["shared"], zerofp4.NVFP4Tensor)
+
+
+def test_the_snippet_of_fsdp2_trains(world_of_one):
+    snippet = re.search(r"```python\n(import torch.*?)```", (DOCS / "fsdp2.md").read_text(), re.DOTALL).group(
+        1
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    model.blocks = [model[0]]
+    losses = []
+
+    def loss_of(model, batch):
+        losses.append((model(batch) - batch).float().square().mean())
+        return losses[-1]
+
+    exec(snippet, {"model": model, "batches": [torch.randn(8, 32)] * 20, "loss_of": loss_of})
+    assert losses[-1] < losses[0]
 
 
 def test_the_training_snippet_is_that_of_the_readme():
