@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofp4
-from zerofp4.cast import CastPlan
+from zerofp4 import distributed
+from zerofp4.engine import exchange, flat
 from zerofp4.launch import World
-from zerofp4.optim import ZeroFP4Optimizer, flat, piece, reduction, state, zero
+from zerofp4.optim import ZeroFP4Optimizer, piece, state, zero
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
@@ -62,9 +63,9 @@ def failing(function: Callable, kind: str, call: int = 1) -> Callable:
 def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optimizer) -> None:
     """In the middle of the stage: the first bucket of gradients travels, the first pieces are written."""
     targets = {
-        "reduce": (reduction, "pack", 2),
+        "reduce": (exchange, "pack", 2),
         "norm": (zero, "global_norm", 1),
-        "cast": (CastPlan, "_reduce", 1),
+        "cast": (distributed, "start_reduce_max", 1),
         "gather": (flat.PackedBuffer, "start_gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "publish": (sys.modules["checkpoints"], "digest", 2),

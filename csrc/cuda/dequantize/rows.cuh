@@ -8,7 +8,7 @@
 
 namespace zerofp4::cuda {
 
-constexpr int kStepRows = 8;
+constexpr int kDecodedRows = 8;
 
 // A lane's vector of columns: where its codes, their scale and its values lie in the first row, and how far
 // it is to the next, in bytes. Lanes that share a block lie side by side.
@@ -36,22 +36,22 @@ __device__ __forceinline__ uint32_t load_codes(const uint8_t* data) {
 template <typename T>
 __device__ __forceinline__ void decode_rows(LaneRows at) {
     constexpr int kSharing = kBlock / kVector<T>;
-    constexpr int kScales = kStepRows / kSharing;
+    constexpr int kScales = kDecodedRows / kSharing;
     at.scale += at.scale_pitch * (lane_index() % kSharing);
 #pragma unroll 1
-    for (int begin = 0; begin < kWarpRows; begin += kStepRows) {
-        uint32_t codes[kStepRows];
+    for (int begin = 0; begin < kWarpRows; begin += kDecodedRows) {
+        uint32_t codes[kDecodedRows];
 #pragma unroll
-        for (int r = 0; r < kStepRows; ++r, at.data += at.data_pitch) codes[r] = load_codes<T>(at.data);
-        float mine[kScales], factors[kStepRows];
+        for (int r = 0; r < kDecodedRows; ++r, at.data += at.data_pitch) codes[r] = load_codes<T>(at.data);
+        float mine[kScales], factors[kDecodedRows];
 #pragma unroll
         for (int i = 0; i < kScales; ++i, at.scale += at.scale_pitch * kSharing)
             mine[i] = block_decode_by(*at.scale, at.amax, at.factor);
 #pragma unroll
-        for (int r = 0; r < kStepRows; ++r)
+        for (int r = 0; r < kDecodedRows; ++r)
             factors[r] = __shfl_sync(kAllLanes, mine[r / kSharing], r % kSharing, kSharing);
 #pragma unroll
-        for (int r = 0; r < kStepRows; ++r, at.output += at.pitch) {
+        for (int r = 0; r < kDecodedRows; ++r, at.output += at.pitch) {
             uint32_t words[4];
             decode_vector<T>(codes[r], [&](int) { return factors[r]; }, words);
             *reinterpret_cast<uint4*>(at.output) = make_uint4(words[0], words[1], words[2], words[3]);
