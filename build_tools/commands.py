@@ -28,8 +28,8 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mbmi2"]
     ISA_FLAGS["avx512"] = ["-mavx2", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 
-# Seconds on one core with one architecture, of what takes longer than its neighbours: it begins first, so
-# that no core waits for it at the end. CUDA sources that are not named here are compiled as one.
+# Seconds on one core with one architecture, of what takes longer than its neighbours. Only the order matters:
+# what takes longest begins first, so that no core waits for it at the end.
 SECONDS = {
     "cuda/quantize/grouped_stochastic.cu": 35,
     "cuda/quantize/grouped.cu": 30,
@@ -42,6 +42,22 @@ SECONDS = {
     "cuda/mxfp8/quantize.cu": 6,
     "cuda/quantize/four_over_six.cu": 6,
     "cpu/quantize/quantize.cpp": 3,
+}
+
+# Compiled as one: for each by itself nvcc would read the headers longer, once more for every architecture.
+TOGETHER = {
+    "cuda/cast/amax.cu",
+    "cuda/cast/scale.cu",
+    "cuda/cast/transpose.cu",
+    "cuda/comm/gather.cu",
+    "cuda/device/current.cu",
+    "cuda/gemm/cublaslt.cu",
+    "cuda/gemm/product.cu",
+    "cuda/mxfp8/dequantize.cu",
+    "cuda/optim/adamw.cu",
+    "cuda/optim/average.cu",
+    "cuda/quantize/amax.cu",
+    "cuda/quantize/scale_layout.cu",
 }
 
 
@@ -74,7 +90,7 @@ class Job:
 
     @property
     def seconds(self):
-        return SECONDS.get(self.name, 1)
+        return SECONDS.get(self.name, 4 if self.source.suffix == ".cu" else 1)
 
     def command(self, output, dependencies):
         files = ["-MMD", "-MF", str(dependencies), "-c", str(self.source), "-o", str(output)]
@@ -136,18 +152,13 @@ def host_sources(nvcc, archs):
 def cuda_sources():
     """What nvcc gets."""
     found = sources("cuda", "*.cu")
-    large = [path for path in found if str(path.relative_to(CSRC)) in SECONDS]
-    return [*large, all_small(path for path in found if path not in large)]
+    small = [path for path in found if str(path.relative_to(CSRC)) in TOGETHER]
+    return [together("all_small.cu", small), *(path for path in found if path not in small)]
 
 
 def all_bindings():
     """Reading pybind11's headers takes longer than any of them."""
     return together("all_bindings.cpp", sources("bindings", "*.cpp"))
-
-
-def all_small(paths):
-    """nvcc reads CUDA's headers once more for every architecture: that takes longer than any of these."""
-    return together("all_small.cu", paths)
 
 
 def together(name, paths):
