@@ -8,9 +8,9 @@
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kReadVectors = 8;  // of a thread
+constexpr int kScanVectors = 8;  // of a thread
 template <typename T>
-constexpr int64_t kReadElements = static_cast<int64_t>(kThreads) * kReadVectors * kVector<T>;
+constexpr int64_t kScanElements = static_cast<int64_t>(kThreads) * kScanVectors * kVector<T>;
 
 // The tensor that a block works on.
 __device__ __forceinline__ int tensor_of_block(const NonfiniteArgs& args) {
@@ -25,12 +25,12 @@ __device__ __forceinline__ int tensor_of_block(const NonfiniteArgs& args) {
 template <typename T>
 __device__ __forceinline__ uint32_t most_of_vectors(const T* first) {
     constexpr int64_t kNext = static_cast<int64_t>(kThreads) * kVector<T>;
-    uint32_t words[kReadVectors][kVectorWords];
+    uint32_t words[kScanVectors][kVectorWords];
 #pragma unroll
-    for (int v = 0; v < kReadVectors; ++v) load_words<false>(first + v * kNext, words[v]);
+    for (int v = 0; v < kScanVectors; ++v) load_words<false>(first + v * kNext, words[v]);
     uint32_t most = 0;
 #pragma unroll
-    for (int v = 0; v < kReadVectors; ++v) {
+    for (int v = 0; v < kScanVectors; ++v) {
         float values[kVector<T>];
         unpack<T>(words[v], values);
 #pragma unroll
@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(kThreads)
     const int t = tensor_of_block(args);
     const T* tensor = static_cast<const T*>(args.tensors[t]);
     const int64_t block = static_cast<int>(blockIdx.x) - args.block_begin[t];
-    const int64_t begin = block * kReadElements<T>;
-    const int64_t end = min(begin + kReadElements<T>, args.numels[t]);
+    const int64_t begin = block * kScanElements<T>;
+    const int64_t end = min(begin + kScanElements<T>, args.numels[t]);
     uint32_t most = 0;
-    if (end - begin == kReadElements<T> && is_aligned(tensor, 16)) {
+    if (end - begin == kScanElements<T> && is_aligned(tensor, 16)) {
         most = most_of_vectors(tensor + begin + static_cast<int64_t>(threadIdx.x) * kVector<T>);
     } else {
         for (int64_t i = begin + threadIdx.x; i < end; i += kThreads)
@@ -59,11 +59,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-void find_as(NonfiniteArgs args, cudaStream_t stream) {
+void find_nonfinite_as(NonfiniteArgs args, cudaStream_t stream) {
     int64_t blocks = 0;
     for (int t = 0; t < args.count; ++t) {
         args.block_begin[t] = static_cast<int32_t>(blocks);
-        blocks += ceil_div(args.numels[t], kReadElements<T>);
+        blocks += ceil_div(args.numels[t], kScanElements<T>);
         grid_size("find_nonfinite", blocks);  // raises where the numbers of blocks are too large
     }
     if (blocks > 0) launch("find_nonfinite", find_nonfinite_kernel<T>, blocks, stream, args);
@@ -72,7 +72,7 @@ void find_as(NonfiniteArgs args, cudaStream_t stream) {
 }  // namespace
 
 void find_nonfinite(const NonfiniteArgs& args, cudaStream_t stream) {
-    with_dtype(args.dtype, [&](auto t) { find_as<decltype(t)>(args, stream); });
+    with_dtype(args.dtype, [&](auto t) { find_nonfinite_as<decltype(t)>(args, stream); });
 }
 
 }  // namespace zerofp4::cuda
