@@ -129,6 +129,7 @@ def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float |
     found = {}
     with torch.no_grad(), timer.peak("memory", "weights, gradients and state included"):
         found["step"] = timer.ms("step", optimizer.step, "ZeroFP4Optimizer.step() with FusedAdamW")
+    with torch.no_grad(), timer.peak("memory_clipped", "the same where gradients are clipped"):
         found["step_clipped"] = timer.ms("step_clipped", clipped, "clip_grad_norm_ and step()")
         timer.host_ms("host_step", lambda: optimizer._step_in_buckets(gradients, present))
         scan = "a NaN or Inf in a rank's own gradients, without the vote"

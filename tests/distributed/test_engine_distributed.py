@@ -226,3 +226,16 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
     if world.device.type == "cpu":  # on a GPU the others hear of it in the next step
         optimizer.step()
         check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_gradients_take_no_memory_until_they_are_clipped(world):
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.1)
+    dtypes = {torch.float32, torch.bfloat16}
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
+        optimizer.step()
+        for buffer, dtype in zip(optimizer._shards.buffers, optimizer._reducer.dtypes, strict=True):
+            assert buffer.has_gradients == (dtype not in dtypes)
+    optimizer.clip_grad_norm_(1.0)
+    assert optimizer._shards.has_gradients()

@@ -52,15 +52,16 @@ class Stretch(NamedTuple):
     """The same part of every rank's slice.
 
     sent: [world_size, n] of the dtype that travels, rank r's part in row r. received: this rank's part from
-    every rank; its own is packed there. output: float32 [n] of this rank's gradients. own: this rank's part.
-    pieces: of the others', what is packed in any case. gaps: what is packed and belongs to no parameter.
-    messages: by rank, what it is sent. In a world of one where nothing is rounded, sent and received are the
-    output.
+    every rank; its own is packed there. buffer, first: whose slices, and where it begins. own: this rank's
+    part. pieces: of the others', what is packed in any case. gaps: what is packed and belongs to no
+    parameter. messages: by rank, what it is sent. In a world of one where nothing is rounded, sent and
+    received are where the gradients go.
     """
 
     sent: torch.Tensor
     received: torch.Tensor
-    output: torch.Tensor
+    buffer: FlatBuffer
+    first: int
     own: list[Piece]
     pieces: list[Piece]
     gaps: list[torch.Tensor]
@@ -165,7 +166,8 @@ class GradientReducer:
         for number in self._numbers(b):
             stretch = self._arrive(number)
             if stretch.received is not stretch.sent:
-                ops.average(stretch.received, stretch.output)
+                last = stretch.first + stretch.received.shape[1]
+                ops.average(stretch.received, stretch.buffer.gradients[stretch.first : last])
 
     def can_bring(self, b: int) -> bool:
         """Whether the gradients of buffer b travel all at once."""
@@ -240,7 +242,7 @@ def make_stretch(
         else:
             direct = {id(m.piece) for m in messages[-1]}
             packed += [piece for _, piece in pieces if id(piece) not in direct]
-    return Stretch(sent, received, buffer.gradients[start : start + size], own, packed, gaps, messages)
+    return Stretch(sent, received, buffer, start, own, packed, gaps, messages)
 
 
 def _pieces(buffer: FlatBuffer, begin: int, row: torch.Tensor) -> Iterator[tuple[int, Piece]]:

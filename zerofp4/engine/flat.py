@@ -5,6 +5,7 @@ rank holds its own slice, in the same layout. So each all-gather of weights is i
 masters into its slice of the buffer, and the gather fills in the other slices.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,7 @@ class FlatBuffer:
 
     kind: str
     weights: torch.Tensor
+    masters: torch.Tensor
 
     def __init__(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None
@@ -44,9 +46,18 @@ class FlatBuffer:
         self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
         self.numel = self.world_size * self.slice_numel
 
-    def allocate(self) -> None:
-        """Zeros for the gradients; subclasses add the weights and the masters."""
-        self.gradients = torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
+    @functools.cached_property
+    def gradients(self) -> torch.Tensor:
+        """Made when it is first asked for: an update that adds up gradients as it reads them needs none."""
+        return self._zeros()
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is such memory by now."""
+        return "gradients" in vars(self)
 
     def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
         """This rank's part of each parameter in a tensor like `masters`; None where it owns nothing."""
@@ -90,10 +101,9 @@ class DenseBuffer(FlatBuffer):
         self.kind = str(self.dtype).removeprefix("torch.")
 
     def allocate(self) -> None:
-        super().allocate()
         self.weights = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         self._own = self.weights[self.begin : self.begin + self.slice_numel]
-        self.masters = self._own if self.dtype == torch.float32 else torch.zeros_like(self.gradients)
+        self.masters = self._own if self.dtype == torch.float32 else self._zeros()
 
     def take_values(self) -> None:
         """Copy the values of the parameters into the buffer."""
@@ -117,9 +127,8 @@ class PackedBuffer(FlatBuffer):
     kind = "nvfp4"
 
     def allocate(self) -> None:
-        super().allocate()
         self.weights = torch.zeros(self.numel // 2, dtype=torch.uint8, device=self.device)
-        self.masters = torch.zeros_like(self.gradients)
+        self.masters = self._zeros()
 
     def _codes(self) -> list[torch.Tensor]:
         """The codes of each weight, in the shape that its record gives them."""

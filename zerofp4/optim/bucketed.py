@@ -17,11 +17,11 @@ class BucketedStep:
 
     def __init__(self, inner: torch.optim.Optimizer, shards: ShardedParameters, reducer: GradientReducer):
         self._inner, self._shards, self._reducer = inner, shards, reducer
-        self._added_up_in_update = [
+        self._added_up_in_update = frozenset(
             b
             for b in range(len(shards.buffers))
             if reducer.can_bring(b) and reducer.dtypes[b] in GRADIENT_DTYPES
-        ]
+        )
 
     def find_obstacle(self) -> str | None:
         """Why the masters are to be updated all at once; None where they are not."""
@@ -38,33 +38,37 @@ class BucketedStep:
     def run(
         self,
         gradients: Sequence[torch.Tensor | None] | None,
-        reduced: Sequence[torch.Tensor | None],
+        present: Sequence[bool],
         publish: Callable[[Callable[[int], None]], None],
     ) -> None:
         """Reduce, update and publish.
 
-        gradients: of the parameters; None where they have been reduced. reduced: this rank's pieces of where
-        they are reduced to, None for a parameter that has a gradient on no rank. publish: publishes each
-        bucket after the function that it is given has updated it.
+        gradients: of the parameters; None where they have been reduced. present: which parameters have a
+        gradient on any rank. publish: publishes each bucket after the function that it is given has updated
+        it.
         """
-        give_gradients(self._shards.masters, reduced)
-        update = self._inner.start_update()
+        brought = frozenset() if gradients is None else self._added_up_in_update
+        for b in range(len(self._shards.buffers)):
+            if b not in brought:
+                give_gradients(*self._shards.masters_and_gradients(b, present))
+        update = self._inner.start_update(brought)
         if gradients is not None:
-            self._reducer.begin(gradients, self._added_up_in_update)
+            self._reducer.begin(gradients, brought)
 
         def update_bucket(b: int) -> None:
-            if gradients is None:
-                update(b)
-            elif b in self._added_up_in_update:
-                update.add_up(b, *self._bring(b))
-            else:
+            if b in brought:
+                update.add_up(b, *self._bring(b, present))
+                return
+            if gradients is not None:
                 self._reducer.finish(b)
-                update(b)
+            update(b)
 
         publish(update_bucket)
 
-    def _bring(self, b: int) -> tuple[RankGradients, dict[torch.Tensor, torch.Tensor]]:
+    def _bring(
+        self, b: int, present: Sequence[bool]
+    ) -> tuple[RankGradients, dict[torch.Tensor, torch.Tensor]]:
         """The gradients of bucket b on all ranks, and by master this rank's own."""
         received, own = self._reducer.bring(b)
         brought = RankGradients(received, self._shards.buffers[b].masters, self._reducer.rank)
-        return brought, {self._shards.masters[i]: gradient for i, gradient in own.items()}
+        return brought, {self._shards.masters[i]: g for i, g in own.items() if present[i]}

@@ -1,6 +1,6 @@
 """AdamW in one pass over memory, which can leave the tile amaxes of FP32 masters behind for their cast."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,38 +142,45 @@ class FusedAdamW(torch.optim.Optimizer):
             update(k)
         return loss
 
-    def start_update(self) -> "Update":
+    def start_update(self, brought: Collection[int] = ()) -> "Update":
         """What step() does in parts: everything is checked, and the function that this returns updates part k
         of offer_parts(). All parts must be updated, in any order.
+
+        brought: parts whose gradients will come with Update.add_up(); those that their parameters have are
+        not looked at.
         """
         checks.check_found_inf(self.found_inf, self._device())
         if not self._parts:
             self._parts = [Part((), None)]
         options = [_options(group, self.found_inf) for group in self.param_groups]
-        return Update(self, self._members(), options)
+        return Update(self, self._members(brought), options)
 
     def _device(self) -> torch.device | None:
         """Of all parameters; None when there are none."""
         return next((p.device for group in self.param_groups for p in group["params"]), None)
 
-    def _members(self) -> list[list[Member]]:
+    def _members(self, brought: Collection[int]) -> list[list[Member]]:
         """The parameters of this step by part, in their order, once gradients and options are found to be
-        right.
+        right; all of the parts in `brought`, without gradients.
         """
         members: list[list[Member]] = [[] for _ in self._parts]
         device = self._device()
         for g, group in enumerate(self.param_groups):
             checks.check_edited_options(g, group, device)
             params = [local_of(p) for p in group["params"]]
-            gradients = [None if p.grad is None else local_of(p.grad) for p in group["params"]]
+            part_of = [0 if self._part_of is None else self._part_of[p] for p in group["params"]]
+            gradients = [
+                None if k in brought or p.grad is None else local_of(p.grad)
+                for k, p in zip(part_of, group["params"], strict=True)
+            ]
             bad = checks.find_unusable_gradient(gradients, params)
             if bad is not None:
                 raise checks.gradient_error(parameter_name(g, bad, group), gradients[bad], params[bad])
             for i, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
-                own = group["params"][i]
-                k = 0 if self._part_of is None else self._part_of[own]
-                if gradient is not None or self._parts[k].pieces(p):
-                    members[k].append(Member(g, i, p, gradient, local_state(self.state.get(own))))
+                k = part_of[i]
+                if gradient is not None or k in brought or self._parts[k].pieces(p):
+                    state = local_state(self.state.get(group["params"][i]))
+                    members[k].append(Member(g, i, p, gradient, state))
         return members
 
     def _bind(self, part: Part, members: list[Member]) -> None:
@@ -235,12 +242,14 @@ class Update:
     def add_up(self, k: int, brought: RankGradients, own: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Part k with the mean of what the ranks have brought.
 
-        own: by parameter, this rank's gradient, contiguous, of the dtype of the others'. The gradients that
-        the parameters have only say which of them are updated.
+        own: by parameter, this rank's gradient, contiguous, of the dtype of the others'; without one it is
+        not updated.
         """
-        members = [
-            m if m.gradient is None else m._replace(gradient=own[m.parameter]) for m in self._members[k]
-        ]
+        part, members = self._optimizer._parts[k], []
+        for m in self._members[k]:
+            gradient = own.get(m.parameter)
+            if gradient is not None or part.pieces(m.parameter):
+                members.append(m._replace(gradient=gradient))
         self._run(k, members, brought)
 
     def _run(self, k: int, members: list[Member], brought: RankGradients | None) -> None:

@@ -8,6 +8,7 @@ from zerofp4.engine import FlatBuffer, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.inner import heeds_found_inf
+from zerofp4.optim.sharded import ShardedParameters
 
 POLICIES = ("skip_step", "raise")
 """What on_nonfinite may be."""
@@ -16,8 +17,7 @@ POLICIES = ("skip_step", "raise")
 class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
 
-    policy: one of POLICIES. names: what messages call the parameters. buffers: where gradients are reduced
-    to. gradients: those of the parameters in the buffers, None where this rank owns nothing. inner: the
+    policy: one of POLICIES. shards: the parameters, and where their gradients are reduced to. inner: the
     optimizer of the masters.
 
     found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
@@ -25,16 +25,9 @@ class NonfiniteGradients:
     asks; several ranks have heard it in their vote.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        names: Sequence[str],
-        buffers: Sequence[FlatBuffer],
-        gradients: Sequence[torch.Tensor | None],
-        inner: torch.optim.Optimizer,
-    ):
-        self._policy, self._names, self._inner = policy, names, inner
-        self._buffers, self._gradients = buffers, gradients
+    def __init__(self, policy: str, shards: ShardedParameters, inner: torch.optim.Optimizer):
+        self._policy, self._shards, self._inner = policy, shards, inner
+        buffers = shards.buffers
         self._alone, self._device = buffers[0].world_size == 1, buffers[0].device
         self.found = torch.zeros((), dtype=torch.float32, device=self._device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -53,8 +46,9 @@ class NonfiniteGradients:
         first = self._first
         if self._alone and self.found.item():
             # They are still where they were packed: whatever writes there looks at them.
-            first = from_word(first_nonfinite(self._gradients).item(), len(self._gradients))
-        return None if first is None else self._names[first]
+            gradients = self._shards.gradients
+            first = from_word(first_nonfinite(gradients).item(), len(gradients))
+        return None if first is None else self._shards.names[first]
 
     def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """What this rank votes. None in a world of one, which looks at what was packed instead."""
@@ -75,7 +69,7 @@ class NonfiniteGradients:
         if is_capturing(self._device) and not heeds_found_inf(self._inner):
             self.found.zero_()
         else:
-            self.found.copy_(are_nonfinite(self._buffers))
+            self.found.copy_(are_nonfinite(self._shards.buffers))
 
     def raise_if_asked(self) -> None:
         """Raises FloatingPointError if there are some and the policy is to raise. Then it waits for the

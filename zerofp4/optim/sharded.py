@@ -2,6 +2,7 @@
 masters.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ class ShardedParameters:
     """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
 
     names: what messages call the parameters.
-    masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing.
+    masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing. The
+    memory of gradients is made when they are first asked for.
     found_inf: float32 [1], what the last publish() was given, or 1 where it left NVFP4 weights alone because
     of a NaN or Inf.
 
@@ -44,18 +46,45 @@ class ShardedParameters:
         numbers = amax_group_numbers(self.parameters, amax_groups)
         self.buffers = build_buffers(self.parameters, numbers, group, wire)
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._views: list[list[torch.Tensor | None] | None] = [None] * len(self.buffers)
         for buffer in self.buffers:
             buffer.allocate()
             buffer.take_values()
             buffer.bind()
-            views = zip(buffer.own_views(buffer.masters), buffer.own_views(buffer.gradients), strict=True)
-            for index, (master, gradient) in zip(buffer.indices, views, strict=True):
-                self.masters[index], self.gradients[index] = master, gradient
+            for index, master in zip(buffer.indices, buffer.own_views(buffer.masters), strict=True):
+                self.masters[index] = master
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         self._plans = [self._build_plan(buffer, group, amax_groups or ()) for buffer in self.buffers]
         self._amaxes_from: FusedAdamW | None = None
         self._take_addresses()
+
+    @functools.cached_property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """With the memory for them, which stays."""
+        views: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for b, buffer in enumerate(self.buffers):
+            for index, view in zip(buffer.indices, self._gradients_of(b), strict=True):
+                views[index] = view
+        return views
+
+    def _gradients_of(self, b: int) -> list[torch.Tensor | None]:
+        """Of buffer b, with the memory for them: the same views in every step."""
+        if self._views[b] is None:
+            self._views[b] = self.buffers[b].own_views(self.buffers[b].gradients)
+        return self._views[b]
+
+    def masters_and_gradients(
+        self, b: int, present: Sequence[bool]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Of buffer b, with memory for the gradients; None for those of parameters that have none."""
+        indices = self.buffers[b].indices
+        pairs = zip(indices, self._gradients_of(b), strict=True)
+        gradients = [view if present[i] else None for i, view in pairs]
+        return [self.masters[i] for i in indices], gradients
+
+    def has_gradients(self) -> bool:
+        """Whether there is memory for them by now."""
+        return all(buffer.has_gradients for buffer in self.buffers)
 
     def _build_plan(
         self,

@@ -82,10 +82,10 @@ class ShardedState(torch.optim.Optimizer):
 
     def _spare(self, i: int) -> torch.Tensor | None:
         """Memory like a master that nobody needs: that of its gradient, between two steps."""
-        master, gradient = self._shards.masters[i], self._shards.gradients[i]
-        if self._reduced is not None or master is None or gradient.dtype != master.dtype:
+        master = self._shards.masters[i]
+        if self._reduced is not None or master is None or not self._shards.has_gradients():
             return None
-        return gradient
+        return self._shards.gradients[i]
 
     def _spare_of(self, i: int) -> Callable[[], torch.Tensor | None]:
         return lambda: self._spare(i)  # a function, which the stager of async_save does not copy

@@ -106,9 +106,7 @@ class ZeroFP4Optimizer(ShardedState):
             self._bucketed = BucketedStep(self.inner, self._shards, self._reducer)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced: Snapshot | None = None
-            self._nonfinite = NonfiniteGradients(
-                on_nonfinite, self._shards.names, self._shards.buffers, self._shards.gradients, self.inner
-            )
+            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inner)
             self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._weights_follow = True
@@ -322,9 +320,7 @@ class ZeroFP4Optimizer(ShardedState):
     def _step_in_buckets(self, gradients: Sequence[torch.Tensor | None] | None, present: list[bool]) -> None:
         """Reduce gradients, unless they are None and that is done, update and publish, in a pipeline."""
         self._push_options()
-        self._bucketed.run(
-            gradients, self._reduced_gradients(present), lambda update: self._publish(update=update)
-        )
+        self._bucketed.run(gradients, present, lambda update: self._publish(update=update))
         self._pull_options()
 
     def _update_masters(self, present: Sequence[bool]) -> None:
