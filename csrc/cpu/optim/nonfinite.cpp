@@ -19,7 +19,7 @@ __attribute__((noinline)) bool is_nonfinite(const T* tensor, int64_t count) {
 }
 
 template <class T>
-void find_as(const NonfiniteArgs& args, int threads) {
+void find_nonfinite_as(const NonfiniteArgs& args, int threads) {
     for (int t = 0; t < args.count; ++t) {
         const T* tensor = static_cast<const T*>(args.tensors[t]);
         int found = 0;
@@ -39,7 +39,7 @@ void find_as(const NonfiniteArgs& args, int threads) {
 }  // namespace
 
 void find_nonfinite(const NonfiniteArgs& args, int threads) {
-    with_dtype(args.dtype, [&](auto t) { find_as<decltype(t)>(args, threads); });
+    with_dtype(args.dtype, [&](auto t) { find_nonfinite_as<decltype(t)>(args, threads); });
 }
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA
