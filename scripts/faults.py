@@ -75,7 +75,7 @@ class Run:
     """train.py under torchrun's agent, in a folder of its own."""
 
     def __init__(self, out: Path, options: argparse.Namespace, restarts: int):
-        self.out, self.steps = out, out / "metrics-nvfp4.jsonl"
+        self.out, self.steps, self.ranks = out, out / "metrics-nvfp4.jsonl", options.ranks
         launcher = [sys.executable, str(SCRIPTS / "faulty.py"), str(options.ranks), str(restarts)]
         train = [*(options.train or SMALL), "--out", str(out), "--timeout", str(TIMEOUT)]
         train += ["--checkpoint-every", str(options.every), "--resume", "auto"]
@@ -134,11 +134,10 @@ def fail_once(run: Run, kind: str, generator: random.Random, longest: float, ste
     is still there long after.
     """
     deadline = time.monotonic() + generator.uniform(0.0, longest)
-    while time.monotonic() < deadline or not run.workers():
+    while time.monotonic() < deadline or len(workers := run.workers()) < run.ranks:
         if run.process.poll() is not None:
             return False
         time.sleep(0.01)
-    workers = run.workers()
     pid = generator.choice(workers)
     if not send(pid, KINDS[kind]):
         return False
@@ -152,6 +151,9 @@ def fail_once(run: Run, kind: str, generator: random.Random, longest: float, ste
         if kind in ("raise", "exit") and not ended and time.monotonic() > deadline - END_SECONDS + TIMEOUT:
             return False
         if time.monotonic() > deadline:
+            for worker in workers:
+                send(worker, signal.SIGQUIT)
+            time.sleep(1.0)
             raise TimeoutError(f"{run.out}: ranks live on after {kind}, see {run.log.name}")
         time.sleep(0.01)
     return True

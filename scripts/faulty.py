@@ -4,9 +4,11 @@
     scripts/faulty.py RANKS RESTARTS ARGUMENTS...       (the arguments are those of train.py)
 
 The agent forks its ranks, and starts them again as torchrun does when one has failed; nothing but this
-process imports torch. SIGUSR1 makes a rank raise and SIGUSR2 makes it exit, wherever its Python code is.
+process imports torch. SIGUSR1 makes a rank raise and SIGUSR2 makes it exit, wherever its Python code is;
+SIGQUIT has it print where that is.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -26,6 +28,7 @@ def run_rank(arguments: list[str]) -> None:
     def fail(*_) -> None:
         raise ToldToFailError("told to raise")
 
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
     sys.argv = ["train.py", *arguments]

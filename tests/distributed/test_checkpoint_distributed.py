@@ -11,7 +11,14 @@ import torch.distributed.checkpoint as dcp
 from helpers import assert_bytes_equal
 from optim_cases import assert_all_equal
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zerofp4
@@ -19,6 +26,7 @@ from distributed.cases import shared_folder
 from distributed.checkpoint_cases import CASES, assert_same_model, build, make_model, run, whole
 from distributed.checks_optim import model_bytes
 from distributed.run import on_ranks
+from zerofp4.optim import FusedAdamW
 
 LONG = ("adamw", "fused", "sgd")
 """Cases of which 50 steps after the load are compared; of the others 2."""
@@ -232,3 +240,64 @@ def test_a_weight_in_pieces_is_not_read_into_copies_of_a_quantized_one(world):
     dcp.load({"weight": (state := layer.state_dict())["weight"]}, checkpoint_id=path)
     layer.load_state_dict(state)
     assert_bytes_equal(layer.weight.get_high_precision_init_val(), values.cpu(), "weight")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(48, 34), nn.LayerNorm(34)
+        self.second = nn.Linear(34, 16, bias=False)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+def train(world, model, optimizer, steps) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(8, 48, device=world.device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_plain_fsdp2_and_back(world):
+    """The model before it is converted; moments, steps and options go on; and so they do in FSDP2."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    plain = fully_shard(Net().to(world.device), mesh=mesh)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=0.03)
+    train(world, plain, adamw, 3)
+    there, back = shared_folder(world), shared_folder(world)
+    model_state, optimizer_state = get_state_dict(plain, adamw)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=there)
+
+    model = Net().to(world.device)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=there)
+    model.load_state_dict(state["model"])
+    zerofp4.convert_model(model)
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=0.5)
+    lenient = {"checkpoint_id": there, "planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
+    with pytest.warns(UserWarning, match="lr and other options stay as they are here"):
+        dcp.load({"optimizer": optimizer}, **lenient)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, **lenient)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 0.03
+    pairs = zip(model.parameters(), plain.parameters(), optimizer.gathered_masters(), strict=True)
+    for p, q, master in pairs:
+        assert_bytes_equal(master, q.detach().full_tensor(), "master")
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert_bytes_equal(whole(optimizer.state[p][name]), whole(adamw.state[q][name]), name)
+
+    train(world, model, optimizer, 2)
+    masters = dict(zerofp4.master_state_dict(model, optimizer))
+    dcp.save({"model": masters, "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=back)
+    model_state, optimizer_state = get_state_dict(plain, adamw)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=back)
+    set_state_dict(plain, adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for (name, q), p in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert_bytes_equal(q.detach().full_tensor(), masters[name], name)
+        assert_bytes_equal(whole(adamw.state[q]["exp_avg"]), whole(optimizer.state[p]["exp_avg"]), name)

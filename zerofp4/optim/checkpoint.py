@@ -64,7 +64,7 @@ def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
     return ids
 
 
-def saved_groups(param_groups: Sequence[dict], ids: Sequence[Sequence[ParameterId]]) -> tuple[dict, ...]:
+def saved_groups(param_groups: Sequence[dict], ids: Sequence[Sequence[ParameterId]]) -> SealedTuple:
     """The options, and whose they are. A tuple, which torch.distributed.checkpoint writes as one value: other
     groups than those that were saved can load it.
     """

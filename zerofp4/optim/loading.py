@@ -1,6 +1,7 @@
 """A state dict is read, by the parameters' names, and checked whole before anything changes."""
 
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from zerofp4.distributed import CollectiveError, first_difference
 from zerofp4.optim.checkpoint import own_name
 from zerofp4.optim.inner import options
 from zerofp4.optim.piece import Home, Piece, gathered
+from zerofp4.optim.sealing import SealedTuple, same_values
 from zerofp4.optim.template import STARTED, StateTemplate
 from zerofp4.shard import Shard
 
@@ -136,6 +138,20 @@ def was_read(state_dict: Mapping) -> bool:
         for entries in state_dict["state"].values()
         for value in entries.values()
     )
+
+
+def warn_of_options(state_dict: Mapping, own: SealedTuple) -> None:
+    """Where a checkpoint was read that has no param_groups in this form, which a planner lets pass: then
+    there are still this optimizer's own. From a file they would be sealed.
+    """
+    groups = state_dict["param_groups"]
+    if was_read(state_dict) and type(groups) is tuple and same_values(groups, own):
+        warnings.warn(
+            "the checkpoint has no param_groups that ZeroFP4Optimizer wrote: lr and other options stay as "
+            "they are here. What get_state_dict() of torch.distributed.checkpoint.state_dict returned is "
+            "loaded into what get_optimizer_state_dict(model, optimizer) returns, options too",
+            stacklevel=3,
+        )
 
 
 def is_anothers(state_dict: Mapping, home: Home) -> bool:

@@ -180,6 +180,10 @@ def _checksum_of(value: Any) -> int:
     return zlib.crc32(repr(_plain(value)).encode())
 
 
+def same_values(one: tuple, other: tuple) -> bool:
+    return _checksum_of(tuple(one)) == _checksum_of(tuple(other))
+
+
 def _plain(value: Any) -> Any:
     """What a pickle keeps of it in any case; of an object that is not known, its type."""
     if isinstance(value, torch.Tensor):

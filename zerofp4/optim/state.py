@@ -24,6 +24,7 @@ from zerofp4.optim.loading import (
     find_options,
     is_anothers,
     load_error,
+    warn_of_options,
     was_read,
 )
 from zerofp4.optim.piece import Home, Piece
@@ -181,6 +182,7 @@ class ShardedState(torch.optim.Optimizer):
         except Exception:
             self.inner.state, self.inner.param_groups = before  # load_state_dict put new ones in their place
             raise
+        warn_of_options(state_dict, saved_groups(self.param_groups, parameter_ids(self.param_groups)))
         self._pull_options()
         for master, values in zip(self._shards.masters, loaded, strict=True):
             if master is not None and values is not None:
