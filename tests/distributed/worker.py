@@ -76,12 +76,17 @@ def _leave_group(destroy: Callable[[], None]) -> None:
 
 
 def _forget_meshes() -> None:
-    """Empties the caches in which DTensor keeps, by mesh and so by group, how operators are sharded."""
+    """Empties the caches in which DTensor keeps, by mesh and so by group, how tensors are sharded."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     debug = importlib.import_module("torch.distributed.tensor.debug")
     for cache in ("", "python_", "fast_path_"):
         getattr(debug, f"_clear_{cache}sharding_prop_cache", lambda: None)()
+    redistribute = sys.modules["torch.distributed.tensor._redistribute"]
+    getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    getattr(getattr(redistribute, "_gen_transform_infos", None), "cache_clear", lambda: None)()
+    topology = sys.modules["torch.distributed.tensor._collective_utils"].MeshTopoInfo
+    getattr(topology.build_from_mesh, "cache_clear", lambda: None)()
 
 
 def _run(function: str, arguments: dict, world) -> tuple[str, bytes]:

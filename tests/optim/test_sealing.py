@@ -13,8 +13,8 @@ import torch
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.sealing import (
     ATTRIBUTE,
+    BLOCK,
     COLUMNS,
-    ROWS,
     Chunk,
     DamagedFileError,
     SealedInt,
@@ -22,12 +22,11 @@ from zerofp4.optim.sealing import (
     checksum,
 )
 
-WORDS = COLUMNS * ROWS
-SIZES = [0, 1, 2 * COLUMNS - 1, 2 * COLUMNS, 2 * WORDS + 6 * COLUMNS + 3]
-"""Of float32: nothing, less than a row, a row, a block and a part of another."""
+SIZES = [1, BLOCK // 4 - 1, BLOCK // 4, 3 * BLOCK // 4 + 6 * COLUMNS + 3]
+"""Of float32: less than a block, a block, several and a part of another."""
 
 
-@pytest.mark.parametrize("numel", SIZES[1:])
+@pytest.mark.parametrize("numel", SIZES)
 def test_every_kind_of_change_is_seen(numel, device):
     values = torch.randn(numel, device=device)
     found, draw = checksum(values, (numel,), 0), random.Random(numel)

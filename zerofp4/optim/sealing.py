@@ -15,7 +15,11 @@ ATTRIBUTE = "zerofp4_seal"
 """Of a tensor in a file: (label, shape of the parameter, flat index of its first element, checksum)."""
 
 COLUMNS, ROWS = 512, 64
-"""Words of 8 bytes whose sums are taken at a time: 256 KB, which stay in a core's cache."""
+BLOCK = 8 * COLUMNS * ROWS
+"""Bytes whose sums are taken together: 256 KB, which stay in a core's cache."""
+
+GPU_BLOCKS = 256
+"""That a GPU takes at a time."""
 
 
 class DamagedFileError(ValueError):
@@ -25,20 +29,21 @@ class DamagedFileError(ValueError):
 def checksum(values: torch.Tensor, *about: Any) -> int:
     """Of the elements of a tensor in their order, and of what is said about them.
 
-    Sums of rows and of columns of words, modulo 2**64, and a CRC of these: as fast as memory, where a CRC of
-    all bytes would take longer than to write them. Any change within 8 bytes is found, and any two words that
-    changed places.
+    In each block sums of rows and of columns of words, modulo 2**64, and a CRC of these: as fast as memory,
+    where a CRC of all bytes would take longer than to write them. Any change within 8 bytes is found, and any
+    two words that changed places. A CPU and a GPU find the same.
     """
-    found = zlib.crc32(repr((str(values.dtype), *about)).encode())
     flat = values.detach().reshape(-1).contiguous()
-    if flat.storage_offset() * flat.itemsize % 8:
-        flat = flat.clone()  # words are read where they are aligned
     data = flat.view(torch.uint8)
-    whole = data.numel() - data.numel() % (8 * COLUMNS)
-    for block in data[:whole].view(torch.int64).split(ROWS * COLUMNS):
-        table = block.view(-1, COLUMNS)
-        for sums in (table.sum(0), table.sum(1)):
-            found = zlib.crc32(sums.cpu().numpy(), found)
+    whole = data.numel() - data.numel() % BLOCK
+    columns = rows = 0
+    for part in data[:whole].split(BLOCK * (GPU_BLOCKS if data.is_cuda else 1)):
+        if part.storage_offset() % 8:
+            part = part.clone()  # words are read where they are aligned
+        blocks = part.view(torch.int64).view(-1, ROWS, COLUMNS)
+        columns = zlib.crc32(blocks.sum(1).cpu().numpy(), columns)
+        rows = zlib.crc32(blocks.sum(2).cpu().numpy(), rows)
+    found = zlib.crc32(repr((str(values.dtype), *about, columns, rows)).encode())
     return zlib.crc32(data[whole:].cpu().numpy(), found)
 
 
@@ -60,7 +65,7 @@ class Place(NamedTuple):
     """Where a box of a parameter lies, whose elements are [start, start + numel) of the flat order.
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
-    received: where is noted what was read into it.
+    received: where is noted what was read into it. checksum: of its elements, where it was taken on a GPU.
     """
 
     label: str | None
@@ -68,6 +73,7 @@ class Place(NamedTuple):
     start: int
     origin: int
     received: list[Box] | None
+    checksum: int | None = None
 
     def first(self, view: torch.Tensor) -> int:
         """The flat index of the first element of a part of the box."""
@@ -105,19 +111,22 @@ class Chunk(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            reads = func is torch.Tensor.copy_ and isinstance(args[0], Chunk)
-            if reads:
-                _check(args[0], args[1])
+            if func is torch.Tensor.copy_ and isinstance(args[0], Chunk):
+                return _read(*args, **(kwargs or {}))
             result = func(*args, **(kwargs or {}))
-            if reads and args[0].place.received is not None and args[0].numel():
-                args[0].place.received.append(args[0].place.box(args[0]))
-            return _placed(result, args[0].place) if func in _KEEP_PLACE else result
+            if func not in _KEEP_PLACE:
+                return result
+            place = args[0].place
+            if args[0].is_cuda and not result.is_cuda:  # where that takes no time
+                place = place._replace(checksum=_checksum_at(args[0], place))
+            return _placed(result, place)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.as_subclass(torch.Tensor)
-            label, shape, start, *_ = self.place
-            seal = (label, shape, start, checksum(plain, label, shape, start))
+            place = self.place
+            found = _checksum_at(plain, place) if place.checksum is None else place.checksum
+            seal = (place.label, place.shape, place.start, found)
             rebuild, arguments = plain.__reduce_ex__(protocol)
         return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, {ATTRIBUTE: seal})
 
@@ -132,23 +141,35 @@ def _placed(values: torch.Tensor, place: Place) -> Chunk:
     return chunk
 
 
-def _check(target: Chunk, source: torch.Tensor) -> None:
+def _checksum_at(values: torch.Tensor, place: Place) -> int:
+    return checksum(values, place.label, place.shape, place.start)
+
+
+def _read(target: Chunk, source: torch.Tensor, *args: Any, **kwargs: Any) -> Chunk:
+    """copy_, of what was found to be right: on a GPU after it is there, where all of a chunk is read."""
     whole = source if source._base is None else source._base
     seal = vars(whole).get(ATTRIBUTE)
-    if seal is None:
-        return
+    if seal is not None:
+        expected = _check_place(target, source, whole, seal)
+        on_gpu = target.is_cuda and target.is_contiguous() and whole.shape == target.shape
+        if not on_gpu:
+            _check_elements(target, whole, seal, expected)
+    torch.Tensor.copy_(target, source, *args, **kwargs)
+    if seal is not None and on_gpu:
+        _check_elements(target, target, seal, expected)
+    if target.place.received is not None and target.numel():
+        target.place.received.append(target.place.box(target))
+    return target
+
+
+def _check_place(target: Chunk, source: torch.Tensor, whole: torch.Tensor, seal: Any) -> int:
+    """The checksum of all that was written, once it belongs to where a part of it is to be read."""
     place = target.place
     what = place.label or "a tensor"
     try:
         label, shape, start, expected = seal
-        if checksum(whole, label, shape, start) != expected:
-            raise DamagedFileError(
-                f"the elements of {what} are not those that were saved: the file is damaged"
-            )
         first = start + source.storage_offset() - whole.storage_offset()
     except (TypeError, ValueError) as error:
-        if isinstance(error, DamagedFileError):
-            raise
         raise DamagedFileError(f"the seal of {what} is {seal!r}: the file is damaged") from error
     same_name = None in (label, place.label) or label == place.label
     at = place.first(target)
@@ -157,6 +178,14 @@ def _check(target: Chunk, source: torch.Tensor) -> None:
             f"elements of {label} of shape {shape} from {first} on are in the file where those of {what} of "
             f"shape {place.shape} from {at} on should be: it is damaged"
         )
+    return expected
+
+
+def _check_elements(target: Chunk, values: torch.Tensor, seal: Any, expected: int) -> None:
+    label, shape, start, _ = seal
+    if checksum(values, label, shape, start) != expected:
+        what = target.place.label or "a tensor"
+        raise DamagedFileError(f"elements of {what} are not those that were saved: the file is damaged")
 
 
 # Other values
