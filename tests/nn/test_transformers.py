@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerofp4
-from zerofp4.nn import Conv1D, Linear, NVFP4Recipe, autocast
+from zerofp4.nn import Conv1D, Experts, Linear, NVFP4Recipe, autocast
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.heavy
@@ -34,6 +34,13 @@ WEIGHTS = {"Llama": 14, "Qwen3": 14, "GPT2": 8, "Mixtral": 8}
 """Linear layers of two blocks: Mixtral's experts are stacked parameters of one module."""
 
 
+EXPERTS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+
+
+def with_experts(module, name):
+    return name != "lm_head"
+
+
 def made(name):
     torch.manual_seed(0)
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
@@ -52,13 +59,18 @@ def train(model, optimizer, tokens, steps):
     return losses
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "Mixtral, experts too"])
 def test_fifty_steps_with_checkpointing_and_what_the_model_learned(device, name):
+    name, _, experts = name.partition(", ")
     model = made(name).to(device)
-    report = zerofp4.convert_model(model, layers=True)
-    assert len(report.converted) == WEIGHTS[name]
+    report = zerofp4.convert_model(model, with_experts if experts else None, layers=True)
+    if experts:
+        assert report.layers[-2:] == EXPERTS and len(report.converted) == WEIGHTS[name] + 4
+        assert all(isinstance(model.get_submodule(module), Experts) for module in EXPERTS)
+        del report.layers[-2:]
+        report.converted = [each for each in report.converted if ".mlp.experts." not in each]
     kind = Conv1D if name == "GPT2" else Linear
-    assert report.layers == report.converted
+    assert report.layers == report.converted and len(report.layers) == WEIGHTS[name]
     assert all(type(model.get_submodule(module)) is kind for module in report.layers)
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-3)
     model.gradient_checkpointing_enable()

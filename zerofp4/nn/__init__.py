@@ -8,6 +8,7 @@ from zerofp4.nn.convert import (
     convert_model,
     primary_parameter,
 )
+from zerofp4.nn.experts import Experts
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
@@ -18,6 +19,7 @@ from zerofp4.nn.shared_input import quantize_input
 __all__ = [
     "Conv1D",
     "ConversionReport",
+    "Experts",
     "FilterFn",
     "GroupedLinear",
     "LayerNormLinear",

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -69,8 +69,9 @@ def convert_model(
 
     layers: the modules among them that are an nn.Linear, and not of a subclass, become zerofp4.nn.Linear, and
     those that are a Conv1D zerofp4.nn.Conv1D: the same objects, with their names, hooks and state_dict, which
-    inside zerofp4.nn.autocast multiply quantized operands. What a model computes around them, a normalization
-    or an activation, is no part of that: so a norm and its linear layer become what
+    inside zerofp4.nn.autocast multiply quantized operands; so do the experts of transformers, where filter_fn
+    took both of their stacked parameters, as zerofp4.nn.Experts. What a model computes around them, a
+    normalization or an activation, is no part of that: so a norm and its linear layer become what
     zerofp4.nn.LayerNormLinear is. Without layers, and for the other modules, products dequantize the weight.
     columnwise: keep the transposed copy too, which the gradients of quantized products read. Without it a
     weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
@@ -101,6 +102,8 @@ def convert_model(
         if make_layer is not None:
             make_layer(module)
             report.layers.append(name)
+    if layers:
+        report.layers += _stacked_layers(chosen)
     _warn_of_shards(model, report)
     return report
 
@@ -134,6 +137,19 @@ CONV1D = "Conv1D"
 
 LAYERS: dict[type[nn.Module] | str, Callable[[nn.Module], None]] = {}
 """By type of module, or CONV1D, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
+
+
+STACKED_LAYERS: list[Callable[[nn.Module], bool]] = []
+"""Each makes a module with stacked parameters, now converted, a layer of zerofp4.nn, in place, where it knows
+its kind; and says whether it did.
+"""
+
+
+def _stacked_layers(chosen: Sequence[Chosen]) -> list[str]:
+    """The modules with stacked parameters that became layers, by name."""
+    stacks = [each for each in chosen if not _is_layer(each.module, each.parameter_name)]
+    modules = {each.name.removesuffix(each.parameter_name).removesuffix("."): each.module for each in stacks}
+    return [name for name, module in modules.items() if any(make(module) for make in STACKED_LAYERS)]
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | str:

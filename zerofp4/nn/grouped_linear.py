@@ -58,10 +58,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}")
-        self.num_gemms, self.stacked = num_gemms, stacked
-        self._operands = _Operands()
         options = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype}
         if not stacked:
+            self.num_gemms, self.stacked, self._operands = num_gemms, False, _Operands()
             options["primary_weights"] = primary_weights
             self.experts = nn.ModuleList(
                 Linear(in_features, out_features, bias, device, dtype, **options) for _ in range(num_gemms)
@@ -74,15 +73,20 @@ class GroupedLinear(nn.Module):
             shape = None if one is None else (num_gemms, *one.shape)
             values = None if one is None else torch.empty(shape, dtype=one.dtype, device=device)
             self.register_parameter(name, None if values is None else nn.Parameter(values))
-        self._weight_cache = WeightCache()
-        # Of recipes whose quantization of a stack is not that of its matrices.
-        self._weight_caches = [WeightCache() for _ in range(num_gemms)]
-        self._matrices = _Matrices()
+        self._begin_stack(num_gemms)
         self.reset_parameters()
         if primary_weights:
             if self.weight.is_meta:
                 raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
             self.weight = primary_parameter(self.weight, "")
+
+    def _begin_stack(self, num_gemms: int) -> None:
+        """What the layer has of a stack besides its parameters."""
+        self.num_gemms, self.stacked, self._operands = num_gemms, True, _Operands()
+        self._weight_cache = WeightCache()
+        # Of recipes whose quantization of a stack is not that of its matrices.
+        self._weight_caches = [WeightCache() for _ in range(num_gemms)]
+        self._matrices = _Matrices()
 
     def reset_parameters(self) -> None:
         """Initial values, drawn as by the layers of a list, one after the other."""
@@ -168,7 +172,7 @@ class GroupedLinear(nn.Module):
     @torch.compiler.disable
     def _one_by_one(self, x: torch.Tensor, splits: list[int], is_first: bool | None) -> torch.Tensor:
         """The layers of a stack."""
-        recipe = current_recipe(self)
+        recipe = self._recipe()
         parts = self._parts(recipe)
         if recipe is None:
             pieces = zip(x.split(splits), parts, strict=True)
@@ -208,9 +212,13 @@ class GroupedLinear(nn.Module):
         fields = zip(weights, biases, sources, main_grads, self._weight_caches, strict=True)
         return [_Part(*each) for each in fields]
 
+    def _recipe(self) -> Recipe | None:
+        """That of a stack."""
+        return current_recipe(self)
+
     def _common_recipe(self) -> NVFP4Recipe | None:
         """What all experts compute by, if it is the same and one of NVFP4."""
-        recipes = {current_recipe(layer) for layer in ([self] if self.stacked else self.experts)}
+        recipes = {self._recipe()} if self.stacked else {current_recipe(each) for each in self.experts}
         recipe = recipes.pop()
         return recipe if not recipes and isinstance(recipe, NVFP4Recipe) else None
 

@@ -1,0 +1,140 @@
+"""Experts: what convert_model makes of modules like transformers' where a filter takes their weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from layer_cases import RECIPES
+from tensor_helpers import values
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from zerofp4.nn import Experts, Linear, MXFP8Recipe, NVFP4Recipe, autocast
+
+COUNT, HIDDEN, INNER, TOKENS = 4, 64, 48, 36
+
+
+class Plain(nn.Module):
+    """What transformers writes, with what it says of the layout."""
+
+    has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm = True, False, False, True, False
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(0.1 * values(COUNT, 2 * INNER, HIDDEN, device=device))
+        self.down_proj = nn.Parameter(0.1 * values(COUNT, HIDDEN, INNER, device=device, seed=1))
+        self.act_fn = F.silu
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return self.by(hidden_states, top_k_index, top_k_weights, lambda x, name, e: F.linear(x, name[e]))
+
+    def by(self, x, index, weights, product):
+        out = torch.zeros_like(x)
+        for e in range(COUNT):
+            token, place = (index == e).nonzero(as_tuple=True)
+            hidden = self._apply_gate(product(x[token], self.gate_up_proj, e))
+            made = product(hidden, self.down_proj, e) * weights[token, place].unsqueeze(-1)
+            out = out.index_add(0, token, made)
+        return out
+
+
+class Transposed(Plain):
+    is_transposed = True
+
+
+def takes_experts(module, name):
+    return name.endswith("_proj")
+
+
+def converted(device, filter_fn=takes_experts):
+    model = nn.ModuleDict({"experts": Plain(device)})
+    report = zerofp4.convert_model(model, filter_fn, layers=True)
+    return model["experts"], report
+
+
+def routed(device):
+    """Tokens, two experts for each, of which the third gets none, and weights."""
+    generator = torch.Generator().manual_seed(3)
+    index = torch.tensor([0, 1, 3])[torch.rand(TOKENS, 3, generator=generator).argsort(dim=1)[:, :2]]
+    weights = torch.rand(TOKENS, 2, generator=generator).bfloat16()
+    return values(TOKENS, HIDDEN, device=device, seed=4), index.to(device), weights.to(device)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4, dequantized"])
+def test_each_token_by_its_experts(name):
+    """On the CPU, where one product comes after another: byte for byte those of layers of single experts."""
+    experts, report = converted("cpu")
+    assert report.layers == ["experts"] and report.converted == ["experts.gate_up_proj", "experts.down_proj"]
+    x, index, weights = routed("cpu")
+    gradient = values(TOKENS, HIDDEN, seed=5)
+
+    def product(x, weight, e):
+        layer = Linear(weight.shape[2], weight.shape[1], bias=False)
+        layer.weight = nn.Parameter(weight.detach()[e], requires_grad=False)
+        return layer(x)
+
+    results = []
+    for run in (experts, lambda *arguments: Plain.by(experts, *arguments, product)):
+        given = x.clone().requires_grad_()
+        with autocast(NVFP4Recipe(stochastic_rounding=False, backward=RECIPES[name].backward)):
+            y = run(given, index, weights)
+        y.backward(gradient)
+        results.append((y.detach(), given.grad))
+    for index, both in enumerate(zip(*results, strict=True)):
+        assert_bytes_equal(*both, f"result {index}")
+    assert experts.gate_up_proj.grad.shape == (COUNT, 2 * INNER, HIDDEN)
+    assert not experts.gate_up_proj.grad[2].any() and experts.gate_up_proj.grad[3].any()
+
+
+def test_near_the_plain_module(device):
+    experts, _ = converted(device)
+    x, index, weights = routed(device)
+    expected = experts(x, index, weights)
+    with autocast(RECIPES["nvfp4"]):
+        y = experts(x, index, weights)
+        none = torch.full_like(index, COUNT)
+        assert not experts(x, none, weights).any(), "of no expert"
+    assert 0 < (y - expected).norm() / expected.norm() < 0.2
+    dequantized = Plain(device)
+    dequantized.load_state_dict({name: p.dequantize() for name, p in experts.named_parameters()})
+    assert_bytes_equal(expected.detach(), dequantized(x, index, weights).detach(), "outside of autocast")
+
+
+def test_copies_and_classes():
+    experts, _ = converted("cpu")
+    assert isinstance(experts, Experts) and isinstance(experts, Plain)
+    assert list(experts.state_dict()) == ["gate_up_proj", "down_proj"]
+    x, index, weights = routed("cpu")
+    with autocast(RECIPES["nvfp4"]):
+        expected = experts(x, index, weights)
+        for again in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+            assert type(again) is type(experts) and again._products[0].weight is again.gate_up_proj
+            assert_bytes_equal(again(x, index, weights).detach(), expected.detach(), "a copy")
+
+
+def test_what_stays_as_it_is():
+    experts, report = converted("cpu", lambda module, name: name.endswith("down_proj"))
+    assert report.converted == ["experts.down_proj"] and report.layers == [] and type(experts) is Plain
+    model = nn.ModuleDict({"experts": Transposed()})
+    report = zerofp4.convert_model(model, takes_experts, layers=True)
+    assert len(report.converted) == 2 and report.layers == [] and type(model["experts"]) is Transposed
+
+
+def test_a_recipe_that_names_the_experts():
+    experts, _ = converted("cpu")
+    model = nn.ModuleDict({"experts": experts})
+    recipe = MXFP8Recipe(modules=[("experts", NVFP4Recipe())])
+    x, index, weights = routed("cpu")
+    with autocast(RECIPES["nvfp4"]):
+        expected = experts(x, index, weights)
+    with autocast(recipe, model):
+        assert_bytes_equal(experts(x, index, weights).detach(), expected.detach(), "by its recipe")
+    with autocast(MXFP8Recipe()), pytest.raises(ValueError, match="which MXFP8Recipe cannot multiply"):
+        experts(x, index, weights)

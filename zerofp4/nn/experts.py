@@ -1,0 +1,120 @@
+"""Experts: the experts of transformers, stacked in two parameters, whose products take quantized operands."""
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+
+from zerofp4.nn.convert import STACKED_LAYERS
+from zerofp4.nn.grouped_linear import GroupedLinear
+from zerofp4.nn.recipe import Recipe, current_recipe
+from zerofp4.tensors import NVFP4Tensor
+
+PARAMETERS = ("gate_up_proj", "down_proj")
+_LAYOUT = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+}
+"""What transformers says of such a module, if it is of a kind that is known here."""
+_ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' experts with a gate: gate_up_proj [E, 2 I, H], the gate's rows
+    first, and down_proj [E, H, I], without biases.
+    """
+    parameters = dict(module.named_parameters())
+    return (
+        sorted(parameters) == sorted(PARAMETERS)
+        and all(parameter.dim() == 3 for parameter in parameters.values())
+        and all(getattr(module, name, None) is value for name, value in _LAYOUT.items())
+        and list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS
+    )
+
+
+class Experts(nn.Module):
+    """What convert_model(layers=True) makes of the experts of a model of transformers, in place, where its
+    filter took both of their parameters: inside `autocast(recipe)` two products of GroupedLinear, of tokens
+    in the order of their experts. torch.compile leaves it to eager execution.
+
+    Its class is made of this one and of the one that it had, whose layer it is outside of autocast.
+    """
+
+    takes_nvfp4_weight = True
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [tokens, H] to the same shape. top_k_index [tokens, k]: the experts of each token, an
+        index past the last one is of none. top_k_weights [tokens, k]: with which their outputs are added.
+        Errors as of GroupedLinear.
+        """
+        if current_recipe(self) is None:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return _by_recipe(self, hidden_states, top_k_index, top_k_weights)
+
+    def __reduce__(self):
+        return _new, (type(self).__mro__[2],), vars(self).copy()
+
+
+@torch.compiler.disable
+def _by_recipe(experts: Experts, x, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    gate_up, down = experts._products
+    last = gate_up.num_gemms - 1
+    weights = weights.masked_fill(index > last, 0).reshape(-1)
+    expert = index.clamp(max=last).reshape(-1)
+    order = expert.argsort(stable=True)
+    splits = torch.zeros(last + 1, dtype=torch.int64, device=x.device)
+    splits.scatter_add_(0, expert, torch.ones_like(expert))  # bincount would wait for a GPU
+    token = order // index.shape[-1]
+    hidden = experts._apply_gate(gate_up(x[token], splits))
+    outputs = down(hidden, splits) * weights[order].unsqueeze(-1)
+    return torch.zeros_like(x).index_add_(0, token, outputs.to(x.dtype))
+
+
+class _Product(GroupedLinear):
+    """The products of one stacked parameter of another module, whose recipe holds."""
+
+    def __init__(self, owner: Experts, name: str):
+        nn.Module.__init__(self)
+        self._of = (owner, name)  # in a tuple: no submodule
+        self.fuse_wgrad_accumulation = False
+        self._begin_stack(self.weight.shape[0])
+
+    @property
+    def weight(self) -> nn.Parameter:
+        owner, name = self._of
+        return owner._parameters[name]
+
+    @property
+    def bias(self) -> None:
+        return None
+
+    def _recipe(self) -> Recipe | None:
+        return current_recipe(self._of[0])
+
+
+@functools.cache
+def _class_of(original: type[nn.Module]) -> type[Experts]:
+    return type(f"Quantized{original.__name__}", (Experts, original), {})
+
+
+def _new(original: type[nn.Module]) -> Experts:
+    """For copies and pickles."""
+    made = _class_of(original)
+    return made.__new__(made)
+
+
+def _become_experts(module: nn.Module) -> bool:
+    if not are_experts(module) or not all(isinstance(p, NVFP4Tensor) for p in module.parameters()):
+        return False
+    module.__class__ = _class_of(type(module))
+    module._products = tuple(_Product(module, name) for name in PARAMETERS)
+    return True
+
+
+STACKED_LAYERS.append(_become_experts)
