@@ -31,7 +31,7 @@ from zerofp4.ops.gather import (
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
-from zerofp4.ops.layouts import change_scales
+from zerofp4.ops.layouts import ScaleChange, change_scales
 from zerofp4.ops.nonfinite import find_nonfinite
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
@@ -83,6 +83,7 @@ __all__ = [
     "MasterPiece",
     "Quantization",
     "RankGradients",
+    "ScaleChange",
     "TransposeStage",
     "adamw_options",
     "add_scaled_product",

@@ -11,8 +11,9 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
-from zerofp4.ops.lists import run_list, run_stack, zip_lists
+from zerofp4.ops.lists import KeptList, run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
+from zerofp4.ops.reader import pointers
 from zerofp4.storage import check_memory
 
 FIELDS = 6
@@ -39,6 +40,18 @@ def _change_layouts(
 
     matrices: (rows, cols, block_rows) of the quantized matrices.
     """
+    words = _words(sources, targets, matrices, layout)
+    if not words:
+        return
+    device, count = sources[0].device, len(words) // FIELDS
+    if len(sources) == 1:
+        run_stack(lambda part: _native(part, pad, device), words, count, device)
+    else:
+        run_list(_native(words, pad, device), count, device)
+
+
+def _words(sources, targets, matrices, layout: str) -> list[int]:
+    """Of the native list; raises RuntimeError for a scale without memory."""
     code, words = SCALE_LAYOUTS.index(layout), []
     inputs, outputs = map(torch.Tensor.data_ptr, sources), map(torch.Tensor.data_ptr, targets)
     if 3 in set(map(torch.Tensor.dim, targets)):
@@ -48,13 +61,7 @@ def _change_layouts(
             if not source:
                 raise RuntimeError("a scale has no memory: its storage was freed in place (resize_)")
             words += source, target, rows, ceil_div(cols, BLOCK), block_rows, code
-    if not words:
-        return
-    device, count = sources[0].device, len(words) // FIELDS
-    if len(sources) == 1:
-        run_stack(lambda part: _native(part, pad, device), words, count, device)
-    else:
-        run_list(_native(words, pad, device), count, device)
+    return words
 
 
 def _native(words: Sequence[int], pad: bool, device: torch.device) -> _C.ScaleLayoutList:
@@ -120,6 +127,26 @@ def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[tor
         out = _new_scales(scales, rows, cols, block_rows, layout, pad)
     _change_layouts(scales, out, matrices, layout, pad)
     return out
+
+
+class ScaleChange:
+    """What change_scales made of a list of scales, made again where it is: all that the host does is to ask
+    whether storage has moved.
+    """
+
+    def __init__(self, scales, made, rows, cols, block_rows, layout: str, pad: bool):
+        matrices = list(zip(rows, cols, block_rows, strict=True))
+        words, device = _words(scales, made, matrices, layout), scales[0].device
+        self._kept = KeptList(_native(words, pad, device), len(words) // FIELDS, device) if words else None
+        self._tensors = [*scales, *made]
+        self._pointers = pointers(self._tensors)
+
+    def run(self) -> None:
+        """Raises RuntimeError where storage has moved."""
+        if pointers(self._tensors) != self._pointers:
+            raise RuntimeError("out: scales have moved since it was made: call without out, for new ones")
+        if self._kept is not None:
+            self._kept.run()
 
 
 def _are_as_usual(scales: Sequence[torch.Tensor], shapes: Sequence[tuple[int, int]]) -> bool:

@@ -61,7 +61,11 @@ def swizzle(session: Session) -> None:
     x = torch.randn(SIDE, SIDE, device=session.device, dtype=torch.bfloat16)
     tensors = [zerofp4.quantize(x, block=(1, 16)) for _ in range(LIST_ITEMS)]
     call = session.clock.host_us(lambda: zerofp4.swizzle_scales(tensors))
-    session.count(f"host_swizzle_scales/{LIST_ITEMS}", "host_us", call, "swizzle_scales of a list")
+    session.count(f"host_swizzle_scales_new/{LIST_ITEMS}", "host_us", call, "swizzle_scales of a list")
+    out = zerofp4.swizzle_scales(tensors)
+    call = session.clock.host_us(lambda: zerofp4.swizzle_scales(tensors, out=out))
+    rule = "swizzle_scales of a list into what it returned before"
+    session.count(f"host_swizzle_scales/{LIST_ITEMS}", "host_us", call, rule)
 
 
 def optimizer_step(session: Session, weights: int) -> None:
