@@ -149,7 +149,7 @@ def check_gathered(
     for name, tensor in found.items():
         assert tensor.dtype == dtype
         expected = zerofp4.quantize(
-            masters[name].to(dtype), columnwise=name in columnwise, amax=(amax or {}).get(name)
+            masters[name].to(tensor.device, dtype), columnwise=name in columnwise, amax=(amax or {}).get(name)
         )
         buffers = dict(tensor.record.buffers())
         assert buffers.keys() >= dict(expected.record.buffers()).keys()

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp2_cases import (
     CONVERTED,
     Model,
@@ -25,6 +26,7 @@ from fsdp2_cases import (
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -124,15 +126,38 @@ def test_frozen_weights_are_gathered_too_and_cast_once(world):
 @on_ranks(1, 2)
 def test_masters_on_the_cpu(world):
     """On a GPU the group needs a backend for the CPU too, which is refused where it is missing."""
+    policy, mesh = CPUOffloadPolicy(pin_memory=world.device.type == "cuda"), None
     if world.device.type == "cuda":
         with pytest.raises(ValueError, match=r"init_process_group\('cpu:gloo,cuda:nccl'\)"):
-            start(world, offload_policy=CPUOffloadPolicy())
-        return
-    run = start(world, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    plain = start(world)
+            start(world, offload_policy=policy)
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+        mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("shard",))
+    run, plain = start(world, mesh=mesh, offload_policy=policy), start(world)
+    for step in range(2):
+        torch.testing.assert_close(run.step(batch_of(world, step)), plain.step(batch_of(world, step)))
+    assert all(p.device.type == "cpu" for p in run.model.parameters())
+    check_gathered(run.model)
+
+
+@on_ranks(2)
+def test_fully_shard_moves_a_prepared_model(world):
+    torch.manual_seed(0)
+    run, plain = start(world, model=Model()), start(world)
+    assert all(p.device == world.device for p in run.model.parameters())
+    assert run.step(batch_of(world, 0)) == plain.step(batch_of(world, 0))
+    check_gathered(run.model)
+
+
+@on_ranks(2)
+def test_symmetric_memory(world):
+    """Where torch has it, on GPUs: it gathers what it gathers without."""
+    run, plain = start(world), start(world)
+    if world.device.type == "cuda" and hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        for module in run.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
     for step in range(2):
         assert run.step(batch_of(world, step)) == plain.step(batch_of(world, step))
-    assert_same_masters(run.model, plain.model)
     check_gathered(run.model)
 
 
@@ -173,6 +198,7 @@ def test_a_slice_of_tensor_parallelism_is_a_weight_of_its_own(world, mp_policy):
     assert not torch.equal(masters["up.weight"], plain.up.weight)
 
 
+@pytest.mark.heavy
 @on_ranks(2, time_limit=120.0)
 def test_compiled_blocks(world):
     """By a backend that runs what was traced, operator by operator."""
@@ -186,12 +212,13 @@ def test_compiled_blocks(world):
 @on_ranks(2)
 def test_steps_leave_no_tensor_behind(world):
     run = start(world, optimizer=lambda params: FusedAdamW(params, lr=0.02))
-    counts = []
-    for step in range(5):
+    counts = {}
+    for step in range(6):
         run.step(batch_of(world, step))
-        gc.collect()
-        counts.append(sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()))
-    assert counts[4] <= counts[2]
+        if step in (2, 5):
+            gc.collect()
+            counts[step] = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+    assert counts[5] <= counts[2]
 
 
 def refusals(world):

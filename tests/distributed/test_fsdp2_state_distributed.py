@@ -242,7 +242,8 @@ def assert_same_weights(sharded: nn.Module, converted: nn.Module) -> None:
     reshard(sharded)
 
 
-@on_ranks(3)
+@pytest.mark.heavy
+@on_ranks(3, time_limit=120.0)
 def test_200_steps_give_the_bytes_of_zerofp4optimizer(world):
     run = start(world, optimizer=OPTIMIZERS["fused"])
     model, optimizer = zero_run(world)

@@ -1,0 +1,60 @@
+"""Models of transformers that fully_shard cuts, made from small configs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_cases import check_gathered
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from zerofp4.integrations import fsdp2
+from zerofp4.optim import FusedAdamW
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_models_of_transformers_train(mesh, name):
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4} if name == "Mixtral" else {}
+    config = getattr(transformers, f"{name}Config")(**SIZES, **experts)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    report = fsdp2.prepare(model, lambda module, name: "lm_head" not in name and "gate.weight" not in name)
+    assert report.share > 0.5
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = FusedAdamW(model.parameters(), lr=0.01)
+    fsdp2.attach(model, optimizer)
+    tokens = torch.randint(64, (2, 16))
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    check_gathered(model, names=[weight.name for *_, weight in fsdp2.prepared_weights(model)])
