@@ -289,3 +289,13 @@ def test_nbytes_are_those_of_the_buffers(make_format):
     assert nn.Parameter(t).nbytes == t.nbytes
     codes_and_scales = zerofp4.quantize(values(128, 256, dtype=torch.float32))
     assert codes_and_scales.nbytes == 128 * 128 + 8 * 16 + 4
+
+
+def test_all_of_a_tensor_as_it_is_strided_is_the_tensor(device):
+    """So FSDP2 takes what it has gathered; any other view is of values."""
+    t = make(device)
+    same = torch.as_strided(t, t.shape, t.stride())
+    assert type(same) is zerofp4.NVFP4Tensor and same.record is t.record
+    part = torch.as_strided(t, (2, 2), t.stride(), 1)
+    assert type(part) is torch.Tensor
+    assert torch.equal(part, t.dequantize().as_strided((2, 2), t.stride(), 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -126,10 +126,10 @@ class Caster:
         leaves_amaxes: bool,
     ):
         self.optimizer, self.group, self.weights = optimizer, group, weights
-        self._masters = self._flat_masters()
+        self._places = [weight.master().data_ptr() for weight in weights]
         self.plan = CastPlan(
             [weight.record for weight in weights],
-            self._masters,
+            self._flat_masters(),
             [weight.placement.start for weight in weights],
             group,
             fsdp_shard_model_weights=self._codes(),
@@ -174,15 +174,11 @@ class Caster:
 
     def _follow_masters(self) -> None:
         """FSDP2 moves a shard when it pads it, and with assign=True a load brings another."""
-        now = self._flat_masters()
-        if _places(now) != _places(self._masters):
-            self.plan.refresh(now)
-            self._masters = now
+        places = [weight.master().data_ptr() for weight in self.weights]
+        if places != self._places:
+            self.plan.refresh(self._flat_masters())
+            self._places = places
             self._offer()
-
-
-def _places(tensors: Iterable[torch.Tensor | None]) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _shares(

@@ -199,6 +199,7 @@ class _Gathered:
             columns = torch.empty(self.record.data_shape("columnwise"), dtype=torch.uint8, device=rows.device)
             self.record.columnwise.data = columns
             self.inner = (columns,)
+        self._transposes: TransposeStage | None = None
         self._values: torch.Tensor | None = None
         if placement.param.is_dtensor:
             self._values = torch.empty(record.shape, dtype=placement.dtype, device=rows.device)
@@ -216,8 +217,12 @@ class _Gathered:
             with torch.autograd._unsafe_preserve_version_counter(self._values):
                 self._values.copy_(values)
         elif self.record.columnwise is not None:
-            for pair in transpose_pairs([self.record]):
-                TransposeStage([pair]).run()
+            pairs = transpose_pairs([self.record])
+            if self._transposes is None:
+                self._transposes = TransposeStage(pairs)
+            else:
+                self._transposes.bind(pairs)  # their memory was freed in between
+            self._transposes.run()
 
 
 def _without_data(record: NVFP4Storage) -> list[tuple[str, torch.Tensor]]:
