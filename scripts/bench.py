@@ -13,6 +13,8 @@
                                                 dcp.save and dcp.load beside DTensors of the same bytes
     torchrun --nproc-per-node 2 scripts/bench.py fsdp2
                                                 training steps of fully_shard, gathered in 4 bits and in bf16
+    torchrun --nproc-per-node 2 scripts/bench.py megatron
+                                                Megatron-Core's update and gather, NVFP4 beside its own bf16
     scripts/bench.py instructions               what rows execute, counted by ncu, for budgets in the tables
     scripts/bench.py docs                       charts and the tables of docs/performance.md from the results
 
@@ -47,6 +49,7 @@ from benchmarking.checkpoints import checkpoint
 from benchmarking.clock import keep_freed_memory
 from benchmarking.fsdp2 import draw as draw_fsdp2
 from benchmarking.fsdp2 import fsdp2
+from benchmarking.megatron import megatron
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
 from benchmarking.steps import only_rank_0_speaks, step
@@ -84,10 +87,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add_step_options(add_command(commands, "step", step.__doc__.splitlines()[0]))
     add_checkpoint_options(add_command(commands, "checkpoint", checkpoint.__doc__.splitlines()[0]))
     add_fsdp2_options(add_command(commands, "fsdp2", fsdp2.__doc__.splitlines()[0]))
+    add_megatron_options(add_command(commands, "megatron", megatron.__doc__.splitlines()[0]))
     add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
     add_command(commands, "docs", "write the charts, and the tables of docs/performance.md, from the results")
     options = parser.parse_args(arguments)
-    if options.command not in ("docs", "instructions", "step", "checkpoint", "fsdp2"):
+    if options.command not in ("docs", "instructions", "step", "checkpoint", "fsdp2", "megatron"):
         complete(options, parser)
     return options
 
@@ -144,6 +148,13 @@ def add_fsdp2_options(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=at_least(1), default=20, help="steps per median (default: 20)")
     add("--layers", type=at_least(1), default=8, help="of the model (default: 8)")
     add("--tokens", type=at_least(1), default=1024, help="in a rank's batch (default: 1024)")
+    add_output(parser)
+
+
+def add_megatron_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 2, CPU 64)")
+    add("--repeats", type=at_least(1), default=20, help="updates per median (default: 20)")
     add_output(parser)
 
 
@@ -248,6 +259,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "checkpoint":
         measure_on_ranks(checkpoint, options, 2)
+        return 0
+    if options.command == "megatron":
+        measure_on_ranks(megatron, options, 2)
         return 0
     for name in SHOWN if options.command == "all" else [options.command]:
         measure(name, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import shutil
@@ -156,6 +157,22 @@ def test_the_script_learns(world):
             lines = (folder / "megatron-nvfp4.jsonl").read_text().splitlines()
             losses = [json.loads(line)["loss"] for line in lines]
             assert len(losses) == 20 and losses[-1] < losses[0] - 1
+
+
+@on_ranks(2)
+def test_the_benchmark_measures_both_kinds_of_weights(world):
+    with megatron_groups():
+        from benchmarking.megatron import megatron
+        from benchmarking.session import Session
+
+        session = Session("megatron_2_ranks", world.device, 1, False)
+        megatron(session, argparse.Namespace(scale=128, repeats=1), world)
+        rows = {row["name"].partition("/")[0]: row for row in session.rows}
+        for part in ("publish", "step"):
+            ratio = rows[part]["milliseconds"] / rows[f"{part}_bf16"]["milliseconds"]
+            assert rows[f"{part}_over_bf16"]["ratio"] == pytest.approx(ratio)
+        assert rows["weights_bf16"]["bytes_per_parameter"] == 2
+        assert rows["weights"]["bytes_per_parameter"] < 1.1
 
 
 @contextlib.contextmanager

@@ -1,0 +1,92 @@
+"""What Megatron-Core's distributed optimizer does with NVFP4 weights, beside its own bf16 weights."""
+
+import argparse
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarking.session import Session
+from benchmarking.steps import Timer
+from benchmarking.workloads import llama_sizes
+from zerofp4.integrations import megatron as hook
+from zerofp4.launch import World
+
+MOST = 0.6  # of the time that bf16 weights take
+MOST_RESIDENT = 1.1  # bytes a parameter, 0.9 less than bf16
+
+
+def megatron(session: Session, options: argparse.Namespace, world: World) -> None:
+    """The parameter update and gather of Megatron's distributed optimizer, NVFP4 weights beside bf16 ones.
+
+    `publish` is from FP32 masters to weights on every rank, gathered; `step` is optimizer.step() from reduced
+    gradients on, with torch's AdamW, which Megatron takes without Apex and TransformerEngine. Resident are
+    the weights with all their buffers, on each rank.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
+    timer = Timer(session, world, options.repeats)
+    with hook.install():
+        ours = measure(timer, shapes, nvfp4=True)
+        gc.collect()  # hooks hold the model, and bf16 needs the room
+        theirs = measure(timer, shapes, nvfp4=False)
+    timer.ratio("publish", ours["publish"], theirs["publish"], MOST)
+    rule = "step of ours over that of bf16; AdamW, which both do, is most of it"
+    session.count(f"step_over_bf16/{timer.places}", "ratio", ours["step"] / theirs["step"], rule)
+
+
+def measure(timer: Timer, shapes: list[tuple[int, int]], *, nvfp4: bool) -> dict[str, float]:
+    """Milliseconds of publish and step."""
+    suffix = "" if nvfp4 else "_bf16"
+    with timer.peak(f"memory{suffix}", "weights, gradients, masters and moments included"):
+        model, optimizer = build(shapes, timer.device, nvfp4)
+        parts = optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
+
+        def publish() -> None:
+            for part in parts:
+                part._copy_main_params_to_model_params()
+            model.start_param_sync()
+
+        found = {}
+        with torch.no_grad():
+            for buffer in model.buffers:
+                buffer.grad_data.fill_(1e-3)
+            rule = "optimizer.step() of Megatron, from reduced gradients on"
+            found["step"] = timer.ms(f"step{suffix}", optimizer.step, rule)
+            found["publish"] = timer.ms(f"publish{suffix}", publish, "masters to weights on every rank")
+    rule = "weights on each rank, with scales and amaxes"
+    target = MOST_RESIDENT if nvfp4 and timer.device.type == "cuda" else None
+    kind, name = "bytes_per_parameter", f"weights{suffix}/{timer.places}"
+    timer.session.count(name, kind, resident_bytes(model), rule, target=target)
+    return found
+
+
+def build(shapes: list[tuple[int, int]], device: torch.device, nvfp4: bool) -> tuple[Any, Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(0)
+    options = {"device": device, "dtype": torch.bfloat16}
+    layers = nn.ModuleList(nn.Linear(cols, rows, bias=False, **options) for rows, cols in shapes)
+    if nvfp4:
+        hook.convert_model(layers)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16
+    )
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, fp4_param_gather=nvfp4)
+    model = DistributedDataParallel(config, ddp_config, layers)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=True, clip_grad=0.0
+    )
+    return model, get_megatron_optimizer(settings, [model])
+
+
+def resident_bytes(model: nn.Module) -> float:
+    """Of all buffers of the weights, by the parameter."""
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    return held / sum(parameter.numel() for parameter in model.parameters())
