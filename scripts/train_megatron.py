@@ -79,7 +79,8 @@ def build(options: argparse.Namespace):
         attention_dropout=0.0,
         hidden_dropout=0.0,
         add_bias_linear=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # these two are of Apex
+        masked_softmax_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
     )
     gpt = GPTModel(
@@ -107,6 +108,7 @@ def build(options: argparse.Namespace):
         OptimizerConfig(
             optimizer="adam",
             lr=options.lr,
+            min_lr=options.lr / 10,
             weight_decay=0.1,
             adam_beta2=0.95,
             bf16=True,

@@ -71,6 +71,7 @@ def model(
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
             "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
             "add_bias_linear": False,
             "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
