@@ -52,6 +52,30 @@ def test_a_nonfinite_gradient_of_one_rank_skips_the_step_of_all(world, name, cli
             check_weights(parameters, optimizer)
 
 
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float32, None])
+def test_a_gradient_that_the_wire_makes_infinite(world, wire):
+    """In a world of any size: those of one rank alone are found where they were packed."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1, gradient_wire=wire)
+    large = {torch.bfloat16: 3.4e38, torch.float16: -65520.0}.get(wire, 3.4e38)
+    below = {torch.bfloat16: 3.3e38, torch.float16: -65519.0}.get(wire, 3.3e38)
+    bad = wire in (torch.bfloat16, torch.float16)
+    for value in (below, large):
+        set_gradients(parameters, make_gradients(parameters, 0))
+        if world.rank == 0:
+            assert parameters[3].dtype == torch.float32
+            parameters[3].grad.view(-1)[-1] = value
+        before = everything(parameters, optimizer)
+        optimizer.step()
+        found = bad and value == large
+        assert optimizer.skipped_steps == found
+        assert optimizer.first_nonfinite() == ("param_groups[0]['params'][3]" if found else None)
+        if found:
+            assert_all_equal(everything(parameters, optimizer), before, "tensor")
+    assert all(master.isfinite().all() for master in optimizer.gathered_masters())
+
+
 @on_ranks(2, time_limit=30)
 def test_raise_is_raised_by_all(world):
     parameters = parameters_of(world)

@@ -216,3 +216,18 @@ def test_the_first_of_a_list(device, value):
                 gradients[i][at] = value
                 assert from_word(first_nonfinite(gradients).item(), len(gradients)) == i
     assert from_word(0.0, 5) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_first_that_is_infinite_once_it_is_rounded(device, sign):
+    """Where a copy to that dtype is: on both sides of the value between the largest and infinity."""
+    for dtype in (torch.bfloat16, torch.float16):
+        step = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
+        beyond = (1.5 * step - 0.5 * step.to(dtype).nextafter(torch.zeros((), dtype=dtype)).double()).float()
+        for value in (beyond.nextafter(torch.zeros(())), beyond):
+            gradient = torch.zeros(1000, device=device)
+            gradient[77] = sign * value
+            infinite = bool(gradient.to(dtype).isinf().any())
+            assert infinite == (value == beyond).item()
+            assert bool(first_nonfinite([gradient], dtype).item()) == infinite
+            assert first_nonfinite([gradient]).item() == 0

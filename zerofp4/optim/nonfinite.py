@@ -18,15 +18,22 @@ class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
 
     policy: one of POLICIES. shards: the parameters, and where their gradients are reduced to. inner: the
-    optimizer of the masters.
+    optimizer of the masters. wire: what gradients are rounded to on their way, None for their own dtype: one
+    that this rounds to infinity is infinite, in a world of any size.
 
     found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
     there. In a world of one the host does not know it, and what it counts and names is read when somebody
     asks; several ranks have heard it in their vote.
     """
 
-    def __init__(self, policy: str, shards: ShardedParameters, inner: torch.optim.Optimizer):
-        self._policy, self._shards, self._inner = policy, shards, inner
+    def __init__(
+        self,
+        policy: str,
+        shards: ShardedParameters,
+        inner: torch.optim.Optimizer,
+        wire: torch.dtype | None,
+    ):
+        self._policy, self._shards, self._inner, self._wire = policy, shards, inner, wire
         buffers = shards.buffers
         self._alone, self._device = buffers[0].world_size == 1, buffers[0].device
         self.found = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -52,7 +59,7 @@ class NonfiniteGradients:
 
     def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """What this rank votes. None in a world of one, which looks at what was packed instead."""
-        return None if self._alone else first_nonfinite(gradients)
+        return None if self._alone else first_nonfinite(gradients, self._wire)
 
     def hear(self, first: int | None) -> None:
         """Of a vote: the position of the first parameter whose gradient holds a NaN or Inf on any rank."""
@@ -113,22 +120,47 @@ def check_policy(on_nonfinite: str) -> None:
         raise ValueError(f"on_nonfinite must be one of {POLICIES}, got {on_nonfinite!r}")
 
 
-def first_nonfinite(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """int32 [] on the gradients' device: the word of the first gradient with a NaN or Inf, for from_word(); 0
-    where there is none. None without gradients. Waits for nothing.
+def first_nonfinite(
+    gradients: Sequence[torch.Tensor | None], rounded_to: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """int32 [] on the gradients' device: the word of the first gradient with a NaN or Inf, for from_word(),
+    once it is rounded to a dtype, None for its own; 0 where there is none. None without gradients. Waits for
+    nothing.
     """
     present = [(len(gradients) - i, g) for i, g in enumerate(gradients) if g is not None and g.numel()]
     if not present:
         return None
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
-    plain = [(word, g) for word, g in present if g.dtype in WEIGHT_DTYPES and is_sendable(g, g.dtype)]
+    plain = [pair for pair in present if _holds_what_it_becomes(pair[1], rounded_to)]
     find_nonfinite([g for _, g in plain], [word for word, _ in plain], found)
-    if len(plain) < len(present):
-        known = {word for word, _ in plain}
-        for word, g in present:
-            if word not in known:
-                found = torch.maximum(found, word * g.isfinite().all().logical_not())
+    known = {word for word, _ in plain}
+    others: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+    for word, g in present:
+        if word not in known:
+            others.setdefault(g.dtype, []).append((word, g))
+    for pairs in others.values():
+        finite = _are_finite([g for _, g in pairs], rounded_to)
+        words = torch.tensor([word for word, _ in pairs], dtype=torch.int32, device=finite.device)
+        found = torch.maximum(found, words.masked_fill_(finite, 0).max())
     return found
+
+
+def _holds_what_it_becomes(gradient: torch.Tensor, rounded_to: torch.dtype | None) -> bool:
+    """Whether find_nonfinite can look at it: its bytes, and rounding makes nothing infinite."""
+    dtype = gradient.dtype
+    if dtype not in WEIGHT_DTYPES or not is_sendable(gradient, dtype):
+        return False
+    return rounded_to is None or torch.finfo(rounded_to).max >= torch.finfo(dtype).max
+
+
+def _are_finite(gradients: Sequence[torch.Tensor], rounded_to: torch.dtype | None) -> torch.Tensor:
+    """bool [n], of gradients of one dtype, once they are rounded: if not all are, the largest is not."""
+    dtype = rounded_to or gradients[0].dtype
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(gradients, float("inf"))).to(dtype).isfinite()
+    # On the CPU a maximum of magnitudes takes eight times as long. Both ends are NaN where an element is.
+    ends = [end for gradient in gradients for end in torch.aminmax(gradient)]
+    return torch.stack(ends).to(dtype).view(-1, 2).isfinite().all(dim=1)
 
 
 def from_word(word: float, count: int) -> int | None:

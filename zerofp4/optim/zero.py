@@ -106,7 +106,7 @@ class ZeroFP4Optimizer(ShardedState):
             self._bucketed = BucketedStep(self.inner, self._shards, self._reducer)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced: Snapshot | None = None
-            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inner)
+            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inner, wire.dtype)
             self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._weights_follow = True
