@@ -32,14 +32,18 @@ class Publication:
         self._errors: list[Exception] = []
 
     def run(self) -> None:
-        run_in_turns(
-            len(self._buffers),
-            [
-                Stage(self._leave_amaxes),
-                Stage(self._cast, self._start_cast),
-                Stage(self._complete, self._start_gather),
-            ],
-        )
+        stages = [
+            Stage(self._leave_amaxes),
+            Stage(self._cast, self._start_cast),
+            Stage(self._complete, self._start_gather),
+        ]
+        try:
+            run_in_turns(len(self._buffers), stages)
+        except CollectiveError as error:
+            if not self._errors:
+                raise
+            # What went wrong here came first, and may be why the others have gone.
+            raise self._errors[0] from error
         # As after any update in place, a backward pass through the old values must fail. Plans have said so
         # of their weights.
         rounded = [b for b, plan in zip(self._buffers, self._plans, strict=True) if plan is None]

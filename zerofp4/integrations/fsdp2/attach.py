@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import attempt
+from zerofp4.distributed import attempt, reduce_max
 from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, has_cpu_backend, placement_of
 from zerofp4.integrations.fsdp2.state import prepared_weights
 from zerofp4.integrations.fsdp2.weight import Weight
@@ -234,7 +234,7 @@ class _Vote:
         """Collective."""
         stale = torch.tensor([caster.is_stale() for caster in self._casters], dtype=torch.int32)
         if self._group is not None:
-            dist.all_reduce(stale, dist.ReduceOp.MAX, group=self._group)
+            reduce_max(stale, self._group, "finding out which weights are to be cast")
         for caster, is_stale in zip(self._casters, stale.tolist(), strict=True):
             if is_stale:
                 caster.cast()

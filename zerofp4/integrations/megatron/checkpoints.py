@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofp4.distributed import Stage
 from zerofp4.tensors import NVFP4Tensor
 
 
@@ -61,5 +62,6 @@ def _cast_masters(optimizer: Any) -> None:
     fp4_utils.quantize_nvfp4_param_shard(weights, masters, start_offsets, group)
     for bucket in (b for buffer in optimizer.buffers if buffer.has_nvfp4_params for b in buffer.buckets):
         own = bucket.param_data.chunk(group.size())[group.rank()]
-        dist.all_gather_into_tensor(bucket.param_data, own, group=group)
+        with Stage("gathering weights", group):
+            dist.all_gather_into_tensor(bucket.param_data, own, group=group)
     fp8_utils.post_all_gather_processing(weights)
