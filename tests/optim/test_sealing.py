@@ -73,10 +73,13 @@ def read(file, target, offset=0, first=0, length=12):
     target.detach().narrow(0, first, length).copy_(torch.load(file).narrow(0, offset, length))
 
 
-def test_what_is_read_is_looked_at():
-    values, here = torch.arange(12.0), torch.zeros(20)
+def test_what_is_read_is_looked_at(device):
+    values, here = torch.arange(12.0, device=device), torch.zeros(20, device=device)
     read(written(values), Chunk.of(here[2:14], "a.master", (4, 6), 3))
     assert torch.equal(here[2:14], values) and here.sum() == values.sum()
+    halves = torch.zeros(12, dtype=torch.bfloat16, device=device)
+    read(written(values), Chunk.of(halves, "a.master", (4, 6), 3))
+    assert torch.equal(halves, values.bfloat16())
     read(written(values), Chunk.of(here[2:14], "a.master", (4, 6), 5), offset=4, first=2, length=3)
     read(written(values), Chunk.of(here[:12], None, (4, 6), 3))
     plain = io.BytesIO()
@@ -103,14 +106,16 @@ def test_what_lies_in_the_wrong_place_is_found(place, message):
     assert not here.any()
 
 
-def test_other_elements_are_found():
+def test_other_elements_are_found(device):
     content = bytearray(written(torch.arange(12.0)).getvalue())
     at = content.index(torch.arange(12.0).numpy().tobytes())
     content[at + 13] ^= 1
-    here = torch.zeros(12)
-    with pytest.raises(DamagedFileError, match=r"elements of a.master are not those that were saved"):
-        read(io.BytesIO(content), Chunk.of(here, "a.master", (4, 6), 3))
-    assert not here.any()
+    received = []
+    for part in ({}, {"length": 5}):  # a GPU looks at a whole chunk, once it is there
+        here = torch.zeros(12, device=device)
+        with pytest.raises(DamagedFileError, match=r"elements of a.master are not those that were saved"):
+            read(io.BytesIO(content), Chunk.of(here, "a.master", (4, 6), 3, received), **part)
+    assert not received and not here.any()
 
 
 def test_pieces_of_a_pickle():

@@ -151,7 +151,8 @@ def _read(target: Chunk, source: torch.Tensor, *args: Any, **kwargs: Any) -> Chu
     seal = vars(whole).get(ATTRIBUTE)
     if seal is not None:
         expected = _check_place(target, source, whole, seal)
-        on_gpu = target.is_cuda and target.is_contiguous() and whole.shape == target.shape
+        same = (target.shape, target.dtype) == (whole.shape, whole.dtype)
+        on_gpu = target.is_cuda and target.is_contiguous() and same
         if not on_gpu:
             _check_elements(target, whole, seal, expected)
     torch.Tensor.copy_(target, source, *args, **kwargs)
