@@ -12,6 +12,8 @@ import train
 from text import Text, TextTooShortError
 from train_cases import read_numbers, train_here
 
+from zerofp4.launch import World
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -104,7 +106,7 @@ def test_a_configuration_of_transformers(tmp_path, book, recipe):
 def test_rotary_frequencies_stay_in_float32(tmp_path):
     config = write_config(tmp_path)
     options = train.parse_options(["--config", config, "--sequence-length", "32"])
-    model, _ = train.build("bf16", options, 256, torch.device("cpu"))
+    model, _ = train.build("bf16", options, 256, World(0, 1, 0, torch.device("cpu"), "gloo"))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
