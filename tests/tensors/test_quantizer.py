@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import assert_bytes_equal
 from tensor_helpers import ALL, FORMATS, addresses, assert_record_equal, make, same_format, values
 
 import zerofp4
@@ -73,6 +74,25 @@ def test_update_looks_at_the_buffers_of_every_call(device):
     out.columnwise_data.untyped_storage().resize_(64)
     with pytest.raises(RuntimeError, match=r"columnwise_data needs 1024 bytes of its storage, which has 64"):
         q.update_(out, x)
+
+
+def test_update_looks_again_where_buffers_were_exchanged(device):
+    """A record that fitted before, whose codes are others now, or which has lost a copy."""
+    x = values(48, 80, device=device)
+    quantizer = zerofp4.Quantizer(columnwise=True)
+    out = quantizer(x)
+    quantizer.update_(out, x * 2)
+    old = out.rowwise_data
+    out.rowwise_data = torch.zeros_like(old)
+    before = old.clone()
+    quantizer.update_(out, -x)
+    assert_bytes_equal(old, before, "what was there before")
+    assert_bytes_equal(out.rowwise_data, quantizer(-x).rowwise_data, "what is there now")
+    rows = zerofp4.Quantizer()(x)
+    with pytest.raises(ValueError, match="out must have columnwise scales in the compact layout"):
+        quantizer.update_(rows, x)
+    quantizer.update_(out, x)
+    assert_bytes_equal(out.columnwise_data, quantizer(x).columnwise_data, "the first again")
 
 
 def test_update_of_a_view_and_of_a_negative_view(device):

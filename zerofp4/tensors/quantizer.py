@@ -1,7 +1,8 @@
 """Quantizer, quantize's options checked once, and quantize, which is a Quantizer used once."""
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from zerofp4.storage import (
     check_sides,
     check_transform,
     holds,
+    rebindings,
 )
 from zerofp4.tensors.arguments import check_generator, check_out, check_values, detached, kernel_input
 from zerofp4.tensors.initial_value import replace_initial_value
@@ -67,6 +69,10 @@ class _Layout:
             self._sides.append(_SideLayout(name, _Buffer.like(side.data), scales, amax))
         self._wanted = [(side.name, [layout for layout, _ in side.scales]) for side in self._sides]
         self.quantization = ops.Quantization.of(record) if record.shape.numel() else None
+        # The last record that fitted, which often is the next one.
+        self._last: Callable[[], NVFP4Storage | None] = lambda: None
+        self._seen: tuple | None = None
+        self._buffers: list[Callable[[], torch.Tensor | None]] = []
 
     def new_record(self, device: torch.device) -> NVFP4Storage:
         record, amax = NVFP4Storage.from_context(self._shape, self._context), None
@@ -83,11 +89,16 @@ class _Layout:
         """
         if record.shape != self._shape or record.context() != self._context:
             return False
-        for name, layouts in self._wanted:
-            side = getattr(record, name)
-            if side is None or not all(layout in side.scales for layout in layouts):
+        if self._last() is not record or self._seen != (rebindings(), device):
+            for name, layouts in self._wanted:
+                side = getattr(record, name)
+                if side is None or not all(layout in side.scales for layout in layouts):
+                    return False
+            if record.device != device:
                 return False
-        return record.device == device and all(holds(buffer) for _, buffer in record.buffers())
+            self._last, self._seen = weakref.ref(record), (rebindings(), device)
+            self._buffers = [weakref.ref(buffer) for _, buffer in record.buffers()]
+        return all(buffer is not None and holds(buffer) for buffer in (known() for known in self._buffers))
 
 
 class Quantizer:
