@@ -79,6 +79,20 @@ def test_a_write_on_one_rank_is_cast_by_all(world):
     check_gathered(run.model)
 
 
+@on_ranks(2)
+def test_what_is_read_into_a_state_dict_is_cast(world):
+    """In place: nothing calls load_state_dict."""
+    run, other = start(world), start(world, model=make_model(world, 5))
+    run.step(batch_of(world, 0))
+    path = folder(world)
+    dcp.save(other.model.state_dict(), checkpoint_id=path)
+    dcp.load(run.model.state_dict(), checkpoint_id=path)
+    with torch.no_grad():
+        outputs = [r.model(batch_of(world, 1)) for r in (run, other)]
+    assert_bytes_equal(*outputs, "outputs")
+    check_gathered(run.model)
+
+
 @on_ranks(1, 2)
 def test_nothing_is_cast_where_nothing_was_written(world):
     run = start(world)

@@ -55,6 +55,8 @@ class MasterShard(torch.Tensor):
         masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, MasterShard)]
         if func in _PRODUCTS or func.namespace == "c10d":
             raise RuntimeError(f"{func}{_not_to_compute_with(masters[0].weight)}")
+        if func in _SHARED:  # over the same object: state dicts are made of it, and it counts their writes
+            return cls(masters[0].local, masters[0].weight)
         if func is _aten.copy_.default:
             return _copy_(*args, **kwargs)
         result = func(*tree_map_only(MasterShard, _local, args), **tree_map_only(MasterShard, _local, kwargs))
@@ -154,10 +156,9 @@ def _not_to_compute_with(weight: Weight) -> str:
     )
 
 
+_SHARED = {_aten.alias.default, _aten.detach.default}
 _KEPT = {
-    _aten.alias.default,
     _aten.as_strided.default,
-    _aten.detach.default,
     _aten.empty_like.default,
     _aten.new_empty.default,
     _aten.new_zeros.default,
