@@ -67,6 +67,10 @@ def megatron_groups(tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[ModuleTyp
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+        if torch.cuda.is_available():
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(0)
         try:
             yield importlib.import_module("megatron_gpt")
         finally:

@@ -16,6 +16,10 @@ from zerofp4.integrations import megatron
 from zerofp4.integrations.megatron import casting, hook, layout
 
 needs_megatron = pytest.mark.skipif(why_no_megatron() is not None, reason=str(why_no_megatron()))
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.filterwarnings("ignore"),
+]  # Megatron's import warns, and takes seconds
 
 
 @pytest.fixture
@@ -153,6 +157,9 @@ def test_options_that_would_leave_weights_stale_are_refused(core, changed):
     with pytest.raises(ValueError, match=f"fc: .*{next(iter(changed))}=") as refused:
         compute(buffer, [(layer.weight, "fc")])
     assert "would cast them" in str(refused.value)
+    several = types.SimpleNamespace(ddp_config=options(num_distributed_optimizer_instances=2))
+    with pytest.raises(ValueError, match="several instances of the distributed optimizer"):
+        compute(several, [(layer.weight, "fc")])
     layer.weight.is_managed_by_layer_wise_optimizer = True
     with pytest.raises(ValueError, match="Muon"):
         compute(types.SimpleNamespace(ddp_config=options()), [(layer.weight, "fc")])

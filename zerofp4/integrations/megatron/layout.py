@@ -71,6 +71,10 @@ def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
                 f"{name}: weights in NVFP4 need DistributedDataParallelConfig({option}={value}), or nothing "
                 "would cast them"
             )
+    if getattr(ddp_config, "num_distributed_optimizer_instances", 1) != 1:
+        raise ValueError(
+            f"{name}: several instances of the distributed optimizer do not take weights in NVFP4"
+        )
     if getattr(param, "is_managed_by_layer_wise_optimizer", False):
         raise ValueError(
             f"{name}: LayerWiseDistributedOptimizer (Muon) gathers weights in bf16, not in NVFP4"
