@@ -1,15 +1,12 @@
 """Lets Megatron-Core run where there is no CUDA and no triton: for tests, and nowhere else.
 
 Everything of Megatron runs inside `with OnCpu():`, its first import included.
-
-python -m megatron_on_cpu SCRIPT ARGUMENTS... runs a script of Megatron's in this way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import runpy
 import sys
 import types
 from collections.abc import Iterator
@@ -115,9 +112,3 @@ def _noted(collective):
         return work
 
     return run
-
-
-if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
-    with OnCpu():
-        runpy.run_path(sys.argv[0], run_name="__main__")
