@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -269,7 +271,9 @@ def save(trained: Trained, folder: Path) -> None:
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    dist_checkpointing.save(_sharded(trained, is_loading=False), str(folder))
+    # Results come back through a process of their own, which takes seconds to start.
+    with mock.patch.object(filesystem_async, "get_write_results_queue", lambda *_: queue.Queue()):
+        dist_checkpointing.save(_sharded(trained, is_loading=False), str(folder))
     dist.barrier()
 
 
