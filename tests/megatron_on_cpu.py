@@ -29,11 +29,12 @@ class _Idle(types.ModuleType):
         return lambda *_, **__: None
 
 
-def _psutil() -> types.ModuleType:
+def supply_psutil() -> None:
     """Checkpoints log by it how much memory their writing took."""
-    module = types.ModuleType("psutil")
+    if "psutil" in sys.modules or importlib.util.find_spec("psutil") is not None:
+        return
+    module = sys.modules["psutil"] = types.ModuleType("psutil")
     module.Process = lambda *_: types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(rss=0))
-    return module
 
 
 class OnCpu(TorchFunctionMode):
@@ -71,8 +72,6 @@ def _patches() -> Iterator[contextlib.AbstractContextManager]:
     if torch.cuda.is_available():
         raise RuntimeError("there is a GPU here: run Megatron on it")
     sys.modules.setdefault(_STASH, _Idle(_STASH))
-    if "psutil" not in sys.modules and importlib.util.find_spec("psutil") is None:
-        sys.modules["psutil"] = _psutil()
     yield mock.patch.multiple(
         torch.cuda,
         current_device=lambda: torch.device("cpu"),

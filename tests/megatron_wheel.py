@@ -53,8 +53,9 @@ def _is_known(version: str | None) -> bool:
 @contextlib.contextmanager
 def megatron_here() -> Iterator[None]:
     """Megatron can be imported and run: on the GPU, or else on the CPU."""
-    from megatron_on_cpu import OnCpu
+    from megatron_on_cpu import OnCpu, supply_psutil
 
+    supply_psutil()
     with contextlib.nullcontext() if torch.cuda.is_available() else OnCpu():
         yield
 
