@@ -20,7 +20,9 @@ needs_mpirun = pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_
 
 
 def check_world(world):
-    """The record is right, and a collective reaches every rank."""
+    """The record is right, and a collective reaches every rank; NCCL does not wait behind other kernels."""
+    if world.device.type == "cuda":
+        assert dist.group.WORLD._get_backend(world.device).options.is_high_priority_stream
     assert launch.init_process_group() == world
     assert (world.rank, world.world_size) == (dist.get_rank(), dist.get_world_size())
     assert (world.backend, world.device.type) == {

@@ -170,7 +170,7 @@ def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monke
         set_gradient(masters[1], masters[1].half())
     else:
 
-        def fail():
+        def fail(brought):
             raise RuntimeError("no gradient today")
 
         monkeypatch.setattr(optimizer._parts[0].stage, "update", fail)

@@ -152,8 +152,8 @@ class FusedAdamW(torch.optim.Optimizer):
         checks.check_found_inf(self.found_inf, self._device())
         if not self._parts:
             self._parts = [Part((), None)]
-        options = [_options(group, self.found_inf) for group in self.param_groups]
-        return Update(self, self._members(brought), options)
+        members = self._members(brought)
+        return Update(self, members, [_options(group, self.found_inf) for group in self.param_groups])
 
     def _device(self) -> torch.device | None:
         """Of all parameters; None when there are none."""

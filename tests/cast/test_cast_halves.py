@@ -1,0 +1,61 @@
+"""A step in halves: amaxes, a reduction that is begun, and what is done with its outcome."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cast_cases import check, make
+
+import zerofp4
+
+
+def test_halves_of_two_plans_beside_each_other(device):
+    """The bytes of whole steps, and amaxes that are left are those of the masters then."""
+    made = [make(device) for _ in range(2)]
+    plans = [zerofp4.CastPlan(*arguments) for arguments in made]
+    for step in range(3):
+        for _, masters, _ in made:
+            for master in masters:
+                master.add_(torch.randn_like(master))
+        for plan in plans:
+            plan.leave_amaxes()
+            if step == 1:
+                plan.leave_amaxes()  # they are there
+        for plan in plans:
+            assert plan.start_step() is None
+        for plan in plans:
+            plan.finish_step()
+            plan.post()
+        for weights, masters, _ in made:
+            check(weights, masters)
+
+
+def test_amaxes_are_left_once(device):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.leave_amaxes()
+    plan.step()
+    for master in masters:
+        master.mul_(2)
+    plan.step()  # takes its own
+    plan.post()
+    check(weights, masters)
+
+
+def test_a_half_of_a_rank_that_cannot_take_part(device):
+    """Nothing is read or written, and there is nothing to finish; after refresh() all is well."""
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    before = [weight.rowwise_data.clone() for weight in weights]
+    weights[0].rowwise_data = weights[0].rowwise_data.clone()
+    for _ in range(2):
+        plan.leave_amaxes()
+        with pytest.raises(RuntimeError, match="has moved"):
+            plan.start_step()
+    assert all(torch.equal(weight.rowwise_data, codes) for weight, codes in zip(weights, before, strict=True))
+    plan.refresh()
+    plan.leave_amaxes()
+    plan.start_step()
+    plan.finish_step()
+    plan.post()
+    check(weights, masters)
