@@ -15,8 +15,10 @@ from zerofp4.engine import exchange
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
-BUCKETS_MB = 1e-4, 0.003, None
-"""Every parameter alone and in several stretches; two or three together; all of a kind."""
+BUCKETS = (1e-4, 1 << 20), (0.003, 0), (None, 4096)
+"""bucket_mb and exchange.DIRECT_BYTES: every parameter alone and in several stretches, all of it packed; two
+or three together, all sent from where they are; all of a kind, long ones sent so.
+"""
 
 
 class InSequence(FusedAdamW):
@@ -42,9 +44,9 @@ def all_bytes(parameters, optimizer):
 
 def assert_same(models, step):
     expected, *others = [all_bytes(*model) for model in models]
-    for bucket_mb, found in zip(BUCKETS_MB, others, strict=True):
+    for bucket, found in zip(BUCKETS, others, strict=True):
         for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert_bytes_equal(mine, theirs, f"bucket_mb={bucket_mb}, step {step}: tensor {i}")
+            assert_bytes_equal(mine, theirs, f"{bucket}, step {step}: tensor {i}")
 
 
 def gradients_of(world, parameters, step):
@@ -59,12 +61,11 @@ def gradients_of(world, parameters, step):
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("direct_bytes", [0, 1 << 20])
-def test_the_bytes_of_a_step_in_sequence(world, direct_bytes):
-    before, exchange.DIRECT_BYTES = exchange.DIRECT_BYTES, direct_bytes
+def test_the_bytes_of_a_step_in_sequence(world):
+    models, before = [build(world, InSequence)], exchange.DIRECT_BYTES
     try:
-        models = [build(world, InSequence)]
-        models += [build(world, FusedAdamW, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB]
+        for bucket_mb, exchange.DIRECT_BYTES in BUCKETS:
+            models.append(build(world, FusedAdamW, bucket_mb=bucket_mb))
     finally:
         exchange.DIRECT_BYTES = before
     for step in range(5):
