@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def placement_of(sharded: Sharded, module: nn.Module, name: str, weight: Weight)
     rows, padded = param._orig_size[0], param.padded_sharded_param_size[0]
     first = min(param.mesh_info.shard_mesh_rank * padded, rows)
     return Placement(
-        param=param,
+        param_of=weakref.ref(param),
         group=param.mesh_info.shard_process_group,
         shape=param._orig_size,
         first_row=first,

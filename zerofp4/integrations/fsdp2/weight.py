@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ NOT_ATTACHED = "has no codes yet: call zerofp4.integrations.fsdp2.attach(model, 
 class Placement:
     """Where FSDP2 has put the master of a weight.
 
-    param: FSDP2's own record of the parameter. group: of the ranks that it is sharded over. shape: of the
-    weight that is gathered, of a slice under tensor parallelism. first_row, rows: of this rank's shard;
-    padded_rows: of every rank's input to the all-gather. device: where it is gathered. dtype: that layers
-    compute in.
+    param_of: gives FSDP2's own record of the parameter, which it does not keep alive: a cycle of that record,
+    its shard and the weight would pass through views, where Python's collector does not see it.
+    group: of the ranks that it is sharded over. shape: of the weight that is gathered, of a slice under
+    tensor parallelism. first_row, rows: of this rank's shard; padded_rows: of every rank's input to the
+    all-gather. device: where it is gathered. dtype: that layers compute in.
     """
 
-    param: Any
+    param_of: weakref.ref
     group: dist.ProcessGroup
     shape: torch.Size
     first_row: int
@@ -35,6 +37,10 @@ class Placement:
     padded_rows: int
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def param(self) -> Any:
+        return self.param_of()
 
     @property
     def start(self) -> int | None:
