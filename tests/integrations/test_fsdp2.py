@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -229,3 +231,16 @@ def test_ignored_parameters_are_not_prepared_ones(mesh):
     fully_shard(model, mesh=mesh, ignored_params={model.first.weight})
     with pytest.raises(RuntimeError, match=r"'first.weight' was prepared, but is not sharded"):
         fsdp2.attach(model, sgd(model))
+
+
+def test_a_model_that_is_let_go_frees_its_masters(mesh):
+    """The collector of cycles sees none that passes through views of tensors."""
+    model = shard(prepared(), mesh)
+    optimizer = sgd(model)
+    fsdp2.attach(model, optimizer)
+    model(torch.ones(2, 48)).sum().backward()
+    optimizer.step()
+    left = [weakref.ref(weight) for *_, weight in fsdp2.prepared_weights(model)]
+    del model, optimizer
+    gc.collect()
+    assert [weight() for weight in left] == [None] * 5
