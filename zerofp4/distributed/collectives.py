@@ -112,8 +112,13 @@ def start_exchange(
         for message in received[source]:
             calls.append(dist.P2POp(dist.irecv, message.view(torch.uint8), group=group, group_peer=source))
         peers += [to] * len(sent[to]) + [source] * len(received[source])
-    with Stage(stage, group):
-        works = dist.batch_isend_irecv(calls)
-    if len(works) != len(peers):  # NCCL makes one of all of them
-        peers = [None] * len(works)
-    return [Pending(work, Stage(stage, group, peer)) for work, peer in zip(works, peers, strict=True)]
+    if calls[0].tensor.is_cuda:  # NCCL makes one of all of them
+        named = Stage(stage, group)
+        with named:
+            return [Pending(work, named) for work in dist.batch_isend_irecv(calls)]
+    pending = []
+    for call, peer in zip(calls, peers, strict=True):
+        named = Stage(stage, group, peer)
+        with named:  # one by one: to begin fails too, where the other rank has gone
+            pending += [Pending(work, named) for work in dist.batch_isend_irecv([call])]
+    return pending
