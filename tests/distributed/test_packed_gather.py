@@ -24,7 +24,7 @@ class Ranks:
 
     def __init__(self, monkeypatch, device, world: int, shards: list[list[Shard]], shapes=SHAPES, offset=0):
         """shards: [weight][rank]. offset: of every weight's codes from where they would be aligned."""
-        monkeypatch.setattr(packed_gather, "all_gather_slices", lambda flat, group: None)
+        monkeypatch.setattr(packed_gather, "all_gather_slices", lambda flat, group, stage: None)
         generator = torch.Generator().manual_seed(world)
         codes = [torch.randint(256, (m, k // 2), dtype=torch.uint8, generator=generator) for m, k in shapes]
         self.whole = [whole.to(device) for whole in codes]

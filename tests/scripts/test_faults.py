@@ -13,7 +13,8 @@ from early import waits_for
 
 def inject(folder: Path) -> Finished:
     options = ["--kills", "2", "--kinds", "kill,raise", "--ranks", "2", "--out", str(folder)]
-    return run_script([str(ROOT / "scripts" / "faults.py"), *options], 1, "alone", time_limit=300.0)
+    program = [str(ROOT / "scripts" / "faults.py"), *options]
+    return run_script(program, 1, "alone", time_limit=300.0, env={"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.heavy
