@@ -77,7 +77,9 @@ def test_async_save_holds_what_was_there_when_it_was_called(world):
     run(model, optimizer, range(2))
     expected = [buffer.clone() for buffer in model_bytes(list(model.parameters()))]
     path = shared_folder(world)
-    own = dist.new_group() if dist.is_initialized() else None  # beside the collectives of the steps
+    # Beside the collectives of the steps; torch wants it to have a backend for the CPU.
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else None
+    own = dist.new_group(backend=backend) if dist.is_initialized() else None
     future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path, process_group=own)
     run(model, optimizer, range(2, 4))
     future.result()

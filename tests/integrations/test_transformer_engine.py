@@ -363,7 +363,7 @@ def test_a_copy_of_what_is_kept_with_a_tensor_has_no_record():
 
 @needs_gpu
 def test_a_captured_step_writes_the_buffers():
-    weights, masters, starts = make("cuda")
+    weights, masters, starts = make(torch.device("cuda", torch.cuda.current_device()))
     complete(weights, masters, starts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

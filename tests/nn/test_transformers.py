@@ -63,6 +63,8 @@ def train(model, optimizer, tokens, steps):
 def test_fifty_steps_with_checkpointing_and_what_the_model_learned(device, name):
     name, _, experts = name.partition(", ")
     model = made(name).to(device)
+    if experts and not hasattr(model.get_submodule(EXPERTS[0]), "has_gate"):
+        pytest.skip("this version of transformers does not say how its experts are laid out")
     report = zerofp4.convert_model(model, with_experts if experts else None, layers=True)
     if experts:
         assert report.layers[-2:] == EXPERTS and len(report.converted) == WEIGHTS[name] + 4
