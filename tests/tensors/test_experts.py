@@ -17,7 +17,7 @@ import zerofp4
 from zerofp4 import FourOverSix, reference
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.gemm import Operand
-from zerofp4.storage import BUFFERS
+from zerofp4.storage import BUFFERS, NVFP4Storage
 
 SHAPES = [(1, 16, 16), (3, 34, 50), (3, 2, 2), (2, 130, 144), (5, 18, 30), (35, 16, 32)]
 """One expert; ragged matrices, whose codes and scales begin at odd addresses; more than fit in arguments."""
@@ -188,6 +188,20 @@ def test_an_expert_shares_the_buffers(device):
     with pytest.raises(IndexError):
         t[3]
     assert type(t[:, 0]) is torch.Tensor and type(t.unbind(1)[0]) is torch.Tensor
+
+
+def test_one_expert_makes_no_record_of_the_others(device, monkeypatch):
+    stack = zerofp4.quantize(torch.randn(5, 16, 32, device=device))
+    made = []
+    original = NVFP4Storage.from_context.__func__
+    counting = classmethod(lambda cls, *args: made.append(None) or original(cls, *args))
+    monkeypatch.setattr(NVFP4Storage, "from_context", counting)
+    one = stack[-2]
+    assert len(made) == 1
+    for name, buffer in one.record.buffers():
+        assert buffer.data_ptr() == stack.unbind()[3].record.buffer(name).data_ptr(), name
+    with pytest.raises(IndexError):
+        stack[5]
 
 
 def test_gradients_of_experts_are_those_of_the_stack(device):

@@ -95,14 +95,15 @@ class NVFP4Storage(Storage):
     def amax_shape(self) -> tuple[int]:
         return (1 if self.experts is None else self.shape[0],)
 
-    def matrices(self) -> list["NVFP4Storage"]:
-        """The record itself; or, of a stack, a record of each matrix, whose buffers are views of this one's
-        and which errors call name[e].
+    def matrices(self, only: int | None = None) -> list["NVFP4Storage"]:
+        """The record itself; or, of a stack, a record of each matrix, or `only` of that number, whose buffers
+        are views of this one's and which errors call name[e].
         """
         if self.experts is None:
             return [self]
         records = []
-        for e, sides in enumerate(unstack(self, self.shape[0])):
+        first, count = (0, self.shape[0]) if only is None else (only, 1)
+        for e, sides in enumerate(unstack(self, count, first), first):
             record = self.from_context(self.shape[1:], self.context())
             record.rowwise, record.columnwise = sides.rowwise, sides.columnwise
             record.name = None if self.name is None else f"{self.name}[{e}]"

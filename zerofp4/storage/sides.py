@@ -91,15 +91,19 @@ class Sides:
             yield "columnwise_amax", self.columnwise_amax
 
 
-def unstack(sides: Sides, count: int) -> list[Sides]:
-    """The sides of each matrix of a stack of `count`: views of its buffers, which have that dimension first.
-    What two sides share, their amax, two matrices share as well.
+def unstack(sides: Sides, count: int, first: int = 0) -> list[Sides]:
+    """The sides of `count` matrices of a stack, from number `first` on: views of its buffers, which have that
+    dimension first. What two sides share, their amax, two matrices share as well.
     """
+
+    def chosen(buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.narrow(0, first, count)
+
     matrices = [Sides() for _ in range(count)]
-    amaxes = {id(side.amax): side.amax.split(1) for _, side in sides.sides() if side.amax is not None}
+    amaxes = {id(side.amax): chosen(side.amax).split(1) for _, side in sides.sides() if side.amax is not None}
     for name, side in sides.sides():
-        data = [None] * count if side.data is None else side.data.unbind()
-        scales = {layout: scale.unbind() for layout, scale in side.scales.items()}
+        data = [None] * count if side.data is None else chosen(side.data).unbind()
+        scales = {layout: chosen(scale).unbind() for layout, scale in side.scales.items()}
         for e, matrix in enumerate(matrices):
             amax = None if side.amax is None else amaxes[id(side.amax)][e]
             setattr(matrix, name, Side(data[e], {layout: each[e] for layout, each in scales.items()}, amax))

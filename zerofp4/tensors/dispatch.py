@@ -168,24 +168,28 @@ def _zero_(tensor):
     return tensor
 
 
-def _experts(tensor, dim: int) -> list | None:
-    """The matrices of a stack, which share its buffers; None for another tensor or dimension."""
-    if getattr(tensor.record, "experts", None) is None or dim not in (0, -3):
-        return None
+def _count_of_experts(tensor, dim: int) -> int:
+    """How many matrices there are along a dimension; 0 for one along which there are none."""
+    return getattr(tensor.record, "experts", None) or 0 if dim in (0, -3) else 0
+
+
+def _experts(tensor, only: int | None = None) -> list:
+    """The matrices of a stack, or the one of that number. They share its buffers."""
     with torch.inference_mode(tensor.is_inference()):  # as in _share
-        return [type(tensor)(record) for record in tensor.record.matrices()]
+        return [type(tensor)(record) for record in tensor.record.matrices(only)]
 
 
 def _select(tensor, dim, index):
-    experts = _experts(tensor, dim)
-    if experts is None or not -len(experts) <= index < len(experts):
+    count = _count_of_experts(tensor, dim)
+    if not -count <= index < count:
         return _aten.select.int(plain(tensor), dim, index)
-    return experts[index]
+    return _experts(tensor, index % count)[0]
 
 
 def _unbind(tensor, dim=0):
-    experts = _experts(tensor, dim)
-    return _aten.unbind.int(plain(tensor), dim) if experts is None else experts
+    if not _count_of_experts(tensor, dim):
+        return _aten.unbind.int(plain(tensor), dim)
+    return _experts(tensor)
 
 
 _aten = torch.ops.aten
