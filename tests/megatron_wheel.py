@@ -77,16 +77,21 @@ def megatron_groups(tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[ModuleTyp
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
-            _forget(parallel_state, set(dist.distributed_c10d._world.pg_map) - before)
+            made = [group for group in dist.distributed_c10d._world.pg_map if group not in before]
+            _forget(parallel_state, made)
 
 
-def _forget(parallel_state: ModuleType, groups: set[dist.ProcessGroup]) -> None:
-    """destroy_model_parallel() leaves some of the groups that were made, and torch all of them."""
+def _forget(parallel_state: ModuleType, groups: list[dist.ProcessGroup]) -> None:
+    """destroy_model_parallel() leaves some of the groups that were made, and torch all of them.
+
+    groups: in the order in which they were made, which ranks that share some agree on. NCCL ends a group
+    together with the other ranks.
+    """
     for name, value in list(vars(parallel_state).items()):
         if any(
             isinstance(held, dist.ProcessGroup) for held in (value if isinstance(value, list) else [value])
         ):
             setattr(parallel_state, name, None)
-    for group in groups:
+    for group in reversed(groups):
         dist.destroy_process_group(group)
     gc.collect()

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerofp4
 from zerofp4.integrations import fsdp2
+from zerofp4.integrations.fsdp2 import master
 
 
 @pytest.fixture
@@ -224,6 +225,19 @@ def test_masters_of_nan_keep_their_codes_and_say_so(mesh):
     attachment.check()
     model.second.unshard()
     assert_bytes_equal(model.second.weight.rowwise_data, before, "codes")
+
+
+def test_a_master_that_was_cast_may_be_pinned(mesh, monkeypatch):
+    """As FSDP2 does with one that it padded, between the cast and the first forward pass."""
+    monkeypatch.setattr(master, "_pin", lambda tensor, device: tensor.clone())  # no GPU, no pinned memory
+    model = shard(prepared(), mesh)
+    fsdp2.attach(model, sgd(model))
+    local = model.second.weight._local_tensor
+    pinned = torch.ops.aten._pin_memory.default(local)
+    assert pinned.local.data_ptr() != local.local.data_ptr()
+    assert pinned.weight.is_current(pinned.local)
+    pinned.fill_(1.0)
+    assert not torch.ops.aten._pin_memory.default(pinned).weight.is_current(pinned.local)
 
 
 def test_ignored_parameters_are_not_prepared_ones(mesh):

@@ -59,6 +59,8 @@ class MasterShard(torch.Tensor):
             return cls(masters[0].local, masters[0].weight)
         if func is _aten.copy_.default:
             return _copy_(*args, **kwargs)
+        if func is _aten._pin_memory.default:
+            return _pin_memory(*args, **kwargs)
         result = func(*tree_map_only(MasterShard, _local, args), **tree_map_only(MasterShard, _local, kwargs))
         _note_writes(func, args, kwargs)
         if func in _KEPT and (func is not _aten._to_copy.default or result.dtype == torch.float32):
@@ -139,6 +141,18 @@ def _copy_(target, source, non_blocking=False):
     return target
 
 
+_pin = _aten._pin_memory.default
+
+
+def _pin_memory(master: MasterShard, device=None) -> MasterShard:
+    """With CPUOffloadPolicy FSDP2 pins a shard that it has padded: what was cast needs no other cast."""
+    moves = master.weight.is_current(master.local)
+    pinned = MasterShard(_pin(master.local, device), master.weight)
+    if moves:
+        master.weight.note_moved(pinned.local)
+    return pinned
+
+
 def _note_writes(func, args: tuple, kwargs: dict) -> None:
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -162,7 +176,6 @@ _KEPT = {
     _aten.empty_like.default,
     _aten.new_empty.default,
     _aten.new_zeros.default,
-    _aten._pin_memory.default,
     _aten.slice.Tensor,
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
