@@ -143,3 +143,25 @@ def test_elements_of_another_parameter_are_refused(world):
     with pytest.raises(dcp.CheckpointException, match=message):
         dcp.load({"optimizer": optimizer}, checkpoint_id=path)
     assert contents(model, optimizer) == before
+
+
+@on_ranks(1, 2)
+def test_elements_of_a_model_are_refused(world):
+    """The index points to a weight of the model, of the same shape: whole, and without a checksum."""
+    path = Path(shared_folder(world))
+    model, optimizer = build(world, 0)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    other, loaded = build(world, 1)
+    before = contents(other, loaded, masters_of_fp32=False)
+    if world.rank == 0:
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        storage = metadata.storage_data
+        (weight,) = (key for key in storage if key.fqn == "model.1.weight")
+        for key in storage:
+            if key.fqn == "optimizer.state.1.weight.exp_avg":
+                storage[key] = storage[weight]
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    dist.barrier()
+    with pytest.raises((ValueError, dcp.CheckpointException), match=r"1.weight.exp_avg have no checksum"):
+        dcp.load({"model": other, "optimizer": loaded}, checkpoint_id=path)
+    assert contents(other, loaded, masters_of_fp32=False) == before

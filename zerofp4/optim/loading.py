@@ -11,7 +11,7 @@ from zerofp4.distributed import CollectiveError, first_difference
 from zerofp4.optim.checkpoint import own_name
 from zerofp4.optim.inner import options
 from zerofp4.optim.piece import Home, Piece, gathered
-from zerofp4.optim.sealing import SealedTuple, same_values
+from zerofp4.optim.sealing import DamagedFileError, SealedTuple, same_values
 from zerofp4.optim.template import STARTED, StateTemplate
 from zerofp4.shard import Shard
 
@@ -138,6 +138,24 @@ def was_read(state_dict: Mapping) -> bool:
         for entries in state_dict["state"].values()
         for value in entries.values()
     )
+
+
+def check_seals(state_dict: Mapping) -> None:
+    """Raises DamagedFileError where some of what was read has a checksum and the rest has none. One optimizer
+    wrote all of it: a damaged index leads to elements of a model, say, which have none.
+    """
+    pieces = [
+        value
+        for entries in state_dict["state"].values()
+        for value in entries.values()
+        if isinstance(value, Piece) and value.asked
+    ]
+    sealed = {part.sealed for piece in pieces for part in piece.received or ()}
+    if len(sealed) == 2:
+        bare = [p.label or "a tensor" for p in pieces if not all(part.sealed for part in p.received or ())]
+        raise DamagedFileError(
+            f"elements of {', '.join(bare)} have no checksum where others have: the file is damaged"
+        )
 
 
 def warn_of_options(state_dict: Mapping, own: SealedTuple) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, Stage
-from zerofp4.optim.sealing import Box, Chunk, DamagedFileError, checksum
+from zerofp4.optim.sealing import Chunk, DamagedFileError, Part, checksum
 from zerofp4.shard import Shard, rectangles
 
 
@@ -47,7 +47,7 @@ class Piece(torch.Tensor):
     allocate: Callable[[], torch.Tensor] | None
     loaded: torch.Tensor | None
     asked: bool
-    received: list[Box] | None
+    received: list[Part] | None
     """What of it was read into `loaded`; None for all."""
     live: bool
     """Whether the values are those of an optimizer itself, and no copy."""
@@ -90,7 +90,7 @@ class Piece(torch.Tensor):
         """Whether a checkpoint that it was loaded from lacks some of its elements."""
         if not self.asked or self.received is None:
             return False
-        boxes = list(dict.fromkeys(self.received))
+        boxes = list(dict.fromkeys(part.box for part in self.received))
         overlap = any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
         return overlap or sum(math.prod(box.sizes) for box in boxes) != self.values.numel()
 

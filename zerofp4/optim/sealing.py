@@ -61,6 +61,13 @@ class Box(NamedTuple):
         return all(a < b + m and b < a + n for a, n, b, m in sides)
 
 
+class Part(NamedTuple):
+    """What was read into a box, and whether it had a checksum."""
+
+    box: Box
+    sealed: bool
+
+
 class Place(NamedTuple):
     """Where a box of a parameter lies, whose elements are [start, start + numel) of the flat order.
 
@@ -72,7 +79,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     start: int
     origin: int
-    received: list[Box] | None
+    received: list[Part] | None
     checksum: int | None = None
 
     def first(self, view: torch.Tensor) -> int:
@@ -104,7 +111,7 @@ class Chunk(torch.Tensor):
         label: str | None,
         shape: Sequence[int],
         start: int,
-        received: list[Box] | None = None,
+        received: list[Part] | None = None,
     ) -> "Chunk":
         return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received))
 
@@ -159,7 +166,7 @@ def _read(target: Chunk, source: torch.Tensor, *args: Any, **kwargs: Any) -> Chu
     if seal is not None and on_gpu:
         _check_elements(target, target, seal, expected)
     if target.place.received is not None and target.numel():
-        target.place.received.append(target.place.box(target))
+        target.place.received.append(Part(target.place.box(target), seal is not None))
     return target
 
 

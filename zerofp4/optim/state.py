@@ -20,6 +20,7 @@ from zerofp4.optim.loading import (
     Target,
     check_form,
     check_same_steps,
+    check_seals,
     find,
     find_options,
     is_anothers,
@@ -213,6 +214,7 @@ class ShardedState(torch.optim.Optimizer):
         }
         held, templates = self._shards.held_masters(), self._templates()
         read, anothers = was_read(state_dict), is_anothers(state_dict, self._home)
+        check_seals(state_dict)
         problems, found = Problems(), []
         for p, label in zip(self._shards.parameters, self._shards.names, strict=True):
             g, i, name = numbers[id(p)]
