@@ -98,16 +98,21 @@ def test_the_bytes_of_the_unsharded_update(world):
         check_weights(parameters, optimizer)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
-def test_a_wire_of_another_dtype(world, wire):
-    models = [build(world, cls, gradient_wire=wire, bucket_mb=0.003) for cls in (InSequence, FusedAdamW)]
+def assert_equal_steps(world, models) -> None:
+    """Two steps of each with the same gradients."""
     for step in range(2):
         for parameters, optimizer in models:
             set_gradients(parameters, gradients_of(world, parameters, step))
             optimizer.step()
         for i, (mine, theirs) in enumerate(zip(*(all_bytes(*model) for model in models), strict=True)):
             assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_a_wire_of_another_dtype(world, wire):
+    models = [build(world, cls, gradient_wire=wire, bucket_mb=0.003) for cls in (InSequence, FusedAdamW)]
+    assert_equal_steps(world, models)
 
 
 @on_ranks(2)
@@ -192,12 +197,7 @@ def test_a_hook_on_one_rank_makes_all_take_the_step_in_sequence(world):
     calls = []
     if world.rank == 1:
         models[0][1].inner.register_step_post_hook(lambda *_: calls.append(1))
-    for step in range(2):
-        for parameters, optimizer in models:
-            set_gradients(parameters, gradients_of(world, parameters, step))
-            optimizer.step()
-        for i, (mine, theirs) in enumerate(zip(*(all_bytes(*model) for model in models), strict=True)):
-            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+    assert_equal_steps(world, models)
     assert len(calls) == (2 if world.rank == 1 else 0)
 
 
@@ -227,6 +227,29 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
     if world.device.type == "cpu":  # on a GPU the others hear of it in the next step
         optimizer.step()
         check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_a_step_in_which_one_rank_alone_raises_is_counted_by_all(world):
+    """The others, which have found nothing wrong, would be a step ahead of it ever after."""
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
+    plan = optimizer._shards._plans[1]
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    if world.rank == 1:
+        post = plan.post
+
+        def raise_late():
+            plan.post = post
+            post()
+            raise RuntimeError("storage has moved")
+
+        plan.post = raise_late
+        with pytest.raises(RuntimeError, match="storage has moved"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    optimizer.step()
+    check_weights(parameters, optimizer)
 
 
 @on_ranks(2)

@@ -16,8 +16,10 @@ class Publication:
     plans: by buffer, what casts it; None for one that is rounded. prepare: what is to be done with each
     buffer first, such as the update of its masters; where a plan has no amaxes by then, it takes them.
 
-    An error of a bucket is raised at the end: this rank's part in what the others do must go on, or they
-    would wait for it. No rank has changed a weight of a bucket that a rank could not take part in.
+    An error of a bucket's plan is raised at the end: this rank's part in what the others do must go on, or
+    they would wait for it. No rank has changed an NVFP4 weight of a bucket that a rank could not take part
+    in. What prepare raises, and a gather that cannot begin, is raised at once, and the others wait for the
+    group's timeout.
     """
 
     def __init__(

@@ -202,16 +202,18 @@ class ZeroFP4Optimizer(ShardedState):
                 self._reduce_gradients(gradients)
                 self._nonfinite.look_at_packed()
             self._nonfinite.raise_if_asked()
-        if self._nonfinite.must_leave_out_update():
-            self.found_inf.fill_(1)
-        elif in_buckets:
-            self._step_in_buckets(gradients if intent.reduce else None, agreed.present)
-        else:
-            self._update_masters(agreed.present)
-            self._publish(self._nonfinite.for_update())
-        self._reduced = None
-        self._nonfinite.count()
-        self._steps += 1
+        try:
+            if self._nonfinite.must_leave_out_update():
+                self.found_inf.fill_(1)
+            elif in_buckets:
+                self._step_in_buckets(gradients if intent.reduce else None, agreed.present)
+            else:
+                self._update_masters(agreed.present)
+                self._publish(self._nonfinite.for_update())
+        finally:  # the other ranks, which may have found nothing wrong, count it as well
+            self._reduced = None
+            self._nonfinite.count()
+            self._steps += 1
         return loss
 
     @torch.no_grad()
