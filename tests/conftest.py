@@ -54,7 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtestloop(session: pytest.Session) -> None:
     early = session.config.stash[EARLY] = Early()
     if not session.config.option.collectonly:
-        for item in session.items:
+        # Last tests first: what is asked for soonest would have to be waited for anyway, and the ranks that
+        # work the longest are those of the last tests.
+        for item in reversed(session.items):
             for work in asked_for(item):
                 early.begin(work)
 

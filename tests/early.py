@@ -42,11 +42,13 @@ def is_skipped(item: pytest.Item) -> bool:
 
 
 class Early:
-    """Works one after another on a quarter of the cores; one that is asked for before its turn has it now."""
+    """Works one after another, as many at once as half of the cores; one that is asked for before its turn has
+    it now.
+    """
 
     def __init__(self):
         self._folder = TemporaryDirectory(prefix="zerofp4-early-")
-        self._pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4))
+        self._pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
         self._folders: dict[Work, Path] = {}
         self._futures: dict[Work, Future] = {}
 

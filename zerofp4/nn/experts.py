@@ -20,6 +20,8 @@ _LAYOUT = {
     "has_post_expert_norm": False,
 }
 """What transformers says of such a module, if it is of a kind that is known here."""
+_UNSAID = {"has_post_expert_norm": False}
+"""What versions before it came, 5.17 for one, do not say."""
 _ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
@@ -31,7 +33,7 @@ def are_experts(module: nn.Module) -> bool:
     return (
         sorted(parameters) == sorted(PARAMETERS)
         and all(parameter.dim() == 3 for parameter in parameters.values())
-        and all(getattr(module, name, None) is value for name, value in _LAYOUT.items())
+        and all(getattr(module, name, _UNSAID.get(name)) is value for name, value in _LAYOUT.items())
         and list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS
     )
 
