@@ -82,6 +82,19 @@ def test_a_piece_moves_without_the_others(world):
             assert type(moved) is type(master) and moved.shard == master.shard
             assert moved.device.type == "meta" and moved.shape == master.shape
         assert master.to(world.device).values.data_ptr() == master.values.data_ptr()
+        staged = master.new_empty(master.size(), device="cpu")
+        assert type(staged) is type(master) and staged.shard == master.shard
+
+
+@on_ranks(1, 2)
+def test_operators_on_a_piece_are_not_those_of_dtensor(world):
+    for entries in build(make_model(world)).state_dict()["state"].values():
+        master = entries["master"]
+        if master.is_whole:
+            assert_bytes_equal(master + 1, master.values.view(master.shape) + 1, "master + 1")
+        else:
+            with pytest.raises(RuntimeError, match=r"this rank holds \d+ elements: full_tensor\(\)"):
+                master + 1
 
 
 @on_ranks(1, 2, 3)

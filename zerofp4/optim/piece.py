@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4.distributed import GroupReference, Stage
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part, checksum
@@ -176,6 +177,13 @@ class Piece(torch.Tensor):
         return func(*pieces[0], **pieces[1])
 
 
+class _AsPieces(TorchDispatchMode):
+    """Under it every operator does with pieces what Piece has for it, whatever else they are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return Piece.__torch_dispatch__(func, types, args, kwargs)
+
+
 def _whole(leaf: Any, func: Any = None) -> Any:
     if not isinstance(leaf, Piece):
         return leaf
@@ -234,12 +242,13 @@ def _sharded_piece() -> type[Piece]:
         def to_local(self, *, grad_placements=None):
             return self
 
-        def to(self, *args, **kwargs):
-            """A full state dict of pieces on another device than the ranks meet on begins with it. torch may
-            take any DTensor past __torch_dispatch__, to its own copying of a whole one.
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            """torch 2.11 takes every DTensor past its __torch_dispatch__, to operators that know no pieces. A
+            mode comes before both.
             """
-            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-            return self.map(lambda values: values.to(device, dtype or values.dtype, non_blocking))
+            with _AsPieces(), torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
 
     return ShardedPiece
 
