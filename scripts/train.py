@@ -21,7 +21,6 @@ With a recipe, layers quantize activations and gradients too, and multiply those
 import argparse
 import contextlib
 import faulthandler
-import importlib.util
 import math
 import os
 import platform
@@ -33,121 +32,33 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoints import CheckpointError, Checkpoints, add_checkpoint_options, digest, prepare_folder
+from checkpoints import CheckpointError, Checkpoints, digest, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
-from hugging_face import ConfigError, config_file, longest_sequence, loss_of, make_model
+from hugging_face import ConfigError, loss_of, make_model
 from report import KINDS, Recorder, draw, write_summary
 from sharded import ByName, shard, sharded
 from text import Batches, Text, TextTooShortError
 from torch import nn
+from train_options import CORPORA, OPTIMIZERS, RECIPES, add_options, complete
 
 import zerofp4
 from zerofp4.distributed import Stage
 from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import ZeroFP4Optimizer
 from zerofp4.testing import VerificationError, verify_model
 
-# Class and arguments; without an lr the preset's is the default.
-OPTIMIZERS = {
-    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
-    "fused_adamw": (FusedAdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
-    "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-    "sgd": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}),
-}
-RECIPES = {
-    "none": None,
-    "nvfp4": zerofp4.nn.NVFP4Recipe(),
-    "nvfp4-dequantized": zerofp4.nn.NVFP4Recipe(backward="dequantized"),
-    "mxfp8": zerofp4.nn.MXFP8Recipe(),
-}
-PARALLEL = ("zero", "fsdp2")
-CORPORA = {"stdlib": Text.of_standard_library, "all": Text.of_installation}
-CONFIG_LR = 6e-4  # of a model of which no preset says one
 VALIDATIONS = 10  # how often in a run the held-out loss is measured
 VALIDATION_BATCHES = 8
 MOST_SKIPPED = 10  # steps in a row that are skipped for gradients with a NaN or Inf: the run is over then
-
-
-def at_least(kind: type, smallest: float):
-    """A type for argparse: finite numbers of that kind, not below `smallest`."""
-
-    def convert(value: str):
-        number = kind(value)
-        if not number >= smallest:
-            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
-        if number == math.inf:
-            raise argparse.ArgumentTypeError(f"must be finite, got {value}")
-        return number
-
-    convert.__name__ = kind.__name__  # argparse names it when the value is no number
-    return convert
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="1m", help="model, named by its parameters (default: 1m)")
-    add("--weights", choices=[*KINDS, "both"], default="nvfp4", help="of the linear layers (default: nvfp4)")
-    add("--parallel", choices=PARALLEL, default="zero", help="ours, or torch's fully_shard (default: zero)")
-    add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused_adamw is ours (default: adamw)")
-    add("--lr", type=at_least(float, 0.0), help="peak learning rate (default: the preset's; sgd: 0.3)")
-    add("--batch-size", type=at_least(int, 1), default=8, help="sequences, per rank (default: 8)")
-    add(
-        "--recipe",
-        choices=RECIPES,
-        default="none",
-        help="what products are made of (default: none, bfloat16)",
-    )
-    add("--config", type=Path, help="config.json of transformers, in place of a preset")
-    corpus = "stdlib, all below its folder, or a file or folder of text (default: stdlib)"
-    add("--corpus", default="stdlib", metavar="{stdlib,all,PATH}", help=corpus)
-    add("--tokenizer", type=at_least(int, 257), metavar="TOKENS", help="train one (default: bytes)")
-    add("--sequence-length", type=at_least(int, 1), default=128, help="tokens per sequence (default: 128)")
-    micro_batches = ("--micro-batches", "--grad-accumulation")
-    add(*micro_batches, type=at_least(int, 1), default=1, help="per step (default: 1)")
-    add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
-    add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
-    add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
-    add(
-        "--timeout",
-        type=at_least(float, 1.0),
-        default=600.0,
-        help="seconds to wait for a rank (default: 600)",
-    )
-    add_checkpoint_options(parser, at_least)
+    add_options(parser)
     options = parser.parse_args(arguments)
-    name, context = f"preset {options.preset}", PRESETS[options.preset].context
-    if options.config is not None:
-        try:
-            options.config = str(config_file(options.config))
-            name, context = options.config, longest_sequence(Path(options.config))
-        except ConfigError as error:
-            parser.error(f"argument --config: {error}")
-        if options.recipe != "none" and options.weights != "nvfp4":
-            parser.error(f"argument --recipe: {options.recipe} with --config takes --weights nvfp4")
-        if options.parallel == "fsdp2":
-            parser.error("argument --parallel: fsdp2 trains the presets, not the model of a --config")
-    if context is not None and options.sequence_length > context:
-        parser.error(
-            f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "
-            f"which is {context}"
-        )
-    if options.corpus not in CORPORA and not Path(options.corpus).exists():
-        parser.error(f"argument --corpus: there is no {options.corpus}, nor is it {' or '.join(CORPORA)}")
-    if options.recipe == "mxfp8" and options.weights != "bf16":
-        parser.error("argument --recipe: mxfp8 takes --weights bf16: it cannot multiply NVFP4 weights")
-    if options.tokenizer is not None and importlib.util.find_spec("tokenizers") is None:
-        parser.error("argument --tokenizer: needs the library tokenizers (pip install tokenizers)")
-    if options.lr is None:
-        default = CONFIG_LR if options.config is not None else PRESETS[options.preset].lr
-        options.lr = OPTIMIZERS[options.optimizer][1].get("lr", default)
+    complete(options, parser)
     return options
 
 
