@@ -63,7 +63,7 @@ class Timer:
             run()
             times.append((time.perf_counter() - begin) * 1e3)
         self.session.clock.synchronize()
-        rule = "median on rank 0 until all is queued, of what a step does after its vote"
+        rule = "median on rank 0 until all is queued, of what a step prepares and does after its vote"
         self.session.count(f"{name}/{self.places}", "milliseconds", statistics.median(times[WARM_UP:]), rule)
 
     def sizes(self, described: dict) -> None:
@@ -124,14 +124,16 @@ def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float |
     present = [True] * len(parameters)
 
     def update() -> None:
-        optimizer._step_in_buckets(None, present)
+        optimizer._step_in_buckets(optimizer._prepare(gradients, False), present)
 
     found = {}
     with torch.no_grad(), timer.peak("memory", "weights, gradients and state included"):
         found["step"] = timer.ms("step", optimizer.step, "ZeroFP4Optimizer.step() with FusedAdamW")
     with torch.no_grad(), timer.peak("memory_clipped", "the same where gradients are clipped"):
         found["step_clipped"] = timer.ms("step_clipped", clipped, "clip_grad_norm_ and step()")
-        timer.host_ms("host_step", lambda: optimizer._step_in_buckets(gradients, present))
+        timer.host_ms(
+            "host_step", lambda: optimizer._step_in_buckets(optimizer._prepare(gradients, True), present)
+        )
         scan = "a NaN or Inf in a rank's own gradients, without the vote"
         timer.ms("scan", lambda: optimizer._nonfinite.word(gradients), scan)
         reduce = "gradients to the FP32 slices, as clip_grad_norm_ reduces them"

@@ -59,3 +59,30 @@ def test_a_half_of_a_rank_that_cannot_take_part(device):
     plan.finish_step()
     plan.post()
     check(weights, masters)
+
+
+class Travelling:
+    """Stands for a reduction that is under way, and remembers what there was when it was waited for."""
+
+    def __init__(self, plan):
+        self.plan, self.seen = plan, []
+
+    def wait(self):
+        self.seen.append(self.plan.reduced.clone())
+
+
+@pytest.mark.parametrize("what", ["begin_update", "leave_amaxes", "start_step", "abstain"])
+def test_a_reduction_that_nobody_finished_is_waited_for_first(device, what):
+    """Before anything is written where it may still arrive: a step was left between its halves."""
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.reduced.fill_(7)
+    before = plan.reduced.clone()
+    plan._travelling = travelling = Travelling(plan)
+    getattr(plan, what)()
+    assert len(travelling.seen) == 1 and torch.equal(travelling.seen[0], before)
+    assert plan._travelling is None and not torch.equal(plan.reduced, before)
+    plan.begin_update()
+    plan.step()
+    plan.post()
+    check(weights, masters)

@@ -26,7 +26,7 @@ import zerofp4
 from zerofp4 import distributed
 from zerofp4.engine import exchange, flat
 from zerofp4.launch import World
-from zerofp4.optim import ZeroFP4Optimizer, piece, state, zero
+from zerofp4.optim import ZeroFP4Optimizer, piece, state, stepping
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
@@ -64,7 +64,7 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
     """In the middle of the stage: the first bucket of gradients travels, the first pieces are written."""
     targets = {
         "reduce": (exchange, "pack", 2),
-        "norm": (zero, "global_norm", 1),
+        "norm": (stepping, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
         "gather": (flat.PackedBuffer, "start_gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),

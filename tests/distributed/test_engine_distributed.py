@@ -211,7 +211,7 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
 
         def refuse():
             plan.start_step = start
-            plan._abstain()
+            plan.abstain()
             raise error
 
         plan.start_step = refuse

@@ -1,9 +1,16 @@
 """FusedAdamW in CUDA graphs and on several streams."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
+from cast_cases import make
 from fused_cases import OPTIONS, Expected, set_gradient
+from helpers import assert_bytes_equal
 
+import zerofp4
 from zerofp4.optim import FusedAdamW
 
 
@@ -96,3 +103,57 @@ def test_steps_on_several_streams(gpu):
         else:
             optimizer.step()
         expected.check(f"step {step}:")
+
+
+@pytest.mark.parametrize("offer", ["amaxes", "parts"])
+def test_what_a_graph_uses_outlives_an_offer(device, offer):
+    """A replay reads descriptors that the optimizer itself needs no more."""
+    weights, masters, starts = make(device)
+    optimizer = FusedAdamW(masters, **OPTIONS)
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    (part,) = optimizer._parts
+    update = optimizer.start_update()
+    update.expect(0, dict.fromkeys(masters, torch.float32))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    assert part.fits(update._members[0], stream, True)  # as in a capture
+    stage, plan = weakref.ref(part.stage), zerofp4.CastPlan(weights, masters, starts)
+    del part, update
+    for _ in range(2):
+        if offer == "amaxes":
+            optimizer.offer_amaxes(plan)
+        else:
+            optimizer.offer_parts([(masters, plan)])
+        optimizer.step()
+        gc.collect()
+        assert stage() is not None
+
+
+def test_a_replay_after_the_plan_was_refreshed(gpu):
+    """Memory that is freed meanwhile is given to others, which write to it."""
+    weights, masters, starts = make(gpu)
+    optimizer = FusedAdamW(masters, **OPTIONS, capturable=True)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer.offer_amaxes(plan)
+    for master in masters:
+        master.grad = torch.randn_like(master)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    plan.refresh()
+    optimizer.offer_amaxes(plan)
+    eager = copy.deepcopy([[m, *optimizer.state[m].values()] for m in masters])
+    optimizer.step()
+    expected = [[m, *optimizer.state[m].values()] for m in masters]
+    wanted = [[t.clone() for t in tensors] for tensors in expected]
+    for tensors, before in zip(expected, eager, strict=True):
+        for t, b in zip(tensors, before, strict=True):
+            t.copy_(b)
+    junk = [torch.full((256,), 0xAB, dtype=torch.uint8, device=gpu) for _ in range(4096)]
+    graph.replay()
+    for i, (tensors, those) in enumerate(zip(expected, wanted, strict=True)):
+        for t, w in zip(tensors, those, strict=True):
+            assert_bytes_equal(t, w, f"master {i}")
+    assert len(junk) == 4096

@@ -84,6 +84,7 @@ class CastPlan(PlanParts):
 
         Amaxes that were left before are taken back. Queued on the current stream.
         """
+        self._settle()
         self._stages.begin()
         self._amaxes = Amaxes.BEGUN
 
@@ -106,6 +107,7 @@ class CastPlan(PlanParts):
         """
         left = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
         if self._amaxes is not left and self.find_moved(every=False) is None:
+            self._settle()
             self._stages.begin_amax(self._stages.target())
             self._amaxes = left
 
@@ -159,15 +161,22 @@ class CastPlan(PlanParts):
 
     def finish_step(self) -> None:
         """What is queued after it on the current stream finds the scales and this rank's codes."""
-        if self._travelling is not None:
-            self._travelling.wait()
-        self._travelling = None
+        self._settle()
         self._write()
+
+    def _settle(self) -> None:
+        """Wait for a reduction that was begun: where a step was left between its halves, too, nothing may be
+        written where one may still arrive.
+        """
+        travelling, self._travelling = self._travelling, None
+        if travelling is not None:
+            travelling.wait()
 
     def _take_part(
         self, error: Exception | None, borrowed: Iterable[torch.Tensor | None]
     ) -> RuntimeError | None:
         """Have this rank's amaxes in the vector, or raise the error once the others have heard of it."""
+        self._settle()
         late = self._status.take()
         if late is not None:
             late = RuntimeError(f"an earlier call had no effect: {late}. This step took place")
@@ -175,7 +184,7 @@ class CastPlan(PlanParts):
         if capturing and error is None:
             error = self.find_moved()
         if error is not None:
-            self._abstain()
+            self.abstain()
             raise error from (error.__cause__ or late)
         if self._request.on_nonfinite == "raise" and capturing:
             raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
@@ -211,8 +220,11 @@ class CastPlan(PlanParts):
         if self._sharded:
             distributed.reduce_max(self.reduced, self.group(), REDUCTION)
 
-    def _abstain(self) -> None:
-        """Join the reduction, flagged, so that no rank writes."""
+    def abstain(self) -> None:
+        """In place of step(), of a rank that cannot take part and raises the reason itself: joins the
+        reduction, flagged, so that no rank writes. Collective.
+        """
+        self._settle()
         self._amaxes = Amaxes.NONE
         self._stages.begin(error=True)
         self._reduce()
@@ -234,6 +246,7 @@ class CastPlan(PlanParts):
         other shards or options. Whether all ranks declined. Raises RuntimeError where a rank has an
         error.
         """
+        self._settle()
         self._amaxes = Amaxes.NONE
         self._stages.begin(error=True)
         self._vector.decline()

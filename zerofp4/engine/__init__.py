@@ -6,6 +6,7 @@ exchange, its weights one gather in place, and a step works on one bucket while 
 
 from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.exchange import Brought, GradientReducer, is_sendable
+from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.partition import build_buffers
 from zerofp4.engine.publication import Publication
@@ -16,6 +17,7 @@ __all__ = [
     "BUCKET_MB",
     "Brought",
     "DenseBuffer",
+    "Failures",
     "FlatBuffer",
     "GradientReducer",
     "PackedBuffer",

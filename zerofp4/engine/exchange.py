@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zerofp4 import ops
 from zerofp4.distributed import GroupReference, Pending, rank_and_size, start_exchange
+from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, FlatBuffer
 from zerofp4.engine.wire import Wire
 from zerofp4.shard import intersect
@@ -67,6 +68,13 @@ class Stretch(NamedTuple):
     gaps: list[torch.Tensor]
     messages: list[list[Message]]
 
+    def staged(self, rank: int) -> list[list[torch.Tensor]]:
+        """What is sent to each rank by message where all of it is packed."""
+        return [
+            [row[m.first : m.last] for m in messages if to != rank]
+            for to, (row, messages) in enumerate(zip(self.sent, self.messages, strict=True))
+        ]
+
 
 class Brought(NamedTuple):
     """Gradients of a buffer that are here, and not added up yet.
@@ -79,11 +87,22 @@ class Brought(NamedTuple):
     own: dict[int, torch.Tensor]
 
 
+class Flight(NamedTuple):
+    """A stretch that travels. failures: what went wrong on this rank before it did; what the others get of
+    it then is of no use, and nobody waits for it.
+    """
+
+    stretch: Stretch
+    works: list[Pending]
+    failures: Failures
+
+
 class GradientReducer:
     """Averages gradients over the group, in FP32, into the `gradients` of flat buffers.
 
     begin(), and then finish() or bring() for each buffer, in order; while the gradients of one are added up,
-    the next ones travel. In a world of one they are packed where they belong. Collective.
+    the next ones travel. In a world of one they are packed where they belong. Collective: what goes wrong on
+    this rank alone is raised once its part of a buffer has travelled, and the next buffers can follow.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer], group: dist.ProcessGroup | None, wire: Wire):
@@ -105,7 +124,7 @@ class GradientReducer:
             self._make_staged()
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._unpacked: frozenset[int] = frozenset()
-        self._flight: list[tuple[Stretch, list[Pending]]] = []
+        self._flight: list[Flight] = []
 
     def _make_in_place(self) -> None:
         for buffer in self.buffers:
@@ -148,26 +167,35 @@ class GradientReducer:
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Average the gradients of all trainable parameters; None counts as zeros."""
+        failures = Failures()
         self.begin(gradients)
         for b in range(len(self.buffers)):
-            self.finish(b)
+            with failures:
+                self.finish(b)
+        failures.raise_first()
 
     def begin(self, gradients: Sequence[torch.Tensor | None], brought: Collection[int] = ()) -> None:
         """Of all trainable parameters: those of the first buffer are on their way.
 
         brought: buffers for which bring() will be called, which can_bring().
         """
-        self._gradients, self._flight = gradients, []
+        while self._flight:  # of a step that was left in the middle: its messages would arrive in this one's
+            for work in self._flight.pop().works:
+                work.wait()
+        self._gradients = gradients
         self._unpacked = frozenset(self._ends[b] - 1 for b in brought)
         self._start(0)
 
     def finish(self, b: int) -> None:
         """Average those of buffer b, while the next ones travel."""
+        failures = Failures()
         for number in self._numbers(b):
-            stretch = self._arrive(number)
-            if stretch.received is not stretch.sent:
-                last = stretch.first + stretch.received.shape[1]
-                ops.average(stretch.received, stretch.buffer.gradients[stretch.first : last])
+            with failures:
+                stretch = self._arrive(number)
+                if stretch.received is not stretch.sent:
+                    last = stretch.first + stretch.received.shape[1]
+                    ops.average(stretch.received, stretch.buffer.gradients[stretch.first : last])
+        failures.raise_first()
 
     def can_bring(self, b: int) -> bool:
         """Whether the gradients of buffer b travel all at once."""
@@ -196,19 +224,23 @@ class GradientReducer:
         """A stretch, of which all is here for what is queued next on the current stream."""
         # Before this one is used: what is queued after that waits for it, the network too.
         self._start(number + 1)
-        stretch, travelling = self._flight.pop(0)
-        for work in travelling:
-            work.wait()
+        stretch, works, failures = self._flight.pop(0)
         if number + 1 == len(self._stretches):
             self._gradients = ()
+        for work in works:
+            work.wait()
+        failures.raise_first()
         return stretch
 
     def _start(self, number: int) -> None:
-        if number < len(self._stretches):
-            stretch = self._stretches[number]
+        if number == len(self._stretches):
+            return
+        stretch, failures = self._stretches[number], Failures()
+        sent = stretch.staged(self.rank)
+        with failures:
             sent = pack(stretch, self._gradients, self.rank, keep_own=number in self._unpacked)
-            travelling = [] if self.world_size == 1 else self._send(stretch, sent)
-            self._flight.append((stretch, travelling))
+        works = [] if self.world_size == 1 else self._send(stretch, sent)
+        self._flight.append(Flight(stretch, works, failures))
 
     def _send(self, stretch: Stretch, sent: Sequence[Sequence[torch.Tensor]]) -> list[Pending]:
         own = stretch.messages[self.rank]

@@ -1,11 +1,13 @@
 """From FP32 masters to the weights of every rank, bucket by bucket."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import CollectiveError, Pending
+from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.pipeline import Stage, run_in_turns
 
@@ -14,12 +16,13 @@ class Publication:
     """One publication of the weights in flat buffers. Collective; nothing waits for a GPU.
 
     plans: by buffer, what casts it; None for one that is rounded. prepare: what is to be done with each
-    buffer first, such as the update of its masters; where a plan has no amaxes by then, it takes them.
+    buffer first, such as the update of its masters; where a plan has no amaxes by then, it takes them. error:
+    what has gone wrong on this rank before, so that it gives no bucket anything new.
 
-    An error of a bucket's plan is raised at the end: this rank's part in what the others do must go on, or
-    they would wait for it. No rank has changed an NVFP4 weight of a bucket that a rank could not take part
-    in. What prepare raises, and a gather that cannot begin, is raised at once, and the others wait for the
-    group's timeout.
+    An error is raised at the end: this rank's part in what the others do must go on, or they would wait for
+    it. No rank changes an NVFP4 weight of a bucket that a rank could not take part in, and of a bucket that
+    is rounded that rank's slice stays as it is on all of them. Of such a bucket the others do not hear:
+    the error has an attribute `unheard`, and whoever catches it tells them.
     """
 
     def __init__(
@@ -27,11 +30,17 @@ class Publication:
         buffers: Sequence[FlatBuffer],
         plans: Sequence[CastPlan | None],
         prepare: Callable[[int], None] | None,
+        error: Exception | None = None,
     ):
         self._buffers, self._plans, self._prepare = buffers, plans, prepare
         self._gathers: list[Pending | None] = [None] * len(buffers)
-        self._failed: set[int] = set()
-        self._errors: list[Exception] = []
+        self._own = Failures()
+        self._heard = Failures()  # what other ranks could not do, in this step
+        self._late: list[Exception] = []  # and in earlier ones
+        self._told = False  # whether others hear that this rank could not take part
+        self._failed: list[Exception | None] = [error] * len(buffers)
+        if error is not None:
+            self._own.errors.append(error)
 
     def run(self) -> None:
         stages = [
@@ -42,34 +51,59 @@ class Publication:
         try:
             run_in_turns(len(self._buffers), stages)
         except CollectiveError as error:
-            if not self._errors:
-                raise
             # What went wrong here came first, and may be why the others have gone.
-            raise self._errors[0] from error
-        # As after any update in place, a backward pass through the old values must fail. Plans have said so
-        # of their weights.
+            self._raise_first(from_error=error)
+            raise
+        finally:
+            self._note_written()
+        self._raise_first()
+
+    def _raise_first(self, from_error: Exception | None = None) -> None:
+        """This rank's own error before what it heard of others, and this step's before an earlier one's."""
+        errors = [*self._own.errors, *self._heard.errors]
+        if errors:
+            late = self._late[0] if self._late else None
+            pairs = zip(self._failed, self._plans, strict=True)
+            if not self._told and any(failed and plan is None for failed, plan in pairs):
+                errors[0].unheard = True
+            raise errors[0] from (from_error or errors[0].__cause__ or late)
+        if self._late and from_error is None:
+            raise self._late[0]
+
+    def _note_written(self) -> None:
+        """As after any update in place, a backward pass through the old values must fail. Plans have said so
+        of their weights.
+        """
         rounded = [b for b, plan in zip(self._buffers, self._plans, strict=True) if plan is None]
         torch.autograd.graph.increment_version([p for buffer in rounded for p in buffer.parameters])
-        if self._errors:
-            raise self._errors[0]
 
     def _leave_amaxes(self, b: int) -> None:
         if self._prepare is not None:
-            self._prepare(b)
-        if self._plans[b] is not None and len(self._buffers) > 1:
+            self._attempt(b, self._own, self._prepare, b)
+        if self._plans[b] is not None and len(self._buffers) > 1 and self._failed[b] is None:
             # Now, so that they are reduced while the next bucket is worked on.
-            self._plans[b].leave_amaxes()
+            self._attempt(b, self._own, self._plans[b].leave_amaxes)
 
     def _start_cast(self, b: int) -> None:
-        if self._plans[b] is not None:
-            late = self._attempt(b, self._plans[b].start_step)
-            if late is not None:
-                self._errors.append(late)
+        if self._plans[b] is None:
+            return
+        late = None
+        if self._failed[b] is None:
+            late = self._attempt(b, self._own, self._plans[b].start_step)
+            self._told = self._told or self._failed[b] is not None
+        else:
+            self._plans[b].abstain()
+            self._told = True
+        if late is not None:
+            self._late.append(late)
 
     def _cast(self, b: int) -> None:
-        if b not in self._failed:
-            cast = self._buffers[b].cast if self._plans[b] is None else self._plans[b].finish_step
-            self._attempt(b, cast)
+        if self._failed[b] is not None:
+            return
+        if self._plans[b] is None:
+            self._attempt(b, self._own, self._buffers[b].cast)
+        else:
+            self._attempt(b, self._heard, self._plans[b].finish_step)
 
     def _start_gather(self, b: int) -> None:
         self._gathers[b] = self._buffers[b].start_gather()
@@ -77,15 +111,11 @@ class Publication:
     def _complete(self, b: int) -> None:
         if self._gathers[b] is not None:
             self._gathers[b].wait()
-        if self._plans[b] is not None and b not in self._failed:
-            self._attempt(b, self._plans[b].post)
+        if self._plans[b] is not None and self._failed[b] is None:
+            self._attempt(b, self._own, self._plans[b].post)
 
-    def _attempt(self, b: int, work: Callable[[], RuntimeError | None]) -> RuntimeError | None:
-        try:
-            return work()
-        except CollectiveError:
-            raise  # there is nobody left who would wait
-        except Exception as error:
-            self._failed.add(b)
-            self._errors.append(error)
-            return None
+    def _attempt(self, b: int, failures: Failures, work: Callable, *arguments: Any) -> Any:
+        with failures:
+            return work(*arguments)
+        self._failed[b] = failures.errors[-1]
+        return None

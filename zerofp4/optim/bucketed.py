@@ -1,14 +1,15 @@
 """A step in which each bucket is updated as soon as its gradients are here, while the next ones travel."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from zerofp4.engine import GradientReducer
 from zerofp4.ops import RankGradients
-from zerofp4.optim.fused import FusedAdamW
+from zerofp4.optim.fused import FusedAdamW, Update
 from zerofp4.optim.fused_checks import GRADIENT_DTYPES
-from zerofp4.optim.inner import give_gradients, is_plain
+from zerofp4.optim.inner import is_plain
 from zerofp4.optim.sharded import ShardedParameters
 
 
@@ -35,40 +36,62 @@ class BucketedStep:
             else "step() of the optimizer of the masters has hooks, or is wrapped"
         )
 
+    def prepare(self, gradients: Sequence[torch.Tensor | None], reduce: bool) -> "PreparedStep":
+        """What a step needs, before it is agreed on: all that may fail on one rank alone is done here.
+
+        gradients: of the parameters. reduce: whether they are still to be reduced.
+        """
+        brought = self._added_up_in_update if reduce else frozenset()
+        update = self._inner.start_update()
+        for b, buffer in enumerate(self._shards.buffers):
+            dtype = self._reducer.dtypes[b] if b in brought else torch.float32
+            if b not in brought:
+                self._shards.gradients_of(b)
+            there = [i for i in buffer.indices if gradients[i] is not None]
+            masters = [self._shards.masters[i] for i in there]
+            update.expect(b, {master: dtype for master in masters if master is not None})
+        return PreparedStep(update, gradients if reduce else None, brought)
+
     def run(
         self,
-        gradients: Sequence[torch.Tensor | None] | None,
+        prepared: "PreparedStep",
         present: Sequence[bool],
         publish: Callable[[Callable[[int], None]], None],
     ) -> None:
         """Reduce, update and publish.
 
-        gradients: of the parameters; None where they have been reduced. present: which parameters have a
-        gradient on any rank. publish: publishes each bucket after the function that it is given has updated
-        it.
+        present: which parameters have a gradient on any rank. publish: publishes each bucket after the
+        function that it is given has updated it.
         """
-        brought = frozenset() if gradients is None else self._added_up_in_update
-        for b in range(len(self._shards.buffers)):
-            if b not in brought:
-                give_gradients(*self._shards.masters_and_gradients(b, present))
-        update = self._inner.start_update(brought)
+        update, gradients, brought = prepared
         if gradients is not None:
             self._reducer.begin(gradients, brought)
 
         def update_bucket(b: int) -> None:
             if b in brought:
-                update.add_up(b, *self._bring(b, present))
+                update(b, *self._bring(b, present))
                 return
             if gradients is not None:
                 self._reducer.finish(b)
-            update(b)
+            own = zip(self._shards.buffers[b].indices, self._shards.gradients_of(b), strict=True)
+            update(b, {self._shards.masters[i]: g for i, g in own if g is not None and present[i]})
 
         publish(update_bucket)
 
     def _bring(
         self, b: int, present: Sequence[bool]
-    ) -> tuple[RankGradients, dict[torch.Tensor, torch.Tensor]]:
-        """The gradients of bucket b on all ranks, and by master this rank's own."""
+    ) -> tuple[dict[torch.Tensor, torch.Tensor], RankGradients]:
+        """By master, this rank's own gradients in bucket b, and those of all ranks."""
         received, own = self._reducer.bring(b)
         brought = RankGradients(received, self._shards.buffers[b].masters, self._reducer.rank)
-        return brought, {self._shards.masters[i]: g for i, g in own.items() if present[i]}
+        return {self._shards.masters[i]: g for i, g in own.items() if present[i]}, brought
+
+
+class PreparedStep(NamedTuple):
+    """gradients: those to be reduced, None where that is done. brought: the buckets in which the update adds
+    them up.
+    """
+
+    update: Update
+    gradients: Sequence[torch.Tensor | None] | None
+    brought: frozenset[int]

@@ -1,12 +1,12 @@
 """AdamW in one pass over memory, which can leave the tile amaxes of FP32 masters behind for their cast."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.ops import AdamWItem, RankGradients, adamw_options, is_capturing
+from zerofp4.ops import AdamWItem, AdamWStage, RankGradients, adamw_options, is_capturing
 from zerofp4.optim import fused_checks as checks
 from zerofp4.optim.fused_part import Member, Part
 from zerofp4.optim.local import local_of, local_state
@@ -44,6 +44,8 @@ class FusedAdamW(torch.optim.Optimizer):
     _parts: Sequence[Part] = ()
     _part_of: dict[torch.Tensor, int] | None = None
     """Which part a parameter is in; None where all are in the only one."""
+    _captured: tuple[AdamWStage, ...] = ()
+    """Those of parts that others have replaced: a CUDA graph may still be replayed."""
 
     def __init__(
         self,
@@ -103,8 +105,7 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises ValueError if a master of the plan is not one of the parameters.
         """
         params = [local_of(p) for group in self.param_groups for p in group["params"]]
-        self._parts = [Part(params, plan)]
-        self._part_of = None
+        self._take_parts([Part(params, plan)], None)
 
     def offer_parts(self, parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]]) -> None:
         """offer_amaxes() of several plans, each with those of all parameters that are its masters, or none:
@@ -116,8 +117,11 @@ class FusedAdamW(torch.optim.Optimizer):
         own = [p for group in self.param_groups for p in group["params"]]
         if sum(len(params) for params, _ in parts) != len(part_of) or part_of.keys() != set(own):
             raise ValueError(f"parts must have each of the {len(own)} parameters in exactly one of them")
-        self._parts = [Part([local_of(p) for p in params], plan) for params, plan in parts]
-        self._part_of = part_of
+        self._take_parts([Part([local_of(p) for p in params], plan) for params, plan in parts], part_of)
+
+    def _take_parts(self, parts: Sequence[Part], part_of: dict[torch.Tensor, int] | None) -> None:
+        self._captured = (*self._captured, *(stage for part in self._parts for stage in part.captured))
+        self._parts, self._part_of = parts, part_of
 
     def amaxes_outdated(self) -> bool:
         """Whether anybody has written to a master of an offered plan after the last step(): a hook, say, or
@@ -137,51 +141,51 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        update = self.start_update()
+        gradients = {
+            local_of(p): local_of(p.grad)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        update = self.start_update(gradients)
+        dtypes = {p: gradient.dtype for p, gradient in gradients.items()}
         for k in range(len(self._parts)):
-            update(k)
+            update.expect(k, dtypes)
+        for k in range(len(self._parts)):
+            update(k, gradients)
         return loss
 
-    def start_update(self, brought: Collection[int] = ()) -> "Update":
-        """What step() does in parts: everything is checked, and the function that this returns updates part k
-        of offer_parts(). All parts must be updated, in any order.
+    def start_update(self, gradients: Mapping[torch.Tensor, torch.Tensor] | None = None) -> "Update":
+        """What step() does in parts: everything is checked, and what this returns updates part k of
+        offer_parts(). All parts must be updated, in any order.
 
-        brought: parts whose gradients will come with Update.add_up(); those that their parameters have are
-        not looked at.
+        gradients: by what this rank holds of a parameter, that of its gradient. None where they are not there
+        yet: then nothing about them is checked.
         """
         checks.check_found_inf(self.found_inf, self._device())
         if not self._parts:
             self._parts = [Part((), None)]
-        members = self._members(brought)
-        return Update(self, members, [_options(group, self.found_inf) for group in self.param_groups])
-
-    def _device(self) -> torch.device | None:
-        """Of all parameters; None when there are none."""
-        return next((p.device for group in self.param_groups for p in group["params"]), None)
-
-    def _members(self, brought: Collection[int]) -> list[list[Member]]:
-        """The parameters of this step by part, in their order, once gradients and options are found to be
-        right; all of the parts in `brought`, without gradients.
-        """
-        members: list[list[Member]] = [[] for _ in self._parts]
+        rows: list[list[tuple[int, int, torch.Tensor]]] = [[] for _ in self._parts]
         device = self._device()
         for g, group in enumerate(self.param_groups):
             checks.check_edited_options(g, group, device)
             params = [local_of(p) for p in group["params"]]
-            part_of = [0 if self._part_of is None else self._part_of[p] for p in group["params"]]
-            gradients = [
-                None if k in brought or p.grad is None else local_of(p.grad)
-                for k, p in zip(part_of, group["params"], strict=True)
-            ]
-            bad = checks.find_unusable_gradient(gradients, params)
-            if bad is not None:
-                raise checks.gradient_error(parameter_name(g, bad, group), gradients[bad], params[bad])
-            for i, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
-                k = part_of[i]
-                if gradient is not None or k in brought or self._parts[k].pieces(p):
-                    state = local_state(self.state.get(group["params"][i]))
-                    members[k].append(Member(g, i, p, gradient, state))
-        return members
+            if gradients is not None:
+                self._check_gradients(g, params, [gradients.get(p) for p in params])
+            for i, (own, p) in enumerate(zip(group["params"], params, strict=True)):
+                k = 0 if self._part_of is None else self._part_of[own]
+                rows[k].append((g, i, p))
+        return Update(self, rows, [_options(group, self.found_inf) for group in self.param_groups])
+
+    def _check_gradients(self, g: int, params: list[torch.Tensor], gradients: list) -> None:
+        bad = checks.find_unusable_gradient(gradients, params)
+        if bad is not None:
+            name = parameter_name(g, bad, self.param_groups[g])
+            raise checks.gradient_error(name, gradients[bad], params[bad])
+
+    def _device(self) -> torch.device | None:
+        """Of all parameters; None when there are none."""
+        return next((p.device for group in self.param_groups for p in group["params"]), None)
 
     def _bind(self, part: Part, members: list[Member]) -> None:
         """Have a stage for the members: that of the last step, unless something but gradients has moved."""
@@ -200,9 +204,7 @@ class FusedAdamW(torch.optim.Optimizer):
             )
         for member in members:
             self._check(part, member)
-        items = [self._item(part, member) for member in members]
-        members = [member._replace(state=self._state_of(member)) for member in members]
-        part.build(items, members, stream)
+        part.build([_item(part, member) for member in members], members, stream)
 
     def _check(self, part: Part, member: Member) -> None:
         p = member.parameter
@@ -216,46 +218,52 @@ class FusedAdamW(torch.optim.Optimizer):
         if member.state:
             checks.check_state(name, p, member.state)
 
-    def _state_of(self, member: Member) -> dict[str, torch.Tensor] | None:
-        return local_state(self.state.get(self.param_groups[member.group]["params"][member.position]))
-
-    def _item(self, part: Part, member: Member) -> AdamWItem:
-        p, gradient, state = member.parameter, member.gradient, member.state
-        if not state and gradient is not None:
-            own = self.param_groups[member.group]["params"][member.position]
-            self.state[own] = _initial_state(own)
-            state = self._state_of(member)
-        tensors = [state[key] if state else None for key in checks.STATE]
-        dtype = torch.float32 if gradient is None else gradient.dtype
-        return AdamWItem(p, *tensors, dtype, part.pieces(p))
-
 
 class Update:
-    """A step of FusedAdamW that is taken part by part."""
+    """A step of FusedAdamW that is taken part by part: expect(), and then a call with the gradients."""
 
-    def __init__(self, optimizer: FusedAdamW, members: list[list[Member]], options: list):
-        self._optimizer, self._members, self._options = optimizer, members, options
+    def __init__(self, optimizer: FusedAdamW, rows: list[list[tuple[int, int, torch.Tensor]]], options: list):
+        self._optimizer, self._rows, self._options = optimizer, rows, options
+        self._members: list[list[Member]] = [[] for _ in rows]
+        self._expected: list[Mapping[torch.Tensor, torch.dtype] | None] = [None] * len(rows)
+        self._made: list[dict[torch.Tensor, dict]] = [{} for _ in rows]  # state, until the update is taken
 
-    def __call__(self, k: int) -> None:
-        self._run(k, self._members[k], None)
-
-    def add_up(self, k: int, brought: RankGradients, own: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Part k with the mean of what the ranks have brought.
-
-        own: by parameter, this rank's gradient, contiguous, of the dtype of the others'; without one it is
-        not updated.
+    def expect(self, k: int, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+        """By parameter, what the gradients of part k will be; one without is not updated. All that the part
+        needs is made here, state of a first update too, so that the call only launches.
         """
-        part, members = self._optimizer._parts[k], []
-        for m in self._members[k]:
-            gradient = own.get(m.parameter)
-            if gradient is not None or part.pieces(m.parameter):
-                members.append(m._replace(gradient=gradient))
-        self._run(k, members, brought)
+        optimizer, made = self._optimizer, self._made[k]
+        part, members = optimizer._parts[k], []
+        for g, i, p in self._rows[k]:
+            dtype = dtypes.get(p)
+            if dtype is None and not part.pieces(p):
+                continue
+            own = optimizer.param_groups[g]["params"][i]
+            state = optimizer.state.get(own) or made.get(own)
+            if not state and dtype is not None:
+                state = made[own] = _initial_state(own)
+            members.append(Member(g, i, p, dtype, local_state(state)))
+        optimizer._bind(part, members)
+        self._members[k], self._expected[k] = members, dtypes
 
-    def _run(self, k: int, members: list[Member], brought: RankGradients | None) -> None:
-        part = self._optimizer._parts[k]
-        self._optimizer._bind(part, members)
-        part.run(members, self._options, brought)
+    def __call__(
+        self, k: int, gradients: Mapping[torch.Tensor, torch.Tensor], brought: RankGradients | None = None
+    ) -> None:
+        """Update part k. gradients: by parameter, as they were expected, else that is made up for. brought:
+        those of the other ranks; then the mean of all of them counts.
+        """
+        dtypes = {p: gradient.dtype for p, gradient in gradients.items()}
+        if dtypes != self._expected[k]:
+            self.expect(k, dtypes)
+        members = self._members[k]
+        self._optimizer.state.update(self._made[k])
+        own = [gradients.get(member.parameter) for member in members]
+        self._optimizer._parts[k].run(members, own, self._options, brought)
+
+
+def _item(part: Part, member: Member) -> AdamWItem:
+    tensors = [member.state[key] if member.state else None for key in checks.STATE]
+    return AdamWItem(member.parameter, *tensors, member.dtype or torch.float32, part.pieces(member.parameter))
 
 
 def _initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:

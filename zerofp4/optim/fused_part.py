@@ -15,13 +15,13 @@ from zerofp4.optim.amaxes import AmaxRoute
 
 class Member(NamedTuple):
     """A parameter that a step updates or, without a gradient, only reads for its amaxes: what this rank holds
-    of it, of its gradient and of its state.
+    of it and of its state, and the dtype of its gradient, None without one.
     """
 
     group: int
     position: int
     parameter: torch.Tensor
-    gradient: torch.Tensor | None
+    dtype: torch.dtype | None
     state: dict[str, torch.Tensor] | None
 
 
@@ -33,7 +33,8 @@ class Part:
         self.stage: AdamWStage | None = None
         self._layout: _Layout | None = None
         self._stream = 0
-        self._captured: tuple[AdamWStage, ...] = ()
+        self.captured: tuple[AdamWStage, ...] = ()
+        """What CUDA graphs that were captured read and write, as long as one may be replayed."""
 
     def pieces(self, p: torch.Tensor) -> tuple[MasterPiece, ...]:
         """What the plan has of a parameter."""
@@ -53,8 +54,8 @@ class Part:
         """
         found = self._layout is not None and self._layout.fits(members)
         found = found and (capturing or stream == self._stream)
-        if found and capturing and self.stage not in self._captured:
-            self._captured = (*self._captured, self.stage)  # as long as a graph may be replayed
+        if found and capturing and self.stage not in self.captured:
+            self.captured = (*self.captured, self.stage)
         return found
 
     def build(self, items: Sequence[AdamWItem], members: Sequence[Member], stream: int) -> None:
@@ -64,19 +65,27 @@ class Part:
         self.stage = AdamWStage(items, reduced) if items else None
         self._layout, self._stream = _Layout(members), stream
 
-    def run(self, members: Sequence[Member], options: Sequence, brought: RankGradients | None = None) -> None:
-        """options: adamw_options of each group. brought: of members whose gradients are this rank's own."""
+    def run(
+        self,
+        members: Sequence[Member],
+        gradients: Sequence[torch.Tensor | None],
+        options: Sequence,
+        brought: RankGradients | None = None,
+    ) -> None:
+        """gradients: of the members, of their dtypes. options: adamw_options of each group. brought: of
+        members whose gradients are this rank's own.
+        """
         if self.route is not None:
             self.route.begin()
         if self.stage is not None:
             first = 0
             for g, some in itertools.groupby(members, lambda member: member.group):
-                gradients = [member.gradient for member in some]
-                self.stage.begin(options[g], first, gradients)
-                first += len(gradients)
+                last = first + len(list(some))
+                self.stage.begin(options[g], first, gradients[first:last])
+                first = last
             self.stage.update(brought)
         # As after any update in place, a backward pass through the old values must fail.
-        torch.autograd.graph.increment_version([m.parameter for m in members if m.gradient is not None])
+        torch.autograd.graph.increment_version([m.parameter for m in members if m.dtype is not None])
         if self.route is not None:
             self.route.end()
 
@@ -87,7 +96,7 @@ class _Layout:
     """
 
     def __init__(self, members: Sequence[Member]):
-        self._tensors, self._dtypes = _held(members), _gradient_dtypes(members)
+        self._tensors, self._dtypes = _held(members), [member.dtype for member in members]
         self._numels = list(map(torch.Tensor.numel, self._tensors))
         self._addresses = Addresses({}, {str(i): tensor for i, tensor in enumerate(self._tensors)})
 
@@ -97,7 +106,7 @@ class _Layout:
         return (
             len(tensors) == len(self._tensors)
             and all(map(operator.is_, tensors, self._tensors))
-            and _gradient_dtypes(members) == self._dtypes
+            and [member.dtype for member in members] == self._dtypes
             and list(map(torch.Tensor.numel, tensors)) == self._numels
             and self._addresses.find_moved() is None
         )
@@ -109,7 +118,3 @@ def _held(members: Sequence[Member]) -> list[torch.Tensor]:
         if member.state:
             tensors += [member.state[key] for key in checks.STATE]
     return tensors
-
-
-def _gradient_dtypes(members: Sequence[Member]) -> list[torch.dtype | None]:
-    return [None if member.gradient is None else member.gradient.dtype for member in members]

@@ -63,24 +63,20 @@ class ShardedParameters:
         """With the memory for them, which stays."""
         views: list[torch.Tensor | None] = [None] * len(self.parameters)
         for b, buffer in enumerate(self.buffers):
-            for index, view in zip(buffer.indices, self._gradients_of(b), strict=True):
+            for index, view in zip(buffer.indices, self.gradients_of(b), strict=True):
                 views[index] = view
         return views
 
-    def _gradients_of(self, b: int) -> list[torch.Tensor | None]:
+    def gradients_of(self, b: int) -> list[torch.Tensor | None]:
         """Of buffer b, with the memory for them: the same views in every step."""
         if self._views[b] is None:
             self._views[b] = self.buffers[b].own_views(self.buffers[b].gradients)
         return self._views[b]
 
-    def masters_and_gradients(
-        self, b: int, present: Sequence[bool]
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Of buffer b, with memory for the gradients; None for those of parameters that have none."""
-        indices = self.buffers[b].indices
-        pairs = zip(indices, self._gradients_of(b), strict=True)
-        gradients = [view if present[i] else None for i, view in pairs]
-        return [self.masters[i] for i in indices], gradients
+    def make_gradients(self) -> None:
+        """Have memory for all of them."""
+        for b in range(len(self.buffers)):
+            self.gradients_of(b)
 
     def has_gradients(self) -> bool:
         """Whether there is memory for them by now."""
@@ -179,13 +175,17 @@ class ShardedParameters:
         self._amaxes_from = optimizer
 
     def publish(
-        self, found_inf: torch.Tensor | None = None, update: Callable[[int], None] | None = None
+        self,
+        found_inf: torch.Tensor | None = None,
+        update: Callable[[int], None] | None = None,
+        error: Exception | None = None,
     ) -> None:
         """Cast this rank's masters into the weights and gather the other ranks' slices, in place.
 
         found_inf: float32, one element on the device, which ours begins with; 0 without it. Where an update
         has left the masters as they were, the weights get the bytes that they have.
         update: updates the masters of one buffer, and leaves their amaxes; without it they are as they are.
+        error: what went wrong on this rank, which takes its part, without giving anything, and raises it.
         """
         if found_inf is None:
             self.found_inf.zero_()
@@ -194,7 +194,7 @@ class ShardedParameters:
         if update is None and self._amaxes_from is not None and self._amaxes_from.amaxes_outdated():
             for plan in self._present_plans():
                 plan.begin_update()  # takes them back
-        Publication(self.buffers, self._plans, update).run()
+        Publication(self.buffers, self._plans, update, error).run()
 
     def describe(self, reducer: GradientReducer) -> dict[str, Any]:
         return describe_buckets(self.buffers, self._plans, reducer)

@@ -46,6 +46,8 @@ class ShardedState(torch.optim.Optimizer):
     _watch: ParameterWatch
     _reduced: Snapshot | None
     _steps: int
+    _unheard: Exception | None
+    """What went wrong on this rank alone, and the next step is to tell the others."""
     _weights_follow: bool
     """False from load_state_dict to the next step: weights that were written meanwhile yield to the
     masters.
@@ -58,10 +60,13 @@ class ShardedState(torch.optim.Optimizer):
         copy_options(self.inner.param_groups, self.param_groups)
 
     def _publish(
-        self, found_inf: torch.Tensor | None = None, update: Callable[[int], None] | None = None
+        self,
+        found_inf: torch.Tensor | None = None,
+        update: Callable[[int], None] | None = None,
+        error: Exception | None = None,
     ) -> None:
         try:
-            self._shards.publish(found_inf, update)
+            self._shards.publish(found_inf, update, error)
         finally:
             self._watch.accept_values()
 
@@ -192,7 +197,7 @@ class ShardedState(torch.optim.Optimizer):
             for value in entries.values():
                 if isinstance(value, Piece):
                     value.settle()
-        self._steps, self._reduced = steps, None
+        self._steps, self._reduced, self._unheard = steps, None, None
         self._publish()
         self._weights_follow = False
         for hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -1,6 +1,6 @@
 """ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,10 @@ import torch.distributed as dist
 from zerofp4.distributed import GroupReference, exchange, resolve_group
 from zerofp4.engine import GradientReducer, make_wire
 from zerofp4.optim.bucketed import BucketedStep
-from zerofp4.optim.clipping import clip_arguments, global_norm
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import broadcast_frozen
-from zerofp4.optim.inner import build_inner, give_gradients, step_masters, try_options
+from zerofp4.optim.inner import build_inner, try_options
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
-from zerofp4.optim.options import host_options_hash
 from zerofp4.optim.parameters import (
     amax_group_numbers,
     check_optimizer_class,
@@ -24,13 +22,14 @@ from zerofp4.optim.parameters import (
     parameter_names,
 )
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state import ShardedState, take_over
-from zerofp4.optim.votes import Agreement, Intent, Votes
-from zerofp4.optim.watch import ParameterWatch, Snapshot
+from zerofp4.optim.state import take_over
+from zerofp4.optim.stepping import SteppedOptimizer
+from zerofp4.optim.votes import Votes
+from zerofp4.optim.watch import ParameterWatch
 from zerofp4.tensors import NVFP4Tensor
 
 
-class ZeroFP4Optimizer(ShardedState):
+class ZeroFP4Optimizer(SteppedOptimizer):
     """Any elementwise torch optimizer over sharded FP32 masters of NVFP4, bf16, fp16 and fp32 parameters.
 
     params: parameters or groups of them, as for any torch optimizer, the same on every rank. Group options
@@ -105,7 +104,7 @@ class ZeroFP4Optimizer(ShardedState):
             self._reducer = GradientReducer(self._shards.buffers, group, wire)
             self._bucketed = BucketedStep(self.inner, self._shards, self._reducer)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
-            self._reduced: Snapshot | None = None
+            self._reduced = self._unheard = self._agreed_in_sequence = None
             self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inner, wire.dtype)
             self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
@@ -168,109 +167,18 @@ class ZeroFP4Optimizer(ShardedState):
         with torch.no_grad():
             self._shards.refresh()
 
-    # A step
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients (unless clip_grad_norm_ did), update the masters, publish the weights.
-
-        closure: evaluated once, with gradients enabled; its result is returned. Collective.
-        Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
-        of parameters, or a parameter that was moved, written to or unfrozen; FloatingPointError, with
-        on_nonfinite="raise", for gradients with a NaN or Inf.
-        """
-        loss, gradients, intent, word, error = None, [], None, None, None
-        self._follow_masters()
-        try:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            gradients = self._gradients()
-            if self._reduced is not None:
-                self._reduced.check_unchanged(gradients)
-            intent = self._intent(clip=False, reduce=self._reduced is None)
-            word = self._nonfinite.word(gradients) if intent.reduce else None
-        except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
-            if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
-                raise
-            error = failure
-        agreed = self._vote(gradients, intent, error, word, not self._can_update_in_buckets())
-        in_buckets = not agreed.in_sequence
-        if intent.reduce:
-            self._nonfinite.hear(agreed.nonfinite)
-            if agreed.nonfinite is None and not in_buckets:
-                self._reduce_gradients(gradients)
-                self._nonfinite.look_at_packed()
-            self._nonfinite.raise_if_asked()
-        try:
-            if self._nonfinite.must_leave_out_update():
-                self.found_inf.fill_(1)
-            elif in_buckets:
-                self._step_in_buckets(gradients if intent.reduce else None, agreed.present)
-            else:
-                self._update_masters(agreed.present)
-                self._publish(self._nonfinite.for_update())
-        finally:  # the other ranks, which may have found nothing wrong, count it as well
-            self._reduced = None
-            self._nonfinite.count()
-            self._steps += 1
-        return loss
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Reduce the gradients and scale them so that their norm over all parameters is at most max_norm.
-
-        Returns the norm before that, float32 []. step() uses the scaled gradients, or skips them where they
-        hold a NaN or Inf. Collective.
-        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
-        FloatingPointError as step() does.
-        """
-        gradients, intent, word, snapshot, error = [], None, None, None, None
-        self._follow_masters()
-        try:
-            numbers = clip_arguments(max_norm, norm_type)
-            gradients = self._gradients()
-            if self._reduced is not None:
-                self._reduced.check_unwritten()
-            snapshot = Snapshot(gradients)
-            reduce = self._reduced is None or self._reduced.changed(gradients)
-            intent = self._intent(True, reduce, *numbers)
-            word = self._nonfinite.word(gradients) if reduce else None
-        except BaseException as failure:  # whatever it is, the other ranks must hear of it
-            error = failure
-        agreed = self._vote(gradients, intent, error, word)
-        if intent.reduce:
-            self._reduced = None
-            self._nonfinite.hear(agreed.nonfinite)
-            self._reduce_gradients(gradients)
-            self._nonfinite.look_at_packed()
-            self._nonfinite.raise_if_asked()
-            self._reduced = snapshot
-        total = global_norm(self._shards.buffers, intent.norm_type, self.process_group())
-        # Multiplying by 1 is cheaper than asking the device whether that is all there is to do.
-        scale = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
-        # What no step will use stays as it was packed, for first_nonfinite() to look at.
-        scale.masked_fill_(self._nonfinite.found != 0, 1.0)
-        torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], scale)
-        return total
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ reduced. Ranks that have gradients
-        must call it equally often between steps; no rank waits for another.
-        """
-        self._reduced = None
-        self._cleared += 1
-        super().zero_grad(set_to_none)
-
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.
 
         transport: "collective", or "none" in a world of one. in_buckets: whether each bucket is updated as
-        soon as its gradients are here, and obstacle why not. world_size, bucket_mb. buckets: by bucket its
-        kind, parameters, elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and
-        weights. advice: what would make it faster, or None.
+        soon as its gradients are here, as the ranks agreed in their last step(), and obstacle why not;
+        before the first as this rank sees it. world_size, bucket_mb. buckets: by bucket its kind, parameters,
+        elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and weights. advice: what
+        would make it faster, or None.
         """
         obstacle = self._bucketed.find_obstacle()
+        if obstacle is None and self._agreed_in_sequence:
+            obstacle = "another rank has one"
         several = self._votes.world_size > 1
         return {
             "transport": "collective" if several else "none",
@@ -299,40 +207,3 @@ class ZeroFP4Optimizer(ShardedState):
         waits for the device.
         """
         return self._nonfinite.first_name
-
-    def _gradients(self) -> list[torch.Tensor | None]:
-        gradients = self._watch.gradients(self.param_groups)
-        self._reducer.check(gradients, self._shards.names)
-        return gradients
-
-    def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
-        options = 0 if self._votes.world_size == 1 else host_options_hash(self.param_groups)
-        return Intent(clip, reduce, self._steps, options, self._cleared, *numbers)
-
-    def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
-        self._cleared = 0  # on every rank, whatever comes of the vote
-        return self._votes.agree(gradients, intent, error, word, self.param_groups, in_sequence)
-
-    def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._reducer.reduce(gradients)
-
-    def _can_update_in_buckets(self) -> bool:
-        return self._bucketed.find_obstacle() is None
-
-    def _step_in_buckets(self, gradients: Sequence[torch.Tensor | None] | None, present: list[bool]) -> None:
-        """Reduce gradients, unless they are None and that is done, update and publish, in a pipeline."""
-        self._push_options()
-        self._bucketed.run(gradients, present, lambda update: self._publish(update=update))
-        self._pull_options()
-
-    def _update_masters(self, present: Sequence[bool]) -> None:
-        """Step the inner optimizer with the reduced gradients of the parameters that have one on any rank."""
-        self._push_options()
-        give_gradients(self._shards.masters, self._reduced_gradients(present))
-        step_masters(self.inner, self._nonfinite.for_update())
-        self._pull_options()
-
-    def _reduced_gradients(self, present: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Those of parameters that have one on any rank."""
-        gradients = zip(self._shards.gradients, present, strict=True)
-        return [gradient if somewhere else None for gradient, somewhere in gradients]

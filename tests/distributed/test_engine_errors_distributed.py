@@ -1,0 +1,193 @@
+"""What goes wrong on one rank in a step in buckets: no rank waits, and the step after it is right."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_bytes_equal
+from optim_cases import make_gradients, set_gradients
+
+from distributed.checks_optim import check_weights, model_bytes, parameters_of
+from distributed.run import on_ranks
+from zerofp4 import NVFP4Tensor
+from zerofp4.engine import exchange, flat
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, fused
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+SMALL = 0.003
+"""bucket_mb for several buckets of each kind."""
+
+
+def build(world, cls=FusedAdamW, **options):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, cls, **{"bucket_mb": SMALL, **OPTIONS, **options})
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    return parameters, optimizer
+
+
+def on_rank_1(world, owner, name, error, call=1):
+    """The attribute, as a function which raises on rank 1 in the call of that number and in no other."""
+    original, calls = getattr(owner, name), []
+
+    def replacement(*arguments, **named):
+        calls.append(None)
+        if world.rank == 1 and len(calls) == call:
+            raise error
+        return original(*arguments, **named)
+
+    return mock.patch.object(owner, name, replacement)
+
+
+def raised_by(call):
+    """What it raises, after all ranks are through: a rank that waits for another would not be."""
+    error = None
+    try:
+        call()
+    except Exception as raised:
+        error = raised
+    dist.barrier()
+    return error
+
+
+def assert_told(world, error, mine, message):
+    """Rank 1 has raised its own error; the others, where they know of it by now, that message."""
+    if world.rank == 1:
+        assert error is mine or error.__cause__ is mine, error
+    else:
+        assert isinstance(error, RuntimeError) and message in str(error), error
+
+
+FOUND = "rank 1 found an error, and no rank takes this step"
+ABSTAINED = "another rank could not take part in the cast"
+
+
+@on_ranks(2, 3)
+def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
+    """Of moments, or of the slice that gradients are reduced to."""
+    error = torch.OutOfMemoryError("no memory today")
+    for owner, name, clip in ((fused, "_initial_state", False), (flat.FlatBuffer, "_zeros", True)):
+        parameters, optimizer = build(world)
+        masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
+        with on_rank_1(world, owner, name, error, call=2):
+            call = (lambda o=optimizer: o.clip_grad_norm_(1.0)) if clip else optimizer.step
+            assert_told(world, raised_by(call), error, FOUND)
+        for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+            assert_bytes_equal(now, before, f"{name}: master {i}")
+        for i, (now, before) in enumerate(zip(model_bytes(parameters), weights, strict=True)):
+            assert_bytes_equal(now, before, f"{name}: weight {i}")
+        optimizer.step()
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2, 3)
+def test_an_error_behind_the_vote_holds_up_nobody(world):
+    """The weights of that bucket stay, on every rank; those of the others are their masters."""
+    for what in ("update", "amaxes", "gradients"):
+        parameters, optimizer = build(world)
+        plan, part = optimizer._shards._plans[1], optimizer.inner._parts[1]
+        before = [p.rowwise_data.clone() for p in optimizer._shards.buffers[1].parameters]
+        owner, name, call = {
+            "update": (part, "run", 1),
+            "amaxes": (plan, "leave_amaxes", 1),
+            "gradients": (exchange, "pack", optimizer._reducer._ends[0] + 1),
+        }[what]
+        error = ValueError(f"no {what} today")
+        with on_rank_1(world, owner, name, error, call):
+            raised = raised_by(optimizer.step)
+        if world.device.type == "cpu" or world.rank == 1:  # on a GPU the others hear of it in the next step
+            assert_told(world, raised, error, ABSTAINED)
+        for p, codes in zip(optimizer._shards.buffers[1].parameters, before, strict=True):
+            assert_bytes_equal(p.rowwise_data, codes, f"{what}: codes")
+        if world.device.type == "cpu":
+            optimizer.step()
+            check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_what_nobody_can_hear_of_ends_the_next_step(world):
+    """A weight that is only rounded has no header in which a rank could say that it has none."""
+    parameters, optimizer = build(world)
+    error, b = ValueError("cannot round"), len(optimizer._shards.buffers) - 1
+    with on_rank_1(world, optimizer._shards.buffers[b], "cast", error):
+        raised = raised_by(optimizer.step)
+    assert raised is (error if world.rank == 1 else None)
+    masters = optimizer.gathered_masters()
+    assert_told(world, raised_by(optimizer.step), error, FOUND)
+    for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+        assert_bytes_equal(now, before, f"master {i}")
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, 3)
+def test_an_optimizer_of_the_masters_that_raises_holds_up_nobody(world):
+    parameters, optimizer = build(world, torch.optim.SGD, weight_decay=0.0)
+    before = [p.rowwise_data.clone() if isinstance(p, NVFP4Tensor) else None for p in parameters]
+    error = ValueError("no update today")
+    with on_rank_1(world, optimizer.inner, "step", error):
+        raised = raised_by(optimizer.step)
+    if world.device.type == "cpu" or world.rank == 1:
+        assert_told(world, raised, error, ABSTAINED)
+    for i, (p, codes) in enumerate(zip(parameters, before, strict=True)):
+        if codes is not None:
+            assert_bytes_equal(p.rowwise_data, codes, f"codes {i}")
+    if world.device.type == "cpu":
+        optimizer.step()
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
+    parameters, optimizer = build(world)
+    error = ValueError("cannot pack")
+    with on_rank_1(world, exchange, "pack", error, call=2):
+        raised = raised_by(lambda: optimizer.clip_grad_norm_(1.0))
+    assert raised is (error if world.rank == 1 else None)
+    masters = optimizer.gathered_masters()
+    assert_told(world, raised_by(optimizer.step), error, FOUND)
+    for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+        assert_bytes_equal(now, before, f"master {i}")
+    optimizer.zero_grad()
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_describe_says_what_the_ranks_agreed_on(world):
+    _, optimizer = build(world)
+    optimizer.step()
+    assert optimizer.describe()["in_buckets"]
+    if world.rank == 1:
+        hook = optimizer.inner.register_step_post_hook(lambda *_: None)
+    optimizer.step()
+    described = optimizer.describe()
+    assert not described["in_buckets"]
+    assert ("hooks" in described["obstacle"]) == (world.rank == 1)
+    if world.rank == 1:
+        hook.remove()
+    optimizer.step()
+    assert optimizer.describe()["in_buckets"]
+
+
+@on_ranks(2)
+def test_a_step_after_one_that_was_interrupted(world):
+    """On all ranks at the same place: reductions and messages of the first are on their way."""
+    parameters, optimizer = build(world)
+    part, run = optimizer.inner._parts[1], optimizer.inner._parts[1].run
+
+    def interrupt(*_):
+        part.run = run
+        raise KeyboardInterrupt
+
+    part.run = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+        optimizer.step()
+        check_weights(parameters, optimizer)

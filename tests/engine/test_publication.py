@@ -1,0 +1,105 @@
+"""A publication in which something goes wrong: who takes part in what all the same, and what is raised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zerofp4.distributed import CollectiveError
+from zerofp4.engine import Publication
+
+
+class Recorder:
+    """Stands for a plan or a buffer. faults: by the name of a method, what it raises, or returns (LATE)."""
+
+    def __init__(self, name, done, **faults):
+        self.name, self.done, self.faults = name, done, faults
+        self.parameters = [torch.zeros(2)]
+
+    def _do(self, what):
+        self.done.append(f"{what} {self.name}")
+        outcome = self.faults.get(what)
+        if isinstance(outcome, BaseException) and outcome is not LATE:
+            raise outcome
+        return outcome
+
+    def __getattr__(self, what):
+        return lambda *_: self._do(what)
+
+
+ERROR, LATE = RuntimeError("this rank's own"), RuntimeError("of an earlier step")
+
+
+def publish(*plans, dense=None, error=None, prepare=None):
+    """Three buckets of which the last is rounded: what was done, the buffers, and what was raised."""
+    done = []
+    plans = [Recorder(str(i), done, **faults) for i, faults in enumerate(plans)]
+    buffers = [Recorder(str(i), done) for i in range(len(plans))]
+    buffers.append(Recorder(str(len(plans)), done, **(dense or {})))
+    raised = None
+    try:
+        Publication(buffers, [*plans, None], prepare, error).run()
+    except RuntimeError as failure:
+        raised = failure
+    return done, buffers, raised
+
+
+def collectives(done):
+    return [entry for entry in done if entry.split()[0] in ("start_step", "abstain", "start_gather")]
+
+
+WHOLE = ["start_step 0", "start_step 1", "start_gather 0", "start_gather 1", "start_gather 2"]
+
+
+def test_all_is_well():
+    done, buffers, raised = publish({}, {})
+    assert raised is None and collectives(done) == WHOLE
+    assert "cast 2" in done and "post 1" in done and buffers[2].parameters[0]._version == 1
+
+
+@pytest.mark.parametrize("fault", ["leave_amaxes", "prepare", "start_step", "finish_step", "post"])
+def test_a_bucket_that_fails_takes_its_part(fault):
+    def prepare(b):
+        if fault == "prepare" and b == 1:
+            raise ERROR
+
+    done, buffers, raised = publish({}, {fault: ERROR}, prepare=prepare)
+    assert raised is ERROR and not hasattr(raised, "unheard")
+    joined = fault in ("start_step", "finish_step", "post")  # a start_step() that raises has joined
+    assert collectives(done) == [
+        entry if joined else entry.replace("start_step 1", "abstain 1") for entry in WHOLE
+    ]
+    assert ("finish_step 1" in done) == (fault in ("finish_step", "post"))
+    assert ("post 1" in done) == (fault == "post") and "post 0" in done and "cast 2" in done
+    assert buffers[2].parameters[0]._version == 1
+
+
+def test_what_failed_before_publishes_nothing():
+    done, _, raised = publish({}, {}, error=ERROR)
+    assert raised is ERROR and not hasattr(raised, "unheard")
+    assert collectives(done) == [entry.replace("start_step", "abstain") for entry in WHOLE]
+    assert not {entry.split()[0] for entry in done} & {"cast", "finish_step", "post", "leave_amaxes"}
+
+
+def test_nobody_hears_of_a_bucket_that_is_rounded():
+    error = RuntimeError("cannot round")
+    done, buffers, raised = publish({}, dense={"cast": error})
+    assert raised is error and raised.unheard and "start_gather 1" in done
+    assert buffers[1].parameters[0]._version == 1
+
+
+def test_the_first_error_is_this_ranks_own():
+    """Not what it hears of others, nor what came of an earlier step."""
+    heard = RuntimeError("another rank")
+    assert publish({"start_step": LATE})[2] is LATE
+    assert publish({"start_step": LATE, "finish_step": heard}, {})[2] is heard
+    _, _, raised = publish({"start_step": LATE, "finish_step": heard}, {"post": ERROR})
+    assert raised is ERROR and raised.__cause__ is LATE
+
+
+def test_a_collective_that_fails_ends_it():
+    gone = CollectiveError("gathering weights failed")
+    done, buffers, raised = publish({"finish_step": ERROR}, {"finish_step": gone})
+    assert raised is ERROR and raised.__cause__ is gone
+    assert "start_gather 2" not in done and buffers[2].parameters[0]._version == 1
+    assert publish({}, {"finish_step": gone})[2] is gone

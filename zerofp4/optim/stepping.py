@@ -1,0 +1,206 @@
+"""A step of a ZeRO optimizer: what is agreed on before it, and what is done then."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zerofp4.engine import Failures, GradientReducer
+from zerofp4.optim.bucketed import BucketedStep, PreparedStep
+from zerofp4.optim.clipping import clip_arguments, global_norm
+from zerofp4.optim.inner import give_gradients, step_masters
+from zerofp4.optim.nonfinite import NonfiniteGradients
+from zerofp4.optim.options import host_options_hash
+from zerofp4.optim.state import ShardedState
+from zerofp4.optim.votes import Agreement, Intent, Votes
+from zerofp4.optim.watch import Snapshot
+
+
+class SteppedOptimizer(ShardedState):
+    """An optimizer whose masters are sharded: the half of ZeroFP4Optimizer that takes steps.
+
+    A rank that finds something wrong says so in the vote, and no rank takes the step. What goes wrong behind
+    the vote, on one rank, is raised there at the end: until then it takes its part in what the ranks do
+    together.
+    """
+
+    _reducer: GradientReducer
+    _bucketed: BucketedStep
+    _votes: Votes
+    _nonfinite: NonfiniteGradients
+    _cleared: int
+    _agreed_in_sequence: bool | None
+    """What the ranks agreed on in the last step; None before the first."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients (unless clip_grad_norm_ did), update the masters, publish the weights.
+
+        closure: evaluated once, with gradients enabled; its result is returned. Collective.
+        Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
+        of parameters, or a parameter that was moved, written to or unfrozen; FloatingPointError, with
+        on_nonfinite="raise", for gradients with a NaN or Inf.
+        """
+        loss, gradients, intent, word, prepared, error = None, [], None, None, None, None
+        self._follow_masters()
+        try:
+            self._tell_unheard()
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            gradients = self._gradients()
+            if self._reduced is not None:
+                self._reduced.check_unchanged(gradients)
+            intent = self._intent(clip=False, reduce=self._reduced is None)
+            word = self._nonfinite.word(gradients) if intent.reduce else None
+            prepared = self._prepare(gradients, intent.reduce)
+        except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
+            if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
+                raise
+            error = failure
+        agreed = self._vote(gradients, intent, error, word, prepared is None)
+        self._agreed_in_sequence = agreed.in_sequence
+        failures = Failures()
+        if intent.reduce:
+            self._nonfinite.hear(agreed.nonfinite)
+            if agreed.nonfinite is None and agreed.in_sequence:
+                self._reduce_and_look(gradients, failures)
+            self._nonfinite.raise_if_asked()
+        try:
+            if self._nonfinite.must_leave_out_update():
+                self.found_inf.fill_(1)
+            elif agreed.in_sequence:
+                self._step_in_sequence(agreed.present, failures)
+            else:
+                self._step_in_buckets(prepared, agreed.present)
+        except Exception as failure:
+            if getattr(failure, "unheard", False):
+                self._unheard = failure
+            raise
+        finally:  # the other ranks, which may have found nothing wrong, count it as well
+            self._reduced = None
+            self._nonfinite.count()
+            self._steps += 1
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Reduce the gradients and scale them so that their norm over all parameters is at most max_norm.
+
+        Returns the norm before that, float32 []. step() uses the scaled gradients, or skips them where they
+        hold a NaN or Inf. Collective.
+        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
+        FloatingPointError as step() does.
+        """
+        gradients, intent, word, snapshot, error = [], None, None, None, None
+        self._follow_masters()
+        try:
+            self._tell_unheard()
+            numbers = clip_arguments(max_norm, norm_type)
+            gradients = self._gradients()
+            if self._reduced is not None:
+                self._reduced.check_unwritten()
+            snapshot = Snapshot(gradients)
+            reduce = self._reduced is None or self._reduced.changed(gradients)
+            intent = self._intent(True, reduce, *numbers)
+            word = self._nonfinite.word(gradients) if reduce else None
+            self._shards.make_gradients()
+        except BaseException as failure:  # whatever it is, the other ranks must hear of it
+            error = failure
+        agreed = self._vote(gradients, intent, error, word)
+        failures = Failures()
+        if intent.reduce:
+            self._reduced = None
+            self._nonfinite.hear(agreed.nonfinite)
+            self._reduce_and_look(gradients, failures)
+            self._nonfinite.raise_if_asked()
+            self._reduced = None if failures.errors else snapshot
+        total = global_norm(self._shards.buffers, intent.norm_type, self.process_group())
+        if failures.errors:  # the others have a norm that is of no use, and hear of it before they use it
+            self._unheard = failures.errors[0]
+            raise self._unheard
+        # Multiplying by 1 is cheaper than asking the device whether that is all there is to do.
+        scale = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
+        # What no step will use stays as it was packed, for first_nonfinite() to look at.
+        scale.masked_fill_(self._nonfinite.found != 0, 1.0)
+        torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], scale)
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ reduced. Ranks that have gradients
+        must call it equally often between steps; no rank waits for another.
+        """
+        self._reduced = None
+        self._cleared += 1
+        super().zero_grad(set_to_none)
+
+    # Before the vote
+
+    def _tell_unheard(self) -> None:
+        error, self._unheard = self._unheard, None
+        if error is not None and self._votes.world_size > 1:
+            raise RuntimeError(
+                f"this rank could not finish its part of an earlier call: {type(error).__name__}: {error}"
+            ) from error
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        gradients = self._watch.gradients(self.param_groups)
+        self._reducer.check(gradients, self._shards.names)
+        return gradients
+
+    def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
+        options = 0 if self._votes.world_size == 1 else host_options_hash(self.param_groups)
+        return Intent(clip, reduce, self._steps, options, self._cleared, *numbers)
+
+    def _can_update_in_buckets(self) -> bool:
+        return self._bucketed.find_obstacle() is None
+
+    def _prepare(self, gradients: Sequence[torch.Tensor | None], reduce: bool) -> PreparedStep | None:
+        """Have what the step needs; None for one that does one thing after the other."""
+        if not self._can_update_in_buckets():
+            self._shards.make_gradients()
+            return None
+        self._push_options()
+        return self._bucketed.prepare(gradients, reduce)
+
+    def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
+        self._cleared = 0  # on every rank, whatever comes of the vote
+        return self._votes.agree(gradients, intent, error, word, self.param_groups, in_sequence)
+
+    # Behind it
+
+    def _reduce_and_look(self, gradients: Sequence[torch.Tensor | None], failures: Failures) -> None:
+        with failures:
+            self._reduce_gradients(gradients)
+            self._nonfinite.look_at_packed()
+        if self._votes.world_size == 1:
+            failures.raise_first()
+
+    def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._reducer.reduce(gradients)
+
+    def _step_in_buckets(self, prepared: PreparedStep, present: Sequence[bool]) -> None:
+        """Reduce gradients, unless that is done, update and publish, in a pipeline."""
+        self._bucketed.run(prepared, present, lambda update: self._publish(update=update))
+        self._pull_options()
+
+    def _step_in_sequence(self, present: Sequence[bool], failures: Failures) -> None:
+        """Update and publish, of which nothing has an effect on a rank that could not reduce."""
+        if not failures.errors:
+            with failures:
+                self._update_masters(present)
+        if self._votes.world_size == 1:
+            failures.raise_first()
+        self._publish(self._nonfinite.for_update(), error=failures.errors[0] if failures.errors else None)
+
+    def _update_masters(self, present: Sequence[bool]) -> None:
+        """Step the inner optimizer with the reduced gradients of the parameters that have one on any rank."""
+        self._push_options()
+        give_gradients(self._shards.masters, self._reduced_gradients(present))
+        step_masters(self.inner, self._nonfinite.for_update())
+        self._pull_options()
+
+    def _reduced_gradients(self, present: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Those of parameters that have one on any rank."""
+        gradients = zip(self._shards.gradients, present, strict=True)
+        return [gradient if somewhere else None for gradient, somewhere in gradients]
