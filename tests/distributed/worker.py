@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -87,6 +88,22 @@ def _forget_meshes() -> None:
     getattr(getattr(redistribute, "_gen_transform_infos", None), "cache_clear", lambda: None)()
     topology = sys.modules["torch.distributed.tensor._collective_utils"].MeshTopoInfo
     getattr(topology.build_from_mesh, "cache_clear", lambda: None)()
+    if _schemas_leak():
+        for mesh in gc.get_objects():
+            if type(mesh) is sys.modules["torch.distributed.device_mesh"].DeviceMesh:
+                mesh._pg_registry.clear()
+
+
+def _schemas_leak() -> bool:
+    """Whether this torch, as 2.11 does, never frees what an operator on DTensors looked at, its mesh too."""
+    import torch
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+
+    strategy = OpStrategy([])
+    freed = weakref.ref(strategy)
+    OpSchema(torch.ops.aten.clone.default, (strategy,), {})
+    del strategy
+    return freed() is not None
 
 
 def _run(function: str, arguments: dict, world) -> tuple[str, bytes]:
