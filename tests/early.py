@@ -42,9 +42,7 @@ def is_skipped(item: pytest.Item) -> bool:
 
 
 class Early:
-    """Works one after another, as many at once as half of the cores; one that is asked for before its turn has
-    it now.
-    """
+    """Works one after another, on half of the cores; one that is asked for before its turn has it now."""
 
     def __init__(self):
         self._folder = TemporaryDirectory(prefix="zerofp4-early-")
