@@ -27,7 +27,7 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
     """ZeroFP4Optimizer.step() with FusedAdamW and its parts, and those of a bf16 ZeRO-1 step.
 
     Both begin with gradients on every rank, and end with weights on every rank. Those of bf16 lie in one flat
-    buffer, which its reduce-scatter needs no copy of; ours are where autograd put them.
+    buffer, which its reduce-scatter needs no copy of; ours are where a backward pass leaves them.
     """
     shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
     timer = Timer(session, world, options.repeats)
@@ -113,8 +113,8 @@ def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float |
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
         parameters, zerofp4.optim.FusedAdamW, bucket_mb=bucket_mb, **ARGUMENTS
     )
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, **options).mul_(1e-2)
+    for parameter in parameters:  # by autograd, whose gradients the optimizer puts where they travel from
+        torch.autograd.backward(parameter, torch.randn(parameter.shape, **options).mul_(1e-2))
     gradients = [parameter.grad for parameter in parameters]
 
     def clipped() -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4 import distributed
-from zerofp4.engine import exchange, flat
+from zerofp4.engine import flat, gradients
 from zerofp4.launch import World
 from zerofp4.optim import ZeroFP4Optimizer, piece, state, stepping
 
@@ -63,7 +63,7 @@ def failing(function: Callable, kind: str, call: int = 1) -> Callable:
 def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optimizer) -> None:
     """In the middle of the stage: the first bucket of gradients travels, the first pieces are written."""
     targets = {
-        "reduce": (exchange, "pack", 2),
+        "reduce": (gradients.FlatGradients, "take", 2),
         "norm": (stepping, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
         "gather": (flat.PackedBuffer, "start_gather", 1),

@@ -11,14 +11,11 @@ from optim_cases import make_gradients, set_gradients
 
 from distributed.checks_optim import averaged, check_weights, model_bytes, parameters_of
 from distributed.run import on_ranks
-from zerofp4.engine import exchange
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
-BUCKETS = (1e-4, 1 << 20), (0.003, 0), (None, 4096)
-"""bucket_mb and exchange.DIRECT_BYTES: every parameter alone and in several stretches, all of it packed; two
-or three together, all sent from where they are; all of a kind, long ones sent so.
-"""
+BUCKETS = 1e-4, 0.003, None
+"""bucket_mb: every parameter alone and in several stretches; two or three together; all of a kind."""
 
 
 class InSequence(FusedAdamW):
@@ -62,12 +59,8 @@ def gradients_of(world, parameters, step):
 
 @on_ranks(1, 2, 3, 4)
 def test_the_bytes_of_a_step_in_sequence(world):
-    models, before = [build(world, InSequence)], exchange.DIRECT_BYTES
-    try:
-        for bucket_mb, exchange.DIRECT_BYTES in BUCKETS:
-            models.append(build(world, FusedAdamW, bucket_mb=bucket_mb))
-    finally:
-        exchange.DIRECT_BYTES = before
+    models = [build(world, InSequence)]
+    models += [build(world, FusedAdamW, bucket_mb=bucket_mb) for bucket_mb in BUCKETS]
     for step in range(5):
         for parameters, optimizer in models:
             set_gradients(parameters, gradients_of(world, parameters, step))

@@ -13,7 +13,7 @@ from optim_cases import make_gradients, set_gradients
 from distributed.checks_optim import check_weights, model_bytes, parameters_of
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.engine import exchange, flat
+from zerofp4.engine import flat, gradients
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, fused
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -92,7 +92,7 @@ def test_an_error_behind_the_vote_holds_up_nobody(world):
         owner, name, call = {
             "update": (part, "run", 1),
             "amaxes": (plan, "leave_amaxes", 1),
-            "gradients": (exchange, "pack", optimizer._reducer._ends[0] + 1),
+            "gradients": (gradients.FlatGradients, "take", 2),
         }[what]
         error = ValueError(f"no {what} today")
         with on_rank_1(world, owner, name, error, call):
@@ -142,8 +142,8 @@ def test_an_optimizer_of_the_masters_that_raises_holds_up_nobody(world):
 @on_ranks(2)
 def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
     parameters, optimizer = build(world)
-    error = ValueError("cannot pack")
-    with on_rank_1(world, exchange, "pack", error, call=2):
+    error = ValueError("cannot be taken")
+    with on_rank_1(world, gradients.FlatGradients, "take", error, call=2):
         raised = raised_by(lambda: optimizer.clip_grad_norm_(1.0))
     assert raised is (error if world.rank == 1 else None)
     masters = optimizer.gathered_masters()

@@ -31,6 +31,7 @@ from distributed.checks_optim import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
+from zerofp4.engine import GradientViews
 from zerofp4.optim import ZeroFP4Optimizer
 
 
@@ -239,13 +240,14 @@ def test_ranks_that_own_nothing(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type):
+@pytest.mark.parametrize(("norm_type", "wire"), [(1.0, None), (2.0, torch.float32), (math.inf, None)])
+def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire):
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0)
-    for bucket in optimizer._reducer._stretches:
-        bucket.sent.fill_(math.nan)
-        bucket.received.fill_(math.nan)  # what lies between parameters must not get into the norm
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, gradient_wire=wire)
+    for stretch in optimizer._reducer._stretches:  # what lies between parameters must not get into the norm
+        stretch.received.fill_(math.nan)
+        if not isinstance(stretch.source, GradientViews):
+            stretch.here.fill_(math.nan)
     before = optimizer.gathered_masters()
     set_gradients(parameters, make_gradients(parameters, world.rank))
     means = [averaged(p.grad) for p in parameters]

@@ -5,9 +5,10 @@ exchange, its weights one gather in place, and a step works on one bucket while 
 """
 
 from zerofp4.engine.description import describe_buckets
-from zerofp4.engine.exchange import Brought, GradientReducer, is_sendable
+from zerofp4.engine.exchange import Brought, GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
+from zerofp4.engine.gradients import FlatGradients, GradientViews, is_sendable
 from zerofp4.engine.partition import build_buffers
 from zerofp4.engine.publication import Publication
 from zerofp4.engine.wire import BUCKET_MB, Wire, gradient_dtype, make_wire
@@ -19,7 +20,9 @@ __all__ = [
     "DenseBuffer",
     "Failures",
     "FlatBuffer",
+    "FlatGradients",
     "GradientReducer",
+    "GradientViews",
     "PackedBuffer",
     "Publication",
     "Wire",

@@ -26,6 +26,10 @@ class Wire(NamedTuple):
         dtypes = {gradient_dtype(parameter) for parameter in parameters}
         return self.dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
+    def keeps(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether the gradients of all these travel as autograd makes them."""
+        return {gradient_dtype(parameter) for parameter in parameters} == {self.dtype_of(parameters)}
+
     def nbytes(self, parameter: torch.Tensor) -> int:
         """Of its gradient on its way, in a bucket where all gradients have its dtype."""
         return parameter.numel() * self.dtype_of([parameter]).itemsize

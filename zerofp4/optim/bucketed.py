@@ -65,7 +65,7 @@ class BucketedStep:
         """
         update, gradients, brought = prepared
         if gradients is not None:
-            self._reducer.begin(gradients, brought)
+            self._reducer.begin(gradients)
 
         def update_bucket(b: int) -> None:
             if b in brought:

@@ -43,7 +43,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is their own
     dtype, that of the parameter unless its grad_dtype says another by now, and wider ones raise TypeError.
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together (default 256); the memory
-    for it is four times as large. Weights are gathered by the same buckets.
+    for what is received is twice as large. Weights are gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; its moments are not taken.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
@@ -54,7 +54,9 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     updates this rank's masters, casts them and all-gathers the weights in place: 4-bit codes for NVFP4
     weights. With FusedAdamW all of that is done bucket by bucket, so that one is updated while others travel;
     describe() says what a step does. A parameter that has a gradient on no rank is skipped as torch.optim
-    skips it; where only some ranks have one, the others count as zeros. p.grad is read, never written.
+    skips it; where only some ranks have one, the others count as zeros. p.grad is never written; but in
+    a world of several ranks a backward pass leaves it as a view of memory from which it travels, unless it is
+    rounded on its way, and the next one writes there again: clone what is to be kept.
 
     The masters are the truth. They begin as rank 0's values (what get_high_precision_init_val() has, else the
     parameter's), and from then on the weights are the masters rounded or quantized, on every rank: load a

@@ -1,0 +1,109 @@
+"""Gradients in flat memory: p.grad are views of it, so that nothing is packed before it travels."""
+
+import functools
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.engine.flat import FlatBuffer
+from zerofp4.storage import dispatches
+
+
+def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether its memory holds its elements one after the other, as they travel."""
+    return (
+        gradient.dtype == dtype
+        and not dispatches(gradient)
+        and gradient.is_contiguous()
+        and not gradient.is_neg()
+        and not gradient._is_zerotensor()
+    )
+
+
+class FlatGradients:
+    """The gradients of all parameters of a buffer, this rank's alone, in its layout.
+
+    flat: [world_size, slice_numel], of any floating dtype. Others may write to it between two calls of
+    take().
+    """
+
+    def __init__(self, buffer: FlatBuffer, flat: torch.Tensor):
+        self.flat, self._buffer = flat, buffer
+        views = buffer.whole_views(flat.view(-1))
+        self._views = [view.view(p.shape) for view, p in zip(views, buffer.parameters, strict=True)]
+        self._gaps = _between(flat.view(-1), buffer.offsets, [view.numel() for view in views])
+
+    def own_views(self, rank: int) -> dict[int, torch.Tensor]:
+        """By the position of the parameter, what lies in this rank's slice of it, 1D."""
+        views = zip(self._buffer.indices, self._buffer.own_views(self.flat[rank]), strict=True)
+        return {i: view for i, view in views if view is not None}
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Of all trainable parameters: those of this buffer are in `flat` afterwards, rounded to its dtype,
+        None as zeros.
+        """
+        zeros, destinations, sources = list(self._gaps), [], []
+        for view, index in zip(self._views, self._buffer.indices, strict=True):
+            gradient = gradients[index]
+            if gradient is None:
+                zeros.append(view)
+            elif not _is_same_memory(view, gradient):
+                destinations.append(view)
+                sources.append(gradient)
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if sources:
+            torch._foreach_copy_(destinations, sources)
+
+
+class GradientViews(FlatGradients):
+    """Memory in which gradients stay: what a backward pass leaves in p.grad is moved there, and p.grad is a
+    view of it from then on, to which later passes add where it is.
+
+    Only a plain gradient is moved: one that has a graph of its own, and what a user assigns, stay as they are
+    and are copied by take(). Whoever keeps a p.grad past the next backward pass clones it, since its memory
+    is written to again.
+
+    The parameters hold no reference to the memory, whose end is that of this object and its views.
+    """
+
+    def __init__(self, buffer: FlatBuffer, dtype: torch.dtype):
+        shape = buffer.world_size, buffer.slice_numel
+        super().__init__(buffer, torch.zeros(shape, dtype=dtype, device=buffer.device))
+        self._gaps = []  # nobody else writes there
+        me = weakref.ref(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            handles = [
+                parameter.register_post_accumulate_grad_hook(functools.partial(_move, me, view))
+                for parameter, view in zip(buffer.parameters, self._views, strict=True)
+            ]
+        weakref.finalize(self, _remove, handles).atexit = False
+
+
+def _between(flat: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """What lies in `flat` before, between and behind stretches of it."""
+    ends = [0, *(offset + size for offset, size in zip(offsets, sizes, strict=True))]
+    return [flat[end:begin] for end, begin in zip(ends, [*offsets, flat.numel()], strict=True) if end < begin]
+
+
+def _is_same_memory(view: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return gradient.data_ptr() == view.data_ptr() and is_sendable(gradient, view.dtype)
+
+
+def _move(owner: "weakref.ref[GradientViews]", view: torch.Tensor, parameter: torch.Tensor) -> None:
+    """What a backward pass left in the gradient of a parameter to its place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+        if owner() is None or gradient is None or gradient.requires_grad:
+            return
+        if is_sendable(gradient, view.dtype) and not _is_same_memory(view, gradient):
+            with torch.no_grad():
+                view.copy_(gradient)
+            # Another object each time, with a version of its own: it is another gradient.
+            parameter.grad = view.data
+
+
+def _remove(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
