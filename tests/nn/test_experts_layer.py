@@ -20,7 +20,7 @@ COUNT, HIDDEN, INNER, TOKENS = 4, 64, 48, 36
 class Plain(nn.Module):
     """What transformers writes, with what it says of the layout."""
 
-    has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm = True, False, False, True, False
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
 
     def __init__(self, device="cpu"):
         super().__init__()
@@ -49,13 +49,23 @@ class Transposed(Plain):
     is_transposed = True
 
 
+class Normed(Plain):
+    has_post_expert_norm = True
+
+
+class NotNormed(Plain):
+    """As versions of transformers write it that know such a norm."""
+
+    has_post_expert_norm = False
+
+
 def takes_experts(module, name):
     return name.endswith("_proj")
 
 
-def converted(device, filter_fn=takes_experts):
+def converted(device):
     model = nn.ModuleDict({"experts": Plain(device)})
-    report = zerofp4.convert_model(model, filter_fn, layers=True)
+    report = zerofp4.convert_model(model, takes_experts, layers=True)
     return model["experts"], report
 
 
@@ -119,12 +129,20 @@ def test_copies_and_classes():
             assert_bytes_equal(again(x, index, weights).detach(), expected.detach(), "a copy")
 
 
+def layers_of(experts, filter_fn=takes_experts):
+    model = nn.ModuleDict({"experts": experts})
+    report = zerofp4.convert_model(model, filter_fn, layers=True)
+    assert isinstance(model["experts"], Experts) == bool(report.layers)
+    return report.layers, len(report.converted)
+
+
 def test_what_stays_as_it_is():
-    experts, report = converted("cpu", lambda module, name: name.endswith("down_proj"))
-    assert report.converted == ["experts.down_proj"] and report.layers == [] and type(experts) is Plain
-    model = nn.ModuleDict({"experts": Transposed()})
-    report = zerofp4.convert_model(model, takes_experts, layers=True)
-    assert len(report.converted) == 2 and report.layers == [] and type(model["experts"]) is Transposed
+    assert layers_of(Plain(), lambda module, name: name.endswith("down_proj")) == ([], 1)
+    assert layers_of(Transposed()) == layers_of(Normed()) == ([], 2)
+
+
+def test_versions_of_transformers_with_a_norm_and_without():
+    assert layers_of(Plain()) == layers_of(NotNormed()) == (["experts"], 2)
 
 
 def test_a_recipe_that_names_the_experts():
