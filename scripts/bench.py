@@ -47,7 +47,6 @@ import torch
 from benchmarking import chart, instructions, tables
 from benchmarking.checkpoints import checkpoint
 from benchmarking.clock import keep_freed_memory
-from benchmarking.fsdp2 import draw as draw_fsdp2
 from benchmarking.fsdp2 import fsdp2
 from benchmarking.megatron import megatron
 from benchmarking.operations import OPERATIONS, SHOWN
@@ -145,8 +144,8 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 def add_fsdp2_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scale", type=at_least(1), help="divides the dimensions of the layers (default: 1, CPU 64)")
-    add("--repeats", type=at_least(1), default=20, help="steps per median (default: 20)")
-    add("--layers", type=at_least(1), default=8, help="of the model (default: 8)")
+    add("--repeats", type=at_least(1), default=10, help="groups of 4 steps per median (default: 10)")
+    add("--layers", type=at_least(1), help="of each model (default: 8 of Llama-3-8B's, 28 of the other)")
     add("--tokens", type=at_least(1), default=1024, help="in a rank's batch (default: 1024)")
     add_output(parser)
 
@@ -216,7 +215,7 @@ def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> 
                 path = save(result, options.output, world.device.type)
                 tables.print_tables(result)
                 print(f"wrote {path}", flush=True)
-                picture = draw_fsdp2(options.output, result) if run is fsdp2 else None
+                picture = chart.draw_comparison(options.output, result)
                 if picture is not None:
                     print(f"wrote {picture}", flush=True)
     finally:
@@ -236,10 +235,12 @@ def count_instructions(folder: Path) -> int:
 
 
 def draw(folder: Path) -> None:
-    charts = chart.draw(folder, [result for _, result in tables.load(folder)])
+    results = [result for _, result in tables.load(folder)]
+    charts = chart.draw(folder, results)
     if charts is None:
         print("no chart: matplotlib is not installed (the extra `train` has it)")
-    for path in charts or ():
+        return
+    for path in (*charts, *filter(None, (chart.draw_comparison(folder, result) for result in results))):
         print(f"wrote {path}")
 
 

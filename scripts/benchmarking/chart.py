@@ -1,4 +1,4 @@
-"""The picture of result files: percent of the copy ceiling as horizontal bars, targets marked."""
+"""Pictures of result files as horizontal bars with targets: percent of the copy ceiling, and comparisons."""
 
 from pathlib import Path
 
@@ -11,7 +11,15 @@ GAP, MARGIN = 0.6, 0.6  # between workloads, and from a panel's ends to its oute
 
 
 def chart_path(folder: Path, result: dict) -> Path:
-    return folder / f"percent_of_copy_{'cuda' if result['threads'] is None else 'cpu'}.png"
+    return folder / f"percent_of_copy_{device_type(result)}.png"
+
+
+def comparison_path(folder: Path, result: dict) -> Path:
+    return folder / f"{result['benchmark']}_{device_type(result)}.png"
+
+
+def device_type(result: dict) -> str:
+    return "cuda" if result["threads"] is None else "cpu"
 
 
 def color(row: dict) -> str:
@@ -134,3 +142,34 @@ def legend(rows: list[dict]) -> list:
     if any(map(has_mark, rows)):
         handles.append(Line2D([], [], color=TARGET, linewidth=2, label="target"))
     return handles
+
+
+def draw_comparison(folder: Path, result: dict) -> Path | None:
+    """Of steps of fully_shard, the figures of ours over those of bf16; None of others, and without
+    matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    if not result["benchmark"].startswith("fsdp2_"):
+        return None
+    rows = [row for row in result["rows"] if "_over_bf16/" in row["name"]]
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(rows) + 1.4), dpi=130, layout="constrained")
+    names = [row["name"].rpartition("/")[0].replace("_over_bf16", "").replace("/", ", ") for row in rows]
+    bars = axes.barh(names, [row[row["kind"]] for row in rows], color=OURS, height=0.6)
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    for place, row in enumerate(rows):
+        if row["target"] is not None:
+            axes.vlines(row["target"], place - 0.4, place + 0.4, color=TARGET, linewidth=2)
+    axes.axvline(1.0, color=PEER, zorder=0)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"over the same with bf16 weights (a target: red), {result['device']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    path = comparison_path(folder, result)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path

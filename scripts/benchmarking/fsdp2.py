@@ -2,59 +2,43 @@
 
 import argparse
 import gc
-from pathlib import Path
+import statistics
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.nn import functional as F
 
+import zerofp4
+from benchmarking.decoder import LLAMA_8B, QWEN_1_5B, Decoder, Shape
 from benchmarking.session import Session
 from benchmarking.steps import MEGABYTES, Timer
 from zerofp4.integrations import fsdp2 as integration
 from zerofp4.launch import World
-from zerofp4.tensors import NVFP4Tensor
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS = 4096, 14336, 32, 8  # of Llama-3-8B
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-KEEPS = {"reshard": True, "keep": False}
-"""What reshard_after_forward is, by what rows call it."""
-GATHER, STEP, PEAK = 0.35, 1.0, {"reshard": 1.03, "keep": 0.95}
-RESIDENT = 0.51
-"""Bytes of a converted parameter of which rows and scales are there."""
+STEPS = 4
+"""That follow each other without waiting for the device, as in training: what is timed at once."""
 
+CASES = {"reshard": (LLAMA_8B, True), "keep": (LLAMA_8B, False), "1.5b": (QWEN_1_5B, True)}
+"""The model and its reshard_after_forward, by what rows call both."""
 
-class Block(nn.Module):
-    """A layer of Llama-3-8B without rotations, its dimensions divided by `scale`."""
-
-    def __init__(self, scale: int):
-        super().__init__()
-        hidden, intermediate = HIDDEN // scale, INTERMEDIATE // scale
-        self.heads = max(HEADS // scale, KV_HEADS), KV_HEADS
-        kv = hidden // self.heads[0] * KV_HEADS
-        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
-        self.query, self.output = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
-        self.key, self.value = (nn.Linear(hidden, kv, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
-        self.down = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = self.norms[0](x)
-        sizes = zip((self.query, self.key, self.value), (self.heads[0], *self.heads[1:] * 2), strict=True)
-        query, key, value = (
-            layer(given).unflatten(-1, (heads, -1)).transpose(-3, -2) for layer, heads in sizes
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.output(mixed.transpose(-3, -2).flatten(-2))
-        given = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(given)) * self.up(given))
+TARGETS = {
+    "reshard/gather": 0.35,
+    "reshard/tokens": 1.0,
+    "reshard/peak": 1.03,
+    "keep/gather": 0.35,
+    "keep/peak": 0.95,
+}
+RESIDENT = {"rows": 0.51, "rows_and_columns": 1.02}
+"""Bytes of a converted parameter while it is gathered."""
 
 
 class TimedGather(DefaultAllGather):
-    """torch's all-gather, which says how long it took on its stream, and counts what it brought."""
+    """torch's all-gather, which says how long each took on its stream, and counts what they brought."""
 
     def __init__(self):
         self.bytes = 0
@@ -71,119 +55,153 @@ class TimedGather(DefaultAllGather):
         self._events.append(events)
         return work
 
-    def take(self) -> tuple[float, int]:
-        """Milliseconds and bytes since the last time. Waits for the device."""
-        for _, end in self._events:
-            end.synchronize()
-        found = sum(begin.elapsed_time(end) for begin, end in self._events), self.bytes
+    def clear(self) -> None:
         self._events, self.bytes = [], 0
-        return found
+
+    def milliseconds(self) -> float:
+        """All of them together, each on the rank that came to it last: the others' times have their waiting
+        in them. The device is done with them.
+        """
+        if not self._events:
+            return 0.0
+        times = [begin.elapsed_time(end) for begin, end in self._events]
+        shortest = torch.tensor(times, dtype=torch.float64, device="cuda")
+        dist.all_reduce(shortest, dist.ReduceOp.MIN)
+        return shortest.sum().item()
 
 
 def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
     """Steps of a sharded model of Llama-3-8B's layers, gathered in 4 bits and in bf16, resharded or kept.
 
     FP32 masters, bf16 parameters and products, gradients reduced in FP32, torch's fused AdamW. `gather` is
-    the time in the all-gathers of the layers, their streams' own, in one step on rank 0.
+    the time in the all-gathers of the layers in one step, on their stream, and `gather_total` in those of all
+    parameters. 1.5b is a whole model of smaller layers.
     """
     timer = Timer(session, world, options.repeats)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
-    for keep in KEEPS:
-        ours = measure(timer, options, mesh, keep, is_ours=True)
-        theirs = measure(timer, options, mesh, keep, is_ours=False)
-        for part, most in (("step", STEP), ("gather", GATHER), ("peak", PEAK[keep])):
-            if ours.get(part) and theirs.get(part):
-                timer.ratio(f"{keep}/{part}", ours[part], theirs[part], most)
+    for case, (shape, reshards) in CASES.items():
+        shape = shape.reduced(options.scale, options.layers)
+        ours = measure(timer, options.tokens, mesh, case, shape, reshards, is_ours=True)
+        theirs = measure(timer, options.tokens, mesh, case, shape, reshards, is_ours=False)
+        compare(timer, case, ours, theirs)
+    count_resident(timer, mesh, LLAMA_8B.reduced(options.scale, 1))
 
 
 def measure(
-    timer: Timer, options: argparse.Namespace, mesh: DeviceMesh, keep: str, *, is_ours: bool
+    timer: Timer, tokens: int, mesh: DeviceMesh, case: str, shape: Shape, reshards: bool, *, is_ours: bool
 ) -> dict[str, float]:
-    session, world = timer.session, timer.world
-    gc.collect()  # the model of the last call is full of cycles
-    if session.clock.is_cuda:
-        torch.cuda.empty_cache()
-    name = keep if is_ours else f"{keep}_bf16"
+    """Adds the rows of one model, and returns what is to be compared."""
+    device, is_cuda = timer.device, timer.session.clock.is_cuda
+    name, how = (case, "gathered in 4 bits") if is_ours else (f"{case}_bf16", "gathered in bfloat16")
+    before = free_memory(device)
     torch.manual_seed(0)
-    with world.device:
-        model = nn.Sequential(*(Block(options.scale) for _ in range(options.layers)))
-        x = torch.randn(1, options.tokens, HIDDEN // options.scale, dtype=torch.bfloat16)
-    gather = TimedGather()
-    if is_ours:
-        integration.prepare(model)
-    for block in model:
-        fully_shard(block, mesh=mesh, mp_policy=POLICY, reshard_after_forward=KEEPS[keep])
-        block.set_custom_all_gather(gather)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=KEEPS[keep])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    if is_ours:
-        integration.attach(model, optimizer)
-    gathers = []
+    with device:
+        model = Decoder(shape)
+    x = batch_of(shape, tokens, device)
+    blocks, others = TimedGather(), TimedGather()
+    optimizer = shard(model, mesh, reshards, is_ours)
+    for block in model.blocks:
+        block.set_custom_all_gather(blocks)
+    model.set_custom_all_gather(others)
+    times: list[tuple[float, float]] = []
 
-    def step() -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        gathers.append(gather.take())
+    def steps() -> None:
+        blocks.clear(), others.clear()
+        for _ in range(STEPS):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    found = {}
-    if session.clock.is_cuda:
-        torch.cuda.reset_peak_memory_stats(world.device)
-    how = "gathered in 4 bits" if is_ours else "gathered in bfloat16"
-    found["step"] = timer.ms(f"{name}/step", step, f"forward, backward and optimizer, {how}")
-    tokens = options.tokens * world.world_size / (found["step"] / 1e3)
-    session.count(f"{name}/tokens/{timer.places}", "tokens_per_second", tokens, f"of all ranks, {how}")
-    if session.clock.is_cuda:
-        times = sorted(ms for ms, _ in gathers[1:])
-        found["gather"] = times[len(times) // 2]
-        rule = f"in the all-gathers of a step, {how}"
-        session.count(f"{name}/gather/{timer.places}", "milliseconds", found["gather"], rule)
-        found["peak"] = torch.cuda.max_memory_allocated(world.device) / MEGABYTES
-        session.count(f"{name}/peak/{timer.places}", "megabytes", found["peak"], f"allocated, {how}")
-    rule = f"brought to each rank by the all-gathers of a step, {how}"
-    session.count(f"{name}/gathered/{timer.places}", "megabytes", gathers[-1][1] / MEGABYTES, rule)
-    if is_ours:
-        count_resident(timer, model, x, f"{name}/resident")
+    def note() -> None:
+        times.append((blocks.milliseconds() / STEPS, others.milliseconds() / STEPS))
+
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    rule = f"forward, backward and optimizer, {how}, one of {STEPS} that follow each other"
+    step = timer.ms(f"{name}/step", steps, rule, parts=STEPS, after=note)
+
+    def count(part: str, kind: str, value: float, rule: str) -> float:
+        timer.session.count(f"{name}/{part}/{timer.places}", kind, value, f"{rule}, {how}")
+        return value
+
+    rate = tokens * timer.world.world_size / (step / 1e3)
+    found = {"tokens": count("tokens", "tokens_per_second", rate, "of all ranks")}
+    if is_cuda:
+        peak = (torch.cuda.max_memory_allocated(device) - before) / MEGABYTES
+        found["peak"] = count("peak", "megabytes", peak, "allocated for model, optimizer and steps")
+        of_blocks = statistics.median(part for part, _ in times)
+        rule = "in the all-gathers of the layers in a step, without waiting for other ranks"
+        found["gather"] = count("gather", "milliseconds", of_blocks, rule)
+        if shape.vocabulary:
+            of_all = statistics.median(map(sum, times))
+            found["gather_total"] = count(
+                "gather_total", "milliseconds", of_all, "the same of all parameters"
+            )
+    rule = "brought to each rank by the all-gathers of the layers in a step"
+    found["gathered"] = count("gathered", "megabytes", blocks.bytes / STEPS / MEGABYTES, rule)
     return found
 
 
-def count_resident(timer: Timer, model: nn.Module, x: torch.Tensor, name: str) -> None:
-    """Bytes of the tensors that layers multiply, while all of them are gathered."""
-    for block in model:
+def batch_of(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
+    if shape.vocabulary:
+        return torch.randint(shape.vocabulary, (1, tokens), device=device)
+    return torch.randn(1, tokens, shape.hidden, device=device, dtype=torch.bfloat16)
+
+
+def free_memory(device: torch.device) -> int:
+    """What is allocated once the model of before is gone, which is full of cycles."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def shard(model: Decoder, mesh: DeviceMesh, reshards: bool, is_ours: bool) -> torch.optim.Optimizer:
+    if is_ours:
+        integration.prepare(model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=POLICY, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=reshards)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    if is_ours:
+        integration.attach(model, optimizer)
+    return optimizer
+
+
+def compare(timer: Timer, case: str, ours: dict[str, float], theirs: dict[str, float]) -> None:
+    for part in (part for part in ours if theirs[part]):  # one rank alone gathers nothing
+        target = TARGETS.get(f"{case}/{part}") if timer.session.clock.is_cuda else None
+        kind, rule = "ratio", f"{part} of ours over that of bf16"
+        if part == "tokens":
+            kind, rule = "speedup", "tokens a second of ours over those of bf16"
+        name, value = f"{case}/{part}_over_bf16/{timer.places}", ours[part] / theirs[part]
+        timer.session.count(name, kind, value, rule, target=target)
+
+
+def count_resident(timer: Timer, mesh: DeviceMesh, shape: Shape) -> None:
+    """What layers multiply, while it is gathered: of torch's linear layers, of ours, and of bf16."""
+    is_cuda = timer.session.clock.is_cuda
+    for name, linear in (("rows", nn.Linear), ("rows_and_columns", zerofp4.nn.Linear), ("bf16", nn.Linear)):
+        free_memory(timer.device)
+        with timer.device:
+            model = Decoder(shape, linear)
+        optimizer = shard(model, mesh, False, name in RESIDENT)
+        block = model.blocks[0]
+        sharded = free_memory(timer.device)
         block.unshard()
-    weights = [p for p in model.parameters() if isinstance(p, NVFP4Tensor)]
-    elements = sum(weight.numel() for weight in weights)
-    held = sum(weight.nbytes for weight in weights)
-    for block in model:
+        gathered = free_memory(timer.device)
+        weights = [p for p in block.parameters() if p.dim() == 2]
+        numel = sum(weight.numel() for weight in weights)
+
+        def count(part: str, held: int, rule: str, target: float | None = None) -> None:
+            place = f"{part}/{name}/{timer.places}"  # noqa: B023
+            timer.session.count(place, "bytes_per_parameter", held / numel, rule, target=target)  # noqa: B023
+
+        target = RESIDENT.get(name) if is_cuda else None
+        rule = "gathered weights: codes and scales" if name in RESIDENT else "gathered weights in bfloat16"
+        count("resident", sum(weight.nbytes for weight in weights), rule, target)
+        if is_cuda:
+            count("allocated", gathered - sharded, "what a gather allocates until resharding: no scales")
         block.reshard()
-    rule = "codes and scales of gathered weights, rows only"
-    target = RESIDENT if timer.session.clock.is_cuda else None
-    timer.session.count(f"{name}/{timer.places}", "bytes_per_parameter", held / elements, rule, target=target)
-
-
-def draw(folder: Path, result: dict) -> Path | None:
-    """The picture of a result: ours over bf16, in bars; None without matplotlib or where there is nothing to
-    draw.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    rows = [row for row in result["rows"] if "_over_bf16/" in row["name"]]
-    if not rows:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1.4))
-    names = [row["name"].rpartition("/")[0].replace("_over_bf16", "").replace("/", ", ") for row in rows]
-    bars = axes.barh(names[::-1], [row["ratio"] for row in rows][::-1], color="#1f5fa8", height=0.6)
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.axvline(1.0, color="#b9bec6")
-    axes.set_xlabel(f"of what fully_shard takes with bf16 parameters, {result['device']}")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    path = folder / f"{result['benchmark']}.png"
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+        del model, block, optimizer, weights

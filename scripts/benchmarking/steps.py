@@ -45,9 +45,24 @@ class Timer:
         self.device = session.device
         self.places = f"{world.world_size}x{self.device.type}"
 
-    def ms(self, name: str, run: Callable[[], object], rule: str) -> float:
-        times = [self._once(run) for _ in range(WARM_UP + self.repeats)][WARM_UP:]
-        longest = torch.tensor(times, device=self.device)
+    def ms(
+        self,
+        name: str,
+        run: Callable[[], object],
+        rule: str,
+        *,
+        parts: int = 1,
+        after: Callable[[], object] | None = None,
+    ) -> float:
+        """parts: equal ones that `run` has, of which one is timed. after: what is done after each that
+        counts, not timed, once the device is done.
+        """
+        times = []
+        for index in range(WARM_UP + self.repeats):
+            times.append(self._once(run) / parts)
+            if after is not None and index >= WARM_UP:
+                after()
+        longest = torch.tensor(times[WARM_UP:], device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         found = statistics.median(longest.tolist())
         self.session.count(f"{name}/{self.places}", "milliseconds", found, rule)

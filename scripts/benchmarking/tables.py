@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarking.budgets import budget
-from benchmarking.chart import chart_path
+from benchmarking.chart import chart_path, comparison_path
 from benchmarking.operations import SHOWN
 from benchmarking.selection import selected
 from benchmarking.session import RESULTS, ROOT
@@ -201,6 +201,10 @@ def docs_section() -> str:
             shown.add(chart)
             link = Path("..", chart.relative_to(ROOT))
             parts.append(f"![Percent of the copy ceiling on {result['device']}]({link})")
+        picture = comparison_path(RESULTS, result)
+        if picture.exists():
+            link = Path("..", picture.relative_to(ROOT))
+            parts.append(f"![{result['benchmark']}: ours over bf16]({link})")
         parts.append(markdown(path, result))
     return "\n\n".join(parts)
 

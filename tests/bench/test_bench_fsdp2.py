@@ -23,14 +23,21 @@ def test_both_ways_to_gather(tmp_path):
     result = json.loads((tmp_path / "fsdp2_2_ranks_cpu.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
     assert result["settings"] == {"scale": 64, "repeats": 1, "layers": 2, "tokens": 4}
-    for keep, gathers in (("reshard", 2), ("keep", 1)):  # in the forward and in the backward pass
-        ours, theirs = rows[f"{keep}/step/2xcpu"], rows[f"{keep}_bf16/step/2xcpu"]
-        expected = ours["milliseconds"] / theirs["milliseconds"]
-        assert rows[f"{keep}/step_over_bf16/2xcpu"]["ratio"] == pytest.approx(expected)
-        assert rows[f"{keep}/resident/2xcpu"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256, abs=1e-3)
-        converted, norms = 2 * (4 * 64 * 64 + 3 * 64 * 224), 2 * 2 * 64
-        for name, bits in ((keep, 4), (f"{keep}_bf16", 16)):
+    shapes = {
+        "layers": (2 * (4 * 64 * 64 + 3 * 64 * 224), 64),
+        "1.5b": (2 * (4 * 24 * 24 + 3 * 24 * 140), 24),
+    }
+    for case, shape, gathers in (("reshard", "layers", 2), ("keep", "layers", 1), ("1.5b", "1.5b", 2)):
+        converted, hidden = shapes[shape]  # gathers: in the forward and in the backward pass
+        ours, theirs = (rows[f"{name}/tokens/2xcpu"] for name in (case, f"{case}_bf16"))
+        expected = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        assert rows[f"{case}/tokens_over_bf16/2xcpu"]["speedup"] == pytest.approx(expected)
+        assert ours["tokens_per_second"] * rows[f"{case}/step/2xcpu"]["milliseconds"] == pytest.approx(8e3)
+        for name, bits in ((case, 4), (f"{case}_bf16", 16)):
             moved = rows[f"{name}/gathered/2xcpu"]["megabytes"] * 1e6
-            assert moved == pytest.approx(gathers * (converted * bits / 8 + norms * 2)), name
+            assert moved == pytest.approx(gathers * (converted * bits / 8 + 4 * hidden * 2)), name
+    for name, nbytes in (("rows", 0.5 + 1 / 256), ("rows_and_columns", 1 + 1 / 128), ("bf16", 2)):
+        held = rows[f"resident/{name}/2xcpu"]["bytes_per_parameter"]
+        assert held == pytest.approx(nbytes, abs=1e-3), name
     assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
-    assert (tmp_path / "fsdp2_2_ranks.png").exists()
+    assert (tmp_path / "fsdp2_2_ranks_cpu.png").exists()

@@ -94,6 +94,46 @@ def test_the_section_of_the_docs_has_tables_of_times_and_of_counts(tmp_path, mon
     ]
 
 
+def test_the_picture_of_a_comparison_is_drawn_and_shown(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "name": "keep/step/2xcuda",
+            "target": None,
+            "kind": "milliseconds",
+            "milliseconds": 2.0,
+            "rule": "n",
+        },
+        {"name": "keep/peak_over_bf16/2xcuda", "target": 0.95, "kind": "ratio", "ratio": 0.9, "rule": "n"},
+        {
+            "name": "keep/tokens_over_bf16/2xcuda",
+            "target": 1.0,
+            "kind": "speedup",
+            "speedup": 1.2,
+            "rule": "n",
+        },
+    ]
+    content = {
+        "benchmark": "fsdp2_2_ranks",
+        "device": "D",
+        "threads": None,
+        "copy_gbps": 4000.0,
+        "rows": rows,
+    }
+    for benchmark in ("fsdp2_2_ranks", "step_2_ranks"):
+        found = json.dumps(content | {"benchmark": benchmark})
+        (tmp_path / f"{benchmark}_cuda.json").write_text(found)
+    for module in (tables, session):
+        monkeypatch.setattr(module, "ROOT", tmp_path.parent)
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    bench.draw(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.png")] == ["fsdp2_2_ranks_cuda.png"]
+    lines = tables.docs_section().splitlines()
+    assert lines[0] == f"![fsdp2_2_ranks: ours over bf16](../{tmp_path.name}/fsdp2_2_ranks_cuda.png)"
+    assert "| keep/peak_over_bf16/2xcuda | 0.900x | at most 0.95x: met | n |" in lines
+    assert "| keep/tokens_over_bf16/2xcuda | 1.20x | at least 1x: 1.20x, met | n |" in lines
+
+
 def row_named(name: str, **more) -> dict:
     timed = {"ms": 1.0, "gbps": 1.0, "percent_of_copy": 1.0, "rule": "n", "kind": "percent_of_copy"}
     return {"name": name, "target": None, **timed, **more}
@@ -105,6 +145,8 @@ def test_targets_and_peers_are_shown_first():
     target, peer = row_named("quantize_1d/16384", target=75), row_named("peer/16384", times_ours=2.0)
     rows = [*plain, target, peer]
     assert selected(rows) == [*plain[:-2], target, peer]
+    ratio = {"name": "step_over_bf16/2xcuda", "target": None, "kind": "ratio", "ratio": 0.9, "rule": "n"}
+    assert selected([*plain, ratio]) == [*plain[:-1], ratio]
     many = [row_named(f"quantize/{i}", target=1) for i in range(MOST_ROWS + 2)]
     assert selected([*plain, *many]) == many
 
