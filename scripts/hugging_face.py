@@ -63,6 +63,12 @@ def make_model(file: Path, vocabulary: int) -> nn.Module:
     return model
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Those that it repeats: of its lists of modules, the one with most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=()))
+
+
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy, in nats per token, of int64 [batch, length]."""
     logits = model(input_ids=tokens, use_cache=False).logits

@@ -1,5 +1,6 @@
 """What scripts/train.py shows and leaves behind: progress, metrics as JSON lines, a picture of the losses."""
 
+import collections
 import contextlib
 import json
 import os
@@ -31,7 +32,8 @@ class Recorder:
         """done: steps of an earlier run that this one goes on with, whose rows stay."""
         self.kind = kind
         self.steps = steps
-        self.rows: list[dict] = keep_rows(metrics_file(out, kind), done) if active and done else []
+        earlier = keep_rows(metrics_file(out, kind), done) if active and done else []
+        self.rows = collections.deque(earlier, max(1, steps // 20))  # the last ones: no run grows by its rows
         self.active = active
         self.print_every = max(1, steps // 10)
         self.validation = ""

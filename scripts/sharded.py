@@ -3,6 +3,7 @@ optimizer, of one of torch's.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,10 +20,18 @@ from zerofp4.testing import verify_weights
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def shard(model: nn.Module, blocks: nn.ModuleList, converted: bool, world: World) -> None:
-    """Cut a float32 model, a group of parameters to a block. converted: linear layers travel in 4 bits."""
+def shard(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    converted: bool,
+    takes: Callable[[nn.Module, str], bool] | None,
+    world: World,
+) -> None:
+    """Cut a float32 model, a group of parameters to a block. converted: linear layers travel in 4 bits, those
+    that the filter takes.
+    """
     if converted:
-        fsdp2.prepare(model, lambda module, name: name != "head")
+        fsdp2.prepare(model, takes)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=POLICY, reshard_after_forward=False)
@@ -70,7 +79,8 @@ class ShardedMixin:
 
     def verify(self) -> dict[str, int]:
         """verify_model() of what layers compute with. Collective."""
-        masters = {name: value.full_tensor() for name, value in self.model.state_dict().items()}
+        state = self.model.state_dict()  # which has buffers, and tied parameters under each of their names
+        masters = {name: state[name].full_tensor() for name, _ in self.model.named_parameters()}
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in modules:
             module.unshard()

@@ -34,7 +34,9 @@ import torch
 import torch.distributed as dist
 from checkpoints import CheckpointError, Checkpoints, digest, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
-from hugging_face import ConfigError, loss_of, make_model
+from hugging_face import ConfigError, layers_of, loss_of, make_model
+from memory import Memory
+from memory import describe as describe_memory
 from report import KINDS, Recorder, draw, write_summary
 from sharded import ByName, shard, sharded
 from text import Batches, Text, TextTooShortError
@@ -110,22 +112,22 @@ def build(
     averages its errors out.
     """
     torch.manual_seed(options.seed)
-    quantizes = RECIPES[options.recipe] is not None
+    quantizes, is_sharded = RECIPES[options.recipe] is not None, options.parallel == "fsdp2"
     if options.config is not None:
         model = make_model(Path(options.config), vocabulary).to(world.device)
-        for parameter in model.parameters():  # buffers, such as rotary frequencies, stay as they are
-            parameter.data = parameter.data.bfloat16()
-        if kind == "nvfp4":  # all but the output layer, and embeddings
-            zerofp4.convert_model(model, layers=quantizes)
+        blocks, takes = layers_of(model), None  # all but the output layer, and embeddings
     else:
         linear = zerofp4.nn.Linear if quantizes else nn.Linear
-        model = GPT(PRESETS[options.preset], vocabulary, linear).to(world.device, torch.bfloat16)
-        if kind == "nvfp4" and options.parallel == "zero":
-            zerofp4.convert_model(model, filter_fn=lambda module, name: name != "head")
+        model = GPT(PRESETS[options.preset], vocabulary, linear).to(world.device)
+        blocks, takes = model.blocks, lambda module, name: name != "head"
+    for parameter in model.parameters():  # buffers, such as rotary frequencies, stay as they are
+        parameter.data = parameter.data.bfloat16()
+    if kind == "nvfp4" and not is_sharded:
+        zerofp4.convert_model(model, takes, layers=quantizes and options.config is not None)
     optimizer_class, defaults = OPTIMIZERS[options.optimizer]
     defaults = {**defaults, "lr": options.lr}
-    if options.parallel == "fsdp2":
-        shard(model.float(), model.blocks, kind == "nvfp4", world)
+    if is_sharded:
+        shard(model.float(), blocks, kind == "nvfp4", takes, world)
         groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
         optimizer = sharded(optimizer_class)(groups, **defaults)
         optimizer.begin(model, kind == "nvfp4", options.micro_batches)
@@ -201,8 +203,8 @@ class Progress:
         self.first_seconds = self.first_seconds or seconds
 
     def summary(self, rows: list[dict], tokens: int) -> dict:
-        """rows: of all steps on rank 0. tokens: in a step."""
-        losses = [row["loss"] for row in rows[-max(1, self.options.steps // 20) :]]
+        """rows: of the last steps. tokens: in a step."""
+        losses = [row["loss"] for row in rows]
         others = (self.training_seconds - self.first_seconds) or self.first_seconds
         return {
             "steps": self.step,
@@ -233,6 +235,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     progress.resume()
     start = time.perf_counter() - progress.seconds
     skipped_in_a_row = 0
+    memory = Memory(world.device, options.steps)
     with Recorder(options.out, kind, options.steps, world.rank == 0, progress.step) as recorder:
         for step in range(progress.step + 1, options.steps + 1):
             step_start = time.perf_counter()
@@ -267,16 +270,18 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
             if step % validate_every == 0 or step == options.steps or stop:
                 row["validation_loss"] = validate(model, text, options, world)
             recorder.record(row)
+            memory.note(step)
             progress.save_if_due(bool(stop))
             if stop:
                 interrupt.asked = True
                 break
     return {
-        **(summary := progress.summary(recorder.rows, tokens)),
+        **(summary := progress.summary(list(recorder.rows), tokens)),
         "validation_loss_per_byte": summary["validation_loss"] / text.bytes_per_token,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "verified": optimizer.verify() if options.parallel == "fsdp2" else verify_model(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
+        "peak_memory_mb": memory.of_all_ranks(),
     }
 
 
@@ -300,7 +305,8 @@ def describe(kind: str, result: dict, text: Text, world: World) -> str:
         f"{result['first_step_seconds']:.1f} s and the others at {rate}\n"
         f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
         f"{others} others the rounded FP32 masters\n"
-        f"  all-gathered per step: {traffic}"
+        f"  all-gathered per step: {traffic}\n"
+        f"  {describe_memory(result['peak_memory_mb'])}"
     )
 
 

@@ -96,8 +96,8 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             parser.error(f"argument --config: {error}")
         if options.recipe != "none" and options.weights != "nvfp4":
             parser.error(f"argument --recipe: {options.recipe} with --config takes --weights nvfp4")
-        if options.parallel == "fsdp2":
-            parser.error("argument --parallel: fsdp2 trains the presets, not the model of a --config")
+        if options.recipe != "none" and options.parallel == "fsdp2":
+            parser.error(f"argument --recipe: {options.recipe} with --config takes --parallel zero")
     if context is not None and options.sequence_length > context:
         parser.error(
             f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "

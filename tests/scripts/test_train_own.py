@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 
 import hugging_face
+import memory
 import pytest
 import torch
 import train
@@ -103,6 +105,50 @@ def test_a_configuration_of_transformers(tmp_path, book, recipe):
 
 
 @needs_transformers
+@pytest.mark.heavy
+def test_a_configuration_of_transformers_in_fully_shard(tmp_path, book):
+    """Its layers are groups of parameters; an output layer that is the embedding too stays what it is."""
+    config = write_config(tmp_path, num_hidden_layers=2, tie_word_embeddings=True)
+    options = ["--config", config, "--corpus", book, "--steps", "4", "--parallel", "fsdp2", "--lr", "0.01"]
+    options += ["--checkpoint-every", "2"]
+    finished = train_here(tmp_path / "run", *options)
+    assert finished.status == 0, finished.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["runs"]["nvfp4"]["verified"] == {"nvfp4_weights": 14, "other_weights": 6}
+    assert all(
+        len(parts) == 4 and min(parts) > 0 for parts in summary["runs"]["nvfp4"]["peak_memory_mb"].values()
+    )
+    numbers = read_numbers(tmp_path / "run")
+    assert numbers[-1][1] < numbers[0][1]
+    (tmp_path / "run" / "checkpoints-nvfp4" / "step-00000004" / "manifest.json").unlink()
+    again = train_here(tmp_path / "run", *options, "--resume", "auto")
+    assert again.status == 0 and "goes on from step 2" in again.output, again.output
+    assert read_numbers(tmp_path / "run") == numbers
+
+
+def test_memory_is_said_by_tenths_of_the_steps(monkeypatch):
+    held = iter(range(1000, 2000))
+    monkeypatch.setattr(memory, "STATM", Statm(lambda: f"9999 {next(held)} 7"))
+    found = memory.Memory(torch.device("cpu"), 25)
+    for step in range(1, 26):
+        found.note(step)
+    ends = [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert found.peaks == {"host": [(999 + end) * page / 1e6 for end in ends]}
+    said = memory.describe({"device": [5.0, 4.0, 4.5], "host": [1.0]})
+    assert said.endswith("device 4.0 and 4.5 MB, host 1.0 and 1.0 MB")
+    assert memory.describe({}).endswith("no steps")
+
+
+class Statm:
+    def __init__(self, read_text):
+        self.read_text = read_text
+
+    def exists(self) -> bool:
+        return True
+
+
+@needs_transformers
 def test_rotary_frequencies_stay_in_float32(tmp_path):
     config = write_config(tmp_path)
     options = train.parse_options(["--config", config, "--sequence-length", "32"])
@@ -153,6 +199,7 @@ def test_configurations_that_cannot_be_read(tmp_path, monkeypatch, capsys, conte
     [
         (["--sequence-length", "49"], "49 is longer than the context of"),
         (["--sequence-length", "8", "--recipe", "nvfp4", "--weights", "bf16"], "takes --weights nvfp4"),
+        (["--sequence-length", "8", "--recipe", "nvfp4", "--parallel", "fsdp2"], "takes --parallel zero"),
     ],
 )
 def test_options_that_do_not_go_with_a_configuration(tmp_path, capsys, options, message):
