@@ -1,7 +1,6 @@
 """Training steps of FSDP2 with gathers in 4 bits, beside those of fully_shard with bfloat16 parameters."""
 
 import argparse
-import gc
 import statistics
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 import zerofp4
 from benchmarking.decoder import LLAMA_8B, QWEN_1_5B, Decoder, Shape
 from benchmarking.session import Session
-from benchmarking.steps import MEGABYTES, Timer
+from benchmarking.steps import MEGABYTES, Timer, free_memory
 from zerofp4.integrations import fsdp2 as integration
 from zerofp4.launch import World
 
@@ -146,15 +145,6 @@ def batch_of(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
     if shape.vocabulary:
         return torch.randint(shape.vocabulary, (1, tokens), device=device)
     return torch.randn(1, tokens, shape.hidden, device=device, dtype=torch.bfloat16)
-
-
-def free_memory(device: torch.device) -> int:
-    """What is allocated once the model of before is gone, which is full of cycles."""
-    gc.collect()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(device)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, reshards: bool, is_ours: bool) -> torch.optim.Optimizer:

@@ -1,14 +1,13 @@
 """What Megatron-Core's distributed optimizer does with NVFP4 weights, beside its own bf16 weights."""
 
 import argparse
-import gc
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarking.session import Session
-from benchmarking.steps import Timer
+from benchmarking.steps import Timer, free_memory
 from benchmarking.workloads import llama_sizes
 from zerofp4.integrations import megatron as hook
 from zerofp4.launch import World
@@ -32,7 +31,6 @@ def megatron(session: Session, options: argparse.Namespace, world: World) -> Non
     timer = Timer(session, world, options.repeats)
     with hook.install():
         ours = measure(timer, shapes, nvfp4=True)
-        gc.collect()  # hooks hold the model, and bf16 needs the room
         theirs = measure(timer, shapes, nvfp4=False)
     timer.ratio("publish", ours["publish"], theirs["publish"], MOST)
     rule = "step of ours over that of bf16; AdamW, which both do, is most of it"
@@ -42,7 +40,8 @@ def megatron(session: Session, options: argparse.Namespace, world: World) -> Non
 def measure(timer: Timer, shapes: list[tuple[int, int]], *, nvfp4: bool) -> dict[str, float]:
     """Milliseconds of publish and step."""
     suffix = "" if nvfp4 else "_bf16"
-    with timer.peak(f"memory{suffix}", "weights, gradients, masters and moments included"):
+    before = free_memory(timer.device)
+    with timer.peak(f"memory{suffix}", "weights, gradients, masters and moments included", before):
         model, optimizer = build(shapes, timer.device, nvfp4)
         parts = optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import statistics
 import sys
@@ -107,14 +108,14 @@ class Timer:
         self.session.count(f"{part}_over_bf16/{self.places}", "ratio", ours / theirs, rule, target=target)
 
     @contextlib.contextmanager
-    def peak(self, name: str, beside: str) -> Iterator[None]:
-        """Report the most memory that was allocated meanwhile."""
+    def peak(self, name: str, beside: str, before: int = 0) -> Iterator[None]:
+        """Report the most memory that was allocated meanwhile. before: bytes of something else in it."""
         if self.device.type == "cpu":
             yield
             return
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        held = torch.cuda.max_memory_allocated(self.device) / MEGABYTES
+        held = (torch.cuda.max_memory_allocated(self.device) - before) / MEGABYTES
         self.session.count(f"{name}/{self.places}", "megabytes", held, f"peak on rank 0, {beside}")
 
 
@@ -213,6 +214,15 @@ def measure_bf16(timer: Timer, shapes: list[tuple[int, int]]) -> dict[str, float
         found["update"] = timer.ms("update_bf16", update, "torch's fused AdamW, cast, all-gather")
         found["publish"] = timer.ms("publish_bf16", publish, "cast and all-gather")
     return found
+
+
+def free_memory(device: torch.device) -> int:
+    """What is allocated once the model of before is gone, which is full of cycles."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager
