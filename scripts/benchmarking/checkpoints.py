@@ -30,6 +30,7 @@ def checkpoint(session: Session, options: argparse.Namespace, world: World) -> N
     what is read was written just before, so that the system's cache has it. Memory is what a rank peaked at
     above what it held before a save or load, in percent of its part of the state, the most of any rank and
     repeat: on the host resident memory, whose peak the kernel is told to forget; on the GPU torch's count.
+    The optimizer has clipped, and so it has memory for FP32 gradients, in which new masters wait.
     """
     shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
     folder = [str(options.folder or tempfile.mkdtemp(prefix="zerofp4-bench-")) if world.rank == 0 else None]
@@ -54,6 +55,7 @@ def optimizer_state(shapes: list[tuple[int, int]], world: World) -> dict:
     optimizer = zerofp4.optim.ZeroFP4Optimizer(named, zerofp4.optim.FusedAdamW, lr=1e-4)
     for _, parameter in named:
         parameter.grad = torch.full(parameter.shape, 1e-3, **options)
+    optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
     return {"optimizer": optimizer}
@@ -128,7 +130,8 @@ class Timer:
 def resume(state: dict, folder: Path) -> None:
     """A load into an optimizer that has taken no step, as after a restart."""
     if "optimizer" in state:
-        state["optimizer"].inner.state.clear()
+        inner = state["optimizer"].inner
+        inner.load_state_dict({**inner.state_dict(), "state": {}})  # which nothing keeps
     dcp.load(state, checkpoint_id=folder)
 
 

@@ -46,6 +46,8 @@ class Piece(torch.Tensor):
     start: int
     home: Home | None
     allocate: Callable[[], torch.Tensor] | None
+    space: torch.Tensor | None
+    """Memory that a load has set aside for `loaded`."""
     loaded: torch.Tensor | None
     asked: bool
     received: list[Part] | None
@@ -63,7 +65,8 @@ class Piece(torch.Tensor):
         properties = {"dtype": values.dtype, "device": values.device}
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.allocate = values, start, home, allocate
-        piece.loaded, piece.asked, piece.live, piece.label = None, False, live, None
+        piece.space, piece.loaded, piece.asked = None, None, False
+        piece.live, piece.label = live, None
         piece.received = []
         return piece
 
@@ -97,7 +100,7 @@ class Piece(torch.Tensor):
 
     def settle(self) -> None:
         """What was loaded are its values from now on."""
-        self.values, self.loaded, self.asked = self.present(), None, False
+        self.values, self.loaded, self.space, self.asked = self.present(), None, None, False
 
     # torch.distributed.checkpoint
 
@@ -124,13 +127,18 @@ class Piece(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list:
-        """Only a load asks: from now on what comes is read into other memory than the values."""
+        """Only a load asks: from now on what comes is read into other memory than the values.
+
+        It is made here, for all pieces before anything is read: between the buffers that torch reads files
+        into, and frees, they would leave holes in the host's memory that nothing fits in.
+        """
         self.asked, self.loaded, self.received = True, None, []
+        self.space = self._make_space()
         return self._chunks()
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if self.asked and self.loaded is None:
-            self.loaded = self._space()
+            self.loaded = self.space
         if not self.numel():
             return self.present().view(self.shape)
         offsets = tuple(index.offset)
@@ -139,7 +147,7 @@ class Piece(torch.Tensor):
         values = self.present()[first : first + box.numel].view(box.sizes)
         return Chunk.of(values, self.label, self.shape, box.start, self.received)
 
-    def _space(self) -> torch.Tensor:
+    def _make_space(self) -> torch.Tensor:
         space = None if self.allocate is None else self.allocate()
         if space is None:
             space = torch.empty(self.values.shape, dtype=self.dtype, device=self.device)
@@ -287,7 +295,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     if not isinstance(target, Piece):
         return target.copy_(_whole(source, "copy_"), non_blocking)
     if target.loaded is None:
-        target.asked, target.loaded = True, target._space()
+        target.asked, target.loaded = True, target._make_space()
     target.received = None
     if isinstance(source, Piece) and source.shard == target.shard:
         target.present().copy_(source.present(), non_blocking)
