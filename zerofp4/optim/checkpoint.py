@@ -64,12 +64,12 @@ def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
     return ids
 
 
-def saved_groups(param_groups: Sequence[dict], ids: Sequence[Sequence[ParameterId]]) -> SealedTuple:
+def saved_groups(param_groups: Sequence[dict]) -> SealedTuple:
     """The options, and whose they are. A tuple, which torch.distributed.checkpoint writes as one value: other
     groups than those that were saved can load it.
     """
     groups = []
-    for group, own in zip(param_groups, ids, strict=True):
+    for group, own in zip(param_groups, parameter_ids(param_groups), strict=True):
         chosen = {
             k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()
         }

@@ -10,24 +10,11 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange
-from zerofp4.optim.checkpoint import StateView, parameter_ids, saved_entries, saved_groups
+from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_ids, saved_entries, saved_groups
+from zerofp4.optim.entries import Target
 from zerofp4.optim.initial import HeldMaster, initial_values
 from zerofp4.optim.inner import check_values, copy_options, options
-from zerofp4.optim.loading import (
-    Found,
-    Match,
-    Problems,
-    Target,
-    check_form,
-    check_same_steps,
-    check_seals,
-    find,
-    find_options,
-    is_anothers,
-    load_error,
-    warn_of_options,
-    was_read,
-)
+from zerofp4.optim.loading import check_same_steps, load_error, pieces_of, read, warn_of_options
 from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.sealing import SealedInt
 from zerofp4.optim.sharded import ShardedParameters
@@ -87,6 +74,15 @@ class ShardedState(torch.optim.Optimizer):
         optimizer_class, defaults = self._inner_arguments
         return [make_template(optimizer_class, g, defaults, self._home.device) for g in self.param_groups]
 
+    def _numbers(self) -> dict[int, tuple[int, ParameterId]]:
+        """Of each parameter its group and its number, by its identity."""
+        ids = parameter_ids(self.param_groups)
+        return {
+            id(p): (g, number)
+            for g, (group, own) in enumerate(zip(self.param_groups, ids, strict=True))
+            for p, number in zip(group["params"], own, strict=True)
+        }
+
     def _spare(self, i: int) -> torch.Tensor | None:
         """Memory like a master that nobody needs: that of its gradient, between two steps."""
         master = self._shards.masters[i]
@@ -99,18 +95,11 @@ class ShardedState(torch.optim.Optimizer):
 
     def _all_entries(self) -> Iterator[dict[str, Piece]]:
         """What is saved of each trainable parameter."""
-        templates, held = self._templates(), self._shards.held_masters()
-        group_of, name_of = {}, {}
-        for g, (group, own) in enumerate(
-            zip(self.param_groups, parameter_ids(self.param_groups), strict=True)
-        ):
-            for p, number in zip(group["params"], own, strict=True):
-                group_of[id(p)], name_of[id(p)] = g, number.name
+        templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
         for i, (p, master) in enumerate(zip(self._shards.parameters, self._shards.masters, strict=True)):
             state = {} if master is None else self.inner.state.get(master, {})
-            spare = self._spare_of(i)
-            template, name = templates[group_of[id(p)]], name_of[id(p)]
-            yield saved_entries(name, p, held[id(p)], state, template, self._home, spare)
+            (g, number), spare = numbers[id(p)], self._spare_of(i)
+            yield saved_entries(number.name, p, held[id(p)], state, templates[g], self._home, spare)
 
     def _view_state(self) -> StateView:
         reference = weakref.ref(self)  # a circle would keep the masters until the next collection
@@ -135,16 +124,11 @@ class ShardedState(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._push_options()
-        ids = parameter_ids(self.param_groups)
-        id_of = {
-            id(p): number
-            for group, own in zip(self.param_groups, ids, strict=True)
-            for p, number in zip(group["params"], own, strict=True)
-        }
+        numbers = self._numbers()
         entries = zip(self._shards.parameters, self._all_entries(), strict=True)
         state_dict = {
-            "state": {id_of[id(p)]: own for p, own in entries},
-            "param_groups": saved_groups(self.param_groups, ids),
+            "state": {numbers[id(p)][1]: own for p, own in entries},
+            "param_groups": saved_groups(self.param_groups),
             "steps": SealedInt(self._steps),
         }
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -188,15 +172,13 @@ class ShardedState(torch.optim.Optimizer):
         except Exception:
             self.inner.state, self.inner.param_groups = before  # load_state_dict put new ones in their place
             raise
-        warn_of_options(state_dict, saved_groups(self.param_groups, parameter_ids(self.param_groups)))
+        warn_of_options(state_dict, self.param_groups)
         self._pull_options()
         for master, values in zip(self._shards.masters, loaded, strict=True):
             if master is not None and values is not None:
                 master.copy_(values)
-        for entries in state_dict["state"].values():
-            for value in entries.values():
-                if isinstance(value, Piece):
-                    value.settle()
+        for piece in pieces_of(state_dict):
+            piece.settle()
         self._steps, self._reduced, self._unheard = steps, None, None
         self._publish()
         self._weights_follow = False
@@ -209,36 +191,24 @@ class ShardedState(torch.optim.Optimizer):
 
         Returns this rank's range of each master; None where it stays as it is.
         """
-        check_form(state_dict)
-        ids = parameter_ids(self.param_groups)
-        match = Match(state_dict, [[p.name for p in own] for own in ids])
-        numbers = {
-            id(p): (g, i, ids[g][i].name)
-            for g, group in enumerate(self.param_groups)
-            for i, p in enumerate(group["params"])
-        }
-        held, templates = self._shards.held_masters(), self._templates()
-        read, anothers = was_read(state_dict), is_anothers(state_dict, self._home)
-        check_seals(state_dict)
-        problems, found = Problems(), []
-        for p, label in zip(self._shards.parameters, self._shards.names, strict=True):
-            g, i, name = numbers[id(p)]
-            place = match.place(g, i, name)
-            if place is None:
-                found.append(Found(None, {}))
-                if not anothers:  # where it is new
-                    problems.add("missing", name)
-                continue
-            target = Target(name or label, p.shape, held[id(p)].shard, templates[g], self._home)
-            found.append(find(target, match.entries(place, name), read, problems))
-        problems.raise_if_any()
-        chosen = find_options(self.param_groups, match, ids)
+        by_parameter, chosen = read(state_dict, self.param_groups, self._targets(), self._home)
+        found = [by_parameter[id(p)] for p in self._shards.parameters]
         self._load_inner(chosen, [one.state for one in found])
         written = set(self._watch.written())
         return [
             self._present_values(i) if one.master is None and i in written else one.master
             for i, one in enumerate(found)
         ]
+
+    def _targets(self) -> dict[int, Target]:
+        """What is loaded of each trainable parameter, by its identity."""
+        templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
+        targets = {}
+        for p, label in zip(self._shards.parameters, self._shards.names, strict=True):
+            g, number = numbers[id(p)]
+            label, shard = number.name or label, held[id(p)].shard
+            targets[id(p)] = Target(label, p.shape, shard, templates[g], self._home)
+        return targets
 
     def _present_values(self, i: int) -> torch.Tensor:
         parameter = self._shards.parameters[i]
