@@ -61,8 +61,12 @@ def quantize(x, guards):
 
 def quantize_dequantize(x, guards):
     state = torch.tensor([1, 2], device=x.device)
-    calls = [(16, None, None, 0, "mae"), (1, None, state, 0, "mae"), (16, None, None, 256, "mse")]
-    return [(f"{call}", ZEROFP4.quantize_dequantize(x, *call)) for call in calls]
+    calls = {
+        "nearest": (16, None, None, 0, "mae"),
+        "stochastic": (1, None, state, 0, "mae"),
+        "four over six": (16, None, None, 256, "mse"),
+    }
+    return [(name, ZEROFP4.quantize_dequantize(x, *call)) for name, call in calls.items()]
 
 
 def quantize_grouped(x, guards):

@@ -11,11 +11,10 @@ from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews, is_sendable
 from zerofp4.engine.partition import build_buffers
 from zerofp4.engine.publication import Publication
-from zerofp4.engine.wire import BUCKET_MB, Wire, gradient_dtype, make_wire
+from zerofp4.engine.wire import Wire, gradient_dtype, make_wire
 
 __all__ = [
     "ALIGNMENT",
-    "BUCKET_MB",
     "Brought",
     "DenseBuffer",
     "Failures",

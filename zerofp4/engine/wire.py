@@ -1,21 +1,27 @@
 """What gradients are on their way between ranks, and how many of them travel at once."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from zerofp4.format import WEIGHT_DTYPES
 
-BUCKET_MB = 256.0
-"""Megabytes of gradients of one bucket as they travel, all ranks' parts together."""
+BUCKETS = 14
+BUCKET_MB = 256.0, 1024.0
+"""A model's gradients are cut into so many buckets, of at least and at most so many megabytes as they travel,
+all ranks' parts together. On two H200s a bucket costs the host half a millisecond, in which 150 MB are
+reduced, updated and published: smaller ones keep the device waiting, and in 64 of 256 MB the step of an 8B
+model took a quarter longer than in 14 of 1024 MB.
+"""
 
 
 class Wire(NamedTuple):
     """How gradients travel.
 
     dtype: what they are rounded to before they are added; None is their own, as their parameters have it when
-    the optimizer is built. bucket_mb: as BUCKET_MB.
+    the optimizer is built. bucket_mb: megabytes of one bucket, all ranks' parts together.
     """
 
     dtype: torch.dtype | None
@@ -39,14 +45,23 @@ class Wire(NamedTuple):
         return int(self.bucket_mb * 2**20)
 
 
-def make_wire(gradient_wire: torch.dtype | None, bucket_mb: float | None) -> Wire:
-    """Raises ValueError for arguments that cannot be meant."""
+def make_wire(
+    gradient_wire: torch.dtype | None, bucket_mb: float | None, parameters: Sequence[torch.Tensor] = ()
+) -> Wire:
+    """parameters: what a bucket_mb of None is made for.
+
+    Raises ValueError for arguments that cannot be meant.
+    """
     if gradient_wire is not None and gradient_wire not in WEIGHT_DTYPES:
         raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {gradient_wire!r}")
-    size = BUCKET_MB if bucket_mb is None else bucket_mb
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf:
+    least, most = BUCKET_MB
+    if bucket_mb is None:
+        wire = Wire(gradient_wire, most)
+        share = sum(map(wire.nbytes, parameters)) / 2**20 / BUCKETS
+        return wire._replace(bucket_mb=min(max(share, least), most))
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb < math.inf:
         raise ValueError(f"bucket_mb must be a positive number of megabytes, got {bucket_mb!r}")
-    return Wire(gradient_wire, float(size))
+    return Wire(gradient_wire, float(bucket_mb))
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -42,8 +42,9 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     amax_groups: lists of NVFP4 weights of params that share one amax.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is their own
     dtype, that of the parameter unless its grad_dtype says another by now, and wider ones raise TypeError.
-    bucket_mb: megabytes of gradients that travel at once, all ranks' parts together (default 256); the memory
-    for what is received is twice as large. Weights are gathered by the same buckets.
+    bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
+    all, at least 256 and at most 1024. The memory for what is received is twice as large. Weights are
+    gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; its moments are not taken.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
@@ -88,8 +89,8 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         description, options, error = [], [], None
         try:
             check_policy(on_nonfinite)
-            wire = make_wire(gradient_wire, bucket_mb)
             self._take_arguments(params, optimizer_class, amax_groups, defaults)
+            wire = make_wire(gradient_wire, bucket_mb, self._trainable)
             held = take_over(masters_from, self._trainable, self._trainable_names, group)
             description = describe(self.param_groups, optimizer_class)
             handed = [i for i, p in enumerate(self._parameters) if id(p) in held]
