@@ -229,14 +229,14 @@ def test_a_step_in_which_one_rank_alone_raises_is_counted_by_all(world):
     plan = optimizer._shards._plans[1]
     set_gradients(parameters, make_gradients(parameters, world.rank))
     if world.rank == 1:
-        post = plan.post
+        complete = plan.complete
 
         def raise_late():
-            plan.post = post
-            post()
+            plan.complete = complete
+            complete()
             raise RuntimeError("storage has moved")
 
-        plan.post = raise_late
+        plan.complete = raise_late
         with pytest.raises(RuntimeError, match="storage has moved"):
             optimizer.step()
     else:

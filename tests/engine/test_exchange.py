@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerofp4.engine import Failures, GradientReducer, build_buffers, make_wire
+from zerofp4.engine import Failures, GradientReducer, build_buffers, exchange, flat, make_wire
 from zerofp4.engine.exchange import Flight
 
 
@@ -44,3 +44,17 @@ def test_failures_keep_errors_but_not_interrupts():
         raise KeyboardInterrupt
     with pytest.raises(ValueError, match="first"):
         failures.raise_first()
+
+
+def test_a_bucket_that_is_full_travels_at_once(device, monkeypatch):
+    """Whatever lies between its parameters: else its gradients could not be added up in the update."""
+    monkeypatch.setattr(flat, "rank_and_size", lambda group: (1, 3))
+    monkeypatch.setattr(exchange, "rank_and_size", lambda group: (1, 3))
+    options = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    parameters = [torch.zeros(n, **options) for n in (4096, 100, 3000, 5000)]
+    nbytes = sum(p.nbytes for p in parameters)
+    for bucket_mb, at_once in ((nbytes / 2**20, True), ((nbytes - 1) / 2**20, False)):
+        wire = make_wire(None, bucket_mb)
+        buffer = flat.DenseBuffer(range(4), parameters, None)
+        buffer.allocate()
+        assert GradientReducer([buffer], None, wire).can_bring(0) == at_once

@@ -54,10 +54,10 @@ WHOLE = ["start_step 0", "start_step 1", "start_gather 0", "start_gather 1", "st
 def test_all_is_well():
     done, buffers, raised = publish({}, {})
     assert raised is None and collectives(done) == WHOLE
-    assert "cast 2" in done and "post 1" in done and buffers[2].parameters[0]._version == 1
+    assert "cast 2" in done and "complete 1" in done and buffers[2].parameters[0]._version == 1
 
 
-@pytest.mark.parametrize("fault", ["leave_amaxes", "prepare", "start_step", "finish_step", "post"])
+@pytest.mark.parametrize("fault", ["leave_amaxes", "prepare", "start_step", "finish_step", "complete"])
 def test_a_bucket_that_fails_takes_its_part(fault):
     def prepare(b):
         if fault == "prepare" and b == 1:
@@ -65,12 +65,12 @@ def test_a_bucket_that_fails_takes_its_part(fault):
 
     done, buffers, raised = publish({}, {fault: ERROR}, prepare=prepare)
     assert raised is ERROR and not hasattr(raised, "unheard")
-    joined = fault in ("start_step", "finish_step", "post")  # a start_step() that raises has joined
+    joined = fault in ("start_step", "finish_step", "complete")  # a start_step() that raises has joined
     assert collectives(done) == [
         entry if joined else entry.replace("start_step 1", "abstain 1") for entry in WHOLE
     ]
-    assert ("finish_step 1" in done) == (fault in ("finish_step", "post"))
-    assert ("post 1" in done) == (fault == "post") and "post 0" in done and "cast 2" in done
+    assert ("finish_step 1" in done) == (fault in ("finish_step", "complete"))
+    assert ("complete 1" in done) == (fault == "complete") and "complete 0" in done and "cast 2" in done
     assert buffers[2].parameters[0]._version == 1
 
 
@@ -78,7 +78,7 @@ def test_what_failed_before_publishes_nothing():
     done, _, raised = publish({}, {}, error=ERROR)
     assert raised is ERROR and not hasattr(raised, "unheard")
     assert collectives(done) == [entry.replace("start_step", "abstain") for entry in WHOLE]
-    assert not {entry.split()[0] for entry in done} & {"cast", "finish_step", "post", "leave_amaxes"}
+    assert not {entry.split()[0] for entry in done} & {"cast", "finish_step", "complete", "leave_amaxes"}
 
 
 def test_nobody_hears_of_a_bucket_that_is_rounded():
@@ -93,7 +93,7 @@ def test_the_first_error_is_this_ranks_own():
     heard = RuntimeError("another rank")
     assert publish({"start_step": LATE})[2] is LATE
     assert publish({"start_step": LATE, "finish_step": heard}, {})[2] is heard
-    _, _, raised = publish({"start_step": LATE, "finish_step": heard}, {"post": ERROR})
+    _, _, raised = publish({"start_step": LATE, "finish_step": heard}, {"complete": ERROR})
     assert raised is ERROR and raised.__cause__ is LATE
 
 

@@ -99,6 +99,20 @@ def test_refresh_of_a_parameter_that_is_another(device):
         assert parameters[0].rowwise_data is moved
 
 
+def test_a_master_that_was_exchanged_is_found_before_a_step(device):
+    """Nothing has changed by then, on a GPU too, where the plan itself would notice it behind its cast."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    master = optimizer._shards.masters[0]
+    before = everything(parameters, optimizer)
+    master.data = master.data.clone()
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"master_weights\[0\].* has moved since"):
+            call()
+    assert_all_equal(everything(parameters, optimizer), before, "tensor")
+
+
 def test_moments_may_move(device):
     """The optimizer of the masters takes their addresses itself."""
     (parameter,) = make_parameters(device, specifications=[((64, 64), torch.bfloat16, True)])

@@ -299,5 +299,11 @@ class CastPlan(PlanParts):
         error = self.find_moved()
         if error is not None:
             raise error
+        self.complete()
+
+    def complete(self) -> None:
+        """post() of a caller that has looked at all addresses before the step, and saw nobody since who could
+        have moved anything.
+        """
         self._transposes.run()
         increment_version(self._request.versioned)

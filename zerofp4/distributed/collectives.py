@@ -4,10 +4,11 @@ A group is a torch.distributed process group, or None for a world of one.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from zerofp4.distributed.stage import Pending, Stage
 
@@ -100,25 +101,26 @@ def start_exchange(
 ) -> list[Pending]:
     """Begin to send every other rank r the messages of sent[r], and to receive those of received[r] from it.
 
-    Contiguous, of any dtype: bytes travel, as many messages of the same lengths as the other rank expects.
-    What there is for this rank itself is not looked at.
+    Contiguous, as many messages of the same lengths and dtypes as the other rank expects. What there is for
+    this rank itself is not looked at.
     """
     rank, size = rank_and_size(group)
-    calls, peers = [], []
+    calls: list[tuple[Callable, torch.Tensor, int]] = []
     for step in range(1, size):  # every rank begins with its neighbour, not all with rank 0
         to, source = (rank + step) % size, (rank - step) % size
-        for message in sent[to]:
-            calls.append(dist.P2POp(dist.isend, message.view(torch.uint8), group=group, group_peer=to))
-        for message in received[source]:
-            calls.append(dist.P2POp(dist.irecv, message.view(torch.uint8), group=group, group_peer=source))
-        peers += [to] * len(sent[to]) + [source] * len(received[source])
-    if calls[0].tensor.is_cuda:  # NCCL makes one of all of them
+        calls += [(group.send, message, to) for message in sent[to]]
+        calls += [(group.recv, message, source) for message in received[source]]
+    # Not dist.isend() and dist.P2POp, whose checks of each message take the host longer than to send it.
+    device = calls[0][1].device
+    if device.type == "cuda" and group._get_backend(device).supports_coalescing:
         named = Stage(stage, group)
-        with named:
-            return [Pending(work, named) for work in dist.batch_isend_irecv(calls)]
+        with named, _coalescing_manager(group, device, async_ops=True) as together:
+            for call, message, peer in calls:
+                call([message], peer, 0)
+        return [Pending(work, named) for work in together.works]
     pending = []
-    for call, peer in zip(calls, peers, strict=True):
+    for call, message, peer in calls:
         named = Stage(stage, group, peer)
         with named:  # one by one: to begin fails too, where the other rank has gone
-            pending += [Pending(work, named) for work in dist.batch_isend_irecv([call])]
+            pending.append(Pending(call([message], peer, 0), named))
     return pending

@@ -8,7 +8,7 @@ from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.exchange import Brought, GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
-from zerofp4.engine.gradients import FlatGradients, GradientViews, is_sendable
+from zerofp4.engine.gradients import FlatGradients, GradientViews, are_sendable, is_sendable
 from zerofp4.engine.partition import build_buffers
 from zerofp4.engine.publication import Publication
 from zerofp4.engine.wire import Wire, gradient_dtype, make_wire
@@ -25,6 +25,7 @@ __all__ = [
     "PackedBuffer",
     "Publication",
     "Wire",
+    "are_sendable",
     "build_buffers",
     "describe_buckets",
     "gradient_dtype",

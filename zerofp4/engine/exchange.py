@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
     here: [world_size, n] of this rank's own gradients, row r goes to rank r. received: [world_size, n], what
     the others have of this rank's slice; its own row is written to where they are averaged. In a world of one
-    both are the same.
+    both are the same. sent, arrivals: the messages, by rank, of which every row is one.
     """
 
     source: FlatGradients
@@ -34,6 +34,8 @@ class Stretch(NamedTuple):
     first: int
     here: torch.Tensor
     received: torch.Tensor
+    sent: list[list[torch.Tensor]]
+    arrivals: list[list[torch.Tensor]]
 
 
 class Brought(NamedTuple):
@@ -117,21 +119,31 @@ class GradientReducer:
 
     def _make_stretches(self) -> None:
         """Of what is larger than a bucket several, so that the memory for what is received is bounded."""
-        parts = [source.flat.split(self._chunk(source.flat), dim=1) for source in self._sources]
+        parts = [
+            source.flat.split(self._chunk(buffer, source.flat), dim=1)
+            for buffer, source in zip(self.buffers, self._sources, strict=True)
+        ]
         alone = self.world_size == 1
         turns = Turns([] if alone else [(p.shape, p.dtype) for own in parts for p in own], self.device)
         for source, buffer, own in zip(self._sources, self.buffers, parts, strict=True):
             for number, part in enumerate(own):
                 received = part if alone else turns.next(part.shape, part.dtype)
                 first = number * own[0].shape[1]
-                self._stretches.append(Stretch(source, buffer, first, part, received))
+                messages = [[[row] for row in rows] for rows in (part, received)]
+                self._stretches.append(Stretch(source, buffer, first, part, received, *messages))
             self._ends.append(len(self._stretches))
 
-    def _chunk(self, flat: torch.Tensor) -> int:
+    def _chunk(self, buffer: FlatBuffer, flat: torch.Tensor) -> int:
         """How much of every slice travels at once."""
         if self.world_size == 1:
             return flat.shape[1]
-        return max(self._wire.bucket_bytes // flat[:, :1].nbytes // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+        parts = max(self._wire.bucket_bytes // flat[:, :1].nbytes // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+        # What lies between the parameters of a bucket does not make it too large.
+        fits = (
+            sum(parameter.numel() for parameter in buffer.parameters) * flat.itemsize
+            <= self._wire.bucket_bytes
+        )
+        return flat.shape[1] if fits else parts
 
     def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
         """Raises TypeError for a gradient that would lose values on its way which nobody asked to lose."""
@@ -168,7 +180,7 @@ class GradientReducer:
         failures = Failures()
         for number in self._numbers(b):
             with failures:
-                source, buffer, first, here, received = self._arrive(number)
+                source, buffer, first, here, received, *_ = self._arrive(number)
                 if here is not received:
                     received[self.rank].copy_(here[self.rank])
                 if source.flat.data_ptr() != buffer.gradients.data_ptr():
@@ -212,5 +224,4 @@ class GradientReducer:
         self._flight.append(Flight(stretch, works, failures))
 
     def _send(self, stretch: Stretch) -> list[Pending]:
-        received, sent = ([[row] for row in rows] for rows in (stretch.received, stretch.here))
-        return start_exchange(received, sent, self.group(), "averaging gradients")
+        return start_exchange(stretch.arrivals, stretch.sent, self.group(), "averaging gradients")

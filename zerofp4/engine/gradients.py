@@ -1,6 +1,7 @@
 """Gradients in flat memory: p.grad are views of it, so that nothing is packed before it travels."""
 
 import functools
+import operator
 import weakref
 from collections.abc import Sequence
 
@@ -9,15 +10,22 @@ import torch
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.storage import dispatches
 
+_dtype = operator.attrgetter("dtype")
+
 
 def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether its memory holds its elements one after the other, as they travel."""
+    return are_sendable([gradient], [dtype])
+
+
+def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:
+    """Of every one. A step asks for hundreds: attribute by attribute, in loops in C."""
     return (
-        gradient.dtype == dtype
-        and not dispatches(gradient)
-        and gradient.is_contiguous()
-        and not gradient.is_neg()
-        and not gradient._is_zerotensor()
+        list(map(_dtype, gradients)) == dtypes
+        and not any(map(dispatches, gradients))
+        and all(map(torch.Tensor.is_contiguous, gradients))
+        and not any(map(torch.Tensor.is_neg, gradients))
+        and not any(map(torch.Tensor._is_zerotensor, gradients))
     )
 
 
@@ -32,6 +40,8 @@ class FlatGradients:
         self.flat, self._buffer = flat, buffer
         views = buffer.whole_views(flat.view(-1))
         self._views = [view.view(p.shape) for view, p in zip(views, buffer.parameters, strict=True)]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._dtypes = [flat.dtype] * len(views)
         self._gaps = _between(flat.view(-1), buffer.offsets, [view.numel() for view in views])
 
     def own_views(self, rank: int) -> dict[int, torch.Tensor]:
@@ -43,9 +53,11 @@ class FlatGradients:
         """Of all trainable parameters: those of this buffer are in `flat` afterwards, rounded to its dtype,
         None as zeros.
         """
+        mine = [gradients[index] for index in self._buffer.indices]
+        if not self._gaps and self._are_here(mine):
+            return
         zeros, destinations, sources = list(self._gaps), [], []
-        for view, index in zip(self._views, self._buffer.indices, strict=True):
-            gradient = gradients[index]
+        for view, gradient in zip(self._views, mine, strict=True):
             if gradient is None:
                 zeros.append(view)
             elif not _is_same_memory(view, gradient):
@@ -55,6 +67,14 @@ class FlatGradients:
             torch._foreach_zero_(zeros)
         if sources:
             torch._foreach_copy_(destinations, sources)
+
+    def _are_here(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether there is nothing to do."""
+        return (
+            all(gradient is not None for gradient in gradients)
+            and list(map(torch.Tensor.data_ptr, gradients)) == self._addresses
+            and are_sendable(gradients, self._dtypes)
+        )
 
 
 class GradientViews(FlatGradients):

@@ -13,7 +13,8 @@ from zerofp4.engine.pipeline import Stage, run_in_turns
 
 
 class Publication:
-    """One publication of the weights in flat buffers. Collective; nothing waits for a GPU.
+    """One publication of the weights in flat buffers. Collective; nothing waits for a GPU. Whoever asks for
+    one has looked for weights and masters that have moved.
 
     plans: by buffer, what casts it; None for one that is rounded. prepare: what is to be done with each
     buffer first, such as the update of its masters; where a plan has no amaxes by then, it takes them. error:
@@ -112,7 +113,7 @@ class Publication:
         if self._gathers[b] is not None:
             self._gathers[b].wait()
         if self._plans[b] is not None and self._failed[b] is None:
-            self._attempt(b, self._own, self._plans[b].post)
+            self._attempt(b, self._own, self._plans[b].complete)
 
     def _attempt(self, b: int, failures: Failures, work: Callable, *arguments: Any) -> Any:
         with failures:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.engine import FlatBuffer, is_sendable
+from zerofp4.engine import FlatBuffer, are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.inner import heeds_found_inf
@@ -131,8 +131,13 @@ def first_nonfinite(
     if not present:
         return None
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
-    plain = [pair for pair in present if _holds_what_it_becomes(pair[1], rounded_to)]
+    tensors, plain = [g for _, g in present], present
+    dtypes = [g.dtype for g in tensors]
+    if rounded_to is not None or not set(dtypes) <= set(WEIGHT_DTYPES) or not are_sendable(tensors, dtypes):
+        plain = [pair for pair in present if _holds_what_it_becomes(pair[1], rounded_to)]
     find_nonfinite([g for _, g in plain], [word for word, _ in plain], found)
+    if len(plain) == len(present):
+        return found
     known = {word for word, _ in plain}
     others: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
     for word, g in present:

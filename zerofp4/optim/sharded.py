@@ -94,7 +94,7 @@ class ShardedParameters:
         inside = {id(weight.record) for weight in buffer.parameters}
         return CastPlan(
             buffer.parameters,
-            buffer.own_views(buffer.masters),
+            [self.masters[i] for i in buffer.indices],
             [shard.start if shard.numel else None for shard in buffer.shards],
             group,
             amax_groups=[members for members in amax_groups if {id(record_of(m)) for m in members} & inside],
@@ -114,12 +114,12 @@ class ShardedParameters:
     def find_moved(self) -> RuntimeError | None:
         """An error for the first parameter, master or buffer that has moved since its address was taken.
 
-        The plan looks as far as its own step does. Whoever assigns the .data of a dense parameter leaves no
-        mark, so that all of those are looked at.
+        Looks at every address: whoever assigns the .data of a parameter or a master leaves no mark. It is the
+        only look of a step at all of them.
         """
         error = self._dense_addresses.find_moved()
         for plan in self._present_plans() if error is None else ():
-            error = plan.find_moved(every=False)
+            error = plan.find_moved()
             if error is not None:  # the plan knows a weight by its place among those of its bucket
                 return self._packed_addresses.find_moved() or error
         return error
