@@ -244,3 +244,49 @@ def test_what_cannot_be_gathered_is_refused(world):
         with pytest.raises(ValueError, match=message):
             fsdp2.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert all(weight.placement is None for *_, weight in fsdp2.state.prepared_weights(model))
+
+
+@on_ranks(2, 3)
+def test_what_one_rank_cannot_attach_no_rank_does(world):
+    last = world.world_size - 1
+    model = make_model(world)
+    fsdp2.prepare(model, take_experts)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model, mesh_of(world))
+    after = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=f"rank {last}: 'first.weight' is not a parameter of the optimizer"
+    ):
+        fsdp2.attach(model, before if world.rank == last else after)
+    assert all(weight.placement is None for *_, weight in fsdp2.state.prepared_weights(model))
+    attachment = fsdp2.attach(model, after)
+    check_gathered(model)
+    with pytest.raises(RuntimeError, match=r"rank 0: 'first.weight' is attached already"):
+        fsdp2.attach(model, after)
+    check_gathered(model)
+    attachment.detach()
+
+
+@on_ranks(4)
+def test_replicas_hear_of_what_a_rank_cannot_attach(world):
+    model = make_model(world)
+    fsdp2.prepare(model, take_experts)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model, mesh_of(world, (2, 2), ("replicate", "shard")))
+    after = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"'first.weight' is not a parameter of the optimizer"):
+        fsdp2.attach(model, before if world.rank == 3 else after)
+    fsdp2.attach(model, after)
+    check_gathered(model)
+
+
+@on_ranks(2)
+def test_a_master_that_one_rank_has_lost_stops_all(world):
+    run, is_last = start(world), world.rank == world.world_size - 1
+    if is_last:
+        weight = next(w for *_, w in fsdp2.state.prepared_weights(run.model) if w.name == "second.weight")
+        sharded = weight.placement.param.sharded_param
+        sharded._local_tensor = sharded._local_tensor.local
+    message = "its parameter was replaced since" if is_last else "another rank cannot cast its masters"
+    with pytest.raises(RuntimeError, match=message):
+        run.model(batch_of(world, 0))

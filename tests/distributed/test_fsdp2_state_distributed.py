@@ -18,6 +18,7 @@ from fsdp2_cases import (
     inject,
     injected_steps,
     make_model,
+    mesh_of,
     reshard,
     shard,
     start,
@@ -221,6 +222,24 @@ def test_a_run_goes_on_in_a_world_of_another_size(world, case):
             for name, value in resumed.model.state_dict().items():
                 assert_bytes_equal(whole(value), expected[name], f"{name} on {size} ranks")
         dist.barrier()
+
+
+@on_ranks(4)
+def test_checkpoints_of_replicas_of_shards(world):
+    """A mesh of two dimensions loads what one of one has saved, and the other way round."""
+    meshes = {"one": mesh_of(world), "two": mesh_of(world, (2, 2), ("replicate", "shard"))}
+    runs = {name: start(world, mesh=mesh) for name, mesh in meshes.items()}
+    for name, other in (("two", "one"), ("one", "two")):
+        injected_steps(runs[name], range(2))
+        path = folder(world)
+        dcp.save(state_of(runs[name]), checkpoint_id=path)
+        resumed = start(world, model=make_model(world, 5), mesh=meshes[other])
+        state = state_of(resumed)
+        dcp.load(state, checkpoint_id=path)
+        injected_steps(resumed, range(2, 4))
+        injected_steps(runs[name], range(2, 4))
+        check_gathered(resumed.model)
+        assert_same_masters(resumed.model, runs[name].model)
 
 
 def state_of(run) -> dict:

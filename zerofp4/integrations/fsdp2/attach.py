@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import attempt, reduce_max
+from zerofp4.distributed import attempt, exchange, reduce_max
 from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, has_cpu_backend, placement_of
 from zerofp4.integrations.fsdp2.state import prepared_weights
 from zerofp4.integrations.fsdp2.weight import Weight
@@ -33,26 +33,38 @@ def attach(
     forward, on the host. A FusedAdamW leaves the amaxes for the cast.
 
     Raises RuntimeError where prepare, fully_shard, values or the optimizer are missing or the model is
-    attached already, ValueError for a way of sharding that is not supported.
+    attached already, ValueError for a way of sharding that is not supported; on all ranks that the model is
+    sharded over, or replicated, where one finds it.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    sharded = Sharded(model)
+    weights, error = attempt(_place, model, sharded)
+    shares, error = attempt(_shares, optimizers, weights) if error is None else (None, error)
+    for group in sharded.process_groups():  # what one rank finds wrong, all raise
+        _, error = attempt(exchange, None, error, group, "agreeing to attach a model")
+    try:
+        if error is not None:
+            raise error
+        return Attachment(model, weights, shares)
+    except Exception:
+        for weight in weights or ():
+            weight.leave()
+        raise
+
+
+def _place(model: nn.Module, sharded: Sharded) -> list[Weight]:
+    """The prepared weights of a model, each with its place. Changes nothing where it raises."""
     found = list(prepared_weights(model))
     if not found:
         raise RuntimeError("model has no prepared weight: call prepare(model) before fully_shard")
     attached = next((weight for *_, weight in found if weight.placement is not None), None)
     if attached is not None:
         raise RuntimeError(f"{attached.name!r} is attached already: call detach() of what attach returned")
-    sharded = Sharded(model)
     placements = [placement_of(sharded, *place) for place in found]
     check_dtypes(sharded)
     for (*_, weight), placement in zip(found, placements, strict=True):
         weight.place(placement)
-    try:
-        return Attachment(model, optimizers, [weight for *_, weight in found])
-    except Exception:
-        for *_, weight in found:
-            weight.leave()
-        raise
+    return [weight for *_, weight in found]
 
 
 class Attachment:
@@ -62,9 +74,8 @@ class Attachment:
     those that share its amax, keep the codes that they had.
     """
 
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], weights: list[Weight]):
+    def __init__(self, model: nn.Module, weights: list[Weight], shares: list[Share]):
         self._model, self._weights = model, weights
-        shares = _shares(optimizers, weights)
         held = [optimizer for optimizer, *_ in shares]
         self._casters = [Caster(*share, leaves_amaxes=held.count(share[0]) == 1) for share in shares]
         self._votes = _votes(self._casters)
@@ -123,6 +134,7 @@ class Caster:
         optimizer: torch.optim.Optimizer | None,
         group: dist.ProcessGroup,
         weights: list[Weight],
+        amax_groups: list[list[NVFP4Storage]],
         leaves_amaxes: bool,
     ):
         self.optimizer, self.group, self.weights = optimizer, group, weights
@@ -133,7 +145,7 @@ class Caster:
             [weight.placement.start for weight in weights],
             group,
             fsdp_shard_model_weights=self._codes(),
-            amax_groups=_amax_groups(weights),
+            amax_groups=amax_groups,
         )
         self._leaves_amaxes = leaves_amaxes and isinstance(optimizer, FusedAdamW)
         self._offer()
@@ -181,10 +193,11 @@ class Caster:
             self._offer()
 
 
-def _shares(
-    optimizers: list[torch.optim.Optimizer], weights: list[Weight]
-) -> list[tuple[torch.optim.Optimizer | None, dist.ProcessGroup, list[Weight]]]:
-    """What is cast together: weights of one optimizer, or of none, on one group of ranks."""
+Share = tuple[torch.optim.Optimizer | None, dist.ProcessGroup, list[Weight], list[list[NVFP4Storage]]]
+"""What is cast together: weights of one optimizer, or of none, and one group of ranks; their amax groups."""
+
+
+def _shares(optimizers: list[torch.optim.Optimizer], weights: list[Weight]) -> list[Share]:
     holders = {
         id(p): k for k, opt in enumerate(optimizers) for group in opt.param_groups for p in group["params"]
     }
@@ -200,7 +213,12 @@ def _shares(
         device = weight.master().device
         shares.setdefault((holders.get(id(param)), ranks, device), []).append(weight)
     return [
-        (None if key[0] is None else optimizers[key[0]], share[0].placement.group, share)
+        (
+            None if key[0] is None else optimizers[key[0]],
+            share[0].placement.group,
+            share,
+            _amax_groups(share),
+        )
         for key, share in shares.items()
     ]
 
@@ -232,10 +250,14 @@ class _Vote:
 
     def cast_what_is_stale(self) -> None:
         """Collective."""
-        stale = torch.tensor([caster.is_stale() for caster in self._casters], dtype=torch.int32)
+        own, error = attempt(lambda: [caster.is_stale() for caster in self._casters])
+        votes = torch.tensor([*(own or [False] * len(self._casters)), error is not None], dtype=torch.int32)
         if self._group is not None:
-            reduce_max(stale, self._group, "finding out which weights are to be cast")
-        for caster, is_stale in zip(self._casters, stale.tolist(), strict=True):
+            reduce_max(votes, self._group, "finding out which weights are to be cast")
+        *stale, failed = votes.tolist()
+        if failed:
+            raise error or RuntimeError("another rank cannot cast its masters, and says why")
+        for caster, is_stale in zip(self._casters, stale, strict=True):
             if is_stale:
                 caster.cast()
 

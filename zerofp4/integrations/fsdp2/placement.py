@@ -29,6 +29,16 @@ class Sharded:
                     self._params[id(info.module), info.param_name] = group, param
         self.groups = {id(group): group for group, _ in self._params.values()}.values()
 
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """All that parameters are sharded or replicated over, in the order of the model."""
+        found = {}
+        for _, param in self._params.values():
+            for kind in ("shard", "replicate"):
+                group = getattr(param.mesh_info, f"{kind}_process_group", None)
+                if group is not None:
+                    found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+        return list(found.values())
+
     def find(self, module: nn.Module, name: str) -> tuple[Any, Any] | None:
         """(FSDP2's group of parameters, its record) of a module's parameter."""
         return self._params.get((id(module), name))
