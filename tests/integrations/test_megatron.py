@@ -171,16 +171,23 @@ def test_options_that_would_leave_weights_stale_are_refused(core, changed):
 @pytest.mark.parametrize("option", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
 def test_masters_that_would_not_be_cast_are_refused(core, option):
     with megatron.install():
-        layer = nn.Linear(16, 16, bias=False).bfloat16()
+        layer = nn.Linear(16, 16).bfloat16()
         megatron.convert_model(layer)
-    build = layout.make_param_groups(lambda *_: "built").__func__
-    groups = [{"params": [layer.weight]}]
-    assert build(None, None, None, groups, types.SimpleNamespace()) == "built"
+    made = []
+
+    def original(self, optimizer, config, per_model_buffers):
+        made.append(config)
+
+    construct = layout.make_constructor(original)
+    buffers = {0: [types.SimpleNamespace(params=[layer.bias]), types.SimpleNamespace(params=[layer.weight])]}
+    construct(None, None, types.SimpleNamespace(), per_model_buffers=buffers)
+    assert len(made) == 1
     with pytest.raises(ValueError, match=option):
-        build(None, None, None, groups, types.SimpleNamespace(**{option: True}))
+        construct(None, None, types.SimpleNamespace(**{option: True}), buffers)
     layer.weight.clear_high_precision_init_val()
     with pytest.raises(ValueError, match="no initial value"):
-        build(None, None, None, groups, types.SimpleNamespace())
+        construct(None, None, types.SimpleNamespace(), buffers)
+    assert len(made) == 1
 
 
 @needs_megatron

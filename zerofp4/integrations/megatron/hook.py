@@ -119,8 +119,7 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
     yield buffer, name, layout.make_packed_layout(megatron.had(buffer, name), is_packed)
     optimizer, name = optimizers.DistributedOptimizer, "_compute_per_buffer_param_layout"
     yield optimizer, name, staticmethod(layout.make_buffer_layout(megatron.had(optimizer, name), is_packed))
-    name = "_build_model_and_main_param_groups"
-    yield optimizer, name, layout.make_param_groups(megatron.had(optimizer, name))
+    yield optimizer, "__init__", layout.make_constructor(megatron.had(optimizer, "__init__"))
     for name in ("load_state_dict", "load_parameter_state"):
         make = getattr(checkpoints, f"make_{name}")
         yield optimizer, name, make(megatron.had(optimizer, name))

@@ -1,6 +1,9 @@
 """Where the packed codes of NVFP4 weights lie in Megatron's parameter buffer, and what that cannot hold."""
 
 import dataclasses
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,26 +84,36 @@ def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
         )
 
 
-def make_param_groups(original: Callable) -> Callable:
-    """original: the function of the class method."""
+def make_constructor(original: Callable) -> Callable:
+    """original: the constructor of DistributedOptimizer."""
+    signature = inspect.signature(original)
 
-    def _build_model_and_main_param_groups(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config):
-        """Raises ValueError where masters would not be made, or not be cast."""
-        for param in (p for group in opt_group_ranges for p in group["params"] if isinstance(p, NVFP4Tensor)):
-            for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-                if getattr(config, option, False):
-                    raise ValueError(
-                        f"OptimizerConfig({option}=True) keeps the masters of {called('a weight', param)} "
-                        "where they cannot be cast to NVFP4"
-                    )
-            if param.get_high_precision_init_val() is None:
-                raise ValueError(
-                    f"{called('a weight', param)} has no initial value for its master: an optimizer had it "
-                    "before, or its codes were written since convert_model (broadcast_params)"
-                )
-        return original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        """Raises ValueError where masters would not be made, or not be cast: on every rank, whether or not it
+        owns a part of the weight.
+        """
+        given = signature.bind(self, *args, **kwargs).arguments
+        buffers = itertools.chain.from_iterable(given["per_model_buffers"].values())
+        for param in (p for buffer in buffers for p in buffer.params if isinstance(p, NVFP4Tensor)):
+            _check_masters(given["config"], param)
+        original(self, *args, **kwargs)
 
-    return classmethod(_build_model_and_main_param_groups)
+    return __init__
+
+
+def _check_masters(config: Any, param: NVFP4Tensor) -> None:
+    for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(config, option, False):
+            raise ValueError(
+                f"OptimizerConfig({option}=True) keeps the masters of {called('a weight', param)} "
+                "where they cannot be cast to NVFP4"
+            )
+    if param.get_high_precision_init_val() is None:
+        raise ValueError(
+            f"{called('a weight', param)} has no initial value for its master: an optimizer had it "
+            "before, or its codes were written since convert_model (broadcast_params)"
+        )
 
 
 def make_refusal(original: Callable) -> Callable:
