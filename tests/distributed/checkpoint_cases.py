@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed.checkpoint as dcp
 from optim_cases import OPTIMIZERS, assert_all_equal, make_gradients
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zerofp4
 from distributed.checks_optim import Injected, model_bytes
@@ -63,3 +69,26 @@ def assert_same_model(one, other) -> None:
 
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# Checkpoints of models and optimizers that are not ours
+
+
+def save_plain(model, optimizer, path) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+
+def convert_loaded(model, path) -> None:
+    """The model is loaded before it is converted."""
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    zerofp4.convert_model(model)
+
+
+def load_moments(model, optimizer, path) -> None:
+    """And options; masters, of which there are none, stay."""
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])

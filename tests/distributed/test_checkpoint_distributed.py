@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +22,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.checkpoint_cases import CASES, assert_same_model, build, make_model, run, whole
+from distributed.checkpoint_cases import (
+    CASES,
+    assert_same_model,
+    build,
+    convert_loaded,
+    load_moments,
+    make_model,
+    run,
+    save_plain,
+    whole,
+)
 from distributed.checks_optim import model_bytes
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW
@@ -271,21 +280,14 @@ def test_a_checkpoint_of_plain_fsdp2_and_back(world):
     adamw = torch.optim.AdamW(plain.parameters(), lr=0.03)
     train(world, plain, adamw, 3)
     there, back = shared_folder(world), shared_folder(world)
-    model_state, optimizer_state = get_state_dict(plain, adamw)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=there)
-
+    save_plain(plain, adamw, there)
     model = Net().to(world.device)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=there)
-    model.load_state_dict(state["model"])
-    zerofp4.convert_model(model)
+    convert_loaded(model, there)
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=0.5)
-    lenient = {"checkpoint_id": there, "planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     with pytest.warns(UserWarning, match="lr and other options stay as they are here"):
-        dcp.load({"optimizer": optimizer}, **lenient)
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, **lenient)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        dcp.load({"optimizer": optimizer}, checkpoint_id=there, planner=planner)
+    load_moments(model, optimizer, there)
     assert optimizer.param_groups[0]["lr"] == 0.03
     pairs = zip(model.parameters(), plain.parameters(), optimizer.gathered_masters(), strict=True)
     for p, q, master in pairs:

@@ -22,7 +22,18 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.checkpoint_cases import CASES, Model, assert_same_model, build, make_model, run, whole
+from distributed.checkpoint_cases import (
+    CASES,
+    Model,
+    assert_same_model,
+    build,
+    convert_loaded,
+    load_moments,
+    make_model,
+    run,
+    save_plain,
+    whole,
+)
 from distributed.checks_optim import Injected
 from distributed.run import on_ranks
 
@@ -231,20 +242,14 @@ def test_a_plain_checkpoint_of_torchs_adamw(world):
         set_gradients(list(plain.parameters()), make_gradients(list(plain.parameters()), step))
         adamw.step()
     path = shared_folder(world)
-    model_state, optimizer_state = get_state_dict(plain, adamw)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-
+    save_plain(plain, adamw, path)
     model = PlainModel().to(world.device)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    zerofp4.convert_model(model)
+    convert_loaded(model, path)
     optimizer = Injected(model.named_parameters(), torch.optim.AdamW, lr=0.5)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     with pytest.raises(dcp.CheckpointException, match=r"Missing key .*: optimizer.state.norm.master"):
-        dcp.load(copy.copy(state), checkpoint_id=path)
-    dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        dcp.load(state, checkpoint_id=path)
+    load_moments(model, optimizer, path)
     assert optimizer.param_groups[0]["lr"] == 0.03
     for (name, p), q, master in zip(
         model.named_parameters(), plain.parameters(), optimizer.gathered_masters(), strict=True

@@ -8,7 +8,6 @@ from gemm_cases import relative_error
 from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 
-from zerofp4.gemm import grouped
 from zerofp4.nn import GroupedLinear, MXFP8Recipe, NVFP4Recipe, autocast, grouped_function, grouped_linear
 from zerofp4.nn.grouped_function import why_one_by_one
 
@@ -18,13 +17,8 @@ TOLERANCE = 6e-3  # of two roundings to bfloat16, one of them of the weight's va
 
 
 @pytest.fixture
-def at_once(monkeypatch, device):
-    if grouped._grouped_mm is None:
-        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
-    if device.type == "cpu":
-        monkeypatch.setattr(grouped_function, "why_not_grouped", lambda *_: None)
-    elif torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
-        pytest.skip("grouped_mm is not one kernel on this GPU")
+def at_once(monkeypatch, multiplied_at_once):
+    """The calls."""
     calls = []
     apply = grouped_function.GroupedFunction.apply
     monkeypatch.setattr(

@@ -7,23 +7,16 @@ import torch
 from helpers import assert_bytes_equal
 from tensor_helpers import values
 
-from zerofp4.gemm import grouped
-from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast, grouped_function
+from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("multiplied_at_once")]
 
 SPLITS = [16, 0, 17, 3]
 ZEROFP4 = torch.ops.zerofp4
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch, device):
-    if grouped._grouped_mm is None:
-        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
-    if device.type == "cpu":
-        monkeypatch.setattr(grouped_function, "why_not_grouped", lambda *_: None)
-    elif torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
-        pytest.skip("grouped_mm is not one kernel on this GPU")
+def nothing_compiled():
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -1,0 +1,20 @@
+"""What tests of layers share as fixtures."""
+
+import pytest
+import torch
+
+from zerofp4.gemm import grouped
+from zerofp4.nn import grouped_function
+
+
+@pytest.fixture
+def multiplied_at_once(monkeypatch, device):
+    """All groups are multiplied in one call: where torch has a kernel for that, and on the CPU, where its
+    grouped_mm is a loop, because it is made to.
+    """
+    if grouped._grouped_mm is None:
+        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
+    if device.type == "cpu":
+        monkeypatch.setattr(grouped_function, "why_not_grouped", lambda *_: None)
+    elif torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
+        pytest.skip("grouped_mm is not one kernel on this GPU")
