@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zerofp4 import FourOverSix
-from zerofp4.nn import LayerNormMLP, Linear, MXFP8Recipe, NVFP4Recipe, autocast
-from zerofp4.nn.recipe import current_recipe
+from zerofp4.nn import LayerNormMLP, Linear, MXFP8Recipe, NVFP4Recipe, autocast, quantize_input
+from zerofp4.nn.recipe import current_recipe, recipe_of_key
 
 
 def test_recipes_are_values():
@@ -32,9 +32,9 @@ def test_recipes_are_values():
         (lambda: NVFP4Recipe(backward="bf16"), ValueError, "backward must be one of .* got 'bf16'"),
         (lambda: MXFP8Recipe(backend="cutlass"), ValueError, "backend must be one of .* got 'cutlass'"),
         (
-            lambda: NVFP4Recipe(modules=[("a", None)]),
+            lambda: NVFP4Recipe(modules=[("a", "bf16")]),
             TypeError,
-            "modules must be pairs of a name and a recipe",
+            "modules must be pairs of a name and a recipe or None",
         ),
         (
             lambda: NVFP4Recipe(modules=[("a", NVFP4Recipe(modules=[("b", MXFP8Recipe())]))]),
@@ -109,6 +109,24 @@ def test_modules_follow_the_recipe_that_names_them():
             hidden = layer(hidden)
     with autocast(NVFP4Recipe()):
         assert torch.equal(mixed, model[0].mlp(hidden))
+
+
+def test_modules_that_follow_no_recipe_are_as_outside_of_autocast():
+    model, x = nn.Sequential(Block(), Block()), torch.randn(16, 32)
+    recipe = NVFP4Recipe(stochastic_rounding=False, modules=[("0", None), ("*.mlp.fc2", None)])
+    plain = model[0](x)
+    with autocast(recipe, model):
+        assert current_recipe(model[0].attention["qkv"]) is current_recipe(model[1].mlp.fc2) is None
+        assert current_recipe(model[1].mlp.fc1) == recipe and recipe_of_key(recipe.key) == recipe
+        assert torch.equal(model[0](x), plain)
+        mixed, shared = model[1](plain), quantize_input(plain)
+        assert quantize_input(plain, model[0].attention["qkv"]) is plain
+        with pytest.raises(ValueError, match="x is quantized, but the layer follows no recipe"):
+            model[0].attention["qkv"](shared)
+    with autocast(NVFP4Recipe(stochastic_rounding=False)):
+        attention = model[1].attention["out"](model[1].attention["qkv"](plain))
+        assert not torch.equal(model[1].mlp(attention), mixed)
+    assert not torch.equal(model[1](plain), mixed)
 
 
 def test_a_name_of_nothing_raises():

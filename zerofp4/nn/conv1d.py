@@ -5,6 +5,7 @@ from torch import nn
 
 from zerofp4.nn.convert import CONV1D, LAYERS
 from zerofp4.nn.function import LinearCall, LinearFunction
+from zerofp4.nn.linear import refuse_shared
 from zerofp4.nn.quantizers import check_primary, quantizers_of, weight_state, with_columns
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.storage import NVFP4Storage
@@ -26,6 +27,7 @@ class Conv1D(nn.Module):
         """x [..., in] of float32, bfloat16 or float16 to [..., out]. Errors as of Linear."""
         recipe = current_recipe(self)
         if recipe is None or not isinstance(self.weight, NVFP4Tensor):
+            refuse_shared(x)
             rows = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
             return rows.view(*x.shape[:-1], self.nf)
         return _by_recipe(self, x, recipe)

@@ -71,6 +71,7 @@ class Linear(nn.Linear):
         """
         recipe = current_recipe(self)
         if recipe is None:
+            refuse_shared(x)
             return F.linear(x, self.weight, self.bias)
         return quantized_linear(self, x, recipe, is_first_microbatch)
 
@@ -82,6 +83,14 @@ def _become_linear(module: nn.Module) -> None:
 
 
 LAYERS[nn.Linear] = _become_linear
+
+
+def refuse_shared(x: torch.Tensor) -> None:
+    """Raises ValueError, for a layer that follows no recipe inside of autocast, where x is what another layer
+    takes.
+    """
+    if isinstance(x, QuantizedTensor) and current_recipe() is not None:
+        raise ValueError("x is quantized, but the layer follows no recipe: it takes what quantize_input took")
 
 
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:

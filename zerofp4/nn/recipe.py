@@ -33,8 +33,9 @@ class NVFP4Recipe:
     weight; "dequantized" besides, for the exact backend, its values as the products read them, which are then
     not made again for every product: 2 bytes an element, 4 where there is a quantized backward pass (twice as
     many on the CPU). The same bytes result; the native backend has no such values.
-    modules: (name, recipe) of the modules that follow another recipe, with all that is in them: names as of
-    named_modules(), in which * stands for anything. The first that fits counts; autocast takes the model.
+    modules: (name, recipe) of the modules that follow another recipe, or None and stay as they are outside of
+    autocast, with all that is in them: names as of named_modules(), in which * stands for anything. The first
+    that fits counts; autocast takes the model.
 
     Raises TypeError or ValueError for another value, and for random_signs without hadamard.
     """
@@ -102,9 +103,9 @@ def _check_products(backward: str, backend: str, cache: str) -> None:
 def _checked_modules(modules: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """As a tuple, which can be hashed."""
     for name, recipe in modules:
-        if not isinstance(name, str) or not isinstance(recipe, Recipe):
-            raise TypeError(f"modules must be pairs of a name and a recipe, got {(name, recipe)}")
-        if recipe.modules:
+        if not isinstance(name, str) or not isinstance(recipe, Recipe | None):
+            raise TypeError(f"modules must be pairs of a name and a recipe or None, got {(name, recipe)}")
+        if recipe is not None and recipe.modules:
             raise ValueError(
                 f"modules: the recipe of {name!r} names modules itself, which only the outer one may"
             )
@@ -129,10 +130,11 @@ class autocast(contextlib.ContextDecorator):
             raise TypeError(f"recipe must be an NVFP4Recipe or an MXFP8Recipe, got {type(recipe).__name__}")
         self.recipe = recipe
         self._others = _recipes_of_layers(recipe, model)
-        _by_key.update((each.key, each) for each in (recipe, *(other for _, other in recipe.modules)))
+        named = [other for _, other in recipe.modules if other is not None]
+        _by_key.update((each.key, each) for each in (recipe, *named))
 
-    def recipe_of(self, layer: nn.Module | None) -> Recipe:
-        """The recipe of a layer, or that of all others."""
+    def recipe_of(self, layer: nn.Module | None) -> Recipe | None:
+        """The recipe of a layer, None of one that stays as it is; or that of all others."""
         return self._others.get(layer, self.recipe) if self._others and layer is not None else self.recipe
 
     def __enter__(self) -> "autocast":
@@ -153,7 +155,7 @@ torch.utils.checkpoint computes again in threads of its own.
 
 
 def current_recipe(layer: nn.Module | None = None) -> Recipe | None:
-    """That of the autocast around the caller, for a layer; None outside."""
+    """That of the autocast around the caller, for a layer; None outside, and of a layer that follows none."""
     return _current[-1].recipe_of(layer) if _current else None
 
 
@@ -161,7 +163,7 @@ def _recipes_of_layers(recipe: Recipe, model: nn.Module | None) -> weakref.WeakK
     """The layers that a recipe names another for. The first name that a layer, or a module that it is in, has
     counts.
     """
-    found: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
+    found: weakref.WeakKeyDictionary[nn.Module, Recipe | None] = weakref.WeakKeyDictionary()
     if not recipe.modules:
         return found
     if model is None:

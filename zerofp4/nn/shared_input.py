@@ -17,10 +17,11 @@ def quantize_input(x: torch.Tensor, layer: Linear | None = None) -> torch.Tensor
         q, k, v = self.q(x), self.k(x), self.v(x)
 
     layer: one of those that take it, where the recipe names others for some modules; they must all have the
-    same. Outside of autocast, and where torch.compile traces the call, the result is x itself.
+    same. Outside of autocast, for a layer that follows no recipe, and where torch.compile traces the call,
+    the result is x itself.
 
     Raises TypeError and ValueError as a layer does for an x that cannot be quantized; a layer of another
-    recipe raises ValueError for the result.
+    recipe, or of none, raises ValueError for the result.
     """
     recipe = current_recipe(layer)
     if recipe is None or torch.compiler.is_compiling() or isinstance(x, QuantizedTensor):
