@@ -7,6 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+from memory import describe as describe_memory
+from text import Text
+
+from zerofp4.launch.process_group import World
+
 KINDS = {"nvfp4": "NVFP4 weights", "bf16": "BF16 weights"}
 
 
@@ -175,3 +180,28 @@ def write_summary(out: Path, summary: dict) -> Path:
     scratch.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(scratch, path)
     return path
+
+
+def ranks(world: World) -> str:
+    return "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+
+
+def describe(kind: str, result: dict, text: Text, world: World) -> str:
+    weights, gathered = result["verified"], result["gathered_bytes_per_step"]
+    total, bf16 = gathered["nvfp4"] + gathered["high_precision"], gathered["bf16_equivalent"]
+    traffic = f"{total:,} bytes" if total else "nothing, there is one rank"
+    if total and gathered["nvfp4"]:
+        traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with bf16 weights {bf16:,}"
+        traffic += f", {bf16 / total:.2f} times as many"
+    nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
+    unit = "bytes" if text.vocabulary == Text.vocabulary else "tokens"
+    rate = f"{result['tokens_per_second']:,.0f} {unit}/s"
+    return (
+        f"{KINDS[kind]}: loss {result['loss']:.4f}, validation {result['validation_loss']:.4f} after "
+        f"{result['steps']} steps in {result['seconds']:.1f} s, the first in "
+        f"{result['first_step_seconds']:.1f} s and the others at {rate}\n"
+        f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
+        f"{others} others the rounded FP32 masters\n"
+        f"  all-gathered per step: {traffic}\n"
+        f"  {describe_memory(result['peak_memory_mb'])}"
+    )

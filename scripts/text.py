@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+from zerofp4.distributed import Stage
+from zerofp4.launch.process_group import World
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 CHUNK_LINES = 512  # that a tokenizer takes at a time
@@ -150,3 +154,14 @@ class Batches:
         )[self.rank]
         windows = self.data[offsets + self.window].long().to(device)
         return windows[:, :-1], windows[:, 1:]
+
+
+def in_tokens(text: Text, vocabulary: int | None, world: World) -> Text:
+    """The text in tokens of a tokenizer that rank 0 trains, or in bytes. Collective."""
+    if vocabulary is None:
+        return text
+    trained = [text.tokenizer(vocabulary) if world.rank == 0 else None]
+    if world.world_size > 1:
+        with Stage("sending the tokenizer", dist.group.WORLD):
+            dist.broadcast_object_list(trained, src=0)
+    return text.tokenized(trained[0])

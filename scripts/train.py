@@ -32,14 +32,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoints import CheckpointError, Checkpoints, digest, prepare_folder
+from checkpoints import CheckpointError, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
 from hugging_face import ConfigError, layers_of, loss_of, make_model
 from memory import Memory
-from memory import describe as describe_memory
-from report import KINDS, Recorder, draw, write_summary
-from sharded import ByName, shard, sharded
-from text import Batches, Text, TextTooShortError
+from progress import Progress
+from report import KINDS, Recorder, describe, draw, ranks, write_summary
+from sharded import shard, sharded
+from text import Batches, Text, TextTooShortError, in_tokens
 from torch import nn
 from train_options import CORPORA, OPTIMIZERS, RECIPES, add_options, complete
 
@@ -164,66 +164,6 @@ def validate(model: nn.Module, text: Text, options: argparse.Namespace, world: W
     return mean_over_ranks([sum(losses) / len(losses)], world.device)[0]
 
 
-class Progress:
-    """How far a run is, and what a checkpoint keeps of that beside model and optimizer."""
-
-    def __init__(self, kind: str, options: argparse.Namespace, text: Text, world: World, parts: tuple):
-        """parts: model, optimizer, scheduler and batches, which resume() brings to where they were."""
-        self.model, self.optimizer, self.scheduler, self.batches = parts
-        self.world = world
-        is_sharded = options.parallel == "fsdp2"
-        self.saved = ByName(self.model, self.optimizer) if is_sharded else self.optimizer
-        names = ("preset", "steps", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
-        names += ("recipe", "tokenizer", "parallel")
-        identity = {name: getattr(options, name) for name in names}
-        identity |= {"weights": kind, "text": text.digest}
-        if options.config is not None:
-            identity |= {"preset": None, "config": digest(Path(options.config))}
-        identity["global batch"] = options.batch_size * world.world_size
-        self.checkpoints = Checkpoints(options.out / f"checkpoints-{kind}", options.keep, identity, world)
-        self.options = options
-        self.step = 0
-        # The first step loads kernels and opens connections, whatever the weights are: no part of the rate.
-        self.seconds = self.first_seconds = self.training_seconds = 0.0
-
-    def resume(self) -> None:
-        """Go on where the last whole checkpoint was written, if that is asked for and there is one."""
-        found = self.checkpoints.resume(self.model, self.saved) if self.options.resume else None
-        if found is not None:
-            self.scheduler.load_state_dict(found["scheduler"])
-            self.batches.generator.set_state(found["batches"])
-            self.step, clocks = found["step"], found["seconds"]
-            self.seconds, self.first_seconds, self.training_seconds = clocks
-            if self.world.rank == 0:
-                print(f"goes on from step {self.step}", flush=True)
-
-    def count(self, step: int, seconds: float, since_start: float) -> None:
-        self.step, self.seconds = step, since_start
-        self.training_seconds += seconds
-        self.first_seconds = self.first_seconds or seconds
-
-    def summary(self, rows: list[dict], tokens: int) -> dict:
-        """rows: of the last steps. tokens: in a step."""
-        losses = [row["loss"] for row in rows]
-        others = (self.training_seconds - self.first_seconds) or self.first_seconds
-        return {
-            "steps": self.step,
-            "loss": sum(losses) / max(1, len(losses)),
-            "validation_loss": rows[-1]["validation_loss"] if rows else math.nan,
-            "seconds": self.seconds,
-            "first_step_seconds": self.first_seconds,
-            "tokens_per_second": tokens * max(self.step - 1, 1) / others,
-        }
-
-    def save_if_due(self, stop: bool) -> None:
-        every = self.options.checkpoint_every
-        if every and (self.step % every == 0 or self.step == self.options.steps or stop):
-            clocks = [self.seconds, self.first_seconds, self.training_seconds]
-            progress = {"step": self.step, "scheduler": self.scheduler.state_dict(), "seconds": clocks}
-            progress["batches"] = self.batches.generator.get_state()
-            self.checkpoints.save(self.step, self.model, self.saved, progress)
-
-
 def train(kind: str, options: argparse.Namespace, text: Text, world: World, interrupt: Interrupt) -> dict:
     """Train one model, verify it and return what the summary says about it. Collective."""
     model, optimizer = build(kind, options, text.vocabulary, world)
@@ -285,31 +225,6 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     }
 
 
-def ranks(world: World) -> str:
-    return "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
-
-
-def describe(kind: str, result: dict, text: Text, world: World) -> str:
-    weights, gathered = result["verified"], result["gathered_bytes_per_step"]
-    total, bf16 = gathered["nvfp4"] + gathered["high_precision"], gathered["bf16_equivalent"]
-    traffic = f"{total:,} bytes" if total else "nothing, there is one rank"
-    if total and gathered["nvfp4"]:
-        traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with bf16 weights {bf16:,}"
-        traffic += f", {bf16 / total:.2f} times as many"
-    nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
-    unit = "bytes" if text.vocabulary == Text.vocabulary else "tokens"
-    rate = f"{result['tokens_per_second']:,.0f} {unit}/s"
-    return (
-        f"{KINDS[kind]}: loss {result['loss']:.4f}, validation {result['validation_loss']:.4f} after "
-        f"{result['steps']} steps in {result['seconds']:.1f} s, the first in "
-        f"{result['first_step_seconds']:.1f} s and the others at {rate}\n"
-        f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
-        f"{others} others the rounded FP32 masters\n"
-        f"  all-gathered per step: {traffic}\n"
-        f"  {describe_memory(result['peak_memory_mb'])}"
-    )
-
-
 def run(options: argparse.Namespace, text: Text, world: World) -> int:
     """Train and write the summary; returns the exit code. Collective."""
     interrupt = Interrupt()
@@ -348,17 +263,6 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
         picture = draw(options.out, title) or "no picture, for want of matplotlib"
         say(f"wrote {write_summary(options.out, summary)} and {picture}")
     return 128 + interrupt.signal if interrupt.asked else 0
-
-
-def in_tokens(text: Text, vocabulary: int | None, world: World) -> Text:
-    """The text in tokens of a tokenizer that rank 0 trains, or in bytes. Collective."""
-    if vocabulary is None:
-        return text
-    trained = [text.tokenizer(vocabulary) if world.rank == 0 else None]
-    if world.world_size > 1:
-        with Stage("sending the tokenizer", dist.group.WORLD):
-            dist.broadcast_object_list(trained, src=0)
-    return text.tokenized(trained[0])
 
 
 def execute(options: argparse.Namespace, world: World) -> int:
