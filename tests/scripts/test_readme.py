@@ -28,7 +28,7 @@ def test_the_measured_line_is_in_the_result_file():
 
 
 def test_the_snippet_runs():
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    snippet, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(snippet.splitlines()) == 6
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
@@ -42,6 +42,16 @@ def test_the_snippet_runs():
         losses.append(names["loss_of"](model, names["batch"]).item())
     assert losses[-1] < losses[0]
     assert names["report"].converted == ["0", "2"]
+
+
+def test_the_snippet_of_fsdp2_is_that_of_its_page():
+    """Where it is run (test_docs.py)."""
+    page = (ROOT / "docs" / "fsdp2.md").read_text()
+    _, *shown = (
+        [line.partition("  #")[0].rstrip() for line in snippet.splitlines()]
+        for snippet in re.findall(r"```python\n(.*?)```", README + page, re.DOTALL)
+    )
+    assert len(shown[0]) == 7 and [line for line in shown[1] if line in shown[0]] == shown[0]
 
 
 def test_both_commands_end_as_it_says():
