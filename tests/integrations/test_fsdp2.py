@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import types
 import weakref
 
 import pytest
@@ -258,3 +259,19 @@ def test_a_model_that_is_let_go_frees_its_masters(mesh):
     del model, optimizer
     gc.collect()
     assert [weight() for weight in left] == [None] * 5
+
+
+def test_a_cast_waits_for_what_reads_the_codes(mesh):
+    """With CPUOffloadPolicy a GPU copies them while the host goes on."""
+    model = shard(prepared(), mesh)
+    optimizer = sgd(model)
+    fsdp2.attach(model, optimizer)
+    weight = next(weight for *_, weight in fsdp2.prepared_weights(model))
+    with torch.no_grad():
+        model.first.weight.fill_(1.0)
+    seen = []
+    event = types.SimpleNamespace(synchronize=lambda: seen.append(weight.codes.clone()))
+    before, weight._copied = weight.codes.clone(), event
+    optimizer.step()
+    assert_bytes_equal(seen[0], before, "codes")
+    assert not weight.codes.equal(before) and weight._copied is None and len(seen) == 1

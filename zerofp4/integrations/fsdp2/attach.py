@@ -176,6 +176,8 @@ class Caster:
     def cast(self) -> None:
         """Collective. Raises RuntimeError as CastPlan.step."""
         _, error = attempt(self._follow_masters)
+        for weight in self.weights:
+            weight.wait_for_copy()
         if self._leaves_amaxes and self.optimizer.amaxes_outdated():
             self.plan.begin_update()  # takes them back
         late = self.plan.run(error)

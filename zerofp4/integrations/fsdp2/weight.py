@@ -88,6 +88,7 @@ class Weight:
         padded = (placement.padded_rows, *shape[1:-1], shape[-1] // 2)
         pinned = local.is_pinned() and placement.device != local.device
         self.codes = torch.zeros(padded, dtype=torch.uint8, device=local.device, pin_memory=pinned)
+        self._copied: torch.cuda.Event | None = None
 
     def leave(self) -> None:
         """Be as before attach."""
@@ -106,6 +107,12 @@ class Weight:
     def own_codes(self) -> torch.Tensor:
         """uint8 [bytes] that this rank's rows are cast to."""
         return self.codes[: self.placement.rows].view(-1)
+
+    def wait_for_copy(self) -> None:
+        """A GPU may still be reading codes that lie in pinned memory, which a cast is about to change."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def note_cast(self) -> None:
         """The codes are those of the master as it is now, with the scales of the record."""
@@ -156,7 +163,11 @@ class Weight:
                 "model that attach was called with casts anew, on all ranks; unshard() and the forward of a "
                 "part of it do not"
             )
-        return (self.codes.to(self.placement.device, non_blocking=True),), None
+        codes = self.codes.to(self.placement.device, non_blocking=True)
+        if codes is not self.codes and self.codes.is_pinned():
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return (codes,), None
 
     def gathered(self, outputs: tuple[torch.Tensor], out: torch.Tensor | None):
         """What FSDP2's fsdp_post_all_gather returns: the tensor and what is to be freed with it; or, with
