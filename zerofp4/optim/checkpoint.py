@@ -7,8 +7,9 @@ import torch
 
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.inner import options
-from zerofp4.optim.piece import Home, Piece, make_piece
+from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.sealing import SealedTuple
+from zerofp4.optim.sharded_piece import make_piece
 from zerofp4.optim.template import STARTED, Entry, StateTemplate
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
