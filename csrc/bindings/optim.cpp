@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
+#include "common/squares.h"
 #include "dispatch/update.h"
 
 namespace zerofp4::bindings {
@@ -27,11 +28,12 @@ AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t 
     return tensor;
 }
 
-AdamWOptions adamw_options(uintptr_t lr_address, uintptr_t skip, double lr, double beta1, double beta2,
-                           double eps, double weight_decay, bool maximize) {
+AdamWOptions adamw_options(uintptr_t lr_address, uintptr_t skip, uintptr_t factor, double lr, double beta1,
+                           double beta2, double eps, double weight_decay, bool maximize) {
     AdamWOptions options{};
     options.lr_address = pointer<const float>(lr_address);
     options.skip = pointer<const float>(skip);
+    options.factor = pointer<const float>(factor);
     options.lr = lr;
     options.beta1 = beta1;
     options.beta2 = beta2;
@@ -45,10 +47,11 @@ GradientPieces gradient_pieces(uintptr_t received, int64_t stride, uintptr_t mas
     return {pointer<const void>(received), stride, pointer<const float>(masters), rank, count};
 }
 
-void average(const Target& target, uintptr_t pieces, int dtype, int64_t count, int64_t numel,
-             uintptr_t output) {
-    const AverageArgs args{pointer<const void>(pieces), static_cast<DType>(dtype), count, numel,
-                           pointer<float>(output)};
+void average(const Target& target, uintptr_t pieces, uintptr_t own, int dtype, int rank, int64_t count,
+             int64_t numel, uintptr_t output, uintptr_t squares) {
+    const AverageArgs args{
+        pointer<const void>(pieces), pointer<const void>(own),  static_cast<DType>(dtype), rank, count, numel,
+        pointer<float>(output),      pointer<uint64_t>(squares)};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.average(args, threads); },
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.average(args, stream); });
@@ -80,8 +83,8 @@ void bind_optim(py::module_& m) {
              "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a, "tile_offset"_a,
              "amax_offset"_a);
     py::class_<AdamWOptions>(m, "AdamWOptions")
-        .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "skip"_a, "lr"_a, "beta1"_a, "beta2"_a,
-             "eps"_a, "weight_decay"_a, "maximize"_a);
+        .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "skip"_a, "factor"_a, "lr"_a, "beta1"_a,
+             "beta2"_a, "eps"_a, "weight_decay"_a, "maximize"_a);
     py::class_<GradientPieces>(m, "GradientPieces")
         .def(py::init(&gradient_pieces), py::kw_only(), "received"_a = 0, "stride"_a = 0, "masters"_a = 0,
              "rank"_a = 0, "count"_a = 0);
@@ -93,7 +96,11 @@ void bind_optim(py::module_& m) {
         .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
         .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
         .def("update", &AdamWPlan::update, "target"_a, "pieces"_a, NoGil());
-    m.def("average", &average, NoGil());
+    m.def("average", &average, py::kw_only(), "target"_a, "pieces"_a, "own"_a = 0, "dtype"_a, "rank"_a = 0,
+          "count"_a, "numel"_a, "output"_a = 0, "squares"_a = 0, NoGil());
+    m.attr("SQUARE_RANGES") = kSquareRanges;
+    m.attr("SQUARE_WORDS") = kSquareWords;
+    m.attr("SQUARE_COPIES") = kSquareCopies;
     m.def("find_nonfinite", &find_nonfinite, NoGil());
 }
 

@@ -61,16 +61,18 @@ def gradients_of(world, parameters, step):
 def test_the_bytes_of_a_step_in_sequence(world):
     models = [build(world, InSequence)]
     models += [build(world, FusedAdamW, bucket_mb=bucket_mb) for bucket_mb in BUCKETS]
+    norms = []
     for step in range(5):
         for parameters, optimizer in models:
             set_gradients(parameters, gradients_of(world, parameters, step))
             if step == 3 and world.rank == world.world_size - 1:
                 parameters[3].grad = torch.full_like(parameters[3], math.inf)
             if step == 2:
-                optimizer.clip_grad_norm_(1e9)  # which multiplies by 1: norms are of other buffers
+                norms.append(optimizer.clip_grad_norm_(0.5))
             optimizer.step()
             assert (optimizer.found_inf.item() != 0) == (step == 3)
         assert_same(models, step)
+    assert len(norms) == 4 and len({norm.item() for norm in norms}) == 1  # whatever the buckets are
     check_weights(*models[1])
 
 

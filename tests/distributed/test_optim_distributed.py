@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import assert_bytes_equal
 from optim_cases import (
     assert_all_equal,
     assert_weights_follow,
@@ -30,7 +31,7 @@ from distributed.checks_optim import (
     parameters_of,
 )
 from distributed.run import on_ranks
-from zerofp4 import NVFP4Tensor
+from zerofp4 import NVFP4Tensor, ops, reference
 from zerofp4.engine import GradientViews
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -237,6 +238,18 @@ def test_ranks_that_own_nothing(world):
         check_weights(parameters, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("bucket_mb", [None, 0.003])
+def test_the_norm_does_not_depend_on_the_number_of_ranks(world, bucket_mb):
+    """The bits of sums of squares of each parameter, for means that are the same."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, bucket_mb=bucket_mb)
+    set_gradients(parameters, [g.bfloat16() for g in make_gradients(parameters, 0)])  # sums are exact
+    words = sum(reference.square_sums(p.grad.float().flatten().cpu()) for p in parameters)
+    total = optimizer.clip_grad_norm_(1.0)
+    assert_bytes_equal(total, ops.norm_of_squares(words.to(world.device)), "norm")
 
 
 @on_ranks(2, 3)

@@ -41,12 +41,88 @@ def test_memory_that_no_vector_can_be_read_from(device, offset):
     assert (out[:offset] == 7).all() and (out[-offset:] == 7).all()
 
 
+def tame(ranks: int, n: int, dtype: torch.dtype, device) -> torch.Tensor:
+    """Of many magnitudes, and finite, as are the squares."""
+    return gradients(ranks, n, dtype, "cpu").nan_to_num(0, 3e4, -3e4).clamp(-3e4, 3e4).to(device)
+
+
+def words_of(squares: torch.Tensor) -> torch.Tensor:
+    return squares.sum(0).cpu()
+
+
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 127, 4096, 2048 + 24, 70_003])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_own_row_and_squares(device, dtype, n, ranks):
+    """A rank's own gradients where they are, and the sums of the squares of the means."""
+    pieces = tame(ranks, n, dtype, device)
+    expected = reference.average(pieces.cpu())
+    for rank in range(ranks):
+        own, rows = pieces[rank].clone(), pieces.clone()
+        rows[rank] = torch.nan  # is not read
+        squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+        with poisoned_allocations():
+            out = torch.empty(n, device=device)
+        ops.average(rows, out, own, rank, squares)
+        assert_values_equal(out, expected.to(device), f"{ranks} x {n} {dtype}")
+        assert words_of(squares).equal(reference.square_sums(expected))
+    squares.zero_()
+    ops.add_squares(out, squares)
+    assert words_of(squares).equal(reference.square_sums(expected))
+
+
+def test_squares_of_memory_that_no_vector_can_be_read_from(device):
+    values = tame(1, 5000, torch.float32, device)[0]
+    moved = torch.empty(5001, device=device)[1:].copy_(values)
+    squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+    ops.add_squares(moved, squares)
+    assert words_of(squares).equal(reference.square_sums(values.cpu()))
+
+
+def test_squares_do_not_depend_on_how_they_are_cut(device):
+    """At multiples of 128 elements, in any order."""
+    values = tame(1, 70_016, torch.float32, device)[0]
+    whole, parts = (torch.zeros(ops.SQUARES, dtype=torch.int64, device=device) for _ in range(2))
+    ops.add_squares(values, whole)
+    for first, last in ((40_960, 70_016), (128, 256), (0, 128), (256, 40_960)):
+        ops.add_squares(values[first:last].contiguous(), parts)
+    assert words_of(whole).equal(words_of(parts))
+    norm = ops.norm_of_squares(whole.sum(0))
+    torch.testing.assert_close(norm, values.double().norm().float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.inf, torch.inf),
+        (-torch.inf, torch.inf),
+        (torch.nan, torch.nan),
+        (3e19, torch.inf),
+        (1e-30, 0.0),
+    ],
+)
+def test_squares_that_are_no_numbers(device, value, expected):
+    values = torch.zeros(1000, device=device)
+    values[517] = value
+    squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+    ops.add_squares(values, squares)
+    assert words_of(squares).equal(reference.square_sums(values.cpu()))
+    found = ops.norm_of_squares(squares.sum(0))
+    assert_values_equal(found, torch.tensor(expected, device=device), "norm")
+    values[3] = torch.nan
+    ops.add_squares(values, squares)
+    assert ops.norm_of_squares(squares.sum(0)).isnan()
+
+
 @pytest.mark.threads
 def test_threads():
     pieces = gradients(3, 200_001, torch.bfloat16, "cpu")
     out = torch.empty(200_001)
-    ops.average(pieces, out)
+    squares = torch.zeros(ops.SQUARES, dtype=torch.int64)
+    ops.average(pieces, out, squares=squares)
     assert_values_equal(out, reference.average(pieces), "mean")
+    assert words_of(squares).equal(reference.square_sums(out))
 
 
 @pytest.mark.heavy
@@ -71,3 +147,14 @@ def test_refuses(device, shape, dtype, out, error):
         ops.average(pieces, torch.zeros(out[0], dtype=out[1], device=device))
     with pytest.raises(ValueError, match="contiguous"):
         ops.average(torch.zeros(8, 2, device=device).t(), torch.zeros(8, device=device))
+
+
+def test_refuses_other_rows_and_squares(device):
+    pieces, out = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
+    for own, rank, squares, message in (
+        (torch.zeros(7, device=device), 0, None, "own"),
+        (out.clone(), 2, None, "rank must be one of the 2 rows of pieces, got 2"),
+        (None, 0, torch.zeros(34, dtype=torch.int64, device=device), "squares"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.average(pieces, out, own, rank, squares)

@@ -235,3 +235,35 @@ def test_a_backward_pass_through_old_values_fails(device):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_are_clipped_as_they_are_read(device, dtype):
+    """The bytes of gradients that were multiplied in float32; they themselves stay."""
+    masters = [torch.randn(n, device=device) for n in (5, 4096, 700)]
+    others = [master.clone() for master in masters]
+    clipped, plain = (FusedAdamW(ps, lr=0.01, weight_decay=0.1, maximize=True) for ps in (masters, others))
+    for step in range(3):
+        clipped.clip_factor = torch.tensor(0.3 + step, device=device)
+        gradients = [torch.randn_like(master).to(dtype) for master in masters]
+        before = [gradient.clone() for gradient in gradients]
+        for master, other, gradient in zip(masters, others, gradients, strict=True):
+            set_gradient(master, gradient)
+            other.grad = gradient.float() * clipped.clip_factor
+        clipped.step()
+        plain.step()
+        for i, (master, other) in enumerate(zip(masters, others, strict=True)):
+            assert_bytes_equal(master, other, f"step {step}: master {i}")
+            assert_bytes_equal(gradients[i], before[i], f"step {step}: gradient {i}")
+
+
+@pytest.mark.parametrize("name", ["clip_factor", "found_inf"])
+def test_scalars_that_kernels_cannot_read(device, name):
+    master = torch.zeros(8, device=device)
+    optimizer = FusedAdamW([master])
+    master.grad = torch.ones_like(master)
+    for scalar in (0.5, torch.ones(2, device=device), torch.ones((), dtype=torch.float64, device=device)):
+        setattr(optimizer, name, scalar)
+        with pytest.raises(TypeError, match=f"{name} must be None or one element of float32"):
+            optimizer.step()
+    assert not master.any()

@@ -96,6 +96,7 @@ class GradientReducer:
             for i in buffer.indices
             if dtype != torch.float32
         }
+        self._is_in_place = self.world_size == 1 and wire.dtype in (None, torch.float32)
         self._sources = self._make_sources()
         self._stretches: list[Stretch] = []
         self._ends: list[int] = []  # by buffer, the number of the first stretch behind it
@@ -103,10 +104,11 @@ class GradientReducer:
         self._own = [source.own_views(self.rank) for source in self._sources]
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._flight: list[Flight] = []
+        self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=self.device)
 
     def _make_sources(self) -> list[FlatGradients]:
         """By buffer, where this rank's own gradients are when they travel."""
-        if self.world_size == 1 and self._wire.dtype in (None, torch.float32):
+        if self._is_in_place:
             return [FlatGradients(buffer, buffer.gradients.view(1, -1)) for buffer in self.buffers]
         stay = [self.world_size > 1 and self._wire.keeps(buffer.parameters) for buffer in self.buffers]
         shapes = [(buffer.world_size, buffer.slice_numel) for buffer in self.buffers]
@@ -158,14 +160,18 @@ class GradientReducer:
                     f"{dtype} if that is meant"
                 )
 
-    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Average the gradients of all trainable parameters; None counts as zeros."""
+    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Average the gradients of all trainable parameters; None counts as zeros. Returns the sums of the
+        squares of this rank's slices, int64 ops.SQUARES, until the next call; None where none were added up.
+        """
         failures = Failures()
         self.begin(gradients)
+        self._squares.zero_()
         for b in range(len(self.buffers)):
             with failures:
-                self.finish(b)
+                self.finish(b, self._squares)
         failures.raise_first()
+        return None if self._is_in_place else self._squares
 
     def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Of all trainable parameters: those of the first buffer are on their way."""
@@ -175,16 +181,18 @@ class GradientReducer:
         self._gradients = gradients
         self._start(0)
 
-    def finish(self, b: int) -> None:
-        """Average those of buffer b, while the next ones travel."""
+    def finish(self, b: int, squares: torch.Tensor | None = None) -> None:
+        """Average those of buffer b, while the next ones travel. squares: those of the means are added to it,
+        as ops.average does.
+        """
         failures = Failures()
         for number in self._numbers(b):
             with failures:
-                source, buffer, first, here, received, *_ = self._arrive(number)
-                if here is not received:
-                    received[self.rank].copy_(here[self.rank])
-                if source.flat.data_ptr() != buffer.gradients.data_ptr():
-                    ops.average(received, buffer.gradients[first : first + received.shape[1]])
+                stretch = self._arrive(number)
+                if not self._is_in_place:
+                    last = stretch.first + stretch.received.shape[1]
+                    means = stretch.buffer.gradients[stretch.first : last]
+                    ops.average(stretch.received, means, stretch.here[self.rank], self.rank, squares)
         failures.raise_first()
 
     def can_bring(self, b: int) -> bool:

@@ -6,7 +6,7 @@ one operator on given tensors each: schema, fake and backends. addresses.py asks
 
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.addresses import Addresses
-from zerofp4.ops.average import average
+from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import neutral_amax, stacked_values_of, values_of, values_of_many
 from zerofp4.ops.device import (
@@ -71,6 +71,7 @@ __all__ = [
     "HEADER_WORDS",
     "PEER_ERROR",
     "PLAN_MISMATCH",
+    "SQUARES",
     "STATUS_RANK_SHIFT",
     "AdamWItem",
     "AdamWStage",
@@ -87,6 +88,7 @@ __all__ = [
     "TransposeStage",
     "adamw_options",
     "add_scaled_product",
+    "add_squares",
     "average",
     "build_info",
     "change_scales",
@@ -104,6 +106,7 @@ __all__ = [
     "is_capturing",
     "is_plain_call",
     "neutral_amax",
+    "norm_of_squares",
     "padded_scale",
     "pointers",
     "product_values",

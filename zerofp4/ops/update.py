@@ -169,16 +169,19 @@ def adamw_options(
     weight_decay: float,
     maximize: bool,
     skip: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
 ) -> _C.AdamWOptions:
     """The options of a parameter group. lr as a float32 tensor on a GPU is read there, by the kernels.
 
     skip: float32, one element, on the device of the items: where it is not 0 as begin() runs, the update
     leaves the items as they are, uncounted, and only takes their amaxes.
+    factor: likewise; gradients are multiplied by it, in float32, as they are read.
     """
     on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda
     return _C.AdamWOptions(
         lr_address=lr.data_ptr() if on_gpu else 0,
         skip=address(skip),
+        factor=address(factor),
         lr=0.0 if on_gpu else float(lr),
         beta1=betas[0],
         beta2=betas[1],

@@ -9,7 +9,7 @@ from zerofp4.engine import GradientReducer
 from zerofp4.ops import RankGradients
 from zerofp4.optim.fused import FusedAdamW, Update
 from zerofp4.optim.fused_checks import GRADIENT_DTYPES
-from zerofp4.optim.inner import is_plain
+from zerofp4.optim.inner import holding, is_plain
 from zerofp4.optim.sharded import ShardedParameters
 
 
@@ -36,13 +36,17 @@ class BucketedStep:
             else "step() of the optimizer of the masters has hooks, or is wrapped"
         )
 
-    def prepare(self, gradients: Sequence[torch.Tensor | None], reduce: bool) -> "PreparedStep":
+    def prepare(
+        self, gradients: Sequence[torch.Tensor | None], reduce: bool, factor: torch.Tensor | None
+    ) -> "PreparedStep":
         """What a step needs, before it is agreed on: all that may fail on one rank alone is done here.
 
-        gradients: of the parameters. reduce: whether they are still to be reduced.
+        gradients: of the parameters. reduce: whether they are still to be reduced. factor: what those that
+        have been reduced are multiplied by as they are read.
         """
         brought = self._added_up_in_update if reduce else frozenset()
-        update = self._inner.start_update()
+        with holding(self._inner, clip_factor=factor):
+            update = self._inner.start_update()
         for b, buffer in enumerate(self._shards.buffers):
             dtype = self._reducer.dtypes[b] if b in brought else torch.float32
             if b not in brought:

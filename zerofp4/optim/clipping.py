@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofp4 import ops
 from zerofp4.distributed import Stage, reduce_max
 from zerofp4.engine import ALIGNMENT, FlatBuffer
 
@@ -28,11 +29,28 @@ def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     return numbers[0], numbers[1]
 
 
-def global_norm(buffers: Sequence[FlatBuffer], p: float, group: dist.ProcessGroup | None) -> torch.Tensor:
+def global_norm(
+    buffers: Sequence[FlatBuffer],
+    p: float,
+    group: dist.ProcessGroup | None,
+    squares: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
 
-    FP32 sums are kept short and added up in float64: one long FP32 sum is off by percents for 10**8 elements.
+    squares: the sums that ops.average left of them. The 2-norm is that of exact sums of short ones, and does
+    not depend on the number of ranks. For others FP32 sums are kept short and added up in float64: one long
+    FP32 sum is off by percents for 10**8 elements.
     """
+    if p == 2.0:
+        if squares is None:
+            squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=buffers[0].device)
+            for buffer in buffers:
+                ops.add_squares(buffer.gradients, squares)
+        words = squares.sum(0)
+        if group is not None:
+            with Stage(NORM, group):
+                dist.all_reduce(words, group=group)
+        return ops.norm_of_squares(words)
     rows = [torch.linalg.vector_norm(b.gradients.view(-1, ALIGNMENT), p, dim=1) for b in buffers]
     norms = torch.cat(rows).double()
     if p != math.inf:

@@ -40,6 +40,11 @@ class FusedAdamW(torch.optim.Optimizer):
     as they are, and counts nothing. Read by the kernels, as torch's fused optimizers read theirs.
     """
 
+    clip_factor: torch.Tensor | None = None
+    """float32 of one element on the parameters' device: what a step multiplies gradients by as it reads them,
+    in float32. Gradients themselves stay as they are.
+    """
+
     # On the class: neither pickled nor part of a state dict.
     _parts: Sequence[Part] = ()
     _part_of: dict[torch.Tensor, int] | None = None
@@ -162,7 +167,8 @@ class FusedAdamW(torch.optim.Optimizer):
         gradients: by what this rank holds of a parameter, that of its gradient. None where they are not there
         yet: then nothing about them is checked.
         """
-        checks.check_found_inf(self.found_inf, self._device())
+        checks.check_scalar("found_inf", self.found_inf, self._device())
+        checks.check_scalar("clip_factor", self.clip_factor, self._device())
         if not self._parts:
             self._parts = [Part((), None)]
         rows: list[list[tuple[int, int, torch.Tensor]]] = [[] for _ in self._parts]
@@ -175,7 +181,8 @@ class FusedAdamW(torch.optim.Optimizer):
             for i, (own, p) in enumerate(zip(group["params"], params, strict=True)):
                 k = 0 if self._part_of is None else self._part_of[own]
                 rows[k].append((g, i, p))
-        return Update(self, rows, [_options(group, self.found_inf) for group in self.param_groups])
+        scalars = {"skip": self.found_inf, "factor": self.clip_factor}
+        return Update(self, rows, [_options(group, scalars) for group in self.param_groups])
 
     def _check_gradients(self, g: int, params: list[torch.Tensor], gradients: list) -> None:
         bad = checks.find_unusable_gradient(gradients, params)
@@ -271,6 +278,6 @@ def _initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
-def _options(group: dict[str, Any], skip: torch.Tensor | None):
+def _options(group: dict[str, Any], scalars: dict[str, torch.Tensor | None]):
     names = ("lr", "betas", "eps", "weight_decay", "maximize")
-    return adamw_options(**{name: group[name] for name in names}, skip=skip)
+    return adamw_options(**{name: group[name] for name in names}, **scalars)

@@ -61,18 +61,18 @@ def check_lr(name: str, lr: float | torch.Tensor, device: torch.device | None) -
         raise ValueError(f"{name} is on {lr.device}, the parameters on {device}")
 
 
-def check_found_inf(found_inf: torch.Tensor | None, device: torch.device | None) -> None:
-    """Raises TypeError or ValueError for a flag that kernels cannot read."""
-    if found_inf is None:
+def check_scalar(name: str, scalar: torch.Tensor | None, device: torch.device | None) -> None:
+    """Raises TypeError or ValueError for one element that kernels cannot read."""
+    if scalar is None:
         return
-    if not isinstance(found_inf, torch.Tensor) or found_inf.dtype != torch.float32 or found_inf.numel() != 1:
-        shown = type(found_inf).__name__
-        if isinstance(found_inf, torch.Tensor):
-            shown = f"{found_inf.dtype} {tuple(found_inf.shape)}"
-        raise TypeError(f"found_inf must be None or one element of float32, got {shown}")
-    if device is not None and found_inf.device != device:
-        raise ValueError(f"found_inf is on {found_inf.device}, the parameters on {device}")
-    check_plain("found_inf", found_inf)
+    if not isinstance(scalar, torch.Tensor) or scalar.dtype != torch.float32 or scalar.numel() != 1:
+        shown = type(scalar).__name__
+        if isinstance(scalar, torch.Tensor):
+            shown = f"{scalar.dtype} {tuple(scalar.shape)}"
+        raise TypeError(f"{name} must be None or one element of float32, got {shown}")
+    if device is not None and scalar.device != device:
+        raise ValueError(f"{name} is on {scalar.device}, the parameters on {device}")
+    check_plain(name, scalar)
 
 
 def check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:

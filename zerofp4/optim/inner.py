@@ -1,7 +1,8 @@
 """The optimizer of the masters, whose groups are those of the parameters but for what is in them."""
 
+import contextlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -89,6 +90,13 @@ def is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return not any(hooks) and "step" not in vars(optimizer)
 
 
+def reads_clip_factor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the optimizer multiplies gradients by its attribute `clip_factor`, and nobody looks
+    at them before.
+    """
+    return hasattr(type(optimizer), "clip_factor") and is_plain(optimizer)
+
+
 def give_gradients(masters: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
     """For the next step; masters without one are skipped by it.
 
@@ -100,13 +108,21 @@ def give_gradients(masters: Sequence[torch.Tensor | None], gradients: Sequence[t
             master.grad = gradient
 
 
-def step_masters(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
-    """found_inf: what an optimizer that heeds it reads in this step."""
-    if found_inf is None:
+def step_masters(optimizer: torch.optim.Optimizer, **scalars: torch.Tensor | None) -> None:
+    """scalars: attributes that the optimizer has in this step, such as found_inf where it heeds it; None is
+    none.
+    """
+    with holding(optimizer, **scalars):
         optimizer.step()
-        return
-    optimizer.found_inf = found_inf
+
+
+@contextlib.contextmanager
+def holding(optimizer: torch.optim.Optimizer, **scalars: torch.Tensor | None) -> Iterator[None]:
+    """The optimizer has these attributes meanwhile, but for those that are None."""
+    present = {name: scalar for name, scalar in scalars.items() if scalar is not None}
+    vars(optimizer).update(present)
     try:
-        optimizer.step()
+        yield
     finally:
-        del optimizer.found_inf
+        for name in present:
+            delattr(optimizer, name)

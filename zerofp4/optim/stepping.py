@@ -8,7 +8,7 @@ import torch
 from zerofp4.engine import Failures, GradientReducer
 from zerofp4.optim.bucketed import BucketedStep, PreparedStep
 from zerofp4.optim.clipping import clip_arguments, global_norm
-from zerofp4.optim.inner import give_gradients, step_masters
+from zerofp4.optim.inner import give_gradients, reads_clip_factor, step_masters
 from zerofp4.optim.nonfinite import NonfiniteGradients
 from zerofp4.optim.options import host_options_hash
 from zerofp4.optim.state import ShardedState
@@ -29,6 +29,10 @@ class SteppedOptimizer(ShardedState):
     _votes: Votes
     _nonfinite: NonfiniteGradients
     _cleared: int
+    _factor: torch.Tensor | None
+    """float32 []: what the reduced gradients are still to be multiplied by, None where nothing was clipped.
+    It holds as long as `_reduced`.
+    """
     _agreed_in_sequence: bool | None
     """What the ranks agreed on in the last step; None before the first."""
 
@@ -87,8 +91,9 @@ class SteppedOptimizer(ShardedState):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Reduce the gradients and scale them so that their norm over all parameters is at most max_norm.
 
-        Returns the norm before that, float32 []. step() uses the scaled gradients, or skips them where they
-        hold a NaN or Inf. Collective.
+        Returns the norm before that, float32 []; the bits of a 2-norm of the same gradients do not depend on
+        the number of ranks. step() uses the scaled gradients, or skips them where they hold a NaN or Inf.
+        Collective.
         Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
         FloatingPointError as step() does.
         """
@@ -108,22 +113,23 @@ class SteppedOptimizer(ShardedState):
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
             error = failure
         agreed = self._vote(gradients, intent, error, word)
-        failures = Failures()
+        failures, squares = Failures(), None
         if intent.reduce:
-            self._reduced = None
+            self._reduced = self._factor = None
             self._nonfinite.hear(agreed.nonfinite)
-            self._reduce_and_look(gradients, failures)
+            squares = self._reduce_and_look(gradients, failures)
             self._nonfinite.raise_if_asked()
             self._reduced = None if failures.errors else snapshot
-        total = global_norm(self._shards.buffers, intent.norm_type, self.process_group())
+        total = global_norm(self._shards.buffers, intent.norm_type, self.process_group(), squares)
         if failures.errors:  # the others have a norm that is of no use, and hear of it before they use it
             self._unheard = failures.errors[0]
             raise self._unheard
-        # Multiplying by 1 is cheaper than asking the device whether that is all there is to do.
-        scale = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
+        if self._factor is not None:
+            total = total * self._factor
         # What no step will use stays as it was packed, for first_nonfinite() to look at.
-        scale.masked_fill_(self._nonfinite.found != 0, 1.0)
-        torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], scale)
+        factor = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
+        factor.masked_fill_(self._nonfinite.found != 0, 1.0)
+        self._factor = factor if self._factor is None else self._factor * factor
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -161,7 +167,7 @@ class SteppedOptimizer(ShardedState):
             self._shards.make_gradients()
             return None
         self._push_options()
-        return self._bucketed.prepare(gradients, reduce)
+        return self._bucketed.prepare(gradients, reduce, None if reduce else self._factor)
 
     def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
         self._cleared = 0  # on every rank, whatever comes of the vote
@@ -169,15 +175,20 @@ class SteppedOptimizer(ShardedState):
 
     # Behind it
 
-    def _reduce_and_look(self, gradients: Sequence[torch.Tensor | None], failures: Failures) -> None:
+    def _reduce_and_look(
+        self, gradients: Sequence[torch.Tensor | None], failures: Failures
+    ) -> torch.Tensor | None:
+        squares = None
         with failures:
-            self._reduce_gradients(gradients)
+            squares = self._reduce_gradients(gradients)
             self._nonfinite.look_at_packed()
         if self._votes.world_size == 1:
             failures.raise_first()
+        return squares
 
-    def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._reducer.reduce(gradients)
+    def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Returns the sums of the squares of this rank's means, where they are known by then."""
+        return self._reducer.reduce(gradients)
 
     def _step_in_buckets(self, prepared: PreparedStep, present: Sequence[bool]) -> None:
         """Reduce gradients, unless that is done, update and publish, in a pipeline."""
@@ -196,8 +207,12 @@ class SteppedOptimizer(ShardedState):
     def _update_masters(self, present: Sequence[bool]) -> None:
         """Step the inner optimizer with the reduced gradients of the parameters that have one on any rank."""
         self._push_options()
+        factor = None if self._reduced is None else self._factor
+        if factor is not None and not reads_clip_factor(self.inner):
+            torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], factor)
+            factor = None
         give_gradients(self._shards.masters, self._reduced_gradients(present))
-        step_masters(self.inner, self._nonfinite.for_update())
+        step_masters(self.inner, found_inf=self._nonfinite.for_update(), clip_factor=factor)
         self._pull_options()
 
     def _reduced_gradients(self, present: Sequence[bool]) -> list[torch.Tensor | None]:

@@ -107,7 +107,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             self._reducer = GradientReducer(self._shards.buffers, group, wire)
             self._bucketed = BucketedStep(self.inner, self._shards, self._reducer)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
-            self._reduced = self._unheard = self._agreed_in_sequence = None
+            self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None
             self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inner, wire.dtype)
             self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)

@@ -5,7 +5,7 @@ where a product has three factors the brackets say which two are multiplied firs
 changes bytes.
 """
 
-from zerofp4.reference.adamw import adamw_step, average, power
+from zerofp4.reference.adamw import adamw_step, average, power, square_sums
 from zerofp4.reference.elements import (
     e2m1_to_float,
     float_to_e2m1,
@@ -102,6 +102,7 @@ __all__ = [
     "scale_candidates",
     "scaled",
     "spread",
+    "square_sums",
     "swizzle_mxfp8_scale",
     "swizzle_scale",
     "tensor_amax",

@@ -20,6 +20,7 @@ struct AdamWDescriptor : ShardGeometry {
 struct AdamWOptions {
     const float* lr_address;  // float[1] that is read in place of lr, or null
     const float* skip;        // float[1]: unless it is 0 nothing is updated or counted; or null
+    const float* factor;      // float[1] that gradients are multiplied by; or null
     double lr;
     double beta1;
     double beta2;
@@ -40,6 +41,7 @@ struct AdamWStep {
     float step_size;
     float inv_sqrt;  // 1 / sqrt(1 - beta2^step)
     float eps;
+    float factor;  // of gradients
 };
 
 // Gradients that the ranks have brought, whose mean is wanted: ((r0 + r1) + ...) / count, in float32. What
