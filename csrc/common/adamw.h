@@ -58,7 +58,7 @@ ZEROFP4_HD AdamWStep adamw_scalars(const AdamWOptions& options, const AdamWDescr
 
 ZEROFP4_HD void adamw_element(const AdamWStep& step, float gradient, float& master, float& exp_avg,
                               float& exp_avg_sq) {
-    const float g = from_bits(to_bits(gradient * step.factor) ^ step.gradient_sign);
+    const float g = from_bits(to_bits(gradient) ^ step.gradient_sign);
     exp_avg = (step.lerp_from_start ? exp_avg : g) + step.lerp_factor * (g - exp_avg);
     exp_avg_sq = exp_avg_sq * step.beta2 + (g * step.weight2) * g;
     const float denominator = square_root(exp_avg_sq) * step.inv_sqrt + step.eps;

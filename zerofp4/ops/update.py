@@ -175,7 +175,7 @@ def adamw_options(
 
     skip: float32, one element, on the device of the items: where it is not 0 as begin() runs, the update
     leaves the items as they are, uncounted, and only takes their amaxes.
-    factor: likewise; gradients are multiplied by it, in float32, as they are read.
+    factor: likewise; gradients are multiplied by it, in float32, as they are read, but not RankGradients.
     """
     on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda
     return _C.AdamWOptions(

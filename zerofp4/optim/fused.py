@@ -231,6 +231,7 @@ class Update:
 
     def __init__(self, optimizer: FusedAdamW, rows: list[list[tuple[int, int, torch.Tensor]]], options: list):
         self._optimizer, self._rows, self._options = optimizer, rows, options
+        self._clips = optimizer.clip_factor is not None
         self._members: list[list[Member]] = [[] for _ in rows]
         self._expected: list[Mapping[torch.Tensor, torch.dtype] | None] = [None] * len(rows)
         self._made: list[dict[torch.Tensor, dict]] = [{} for _ in rows]  # state, until the update is taken
@@ -257,8 +258,11 @@ class Update:
         self, k: int, gradients: Mapping[torch.Tensor, torch.Tensor], brought: RankGradients | None = None
     ) -> None:
         """Update part k. gradients: by parameter, as they were expected, else that is made up for. brought:
-        those of the other ranks; then the mean of all of them counts.
+        those of the other ranks; then the mean of all of them counts. Raises ValueError where they are to be
+        clipped, which only gradients that have been averaged are.
         """
+        if brought is not None and self._clips:
+            raise ValueError("clip_factor is for gradients that have been averaged, not for those of ranks")
         dtypes = {p: gradient.dtype for p, gradient in gradients.items()}
         if dtypes != self._expected[k]:
             self.expect(k, dtypes)

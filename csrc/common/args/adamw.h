@@ -20,7 +20,7 @@ struct AdamWDescriptor : ShardGeometry {
 struct AdamWOptions {
     const float* lr_address;  // float[1] that is read in place of lr, or null
     const float* skip;        // float[1]: unless it is 0 nothing is updated or counted; or null
-    const float* factor;      // float[1] that gradients are multiplied by; or null
+    const float* factor;      // float[1] that gradients are multiplied by, but no pieces; or null
     double lr;
     double beta1;
     double beta2;

@@ -17,13 +17,13 @@ using ColumnBits = uint32_t[kStripColumns];
 // `count` elements next to each other; `most` has their columns. Not inlined: GCC would forget that the
 // arrays do not overlap.
 template <class G, bool kAmax>
-__attribute__((noinline)) void update_elements(const AdamWStep step, const G* __restrict gradient,
-                                               float* __restrict master, float* __restrict exp_avg,
-                                               float* __restrict exp_avg_sq, int64_t count,
-                                               uint32_t* __restrict most) {
+__attribute__((noinline)) void update_elements(const AdamWStep step, float factor,
+                                               const G* __restrict gradient, float* __restrict master,
+                                               float* __restrict exp_avg, float* __restrict exp_avg_sq,
+                                               int64_t count, uint32_t* __restrict most) {
     for (int64_t i = 0; i < count; ++i) {
         float p = master[i], m = exp_avg[i], v = exp_avg_sq[i];
-        adamw_element(step, load_float(gradient[i]), p, m, v);
+        adamw_element(step, load_float(gradient[i]) * factor, p, m, v);
         master[i] = p, exp_avg[i] = m, exp_avg_sq[i] = v;
         if constexpr (kAmax) most[i] = larger(most[i], magnitude_bits(p));
     }
@@ -71,10 +71,11 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
             } else if (table.pieces.received != nullptr) {
                 float means[kStripColumns];
                 average_elements(table.pieces, tensor, gradient, index, count, means);
-                update_elements<float, kAmax>(step, means, tensor.master + index, tensor.exp_avg + index,
-                                              tensor.exp_avg_sq + index, count, most + owned.begin);
+                update_elements<float, kAmax>(step, 1.0f, means, tensor.master + index,
+                                              tensor.exp_avg + index, tensor.exp_avg_sq + index, count,
+                                              most + owned.begin);
             } else {
-                update_elements<G, kAmax>(step, gradient + index, tensor.master + index,
+                update_elements<G, kAmax>(step, step.factor, gradient + index, tensor.master + index,
                                           tensor.exp_avg + index, tensor.exp_avg_sq + index, count,
                                           most + owned.begin);
             }

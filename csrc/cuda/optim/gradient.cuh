@@ -12,10 +12,11 @@ template <typename G, int kCount>
 struct GivenGradient {
     using Words = uint32_t[kCount / kPerWord<G>];
     const G* own;
+    float factor;
 
     __device__ __forceinline__ GivenGradient(const AdamWTable&, const AdamWDescriptor&, const AdamWStep& step,
                                              int64_t index)
-        : own(in_global(static_cast<const G*>(step.gradient)) + index) {}
+        : own(in_global(static_cast<const G*>(step.gradient)) + index), factor(step.factor) {}
 
     __device__ __forceinline__ bool has_vectors() const {
         return is_aligned(own, kCount * static_cast<int>(sizeof(G)));
@@ -25,11 +26,14 @@ struct GivenGradient {
     }
     __device__ __forceinline__ void take(int64_t, Words& words, float (&values)[kCount]) const {
         unpack<G>(words, values);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) values[k] *= factor;
     }
-    __device__ __forceinline__ float at(int64_t offset) const { return load_float(own[offset]); }
+    __device__ __forceinline__ float at(int64_t offset) const { return load_float(own[offset]) * factor; }
 };
 
-// As GivenGradient, of the pieces that the ranks have brought.
+// As GivenGradient, of the pieces that the ranks have brought. Without a factor, for which there is no
+// register: gradients are clipped once they have been reduced.
 template <typename G, int kCount>
 struct MeanGradient {
     static constexpr int kAhead = 2;  // ranks whose vectors are loaded before the first is used
