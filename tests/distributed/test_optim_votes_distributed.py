@@ -301,6 +301,6 @@ def test_a_step_is_one_vote(world):
         assert words == [torch.float64, torch.float32]  # the vote, the amaxes
         words.clear()
         optimizer.clip_grad_norm_(1.0)
-        assert words == [torch.float64, torch.float64]  # the vote, the norm
+        assert words == [torch.float64, torch.int64]  # the vote, the norm
     finally:
         dist.all_reduce = reduce
