@@ -91,6 +91,14 @@ class Sides:
             yield "columnwise_amax", self.columnwise_amax
 
 
+def _buffer_property(name: str) -> property:
+    return property(lambda sides: sides.buffer(name), doc="None where it does not exist.")
+
+
+for _name in side_names(SCALE_LAYOUTS):
+    setattr(Sides, _name, _buffer_property(_name))
+
+
 def unstack(sides: Sides, count: int, first: int = 0) -> list[Sides]:
     """The sides of `count` matrices of a stack, from number `first` on: views of its buffers, which have that
     dimension first. What two sides share, their amax, two matrices share as well.

@@ -13,8 +13,12 @@ from zerofp4.tensors.held import gradient_of
 
 
 def buffer_property(name: str) -> property:
-    """The property of a tensor that is a buffer of its record."""
-    return property(lambda tensor: tensor.record.buffer(name))
+    """The property of a tensor that is a buffer of its record.
+
+    Its getter has no frame: torch 2.10 compiles that of a getter as a function that begins by reading the
+    same property.
+    """
+    return property(attrgetter(f"record.{name}"))
 
 
 class QuantizedTensor(torch.Tensor):
@@ -78,7 +82,7 @@ class QuantizedTensor(torch.Tensor):
         """The elements of the rowwise copy. Assigning rebinds: another buffer of that shape and dtype becomes
         them.
         """
-        return self.record.buffer("rowwise_data")
+        return self.record.rowwise_data
 
     @rowwise_data.setter
     def rowwise_data(self, value: torch.Tensor) -> None:
@@ -204,3 +208,7 @@ def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
         return cls(record)
     buffers = dict(record.buffers())
     return cls((tuple(record.shape), record.context(), tuple(buffers)), *buffers.values())
+
+
+_codes = QuantizedTensor.rowwise_data  # whose type a checker sees
+QuantizedTensor.rowwise_data = property(buffer_property("rowwise_data").fget, _codes.fset, doc=_codes.__doc__)
