@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import types
 import weakref
@@ -120,6 +121,12 @@ def test_amax_groups_are_lists_of_weights_to_convert(groups, error, message):
 def test_a_master_is_not_to_compute_with(rows):
     with pytest.raises(RuntimeError, match=r"'first.weight' was prepared for FSDP2.*call fully_shard"):
         prepared()(torch.ones(rows))
+
+
+def test_what_fsdp2_asks_before_each_gather_has_its_signature():
+    signatures = [inspect.signature(prepared().first.weight.fsdp_pre_all_gather) for _ in range(2)]
+    assert list(signatures[0].parameters) == ["mesh"]
+    assert signatures[0] is signatures[1]
 
 
 def test_copies_of_a_model_are_prepared_on_their_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,14 +101,30 @@ class MasterShard(torch.Tensor):
         self.weight.writes += 1
         increment_version(self.local)
 
-    # What FSDP2 asks. With one argument and no more: with the five that it offers, it takes the padded size
-    # of the FP32 shard for that of what is gathered.
+    # What FSDP2 asks.
 
-    def fsdp_pre_all_gather(self, mesh):
-        return self.weight.all_gather_input()
+    @property
+    def fsdp_pre_all_gather(self) -> _PreAllGather:
+        return _PreAllGather(self.weight)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         return self.weight.gathered(all_gather_outputs, out)
+
+
+class _PreAllGather:
+    """fsdp_pre_all_gather of a master, with one argument and no more: with the five that FSDP2 offers, it
+    takes the padded size of the FP32 shard for that of what is gathered. FSDP2 counts them before each gather
+    of each weight: the signature is there, as to derive that of a method costs the host eight times as much.
+    """
+
+    __slots__ = ("_weight",)
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+    def __init__(self, weight: Weight):
+        self._weight = weight
+
+    def __call__(self, mesh):
+        return self._weight.all_gather_input()
 
 
 def _local(master: MasterShard) -> torch.Tensor:
