@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from zerofp4.integrations.fsdp2.weight import Weight
@@ -53,7 +53,7 @@ class MasterShard(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, MasterShard)]
+        masters = [master for value in (*args, *kwargs.values()) for master in _masters_in(value)]
         if func in _PRODUCTS or func.namespace == "c10d":
             raise RuntimeError(f"{func}{_not_to_compute_with(masters[0].weight)}")
         if func in _SHARED:  # over the same object: state dicts are made of it, and it counts their writes
@@ -62,7 +62,7 @@ class MasterShard(torch.Tensor):
             return _copy_(*args, **kwargs)
         if func is _aten._pin_memory.default:
             return _pin_memory(*args, **kwargs)
-        result = func(*tree_map_only(MasterShard, _local, args), **tree_map_only(MasterShard, _local, kwargs))
+        result = func(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
         _note_writes(func, args, kwargs)
         if func in _KEPT and (func is not _aten._to_copy.default or result.dtype == torch.float32):
             return tree_map_only(torch.Tensor, lambda tensor: cls(tensor, masters[0].weight), result)
@@ -127,8 +127,24 @@ class _PreAllGather:
         return self._weight.all_gather_input()
 
 
-def _local(master: MasterShard) -> torch.Tensor:
-    return master.local
+def _masters_in(argument: Any) -> list[MasterShard]:
+    """Those of an operator's argument, which is one, or a list, or neither: torch's walk of trees costs an
+    optimizer's step on the lists of a whole model several times what its kernel takes.
+    """
+    if isinstance(argument, MasterShard):
+        return [argument]
+    if isinstance(argument, list | tuple):
+        return [value for value in argument if isinstance(value, MasterShard)]
+    return []
+
+
+def _local(argument: Any) -> Any:
+    """An operator's argument with the plain tensors of its masters."""
+    if isinstance(argument, MasterShard):
+        return argument.local
+    if isinstance(argument, list | tuple):
+        return [value.local if isinstance(value, MasterShard) else value for value in argument]
+    return argument
 
 
 def _set_data(master: torch.Tensor, value: torch.Tensor) -> None:
@@ -174,9 +190,8 @@ def _note_writes(func, args: tuple, kwargs: dict) -> None:
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written = args[index] if index < len(args) else kwargs.get(argument.name)
-            for leaf in tree_leaves(written):
-                if isinstance(leaf, MasterShard):
-                    leaf.note_write()
+            for master in _masters_in(written):
+                master.note_write()
 
 
 def _not_to_compute_with(weight: Weight) -> str:
