@@ -157,14 +157,16 @@ class Weight:
         """
         if self.placement is None or self._place is None:
             raise RuntimeError(f"{self.name!r} {NOT_ATTACHED}")
-        if not self.is_current(self.master()):
+        if self.is_stale():
             raise RuntimeError(
                 f"the master of {self.name!r} was written to since it was cast: the forward pass of the "
                 "model that attach was called with casts anew, on all ranks; unshard() and the forward of a "
                 "part of it do not"
             )
+        if self.codes.device == self.placement.device:
+            return (self.codes,), None
         codes = self.codes.to(self.placement.device, non_blocking=True)
-        if codes is not self.codes and self.codes.is_pinned():
+        if self.codes.is_pinned():
             self._copied = torch.cuda.Event()
             self._copied.record()
         return (codes,), None
@@ -204,7 +206,7 @@ class _Gathered:
 
     def __init__(self, weight: Weight, rows: torch.Tensor):
         placement, record = weight.placement, weight.record
-        self._source = record
+        self._source, self._is_copy = record, record.device != rows.device
         self.record = NVFP4Storage.from_context(record.shape, record.context())
         self.record.name = weight.name
         self.inner: tuple[torch.Tensor, ...] = ()
@@ -225,7 +227,7 @@ class _Gathered:
 
     def fill(self, changed: bool) -> None:
         """All that is not gathered, from what was. changed: whether there was a cast since the last time."""
-        if changed and self._source.device != self.record.device:
+        if changed and self._is_copy:
             pairs = zip(self._source.buffers(), _without_data(self.record), strict=True)
             for (_, mine), (_, copy) in pairs:
                 copy.view(torch.uint8).copy_(mine.view(torch.uint8), non_blocking=True)
