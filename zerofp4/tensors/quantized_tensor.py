@@ -170,8 +170,9 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if not kwargs:
+                return _FUNCTIONS.get(func, func)(*args)
             if func in _FUNCTIONS and not kwargs.keys() & {"out", "out_dtype"}:
                 return _FUNCTIONS[func](*args, **kwargs)
             return func(*args, **kwargs)
