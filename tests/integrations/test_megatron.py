@@ -54,6 +54,20 @@ def test_uninstall_leaves_everything_as_it_was(core):
 
 
 @needs_megatron
+def test_asking_what_a_weight_is_makes_no_tensor(core):
+    """Megatron does so twice a step of each weight."""
+    from megatron.core import fp8_utils
+
+    weight = nn.Parameter(zerofp4.quantize(torch.ones(16, 16)), requires_grad=False)
+    other = nn.Parameter(torch.ones(2))
+    with megatron.install():
+        assert fp8_utils._unwrap_parameter_data(weight) is weight
+        assert not fp8_utils.is_grouped_tensor_with_quantized_storage(weight)
+        assert fp8_utils._unwrap_parameter_data(other) is not other
+    assert fp8_utils._unwrap_parameter_data(weight) is not weight
+
+
+@needs_megatron
 def test_only_the_call_that_installed_uninstalls(core):
     with megatron.install():
         with megatron.install():

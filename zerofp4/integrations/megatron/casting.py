@@ -26,6 +26,16 @@ def make_modify_rowwise_storage(original: Callable) -> Callable:
     return modify_nvfp4_rowwise_storage
 
 
+def make_unwrap(original: Callable) -> Callable:
+    def _unwrap_parameter_data(tensor: torch.Tensor) -> torch.Tensor:
+        """Megatron asks twice a step what each weight is inside. Ours is the same with .data, which makes a
+        tensor each time.
+        """
+        return tensor if isinstance(tensor, NVFP4Tensor) else original(tensor)
+
+    return _unwrap_parameter_data
+
+
 def make_quantize_param_shard(original: Callable) -> Callable:
     def quantize_nvfp4_param_shard(
         model_params: Sequence[torch.Tensor],

@@ -110,6 +110,9 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
         value = make(megatron.had(owners[0], name))
         # Some modules have it by its name; in 0.18 not all of these.
         yield from ((owner, name, value) for owner in owners if name in vars(owner))
+    name = "_unwrap_parameter_data"
+    if name in vars(fp8):  # it saves time only: a version without it does not ask
+        yield fp8, name, casting.make_unwrap(megatron.had(fp8, name))
 
     def is_packed(parameter: Any) -> bool:
         grouped = getattr(fp4, "is_grouped_nvfp4tensor", None)
