@@ -68,18 +68,22 @@ class DivergedError(RuntimeError):
     """The loss is not finite, or the gradients have not been for long."""
 
 
+AT_ONCE = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
 class Interrupt:
-    """Ctrl-C and SIGTERM ask for a stop after the step in progress; a second one stops at once."""
+    """Ctrl-C and SIGTERM ask for a stop after the step in progress; a second one stops at once, even where a
+    shell that began the run in the background had it ignored."""
 
     def __init__(self):
         self.asked = False
         self.signal = signal.SIGINT
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self.previous = {number: signal.signal(number, self._handle) for number in signals}
+        for number in AT_ONCE:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, *_) -> None:
         self.asked, self.signal = True, number
-        for other, handler in self.previous.items():
+        for other, handler in AT_ONCE.items():
             signal.signal(other, handler)
 
 

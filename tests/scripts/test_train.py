@@ -116,8 +116,11 @@ def test_a_signal_leaves_usable_files(tmp_path, monkeypatch, number):
     check_picture(tmp_path)
 
 
-def test_a_second_signal_stops_at_once():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_second_signal_stops_at_once(handler):
+    """Also where it was ignored, as it is in what a shell begins in the background."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, handler)
     interrupt = train.Interrupt()
     try:
         signal.raise_signal(signal.SIGINT)
@@ -125,7 +128,8 @@ def test_a_second_signal_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, found in before.items():
+            signal.signal(number, found)
 
 
 @pytest.mark.heavy
