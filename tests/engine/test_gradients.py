@@ -152,6 +152,16 @@ def test_what_a_user_assigns_is_copied_and_never_written(device, models):
     assert_same(models)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_gradients_that_were_exchanged_or_turned(device, models, turned):
+    """What is assigned may lie where another gradient of the bucket belongs, or its own in another order."""
+    for model in models[:2]:
+        backward(model, inputs(device, 0))
+        first, second = model.shared.grad, model.rare.grad
+        model.shared.grad, model.rare.grad = (first.t(), second.t()) if turned else (second, first)
+    assert_same(models)
+
+
 def test_a_copy_of_the_model_has_gradients_of_its_own(device, models):
     _, flat, memory = models
     backward(flat, inputs(device, 0))

@@ -63,10 +63,18 @@ class FlatGradients:
             elif not _is_same_memory(view, gradient):
                 destinations.append(view)
                 sources.append(gradient)
+        sources = self._apart(sources)
         if zeros:
             torch._foreach_zero_(zeros)
         if sources:
             torch._foreach_copy_(destinations, sources)
+
+    def _apart(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same, none of them in this memory, where what is copied for others would change it."""
+        own = self.flat.untyped_storage().data_ptr()
+        return [
+            g.clone() if not dispatches(g) and g.untyped_storage().data_ptr() == own else g for g in sources
+        ]
 
     def _are_here(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether there is nothing to do."""
