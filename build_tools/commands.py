@@ -50,6 +50,7 @@ TOGETHER = {
     "cuda/cast/amax.cu",
     "cuda/cast/scale.cu",
     "cuda/cast/transpose.cu",
+    "cuda/comm/barrier.cu",
     "cuda/comm/gather.cu",
     "cuda/device/current.cu",
     "cuda/gemm/cublaslt.cu",

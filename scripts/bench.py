@@ -130,6 +130,13 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 1, CPU 64)")
     add("--repeats", type=at_least(1), default=20, help="steps per median (default: 20)")
     add("--bucket-mb", type=float, help="of ZeroFP4Optimizer (default: its own)")
+    add(
+        "--transport",
+        nargs="+",
+        choices=("collective", "peer"),
+        default=["collective"],
+        help="of ZeroFP4Optimizer, one or both (default: collective)",
+    )
     add_output(parser)
 
 
@@ -197,7 +204,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     return result
 
 
-_SETTINGS = ("scale", "repeats", "bucket_mb", "layers", "tokens")
+_SETTINGS = ("scale", "repeats", "bucket_mb", "transport", "layers", "tokens")
 
 
 def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> None:

@@ -137,7 +137,9 @@ def build(
         optimizer.begin(model, kind == "nvfp4", options.micro_batches)
         return model, optimizer
     groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
-    return model, ZeroFP4Optimizer(groups, optimizer_class=optimizer_class, **defaults)
+    return model, ZeroFP4Optimizer(
+        groups, optimizer_class=optimizer_class, transport=options.transport, **defaults
+    )
 
 
 def draw_batches(data: torch.Tensor, options: argparse.Namespace, world: World) -> Batches:

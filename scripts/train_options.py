@@ -13,6 +13,7 @@ from report import KINDS
 from text import Text
 
 import zerofp4
+from zerofp4.engine import TRANSPORTS
 from zerofp4.optim import FusedAdamW
 
 # Class and arguments; without an lr the preset's is the default.
@@ -58,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--parallel", choices=PARALLEL, default="zero", help="ours, or torch's fully_shard (default: zero)")
     add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused_adamw is ours (default: adamw)")
+    add("--transport", choices=TRANSPORTS, default="auto", help="of ZeroFP4Optimizer (default: auto)")
     add("--lr", type=at_least(float, 0.0), help="peak learning rate (default: the preset's; sgd: 0.3)")
     add("--batch-size", type=at_least(int, 1), default=8, help="sequences, per rank (default: 8)")
     add(

@@ -7,6 +7,7 @@
 
 #include <array>
 
+#include "common/args/peers.h"
 #include "common/layout.h"
 #include "dispatch/target.h"
 
@@ -23,6 +24,9 @@ T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
+// Throws std::invalid_argument for more ranks than there may be.
+PeerRows peer_rows(const std::vector<uintptr_t>& addresses);
+
 void bind_cast(py::module_& m);
 void bind_gather(py::module_& m);
 void bind_quantize(py::module_& m);
@@ -31,6 +35,7 @@ void bind_lists(py::module_& m);
 void bind_mxfp8(py::module_& m);
 void bind_optim(py::module_& m);
 void bind_tensors(py::module_& m);
+void bind_peers(py::module_& m);
 void bind_product(py::module_& m);
 
 }  // namespace zerofp4::bindings

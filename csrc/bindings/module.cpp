@@ -39,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
     bind_mxfp8(m);
     bind_optim(m);
     bind_tensors(m);
+    bind_peers(m);
     bind_product(m);
 }
 

@@ -43,15 +43,23 @@ AdamWOptions adamw_options(uintptr_t lr_address, uintptr_t skip, uintptr_t facto
     return options;
 }
 
-GradientPieces gradient_pieces(uintptr_t received, int64_t stride, uintptr_t masters, int rank, int count) {
-    return {pointer<const void>(received), stride, pointer<const float>(masters), rank, count};
+GradientPieces gradient_pieces(uintptr_t received, int64_t stride, uintptr_t masters, int rank, int count,
+                               const std::vector<uintptr_t>& rows) {
+    return {
+        pointer<const void>(received), stride, pointer<const float>(masters), rank, count, peer_rows(rows)};
 }
 
 void average(const Target& target, uintptr_t pieces, uintptr_t own, int dtype, int rank, int64_t count,
-             int64_t numel, uintptr_t output, uintptr_t squares) {
-    const AverageArgs args{
-        pointer<const void>(pieces), pointer<const void>(own),  static_cast<DType>(dtype), rank, count, numel,
-        pointer<float>(output),      pointer<uint64_t>(squares)};
+             int64_t numel, uintptr_t output, uintptr_t squares, const std::vector<uintptr_t>& rows) {
+    const AverageArgs args{pointer<const void>(pieces),
+                           pointer<const void>(own),
+                           static_cast<DType>(dtype),
+                           rank,
+                           count,
+                           numel,
+                           pointer<float>(output),
+                           pointer<uint64_t>(squares),
+                           peer_rows(rows)};
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.average(args, threads); },
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.average(args, stream); });
@@ -87,7 +95,7 @@ void bind_optim(py::module_& m) {
              "beta2"_a, "eps"_a, "weight_decay"_a, "maximize"_a);
     py::class_<GradientPieces>(m, "GradientPieces")
         .def(py::init(&gradient_pieces), py::kw_only(), "received"_a = 0, "stride"_a = 0, "masters"_a = 0,
-             "rank"_a = 0, "count"_a = 0);
+             "rank"_a = 0, "count"_a = 0, "rows"_a = std::vector<uintptr_t>());
     py::class_<AdamWPlan>(m, "AdamWPlan")
         .def(py::init<bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
              "tensors"_a, "reduced"_a)
@@ -97,7 +105,8 @@ void bind_optim(py::module_& m) {
         .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
         .def("update", &AdamWPlan::update, "target"_a, "pieces"_a, NoGil());
     m.def("average", &average, py::kw_only(), "target"_a, "pieces"_a, "own"_a = 0, "dtype"_a, "rank"_a = 0,
-          "count"_a, "numel"_a, "output"_a = 0, "squares"_a = 0, NoGil());
+          "count"_a, "numel"_a, "output"_a = 0, "squares"_a = 0, "rows"_a = std::vector<uintptr_t>(),
+          NoGil());
     m.attr("SQUARE_RANGES") = kSquareRanges;
     m.attr("SQUARE_WORDS") = kSquareWords;
     m.attr("SQUARE_COPIES") = kSquareCopies;

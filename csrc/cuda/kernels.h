@@ -10,6 +10,7 @@
 #include "common/args/grouped_values.h"
 #include "common/args/mxfp8.h"
 #include "common/args/nonfinite.h"
+#include "common/args/peers.h"
 #include "common/args/scale_layout.h"
 #include "common/args/transpose.h"
 #include "cuda/gemm/product.h"
@@ -57,6 +58,7 @@ struct Kernels {
     void (*adamw_update)(const AdamWTable&, cudaStream_t stream);
     void (*average)(const AverageArgs&, cudaStream_t stream);
     void (*find_nonfinite)(const NonfiniteArgs&, cudaStream_t stream);
+    void (*barrier)(const BarrierArgs&, cudaStream_t stream);
 
     // Finds cuBLASLt, under its file name, in the process; returns its version. Throws std::runtime_error
     // where it is not there.

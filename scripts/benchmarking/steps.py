@@ -22,6 +22,12 @@ ARGUMENTS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MAX_NORM = 1.0
 WARM_UP = 3
 MEGABYTES = 1e6
+PREFIXES = {"collective": "", "peer": "peer_"}
+TARGETS = {
+    "collective": {"step": 0.72, "step_clipped": 0.78, "publish": 0.50, "update": 0.62},
+    "peer": {"step": 0.42, "step_clipped": 0.60, "publish": 0.42, "update": 0.55},
+}
+"""By transport, what a part of a step may take of the same part of the bf16 step."""
 
 
 def step(session: Session, options: argparse.Namespace, world: World) -> None:
@@ -32,10 +38,14 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
     """
     shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
     timer = Timer(session, world, options.repeats)
-    ours = measure_ours(timer, shapes, options.bucket_mb)
+    ours = {}
+    for transport in options.transport:
+        ours[transport] = measure_ours(timer, shapes, options.bucket_mb, transport)
+        free_memory(session.device)
     theirs = measure_bf16(timer, shapes)
-    for part, most in (("step", 0.72), ("step_clipped", 0.78), ("publish", 0.50), ("update", 0.62)):
-        timer.ratio(part, ours[part], theirs[part], most)
+    for transport, parts in ours.items():
+        for part, most in TARGETS[transport].items():
+            timer.ratio(PREFIXES[transport] + part, parts[part], theirs[part], most)
 
 
 class Timer:
@@ -119,7 +129,9 @@ class Timer:
         self.session.count(f"{name}/{self.places}", "megabytes", held, f"peak on rank 0, {beside}")
 
 
-def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float | None) -> dict[str, float]:
+def measure_ours(
+    timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float | None, transport: str
+) -> dict[str, float]:
     torch.manual_seed(0)
     options = {"device": timer.device, "dtype": torch.bfloat16}
     parameters = []
@@ -127,8 +139,9 @@ def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float |
         value = zerofp4.quantize(torch.randn(shape, **options), columnwise=True)
         parameters.append(nn.Parameter(value))
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
-        parameters, zerofp4.optim.FusedAdamW, bucket_mb=bucket_mb, **ARGUMENTS
+        parameters, zerofp4.optim.FusedAdamW, transport=transport, bucket_mb=bucket_mb, **ARGUMENTS
     )
+    prefix = PREFIXES[transport]
     for parameter in parameters:  # by autograd, whose gradients the optimizer puts where they travel from
         torch.autograd.backward(parameter, torch.randn(parameter.shape, **options).mul_(1e-2))
     gradients = [parameter.grad for parameter in parameters]
@@ -143,21 +156,26 @@ def measure_ours(timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float |
         optimizer._step_in_buckets(optimizer._prepare(gradients, False), present)
 
     found = {}
-    with torch.no_grad(), timer.peak("memory", "weights, gradients and state included"):
-        found["step"] = timer.ms("step", optimizer.step, "ZeroFP4Optimizer.step() with FusedAdamW")
-    with torch.no_grad(), timer.peak("memory_clipped", "the same where gradients are clipped"):
-        found["step_clipped"] = timer.ms("step_clipped", clipped, "clip_grad_norm_ and step()")
+    with torch.no_grad(), timer.peak(f"{prefix}memory", "weights, gradients and state included"):
+        found["step"] = timer.ms(
+            f"{prefix}step", optimizer.step, f"ZeroFP4Optimizer.step() with FusedAdamW, {transport}"
+        )
+    with torch.no_grad(), timer.peak(f"{prefix}memory_clipped", "the same where gradients are clipped"):
+        found["step_clipped"] = timer.ms(f"{prefix}step_clipped", clipped, "clip_grad_norm_ and step()")
         timer.host_ms(
-            "host_step", lambda: optimizer._step_in_buckets(optimizer._prepare(gradients, True), present)
+            f"{prefix}host_step",
+            lambda: optimizer._step_in_buckets(optimizer._prepare(gradients, True), present),
         )
         scan = "a NaN or Inf in a rank's own gradients, without the vote"
-        timer.ms("scan", lambda: optimizer._nonfinite.word(gradients), scan)
+        timer.ms(f"{prefix}scan", lambda: optimizer._nonfinite.word(gradients), scan)
         reduce = "gradients to the FP32 slices, as clip_grad_norm_ reduces them"
-        found["reduce"] = timer.ms("reduce", lambda: optimizer._reduce_gradients(gradients), reduce)
-        found["update"] = timer.ms("update", update, "from reduced FP32 gradients to weights on every rank")
+        found["reduce"] = timer.ms(f"{prefix}reduce", lambda: optimizer._reduce_gradients(gradients), reduce)
+        found["update"] = timer.ms(
+            f"{prefix}update", update, "from reduced FP32 gradients to weights on every rank"
+        )
         timer.sizes(optimizer.describe())
         publish = "from masters to weights on every rank, amaxes included"
-        found["publish"] = timer.ms("publish", optimizer._publish, publish)
+        found["publish"] = timer.ms(f"{prefix}publish", optimizer._publish, publish)
     return found
 
 

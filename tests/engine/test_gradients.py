@@ -36,13 +36,19 @@ class Model(nn.Module):
         return F.linear(x, self.rare) if rare else x
 
 
+def views_of(parameters) -> GradientViews:
+    buffer = DenseBuffer(range(len(parameters)), parameters, None)
+    flat = torch.zeros(1, buffer.slice_numel, dtype=torch.bfloat16, device=buffer.device)
+    return GradientViews(buffer, flat)
+
+
 @pytest.fixture
 def models(device):
     """A model, the same one whose gradients lie in flat memory, and that."""
     plain = Model(device)
     flat = copy.deepcopy(plain)
     parameters = list(flat.parameters())
-    memory = GradientViews(DenseBuffer(range(len(parameters)), parameters, None), torch.bfloat16)
+    memory = views_of(parameters)
     return plain, flat, memory
 
 
@@ -184,7 +190,7 @@ def test_two_optimizers_of_the_same_parameters(device, models):
     """As while a second one is built from the masters of the first."""
     plain, flat, _ = models
     parameters = list(flat.parameters())
-    second = GradientViews(DenseBuffer(range(len(parameters)), parameters, None), torch.bfloat16)
+    second = views_of(parameters)
     for step in range(2):
         for model in models[:2]:
             backward(model, inputs(device, step))
@@ -195,7 +201,7 @@ def test_two_optimizers_of_the_same_parameters(device, models):
 def test_the_memory_ends_with_its_owner(device):
     model = Model(device)
     parameters = list(model.parameters())
-    memory = GradientViews(DenseBuffer(range(len(parameters)), parameters, None), torch.bfloat16)
+    memory = views_of(parameters)
     alive = weakref.ref(memory.flat)
     del memory
     gc.collect()

@@ -14,7 +14,7 @@ class Recorder:
 
     def __init__(self, name, done, **faults):
         self.name, self.done, self.faults = name, done, faults
-        self.parameters = [torch.zeros(2)]
+        self.parameters, self.peers = [torch.zeros(2)], None
 
     def _do(self, what):
         self.done.append(f"{what} {self.name}")

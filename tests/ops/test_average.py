@@ -30,6 +30,37 @@ def test_equals_the_reference(device, dtype, n, ranks):
     assert_values_equal(out, reference.average(pieces.cpu()).to(device), f"{ranks} x {n} {dtype}")
 
 
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 2048, 4096 + 24, 70_003])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 16])
+def test_rows_in_the_memory_of_ranks(device, dtype, n, ranks):
+    pieces = tame(ranks, n, dtype, device)
+    expected, squares, wanted = (
+        torch.empty(n, device=device),
+        *torch.zeros(2, *ops.SQUARES, dtype=torch.int64, device=device),
+    )
+    ops.average(pieces, expected, squares=wanted)
+    rows = [row.clone() for row in pieces]
+    with poisoned_allocations():
+        out = torch.empty(n, device=device)
+    ops.average_rows(ops.PeerRows(tuple(row.data_ptr() for row in rows), n, dtype), out, squares)
+    assert_values_equal(out, expected, f"{ranks} x {n} {dtype}")
+    assert torch.equal(squares.sum(0), wanted.sum(0))
+
+
+def test_rows_that_cannot_be():
+    out = torch.empty(4)
+    for rows, kind, message in [
+        (ops.PeerRows((), 4, torch.float32), ValueError, "1 to 16 rows, got 0"),
+        (ops.PeerRows((64,) * 17, 4, torch.float32), ValueError, "1 to 16 rows, got 17"),
+        (ops.PeerRows((64,), 4, torch.float64), TypeError, "got torch.float64"),
+        (ops.PeerRows((64,), 5, torch.float32), ValueError, "out"),
+    ]:
+        with pytest.raises(kind, match=message):
+            ops.average_rows(rows, out)
+
+
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_memory_that_no_vector_can_be_read_from(device, offset):
     pieces = gradients(2, 4096, torch.bfloat16, device)

@@ -8,7 +8,15 @@ import pytest
 import torch
 from helpers import assert_bytes_equal
 
-from zerofp4.ops import AdamWItem, AdamWStage, MasterPiece, RankGradients, adamw_options, average
+from zerofp4.ops import (
+    AdamWItem,
+    AdamWStage,
+    MasterPiece,
+    PeerRows,
+    RankGradients,
+    adamw_options,
+    average,
+)
 from zerofp4.shard import Shard
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
@@ -52,6 +60,12 @@ def update(masters, begins, gradients, brought, dtype, device):
     return [masters, *moments, steps, reduced]
 
 
+def check(found, expected, what):
+    names = ("masters", "exp_avg", "exp_avg_sq", "steps", "amaxes")
+    for name, actual, wanted in zip(names, found, expected, strict=True):
+        assert_bytes_equal(actual, wanted, f"{what}: {name}")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("gap", [0, 1])
@@ -70,9 +84,17 @@ def test_the_bytes_of_the_mean(device, dtype, count, gap):
         received[rank] = math.nan  # a rank's own row is not read
         mine = masters.clone()
         found = update(mine, begins, own, RankGradients(received, mine, rank), dtype, device)
-        names = ("masters", "exp_avg", "exp_avg_sq", "steps", "amaxes")
-        for name, actual, wanted in zip(names, found, expected, strict=True):
-            assert_bytes_equal(actual, wanted, f"rank {rank}: {name}")
+        check(found, expected, f"rank {rank}")
+        # Each rank's row in memory of its own, wherever that is.
+        apart = [row.clone() for row in rows]
+        own = [apart[rank][b : b + n] for b, (_, _, n) in zip(begins, TENSORS, strict=True)]
+        peers = PeerRows(tuple(row.data_ptr() for row in apart), length, dtype)
+        mine = masters.clone()
+        check(
+            update(mine, begins, own, RankGradients(peers, mine, rank), dtype, device),
+            expected,
+            f"rank {rank}, rows of peers",
+        )
     assert (expected[-1][16:64] > 0).sum() == 3
 
 

@@ -9,6 +9,7 @@ from zerofp4.distributed.collectives import (
     resolve_group,
     start_exchange,
     start_reduce_max,
+    timeout_seconds,
 )
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
 from zerofp4.distributed.packed_gather import PackedGather
@@ -31,4 +32,5 @@ __all__ = [
     "resolve_group",
     "start_exchange",
     "start_reduce_max",
+    "timeout_seconds",
 ]

@@ -56,6 +56,12 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
+def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a collective of the group may wait for a rank, with tensors on this device."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds()
+
+
 def reduce_max(
     vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str = "reducing a maximum"
 ) -> None:

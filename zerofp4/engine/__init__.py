@@ -10,11 +10,14 @@ from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews, are_sendable, is_sendable
 from zerofp4.engine.partition import build_buffers
+from zerofp4.engine.peer_reducer import PeerReducer
+from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.publication import Publication
 from zerofp4.engine.wire import Wire, gradient_dtype, make_wire
 
 __all__ = [
     "ALIGNMENT",
+    "TRANSPORTS",
     "Brought",
     "DenseBuffer",
     "Failures",
@@ -23,6 +26,8 @@ __all__ = [
     "GradientReducer",
     "GradientViews",
     "PackedBuffer",
+    "PeerReducer",
+    "Peers",
     "Publication",
     "Wire",
     "are_sendable",
@@ -30,5 +35,6 @@ __all__ = [
     "describe_buckets",
     "gradient_dtype",
     "is_sendable",
+    "join_peers",
     "make_wire",
 ]

@@ -115,7 +115,9 @@ class GradientReducer:
         layouts = list(zip(shapes, self.dtypes, strict=True))
         turns = Turns([layout for layout, stays in zip(layouts, stay, strict=True) if not stays], self.device)
         return [
-            GradientViews(buffer, dtype) if stays else FlatGradients(buffer, turns.next(shape, dtype))
+            GradientViews(buffer, torch.zeros(shape, dtype=dtype, device=self.device))
+            if stays
+            else FlatGradients(buffer, turns.next(shape, dtype))
             for buffer, (shape, dtype), stays in zip(self.buffers, layouts, stay, strict=True)
         ]
 

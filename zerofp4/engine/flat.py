@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, Pending, all_gather_slices, rank_and_size
+from zerofp4.engine.peers import PeerGather, Peers
 from zerofp4.shard import equal_slices, intersect
 
 ALIGNMENT = 256
@@ -31,6 +32,8 @@ class FlatBuffer:
     kind: str
     weights: torch.Tensor
     masters: torch.Tensor
+    peers: Peers | None = None
+    """The ranks, where they share memory: then the weights lie there."""
 
     def __init__(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None
@@ -80,10 +83,18 @@ class FlatBuffer:
         views = self.whole_views(flat)
         return [view.view(p.shape).clone() for view, p in zip(views, self.parameters, strict=True)]
 
-    def start_gather(self) -> Pending | None:
+    def _whole_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for weights."""
+        if self.peers is not None:
+            return self.peers.zeros((numel,), dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def start_gather(self) -> Pending | PeerGather | None:
         """Begin to fill in the other ranks' slices of the weights."""
         if self.world_size == 1:
             return None
+        if self.peers is not None:
+            return self.peers.start_gather(self.weights)
         return all_gather_slices(self.weights, self.group(), async_op=True, stage="gathering weights")
 
 
@@ -101,7 +112,7 @@ class DenseBuffer(FlatBuffer):
         self.kind = str(self.dtype).removeprefix("torch.")
 
     def allocate(self) -> None:
-        self.weights = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self.weights = self._whole_zeros(self.numel, self.dtype)
         self._own = self.weights[self.begin : self.begin + self.slice_numel]
         self.masters = self._own if self.dtype == torch.float32 else self._zeros()
 
@@ -127,7 +138,7 @@ class PackedBuffer(FlatBuffer):
     kind = "nvfp4"
 
     def allocate(self) -> None:
-        self.weights = torch.zeros(self.numel // 2, dtype=torch.uint8, device=self.device)
+        self.weights = self._whole_zeros(self.numel // 2, torch.uint8)
         self.masters = self._zeros()
 
     def _codes(self) -> list[torch.Tensor]:

@@ -93,12 +93,12 @@ class GradientViews(FlatGradients):
     and are copied by take(). Whoever keeps a p.grad past the next backward pass clones it, since its memory
     is written to again.
 
-    The parameters hold no reference to the memory, whose end is that of this object and its views.
+    flat: zeros, as of FlatGradients. The parameters hold no reference to it, whose end is that of this object
+    and its views.
     """
 
-    def __init__(self, buffer: FlatBuffer, dtype: torch.dtype):
-        shape = buffer.world_size, buffer.slice_numel
-        super().__init__(buffer, torch.zeros(shape, dtype=dtype, device=buffer.device))
+    def __init__(self, buffer: FlatBuffer, flat: torch.Tensor):
+        super().__init__(buffer, flat)
         self._gaps = []  # nobody else writes there
         me = weakref.ref(self)
         with torch._C.DisableTorchFunctionSubclass():

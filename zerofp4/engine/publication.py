@@ -9,6 +9,7 @@ from zerofp4.cast import CastPlan
 from zerofp4.distributed import CollectiveError, Pending
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
+from zerofp4.engine.peers import PeerGather
 from zerofp4.engine.pipeline import Stage, run_in_turns
 
 
@@ -34,7 +35,7 @@ class Publication:
         error: Exception | None = None,
     ):
         self._buffers, self._plans, self._prepare = buffers, plans, prepare
-        self._gathers: list[Pending | None] = [None] * len(buffers)
+        self._gathers: list[Pending | PeerGather | None] = [None] * len(buffers)
         self._own = Failures()
         self._heard = Failures()  # what other ranks could not do, in this step
         self._late: list[Exception] = []  # and in earlier ones
@@ -50,6 +51,8 @@ class Publication:
             Stage(self._complete, self._start_gather),
         ]
         try:
+            if self._buffers[0].peers is not None:
+                self._buffers[0].peers.open()
             run_in_turns(len(self._buffers), stages)
         except CollectiveError as error:
             # What went wrong here came first, and may be why the others have gone.

@@ -35,6 +35,7 @@ from zerofp4.ops.layouts import ScaleChange, change_scales
 from zerofp4.ops.nonfinite import find_nonfinite
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
+from zerofp4.ops.peers import MAX_PEERS, Barrier, PeerRows, average_rows
 from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
 from zerofp4.ops.quantize import (
     Quantization,
@@ -69,6 +70,7 @@ __all__ = [
     "GATHER_WITHOUT_STEP",
     "HASH_WORD",
     "HEADER_WORDS",
+    "MAX_PEERS",
     "PEER_ERROR",
     "PLAN_MISMATCH",
     "SQUARES",
@@ -76,12 +78,14 @@ __all__ = [
     "AdamWItem",
     "AdamWStage",
     "Addresses",
+    "Barrier",
     "CastItem",
     "CastStages",
     "GatherHeader",
     "GatherRun",
     "GatherStages",
     "MasterPiece",
+    "PeerRows",
     "Quantization",
     "RankGradients",
     "ScaleChange",
@@ -90,6 +94,7 @@ __all__ = [
     "add_scaled_product",
     "add_squares",
     "average",
+    "average_rows",
     "build_info",
     "change_scales",
     "check_capability",

@@ -9,6 +9,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.layout import ceil_div
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.peers import PeerRows
 from zerofp4.ops.stages import MasterPiece
 from zerofp4.shard import Shard
 
@@ -33,18 +34,22 @@ class AdamWItem(NamedTuple):
 
 
 class RankGradients(NamedTuple):
-    """Gradients that have not been averaged: the mean is ((r0 + r1) + ...) / len(received), in float32, and
-    the bytes are those of ops.average followed by an update.
+    """Gradients that have not been averaged: the mean is ((r0 + r1) + ...) / ranks, in float32, and the bytes
+    are those of ops.average followed by an update.
 
-    received: [ranks, n] contiguous; this rank's row is not read, but what begin() is given. masters: float32
-    [n], a slice in which every item's master lies where its gradients lie in the rows.
+    received: [ranks, n] contiguous; this rank's row is not read, but what begin() is given. Or rows in the
+    memory of the ranks, of which this rank's own is what begin() is given. masters: float32 [n], a slice in
+    which every item's master lies where its gradients lie in the rows.
     """
 
-    received: torch.Tensor
+    received: torch.Tensor | PeerRows
     masters: torch.Tensor
     rank: int
 
     def pieces(self) -> _C.GradientPieces:
+        if isinstance(self.received, PeerRows):
+            rows, masters = self.received.addresses, self.masters.data_ptr()
+            return _C.GradientPieces(rows=rows, masters=masters, rank=self.rank, count=len(rows))
         count, stride = self.received.shape
         addresses = {"received": self.received.data_ptr(), "masters": self.masters.data_ptr()}
         return _C.GradientPieces(**addresses, stride=stride, rank=self.rank, count=count)

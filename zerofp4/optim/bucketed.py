@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerofp4.engine import GradientReducer
+from zerofp4.engine import GradientReducer, Peers
 from zerofp4.ops import RankGradients
 from zerofp4.optim.fused import FusedAdamW, Update
 from zerofp4.optim.fused_checks import GRADIENT_DTYPES
@@ -16,8 +16,16 @@ from zerofp4.optim.sharded import ShardedParameters
 class BucketedStep:
     """Steps of an optimizer of masters, bucket by bucket, where nobody can tell it from its step()."""
 
-    def __init__(self, inner: torch.optim.Optimizer, shards: ShardedParameters, reducer: GradientReducer):
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        shards: ShardedParameters,
+        reducer: GradientReducer,
+        peers: Peers | None = None,
+    ):
         self._inner, self._shards, self._reducer = inner, shards, reducer
+        # A rank that did not come may have left gradients that are not what they should be.
+        self._failed = None if peers is None else peers.failed
         self._added_up_in_update = frozenset(
             b
             for b in range(len(shards.buffers))
@@ -45,7 +53,7 @@ class BucketedStep:
         have been reduced are multiplied by as they are read.
         """
         brought = self._added_up_in_update if reduce else frozenset()
-        with holding(self._inner, clip_factor=factor):
+        with holding(self._inner, clip_factor=factor, found_inf=self._failed):
             update = self._inner.start_update()
         for b, buffer in enumerate(self._shards.buffers):
             dtype = self._reducer.dtypes[b] if b in brought else torch.float32

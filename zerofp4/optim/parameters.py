@@ -121,6 +121,7 @@ def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
 _OTHERS = (
     "optimizer_class",
     "on_nonfinite",
+    "transport",
     "gradient_wire and bucket_mb",
     "what masters_from hands over",
     "what amax_groups put together",
@@ -131,8 +132,8 @@ _OTHERS = (
 def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
     """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's.
 
-    A description: describe(), then on_nonfinite, how gradients travel, the positions of the masters that are
-    handed over, and the number of each parameter's amax group.
+    A description: describe(), then on_nonfinite, the transport, how gradients travel, the positions of the
+    masters that are handed over, and the number of each parameter's amax group.
     """
     difference = first_difference(descriptions)
     if difference is None:

@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
-from zerofp4.engine import FlatBuffer, GradientReducer, Publication, Wire, build_buffers, describe_buckets
+from zerofp4.engine import (
+    FlatBuffer,
+    GradientReducer,
+    Peers,
+    Publication,
+    Wire,
+    build_buffers,
+    describe_buckets,
+)
 from zerofp4.ops import Addresses
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import HeldMaster, initialize_masters
@@ -23,7 +31,7 @@ from zerofp4.tensors import NVFP4Tensor
 class ShardedParameters:
     """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
 
-    names: what messages call the parameters.
+    names: what messages call the parameters. peers: the ranks, where weights lie in memory that they share.
     masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing. The
     memory of gradients is made when they are first asked for.
     found_inf: float32 [1], what the last publish() was given, or 1 where it left NVFP4 weights alone because
@@ -40,6 +48,7 @@ class ShardedParameters:
         group: dist.ProcessGroup | None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None,
         wire: Wire,
+        peers: Peers | None = None,
     ):
         self.parameters, self.names = list(parameters), list(names)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
@@ -48,6 +57,7 @@ class ShardedParameters:
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._views: list[list[torch.Tensor | None] | None] = [None] * len(self.buffers)
         for buffer in self.buffers:
+            buffer.peers = peers
             buffer.allocate()
             buffer.take_values()
             buffer.bind()

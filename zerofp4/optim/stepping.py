@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zerofp4.engine import Failures, GradientReducer
+from zerofp4.engine import Failures, GradientReducer, Peers
 from zerofp4.optim.bucketed import BucketedStep, PreparedStep
 from zerofp4.optim.clipping import clip_arguments, global_norm
 from zerofp4.optim.inner import give_gradients, reads_clip_factor, step_masters
@@ -24,6 +24,7 @@ class SteppedOptimizer(ShardedState):
     together.
     """
 
+    _peers: Peers | None
     _reducer: GradientReducer
     _bucketed: BucketedStep
     _votes: Votes
@@ -143,6 +144,9 @@ class SteppedOptimizer(ShardedState):
     # Before the vote
 
     def _tell_unheard(self) -> None:
+        late = None if self._peers is None else self._peers.take_error()
+        if late is not None:
+            raise late
         error, self._unheard = self._unheard, None
         if error is not None and self._votes.world_size > 1:
             raise RuntimeError(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange, resolve_group
-from zerofp4.engine import GradientReducer, make_wire
+from zerofp4.engine import TRANSPORTS, GradientReducer, PeerReducer, Wire, join_peers, make_wire
 from zerofp4.optim.bucketed import BucketedStep
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import broadcast_frozen
@@ -40,6 +40,11 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     process_group: the data-parallel ranks; None is the default group, or a world of one without
     torch.distributed.
     amax_groups: lists of NVFP4 weights of params that share one amax.
+    transport: how gradients and weights travel. "collective": by NCCL or gloo. "peer": the ranks share memory
+    (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and codes are
+    copied into the weights of every rank; for GPUs of one host that can access each other's memory, each of
+    another index, else ValueError. "auto": the collective one, until peer has been measured between GPUs.
+    All give the same bytes.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is their own
     dtype, that of the parameter unless its grad_dtype says another by now, and wider ones raise TypeError.
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
@@ -77,6 +82,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
+        transport: str = "auto",
         gradient_wire: torch.dtype | None = None,
         bucket_mb: float | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
@@ -89,23 +95,34 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         description, options, error = [], [], None
         try:
             check_policy(on_nonfinite)
+            if transport not in TRANSPORTS:
+                raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
             self._take_arguments(params, optimizer_class, amax_groups, defaults)
             wire = make_wire(gradient_wire, bucket_mb, self._trainable)
             held = take_over(masters_from, self._trainable, self._trainable_names, group)
             description = describe(self.param_groups, optimizer_class)
             handed = [i for i, p in enumerate(self._parameters) if id(p) in held]
-            options = [on_nonfinite, wire, handed, amax_group_numbers(self._trainable, amax_groups)]
+            options = [
+                on_nonfinite,
+                transport,
+                wire,
+                handed,
+                amax_group_numbers(self._trainable, amax_groups),
+            ]
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
         described = exchange([*description, *options], error, group, "building ZeroFP4Optimizer")
         check_same_parameters(described, self._names)
+        self._peers, self._why_collective = join_peers(transport, group, self._trainable[0].device)
         with torch.no_grad():
-            self._shards = ShardedParameters(self._trainable, self._trainable_names, group, amax_groups, wire)
+            self._shards = ShardedParameters(
+                self._trainable, self._trainable_names, group, amax_groups, wire, self._peers
+            )
             self._shards.initialize_masters(held)
             self._broadcast_frozen()
             self._build_inner(optimizer_class, defaults)
-            self._reducer = GradientReducer(self._shards.buffers, group, wire)
-            self._bucketed = BucketedStep(self.inner, self._shards, self._reducer)
+            self._reducer = self._make_reducer(group, wire)
+            self._bucketed = BucketedStep(self.inner, self._shards, self._reducer, self._peers)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None
             self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inner, wire.dtype)
@@ -132,6 +149,10 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
         device = self._parameters[0].device
         self.defaults = try_options(optimizer_class, self.param_groups, device, defaults)
+
+    def _make_reducer(self, group: dist.ProcessGroup | None, wire: Wire) -> GradientReducer:
+        arguments = self._shards.buffers, group, wire
+        return GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
 
     def _broadcast_frozen(self) -> None:
         group = self.process_group()
@@ -173,18 +194,20 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.
 
-        transport: "collective", or "none" in a world of one. in_buckets: whether each bucket is updated as
-        soon as its gradients are here, as the ranks agreed in their last step(), and obstacle why not;
-        before the first as this rank sees it. world_size, bucket_mb. buckets: by bucket its kind, parameters,
-        elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and weights. advice: what
-        would make it faster, or None.
+        transport: "peer", "collective", or "none" in a world of one, and why_collective. in_buckets: whether
+        each bucket is updated as soon as its gradients are here, as the ranks agreed in their last step(),
+        and obstacle why not; before the first as this rank sees it. world_size, bucket_mb. buckets: by bucket
+        its kind, parameters, elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and
+        weights. advice: what would make it faster, or None.
         """
         obstacle = self._bucketed.find_obstacle()
         if obstacle is None and self._agreed_in_sequence:
             obstacle = "another rank has one"
         several = self._votes.world_size > 1
+        shared = "collective" if self._peers is None else "peer"
         return {
-            "transport": "collective" if several else "none",
+            "transport": shared if several else "none",
+            "why_collective": self._why_collective,
             "in_buckets": obstacle is None,
             "obstacle": obstacle,
             "world_size": self._votes.world_size,

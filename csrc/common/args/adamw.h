@@ -2,6 +2,7 @@
 // AdamW on a list of tensors: what its kernels are given.
 
 #include "common/args/cast.h"
+#include "common/args/peers.h"
 
 namespace zerofp4 {
 
@@ -47,12 +48,20 @@ struct AdamWStep {
 // Gradients that the ranks have brought, whose mean is wanted: ((r0 + r1) + ...) / count, in float32. What
 // AdamWStep::gradient points to is this rank's own. Masters lie in a slice as gradients do in the rows.
 struct GradientPieces {
-    const void* received;  // [count][stride], of every other rank; null: there is nothing to add up
+    const void* received;  // [count][stride], of every other rank; or null
     int64_t stride;
     const float* masters;  // the first of the slice
     int32_t rank;
-    int32_t count;
+    int32_t count;  // 0: there is nothing to add up
+    PeerRows rows;  // of every rank, in place of `received`
 };
+
+// Where the rows of rank r begin; null for what is this rank's own and not in a row.
+template <class G>
+ZEROFP4_HD const G* row_of(const GradientPieces& pieces, int r) {
+    if (pieces.received == nullptr) return static_cast<const G*>(pieces.rows.of[r]);
+    return r == pieces.rank ? nullptr : static_cast<const G*>(pieces.received) + r * pieces.stride;
+}
 
 // Everything the update is given, passed by value; tensors and steps are on the device that runs it.
 struct AdamWTable {

@@ -33,9 +33,10 @@ __attribute__((noinline)) void update_elements(const AdamWStep step, float facto
 template <class G>
 void average_elements(const GradientPieces& pieces, const AdamWDescriptor& tensor, const G* own,
                       int64_t index, int64_t count, float* means) {
-    const G* received = static_cast<const G*>(pieces.received) + (tensor.master - pieces.masters) + index;
+    const int64_t place = tensor.master - pieces.masters + index;
     for (int r = 0; r < pieces.count; ++r) {
-        const G* brought = r == pieces.rank ? own + index : received + r * pieces.stride;
+        const G* brought = row_of<G>(pieces, r);
+        brought = brought == nullptr ? own + index : brought + place;
         for (int64_t i = 0; i < count; ++i)
             means[i] = r == 0 ? load_float(brought[i]) : means[i] + load_float(brought[i]);
     }
@@ -68,7 +69,7 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
             const int64_t index = row * tensor.cols + patch.col + owned.begin - tensor.start;
             if constexpr (kRead) {
                 read_elements(tensor.master + index, count, most + owned.begin);
-            } else if (table.pieces.received != nullptr) {
+            } else if (table.pieces.count > 0) {
                 float means[kStripColumns];
                 average_elements(table.pieces, tensor, gradient, index, count, means);
                 update_elements<float, kAmax>(step, 1.0f, means, tensor.master + index,

@@ -42,18 +42,13 @@ void add_squares(const float* means, int64_t count, uint64_t* words) {
 
 template <class T>
 void average_sums(const AverageArgs& args, int64_t begin, int64_t end) {
-    const T* pieces = static_cast<const T*>(args.pieces);
-    const auto piece = [&](int64_t r) {
-        return args.own != nullptr && r == args.rank ? static_cast<const T*>(args.own)
-                                                     : pieces + r * args.numel;
-    };
     uint64_t words[kSquareWords] = {};
     float means[kSums];
     for (int64_t at = begin * kSums; at < least(end * kSums, args.numel); at += kSums) {
         const int64_t count = least(kSums, args.numel - at);
         float* sums = args.output == nullptr ? means : args.output + at;
-        add<T, true>(piece(0) + at, count, sums);
-        for (int64_t r = 1; r < args.count; ++r) add<T, false>(piece(r) + at, count, sums);
+        add<T, true>(piece_of<T>(args, 0) + at, count, sums);
+        for (int64_t r = 1; r < args.count; ++r) add<T, false>(piece_of<T>(args, r) + at, count, sums);
         divide(sums, count, static_cast<float>(args.count));
         if (args.squares != nullptr) add_squares(sums, count, words);
     }

@@ -233,7 +233,7 @@ __device__ __forceinline__ uint32_t read_strip(const AdamWDescriptor& tensor, in
     return bits;
 }
 
-// Gradient: GivenGradient or MeanGradient.
+// Gradient: GivenGradient, BroughtGradient or PeerGradient.
 template <template <typename, int> class Gradient>
 __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
     adamw_update_kernel(const __grid_constant__ AdamWTable table) {
@@ -286,10 +286,12 @@ void adamw_begin(const AdamWTable& table, const AdamWOptions& options, int64_t f
 void adamw_update(const AdamWTable& table, cudaStream_t stream) {
     if (table.strip_units == 0) return;
     const int64_t blocks = ceil_div(table.strip_units, kBlockStrips);
-    if (table.pieces.received == nullptr) {
+    if (table.pieces.count == 0) {
         launch("adamw_update", adamw_update_kernel<GivenGradient>, blocks, stream, table);
+    } else if (table.pieces.received != nullptr) {
+        launch("adamw_update of pieces", adamw_update_kernel<BroughtGradient>, blocks, stream, table);
     } else {
-        launch("adamw_update of pieces", adamw_update_kernel<MeanGradient>, blocks, stream, table);
+        launch("adamw_update of peers", adamw_update_kernel<PeerGradient>, blocks, stream, table);
     }
 }
 

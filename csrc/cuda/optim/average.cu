@@ -15,12 +15,6 @@ constexpr int64_t kBlockElements = static_cast<int64_t>(kThreads) * kVectors * k
 
 using Words = unsigned long long[kSquareWords];
 
-template <typename T>
-__device__ __forceinline__ const T* piece_of(const AverageArgs& args, int64_t r) {
-    const bool is_own = args.own != nullptr && r == args.rank;
-    return is_own ? static_cast<const T*>(args.own) : static_cast<const T*>(args.pieces) + r * args.numel;
-}
-
 // The sum of a chunk of which this lane has the quads next to each other, and `kLanesOfChunk` neighbouring
 // lanes all.
 template <int kLanesOfChunk>
@@ -132,8 +126,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 void average_as(const AverageArgs& args, cudaStream_t stream) {
     const auto is_vector = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-    const bool aligned = is_vector(args.pieces) && is_vector(args.own) && is_vector(args.output) &&
-                         (args.count == 1 || args.numel % kVector<T> == 0);
+    bool aligned = is_vector(args.output);
+    for (int64_t r = 0; r < args.count; ++r) aligned = aligned && is_vector(piece_of<T>(args, r));
     const int64_t blocks = ceil_div(args.numel, kBlockElements<T>);
     if (args.squares == nullptr) {
         launch("average", average_kernel<T, false>, blocks, stream, args, aligned);

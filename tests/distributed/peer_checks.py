@@ -1,0 +1,219 @@
+"""What ranks that share memory do, for tests on several GPUs or with several ranks on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_bytes_equal
+from optim_cases import make_gradients, make_parameters, set_gradients
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from distributed.checks_optim import SPECIFICATIONS, model_bytes
+from zerofp4 import launch
+from zerofp4.engine.peers import Peers
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+
+
+class InSequence(FusedAdamW):
+    """Not FusedAdamW itself, so that its step() is called, and sees gradients that were averaged."""
+
+
+def gpu_of(world) -> torch.device:
+    """This rank's; with gloo that of all."""
+    return world.device if world.device.type == "cuda" else torch.device("cuda", 0)
+
+
+def build(device, cls=FusedAdamW, **options):
+    parameters = make_parameters(device, 0, SPECIFICATIONS)
+    groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
+    return parameters, ZeroFP4Optimizer(groups, cls, **OPTIONS, **options)
+
+
+def all_bytes(parameters, optimizer):
+    """Of weights, and of what this rank has of masters and moments."""
+    state = [entry.present() for p in parameters for _, entry in sorted(optimizer.state[p].items())]
+    return [tensor.cpu() for tensor in (*model_bytes(parameters), *state)]
+
+
+def gradients_of(world, parameters, step):
+    """Other ones on each rank; some ranks lack some, and some are not as they are read."""
+    gradients = make_gradients(parameters, 10 * step + world.rank)
+    for i in range(len(gradients)):
+        if (i + step + world.rank) % 4 == 0 or (i + step) % 7 == 0:
+            gradients[i] = None
+    if gradients[0] is not None:
+        gradients[0] = gradients[0].t().contiguous().t()
+    return gradients
+
+
+def equal_steps(world, inner, bucket_mb, wire=None):
+    """The bytes of the collective transport on the CPU, with clipping and a step that is skipped."""
+    cls = {"fused": FusedAdamW, "in sequence": InSequence}[inner]
+    options = {"gradient_wire": wire, "bucket_mb": bucket_mb}
+    cpu = build(torch.device("cpu"), cls, process_group=dist.new_group(backend="gloo"), **options)
+    shared = build(gpu_of(world), cls, transport="peer", **options)
+    assert shared[1].describe()["transport"] == "peer"
+    for step in range(6):
+        norms = [take_step(world, *model, step) for model in (cpu, shared)]
+        assert norms[0] == norms[1] and len(norms[0]) == {2: 1, 4: 2}.get(step, 0)
+        pairs = zip(all_bytes(*shared), all_bytes(*cpu), strict=True)
+        for i, (mine, theirs) in enumerate(pairs):
+            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+
+
+def take_step(world, parameters, optimizer, step):
+    """Clipped in the third and twice in the fifth, skipped in the fourth. Returns the norms."""
+    set_gradients(parameters, gradients_of(world, parameters, step))
+    if step == 3 and world.rank == world.world_size - 1:
+        parameters[3].grad = torch.full_like(parameters[3], float("inf"))
+    norms = []
+    if step in (2, 4):
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
+    if step == 4:  # what was reduced is read no more, on no rank
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.zero_()
+        set_gradients(parameters, gradients_of(world, parameters, step + 1))
+        norms.append(optimizer.clip_grad_norm_(0.25).item())
+    optimizer.step()
+    assert (optimizer.found_inf.item() != 0) == (step == 3)
+    return norms
+
+
+class Model(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.layers = nn.ModuleList(
+            nn.Linear(128, 128, device=device, dtype=torch.bfloat16) for _ in range(3)
+        )
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return x
+
+
+def backward_passes(world):
+    """Gradients that autograd leaves in memory that others read: as those that are given as they are."""
+    device = gpu_of(world)
+    models = [Model(device) for _ in range(2)]
+    for model in models:
+        zerofp4.convert_model(model)
+    plain, flat = models
+    optimizers = [
+        ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, transport="peer", bucket_mb=mb, lr=0.01)
+        for model, mb in ((plain, 0.02), (flat, None))
+    ]
+    for step in range(30):
+        generator = torch.Generator().manual_seed(100 * step + world.rank)
+        x = torch.randn(64, 128, generator=generator).to(device, torch.bfloat16)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(1 + step % 2):
+                model(x).float().square().mean().backward()
+            if model is plain:  # copies: nothing of them lies in shared memory before the step
+                for p in model.parameters():
+                    p.grad = p.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 3 != 0)
+        for (name, p), q in zip(plain.named_parameters(), flat.parameters(), strict=True):
+            for i, (mine, theirs) in enumerate(zip(model_bytes([p]), model_bytes([q]), strict=True)):
+                assert_bytes_equal(mine, theirs, f"step {step}: {name}, buffer {i}")
+    mine = [tensor.cpu() for tensor in model_bytes(list(flat.parameters()))]
+    everybody = [None] * world.world_size
+    dist.all_gather_object(everybody, mine)
+    for rank, theirs in enumerate(everybody):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert_bytes_equal(a, b, f"tensor {i} here and on rank {rank}")
+
+
+def a_rank_that_does_not_come(world):
+    """Nobody waits longer than the group's timeout; all hear of it in the next step, in which nothing
+    changes.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    parameters, optimizer = build(gpu_of(world), transport="peer", process_group=group)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    before = all_bytes(parameters, optimizer)
+    peers = optimizer._peers
+    if world.rank == 0:
+        began = time.monotonic()
+        peers.arrive()
+        peers.arrive()  # does not wait once more
+        torch.cuda.synchronize(peers.device)
+        assert 1.5 < time.monotonic() - began < 30
+        assert peers.failed.item() == 1
+    dist.barrier()
+    set_gradients(parameters, make_gradients(parameters, 1))
+    expected = "rank 1 did not come to a barrier" if world.rank == 0 else "rank 0 found an error"
+    with pytest.raises(RuntimeError, match=expected):
+        optimizer.step()
+    for i, (mine, theirs) in enumerate(zip(all_bytes(parameters, optimizer), before, strict=True)):
+        assert_bytes_equal(mine, theirs, f"tensor {i}")
+
+
+def a_rank_that_dies(world):
+    """In the middle of a step, while another waits in a barrier of the GPUs."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    parameters, optimizer = build(gpu_of(world), transport="peer", process_group=group)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    peers = optimizer._peers
+    if world.rank == 1:
+        peers.arrive = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print(f"step raised {type(error).__name__}", flush=True)
+    torch.cuda.synchronize(peers.device)
+    print(f"then: {peers.take_error()}", flush=True)
+    os._exit(0)  # the group is of no more use
+
+
+def barriers(world):
+    """Thousands of them: what was queued before on any rank is seen behind."""
+    peers = Peers(dist.group.WORLD, gpu_of(world))
+    here = peers.zeros((world.world_size, 1024), torch.int32)
+    there = [torch.empty(0)] * world.world_size
+    first, handle = peers._find(here)
+    for r in range(world.world_size):
+        there[r] = handle.get_buffer(r, here.shape, here.dtype, (here.data_ptr() - first) // 4)
+    wrong = torch.zeros((), dtype=torch.int64, device=peers.device)
+    for turn in range(1, 301):
+        for r in range(world.world_size):
+            there[r][world.rank].fill_(turn)
+        peers.arrive()
+        wrong += (here != turn).sum()
+        peers.arrive()
+    assert wrong.item() == 0
+    assert peers.take_error() is None
+
+
+def refusals(world):
+    """What cannot be is refused on every rank, before anything is allocated."""
+    parameters = make_parameters(torch.device("cpu"), 0, SPECIFICATIONS)
+    with pytest.raises(ValueError, match="only GPUs read each other's memory"):
+        ZeroFP4Optimizer(parameters, FusedAdamW, transport="peer")
+    auto = ZeroFP4Optimizer(parameters, FusedAdamW, transport="auto").describe()
+    assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
+    with pytest.raises(ValueError, match="transport must be one of"):
+        ZeroFP4Optimizer(parameters, FusedAdamW, transport="nvlink")
+    with pytest.raises(ValueError, match="transport"):
+        ZeroFP4Optimizer(parameters, FusedAdamW, transport="peer" if world.rank else "collective")
+
+
+if __name__ == "__main__":
+    a_rank_that_dies(launch.init_process_group(os.environ.get("ZEROFP4_TEST_BACKEND")))

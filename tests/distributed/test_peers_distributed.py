@@ -1,0 +1,107 @@
+"""Ranks that share memory: on two GPUs where there are two, else as two processes on one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from distributed import peer_checks
+from distributed.processes import device_for
+from distributed.run import Check, Launch, Setting, on_ranks
+from zerofp4.engine.peers import Seat, find_obstacle
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+FINE = Seat("a", 0, [1, 2], None)
+CHECKS = {
+    "barriers": (peer_checks.barriers, {}),
+    "fused": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.003}),
+    "one bucket": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": None}),
+    "in sequence": (peer_checks.equal_steps, {"inner": "in sequence", "bucket_mb": 0.003}),
+    "rounded": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.01, "wire": torch.float32}),
+    "backward": (peer_checks.backward_passes, {}),
+    "late": (peer_checks.a_rank_that_does_not_come, {}),
+}
+
+
+def environment() -> dict[str, str]:
+    """Of two ranks: with one GPU both use it, and gloo, since NCCL wants one each."""
+    if device_for(2) == "cuda":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "ZEROFP4_TEST_BACKEND": "gloo",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def launch():
+    checks = [
+        Check(name, f"{body.__module__}:{body.__name__}", arguments, 90.0)
+        for name, (body, arguments) in CHECKS.items()
+    ]
+    made = Launch(Setting(2), checks, environment())
+    yield made
+    made.stop()
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(launch, name):
+    launch.outcome(name)
+
+
+@needs_gpu
+def test_a_rank_that_dies(tmp_path):
+    """Its memory can still be read, and the other one's barrier ends by the group's timeout."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment(), **place}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "distributed.peer_checks"],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "then: rank 1 did not come to a barrier" in printed[0], printed
+    assert ranks[1].returncode == -9, printed
+
+
+@on_ranks(2, 3)
+def test_what_is_refused(world):
+    peer_checks.refusals(world)
+
+
+@pytest.mark.parametrize(
+    ("seats", "message"),
+    [
+        ([FINE, Seat("a", 1, [0], None)], None),
+        ([FINE, Seat("b", 1, [0], None)], "ranks 0 and 1 are on different hosts"),
+        ([FINE, Seat("a", 0, [1], None)], "ranks 0 and 1 both use cuda:0"),
+        ([FINE, Seat("a", 1, [], None)], "cuda:1 of rank 1 cannot access the memory of cuda:0"),
+        ([FINE, Seat("a", 1, [0], None), Seat("a", 2, [1], None)], "cuda:2 of rank 2 cannot access"),
+        ([FINE, Seat("a", 1, [0], "this torch has none")], "on rank 1: this torch has none"),
+        ([FINE] * 17, "17 ranks are more than 16"),
+    ],
+)
+def test_who_can_share_memory(seats, message):
+    found = find_obstacle(seats)
+    assert (found is None) if message is None else (message in found)

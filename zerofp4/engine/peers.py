@@ -1,0 +1,224 @@
+"""Memory that the ranks of one host share: every rank reads and writes that of all others, through NVLink."""
+
+import math
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.distributed import GroupReference, attempt, exchange, rank_and_size, timeout_seconds
+from zerofp4.ops import MAX_PEERS, Barrier, PeerRows
+
+TRANSPORTS = ("auto", "collective", "peer")
+"""How gradients and weights may travel."""
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""An environment variable of torch: with "1" two ranks may use one GPU, as tests do."""
+
+WHY_COLLECTIVE = (
+    'transport "auto" takes the collective one: the ranks could share memory, but that is yet to be measured '
+    "between two GPUs"
+)
+
+
+class Seat(NamedTuple):
+    """Where a rank runs. reachable: the indices of the GPUs whose memory its own can access. obstacle: what
+    keeps this rank from sharing memory, whatever the others are.
+    """
+
+    host: str
+    index: int
+    reachable: list[int]
+    obstacle: str | None
+
+
+def join_peers(
+    transport: str, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple["Peers | None", str | None]:
+    """Collective: the shared memory of the ranks, or None and the reason why gradients and weights travel by
+    collectives.
+
+    Raises ValueError, on every rank and before anything is allocated, where transport is "peer" and that
+    cannot be. transport: one of TRANSPORTS, the same on every rank.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return None, "a world of one has nobody to share memory with"
+    if transport == "collective":
+        return None, "it was asked for"
+    seats = exchange(_seat(device), None, group, "comparing where ranks run")
+    obstacle = find_obstacle(seats)
+    if transport == "auto":
+        return None, obstacle or WHY_COLLECTIVE
+    if obstacle is not None:
+        raise ValueError(f'transport="peer" cannot be: {obstacle}; "collective" works everywhere')
+    return Peers(group, device), None
+
+
+def _seat(device: torch.device) -> Seat:
+    if device.type != "cuda":
+        return Seat("", -1, [], f"the parameters are on {device}, and only GPUs read each other's memory")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    others = [i for i in range(torch.cuda.device_count()) if i != index]
+    reachable = [i for i in others if torch.cuda.can_device_access_peer(index, i)]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return Seat(host, index, reachable, _torch_obstacle(device))
+
+
+def _torch_obstacle(device: torch.device) -> str | None:
+    try:
+        from torch.distributed._symmetric_memory import get_backend
+    except ImportError:
+        return "this torch has no symmetric memory"
+    found = get_backend(device)
+    return None if found == "CUDA" else f"the backend of torch's symmetric memory is {found!r}, not 'CUDA'"
+
+
+def find_obstacle(seats: Sequence[Seat]) -> str | None:
+    """Why these ranks cannot share memory, or None."""
+    if len(seats) > MAX_PEERS:
+        return f"{len(seats)} ranks are more than {MAX_PEERS}"
+    for rank, seat in enumerate(seats):
+        if seat.obstacle is not None:
+            return f"on rank {rank}: {seat.obstacle}"
+        if seat.host != seats[0].host:
+            return f"ranks 0 and {rank} are on different hosts"
+    overlapping = os.environ.get(OVERLAPPING) == "1"
+    for rank, seat in enumerate(seats):
+        for other, theirs in enumerate(seats[:rank]):
+            if seat.index == theirs.index and not overlapping:
+                return (
+                    f"ranks {other} and {rank} both use cuda:{seat.index} (each needs a GPU of another "
+                    "number, and has to see those of the others)"
+                )
+            if seat.index != theirs.index and theirs.index not in seat.reachable:
+                return f"cuda:{seat.index} of rank {rank} cannot access the memory of cuda:{theirs.index}"
+    return None
+
+
+class PeerGather:
+    """Slices that are on their way to all ranks."""
+
+    def __init__(self, done: torch.cuda.Event):
+        self._done = done
+
+    def wait(self) -> None:
+        """The current stream waits until every rank's slice is here."""
+        self._done.wait()
+
+
+class Peers:
+    """The ranks of a group, with memory that all of them read and write, and barriers of their GPUs.
+
+    Building it is collective, and so is zeros(). What is queued waits for other ranks on the device only, in
+    the same order on every rank, and at most as long as the group's timeout: a rank that has not come by then
+    is named by take_error(), `failed` (float32 [1] on the device) becomes 1, and updates that heed it change
+    nothing.
+
+    The memory stays where it is, and is freed with the tensors that zeros() gave and their views.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = GroupReference(group), device
+        self.rank, self.size = rank_and_size(group)
+        # Multicast is for sums in the switch, and its objects have been seen to outlive their processes.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self._handles: list[tuple[int, int, Any]] = []  # first and last address of this rank's, and torch's
+        self.failed = torch.zeros(1, dtype=torch.float32, device=device)
+        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._flags = self.zeros((2, self.size), torch.int32)
+        arguments = self.rank, self._status, self.failed, timeout_seconds(group, device)
+        self._arrivals, self._gathers = (Barrier(self.rows(flags), *arguments) for flags in self._flags)
+        # What is copied to other ranks travels beside what is computed, and is not to wait behind it.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Collective: zeros of this shape on every rank, in memory that all can access.
+
+        Raises the error of the first rank that has no room for them, on every rank.
+        """
+        from torch.distributed._symmetric_memory import rendezvous
+
+        tensor, error = attempt(_allocate, shape, dtype, self.device)
+        exchange(None, error, self.group(), "allocating shared memory")
+        handle = rendezvous(tensor, self.group().group_name)
+        first = handle.buffer_ptrs[self.rank]
+        self._handles.append((first, max(first, tensor.data_ptr() + tensor.nbytes), handle))
+        return tensor
+
+    def rows(self, own: torch.Tensor) -> tuple[int, ...]:
+        """By rank, the address of what is, in this rank's shared memory, `own`."""
+        first, handle = self._find(own)
+        return tuple(address + own.data_ptr() - first for address in handle.buffer_ptrs)
+
+    def peer_rows(self, own: torch.Tensor, row: int) -> PeerRows:
+        """Of own, [n, m] in shared memory, row number `row` of every rank."""
+        return PeerRows(self.rows(own[row]), own.shape[1], own.dtype)
+
+    def _find(self, own: torch.Tensor) -> tuple[int, Any]:
+        address = own.data_ptr()
+        return next((first, handle) for first, last, handle in self._handles if first <= address <= last)
+
+    def arrive(self) -> None:
+        """What is queued next on the current stream finds what the others have queued before theirs, done."""
+        self._arrivals.run()
+
+    def open(self) -> None:
+        """The gathers that follow write into weights that nobody reads any more: what reads them is queued
+        on the current stream of each rank by now.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            self._gathers.run()
+
+    def start_gather(self, whole: torch.Tensor) -> PeerGather:
+        """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
+        current stream is here: by the GPUs' copy engines, beside what is computed.
+        """
+        mine, targets = self._targets_of(whole)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            for target in targets:
+                target.copy_(mine, non_blocking=True)
+            self._gathers.run()
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return PeerGather(done)
+
+    def _targets_of(self, whole: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """This rank's slice, and the same in the memory of the others, beginning with its neighbour."""
+        found = self._targets.get(whole.data_ptr())
+        if found is None:
+            mine = whole.chunk(self.size)[self.rank]
+            first, handle = self._find(mine)
+            offset = (mine.data_ptr() - first) // mine.itemsize
+            others = [(self.rank + step) % self.size for step in range(1, self.size)]
+            targets = [handle.get_buffer(r, mine.shape, mine.dtype, offset) for r in others]
+            found = self._targets[whole.data_ptr()] = mine, targets
+        return found
+
+    def take_error(self) -> RuntimeError | None:
+        """What has kept ranks from meeting, as far as the device has come. Waits for nothing."""
+        missing = int(self._status[0])
+        if not missing:
+            return None
+        return RuntimeError(
+            f"rank {missing - 1} did not come to a barrier of the GPUs within the process group's timeout: "
+            "it has died, was stopped or is elsewhere. Weights of this rank may be of two steps, and its "
+            "optimizer is of no more use: build it anew and load a checkpoint"
+        )
+
+
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    tensor = _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device)
+    tensor.zero_()
+    torch.cuda.synchronize(device)  # before others write there
+    return tensor
