@@ -137,6 +137,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         default=["collective"],
         help="of ZeroFP4Optimizer, one or both (default: collective)",
     )
+    add("--timeline", action="store_true", help="also draw what rank 0's GPU does when in a step")
     add_output(parser)
 
 

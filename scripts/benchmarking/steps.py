@@ -8,12 +8,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerofp4
+from benchmarking import timeline
 from benchmarking.session import Session
 from benchmarking.workloads import llama_sizes
 from zerofp4.launch import World
@@ -38,9 +40,13 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
     """
     shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
     timer = Timer(session, world, options.repeats)
+    if options.timeline and session.device.type == "cpu":
+        raise SystemExit("scripts/bench.py step: --timeline draws what a GPU does, and this ran on the CPU")
     ours = {}
     for transport in options.transport:
-        ours[transport] = measure_ours(timer, shapes, options.bucket_mb, transport)
+        picture = f"timeline_{transport}_{world.world_size}_ranks.png" if options.timeline else None
+        path = None if picture is None else options.output / picture
+        ours[transport] = measure_ours(timer, shapes, options.bucket_mb, transport, path)
         free_memory(session.device)
     theirs = measure_bf16(timer, shapes)
     for transport, parts in ours.items():
@@ -130,8 +136,9 @@ class Timer:
 
 
 def measure_ours(
-    timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float | None, transport: str
+    timer: Timer, shapes: list[tuple[int, int]], bucket_mb: float | None, transport: str, picture: Path | None
 ) -> dict[str, float]:
+    """picture: where a timeline of a step is drawn, if it is wanted."""
     torch.manual_seed(0)
     options = {"device": timer.device, "dtype": torch.bfloat16}
     parameters = []
@@ -176,7 +183,18 @@ def measure_ours(
         timer.sizes(optimizer.describe())
         publish = "from masters to weights on every rank, amaxes included"
         found["publish"] = timer.ms(f"{prefix}publish", optimizer._publish, publish)
+        if picture is not None:
+            draw_timeline(optimizer.step, picture, f"step(), {transport} transport, {timer.places}")
     return found
+
+
+def draw_timeline(run: Callable[[], object], path: Path, title: str) -> None:
+    """Of rank 0; the others take part."""
+    found = timeline.record(run)
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn = timeline.draw(found, path, title)
+        print("no timeline without matplotlib" if drawn is None else f"wrote {drawn}", flush=True)
 
 
 def measure_bf16(timer: Timer, shapes: list[tuple[int, int]]) -> dict[str, float]:

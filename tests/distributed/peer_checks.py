@@ -80,9 +80,7 @@ def take_step(world, parameters, optimizer, step):
     if step in (2, 4):
         norms.append(optimizer.clip_grad_norm_(0.5).item())
     if step == 4:  # what was reduced is read no more, on no rank
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.zero_()
+        optimizer.zero_grad(set_to_none=False)
         set_gradients(parameters, gradients_of(world, parameters, step + 1))
         norms.append(optimizer.clip_grad_norm_(0.25).item())
     optimizer.step()
