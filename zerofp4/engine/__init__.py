@@ -8,10 +8,11 @@ from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.exchange import Brought, GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
-from zerofp4.engine.gradients import FlatGradients, GradientViews, are_sendable, is_sendable
+from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.partition import build_buffers
 from zerofp4.engine.peer_reducer import PeerReducer
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
+from zerofp4.engine.places import GradientPlaces, are_sendable, is_sendable
 from zerofp4.engine.publication import Publication
 from zerofp4.engine.wire import Wire, gradient_dtype, make_wire
 
@@ -23,6 +24,7 @@ __all__ = [
     "Failures",
     "FlatBuffer",
     "FlatGradients",
+    "GradientPlaces",
     "GradientReducer",
     "GradientViews",
     "PackedBuffer",

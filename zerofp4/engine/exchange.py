@@ -18,6 +18,7 @@ from zerofp4.distributed import GroupReference, Pending, rank_and_size, start_ex
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
+from zerofp4.engine.places import GradientPlaces
 from zerofp4.engine.wire import Wire
 
 
@@ -97,6 +98,7 @@ class GradientReducer:
             if dtype != torch.float32
         }
         self._is_in_place = self.world_size == 1 and wire.dtype in (None, torch.float32)
+        self._places = GradientPlaces()
         self._sources = self._make_sources()
         self._stretches: list[Stretch] = []
         self._ends: list[int] = []  # by buffer, the number of the first stretch behind it
@@ -115,7 +117,7 @@ class GradientReducer:
         layouts = list(zip(shapes, self.dtypes, strict=True))
         turns = Turns([layout for layout, stays in zip(layouts, stay, strict=True) if not stays], self.device)
         return [
-            GradientViews(buffer, torch.zeros(shape, dtype=dtype, device=self.device))
+            GradientViews(buffer, torch.zeros(shape, dtype=dtype, device=self.device), self._places)
             if stays
             else FlatGradients(buffer, turns.next(shape, dtype))
             for buffer, (shape, dtype), stays in zip(self.buffers, layouts, stay, strict=True)
@@ -161,6 +163,14 @@ class GradientReducer:
                     "added to those of other ranks: build the optimizer with gradient_wire=torch.float32, or "
                     f"{dtype} if that is meant"
                 )
+
+    def keep_apart(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """p.grad of all trainable parameters, each of which can be moved to where it travels from without a
+        change of another: p.grad that were not are clones now. What may fail here comes before a vote.
+        """
+        return self._places.keep_apart(parameters, gradients)
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Average the gradients of all trainable parameters; None counts as zeros. Returns the sums of the

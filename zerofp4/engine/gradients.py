@@ -1,32 +1,13 @@
 """Gradients in flat memory: p.grad are views of it, so that nothing is packed before it travels."""
 
 import functools
-import operator
 import weakref
 from collections.abc import Sequence
 
 import torch
 
 from zerofp4.engine.flat import FlatBuffer
-from zerofp4.storage import dispatches
-
-_dtype = operator.attrgetter("dtype")
-
-
-def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether its memory holds its elements one after the other, as they travel."""
-    return are_sendable([gradient], [dtype])
-
-
-def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:
-    """Of every one. A step asks for hundreds: attribute by attribute, in loops in C."""
-    return (
-        list(map(_dtype, gradients)) == dtypes
-        and not any(map(dispatches, gradients))
-        and all(map(torch.Tensor.is_contiguous, gradients))
-        and not any(map(torch.Tensor.is_neg, gradients))
-        and not any(map(torch.Tensor._is_zerotensor, gradients))
-    )
+from zerofp4.engine.places import GradientPlaces, are_sendable, is_same_memory, is_sendable
 
 
 class FlatGradients:
@@ -51,7 +32,7 @@ class FlatGradients:
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Of all trainable parameters: those of this buffer are in `flat` afterwards, rounded to its dtype,
-        None as zeros.
+        None as zeros. None of them may lie in the place of another (GradientPlaces).
         """
         mine = [gradients[index] for index in self._buffer.indices]
         if not self._gaps and self._are_here(mine):
@@ -60,21 +41,13 @@ class FlatGradients:
         for view, gradient in zip(self._views, mine, strict=True):
             if gradient is None:
                 zeros.append(view)
-            elif not _is_same_memory(view, gradient):
+            elif not is_same_memory(view, gradient):
                 destinations.append(view)
                 sources.append(gradient)
-        sources = self._apart(sources)
         if zeros:
             torch._foreach_zero_(zeros)
         if sources:
             torch._foreach_copy_(destinations, sources)
-
-    def _apart(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same, none of them in this memory, where what is copied for others would change it."""
-        own = self.flat.untyped_storage().data_ptr()
-        return [
-            g.clone() if not dispatches(g) and g.untyped_storage().data_ptr() == own else g for g in sources
-        ]
 
     def _are_here(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether there is nothing to do."""
@@ -94,19 +67,20 @@ class GradientViews(FlatGradients):
     is written to again.
 
     flat: zeros, as of FlatGradients. The parameters hold no reference to it, whose end is that of this object
-    and its views.
+    and its views. places: of the parameters of all buffers that are reduced together.
     """
 
-    def __init__(self, buffer: FlatBuffer, flat: torch.Tensor):
+    def __init__(self, buffer: FlatBuffer, flat: torch.Tensor, places: GradientPlaces):
         super().__init__(buffer, flat)
         self._gaps = []  # nobody else writes there
         me = weakref.ref(self)
         with torch._C.DisableTorchFunctionSubclass():
             handles = [
-                parameter.register_post_accumulate_grad_hook(functools.partial(_move, me, view))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_move, me, view, places))
                 for parameter, view in zip(buffer.parameters, self._views, strict=True)
             ]
         weakref.finalize(self, _remove, handles).atexit = False
+        places.add(buffer.indices, self._views)
 
 
 def _between(flat: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -115,17 +89,17 @@ def _between(flat: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return [flat[end:begin] for end, begin in zip(ends, [*offsets, flat.numel()], strict=True) if end < begin]
 
 
-def _is_same_memory(view: torch.Tensor, gradient: torch.Tensor) -> bool:
-    return gradient.data_ptr() == view.data_ptr() and is_sendable(gradient, view.dtype)
-
-
-def _move(owner: "weakref.ref[GradientViews]", view: torch.Tensor, parameter: torch.Tensor) -> None:
+def _move(
+    owner: "weakref.ref[GradientViews]", view: torch.Tensor, places: GradientPlaces, parameter: torch.Tensor
+) -> None:
     """What a backward pass left in the gradient of a parameter to its place."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient = parameter.grad
         if owner() is None or gradient is None or gradient.requires_grad:
             return
-        if is_sendable(gradient, view.dtype) and not _is_same_memory(view, gradient):
+        if is_same_memory(view, gradient) or not is_sendable(gradient, view.dtype):
+            return
+        if not places.hold(gradient):  # else what belongs here may be another's, who would lose it
             with torch.no_grad():
                 view.copy_(gradient)
             # Another object each time, with a version of its own: it is another gradient.

@@ -34,8 +34,10 @@ class PeerReducer(GradientReducer):
         sources = []
         for buffer, dtype in zip(self.buffers, self.dtypes, strict=True):
             flat = self._peers.zeros((buffer.world_size, buffer.slice_numel), dtype)
-            kind = GradientViews if self._wire.keeps(buffer.parameters) else FlatGradients
-            sources.append(kind(buffer, flat))
+            stays = self._wire.keeps(buffer.parameters)
+            sources.append(
+                GradientViews(buffer, flat, self._places) if stays else FlatGradients(buffer, flat)
+            )
         return sources
 
     def _make_stretches(self) -> None:

@@ -156,7 +156,7 @@ class SteppedOptimizer(ShardedState):
     def _gradients(self) -> list[torch.Tensor | None]:
         gradients = self._watch.gradients(self.param_groups)
         self._reducer.check(gradients, self._shards.names)
-        return gradients
+        return self._reducer.keep_apart(self._shards.parameters, gradients)
 
     def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
         options = 0 if self._votes.world_size == 1 else host_options_hash(self.param_groups)
