@@ -89,7 +89,7 @@ def test_the_snippets_of_the_page_of_layers_run():
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "layers.md").read_text(), re.DOTALL)
     for snippet in snippets:
         exec(snippet, names)
-    assert len(snippets) == 3 and names["report"].layers == ["1", "3"]
+    assert len(snippets) == 4 and names["report"].layers == ["0.fc1", "0.fc2"]
     assert names["loss"] > 0 and names["recipe"].modules[0][1] is names["attention"]
     assert names["hidden"].grad.shape == (32, 64) and isinstance(names["shared"], zerofp4.NVFP4Tensor)
 

@@ -1,5 +1,6 @@
 """Quantized layers: what a training loop does to its model."""
 
+from zerofp4.nn import fuse  # noqa: F401 (convert_model fuses what it finds)
 from zerofp4.nn.conv1d import Conv1D
 from zerofp4.nn.convert import (
     ConversionReport,

@@ -39,18 +39,22 @@ class ConversionReport:
     converted: names of the modules whose weight was converted, and of stacked weights in other modules.
     skipped: why another parameter was not, by its name. shares: by name, the elements of each of them in all
     elements of the model's parameters; a tied one has its share under each of its names. layers: names of the
-    converted modules that became layers of zerofp4.nn.
+    converted modules that became layers of zerofp4.nn. fused: by the name of a LayerNormLinear or
+    LayerNormMLP, those that its parts had before; all other names are those of the model as it is now.
+    unfused: why a norm went into no such layer, by its name; empty without filter_fn.
     """
 
     converted: list[str] = dataclasses.field(default_factory=list)
     layers: list[str] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    fused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    unfused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def share(self) -> float:
         """Elements of the converted weights in all elements of the model's parameters."""
-        names = [name if name in self.shares else _join(name, "weight") for name in self.converted]
+        names = [name if name in self.shares else join(name, "weight") for name in self.converted]
         return sum(self.shares[name] for name in names)
 
 
@@ -70,9 +74,20 @@ def convert_model(
     layers: the modules among them that are an nn.Linear, and not of a subclass, become zerofp4.nn.Linear, and
     those that are a Conv1D zerofp4.nn.Conv1D: the same objects, with their names, hooks and state_dict, which
     inside zerofp4.nn.autocast multiply quantized operands; so do the experts of transformers, where filter_fn
-    took both of their stacked parameters, as zerofp4.nn.Experts. What a model computes around them, a
-    normalization or an activation, is no part of that: so a norm and its linear layer become what
-    zerofp4.nn.LayerNormLinear is. Without layers, and for the other modules, products dequantize the weight.
+    took both of their stacked parameters, as zerofp4.nn.Experts. Without layers, and for the other modules,
+    products dequantize the weight.
+
+    With layers and a filter_fn that is true for a norm, too, an nn.LayerNorm or nn.RMSNorm that an
+    nn.Sequential calls right before such a linear layer goes into a zerofp4.nn.LayerNormLinear with it, where
+    it was; norm, linear layer, activation (GELU; of transformers also its squared ReLU) and linear layer, if
+    filter_fn is true for all four, into a LayerNormMLP. Both hold the very modules, but for the activation,
+    and compute the same bytes; in the others' places an nn.Identity is left. Their parameters, and so the
+    keys of state dicts, are called as in these layers: load other checkpoints before. filter_fn's word is
+    that the model calls that Sequential as a whole. Modules with hooks, or used in several places, stay.
+    Where a norm and its linear layer meet in a forward of somebody's own, as in transformers' Llama, no name
+    could make them one layer, since that forward would have to call it in place of the two: they stay, which
+    costs nothing, as the fused layers make the same passes over memory.
+
     columnwise: keep the transposed copy too, which the gradients of quantized products read. Without it a
     weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
     made from the rows each time.
@@ -94,6 +109,8 @@ def convert_model(
             what = f"the weight of {choice.name!r}"
             raise RuntimeError(f"model: {what} is on the meta device: give it values first")
         check_not_held(f"model: the weight of {choice.name!r}", choice.parameter)
+    asked = layers and filter_fn is not None
+    fusions = [find(model, filter_fn, report, chosen) for find in FUSIONS] if asked else []
     for choice in chosen:
         name, module, parameter_name = choice
         setattr(module, parameter_name, primary_parameter(choice.parameter, name, columnwise))
@@ -104,6 +121,8 @@ def convert_model(
             report.layers.append(name)
     if layers:
         report.layers += _stacked_layers(chosen)
+    for fuse in fusions:
+        fuse()
     _warn_of_shards(model, report)
     return report
 
@@ -120,7 +139,7 @@ def choose_weights(
     total = _count_elements(model)
     chosen = []
     for module, module_name, parameter_name, parameter in _matrices(model):
-        name = _join(module_name, parameter_name)
+        name = join(module_name, parameter_name)
         tied = [other for other in owners[_address(parameter)] if other != name]
         is_head = id(module) in heads
         reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
@@ -145,6 +164,12 @@ its kind; and says whether it did.
 """
 
 
+FUSIONS: list[Callable[[nn.Module, FilterFn, ConversionReport, list[Chosen]], Callable[[], None]]] = []
+"""Each finds modules that are to become one layer of zerofp4.nn, and gives what makes it of them once the
+weights that were chosen are converted. Both write to the report.
+"""
+
+
 def _stacked_layers(chosen: Sequence[Chosen]) -> list[str]:
     """The modules with stacked parameters that became layers, by name."""
     stacks = [each for each in chosen if not _is_layer(each.module, each.parameter_name)]
@@ -157,13 +182,13 @@ def _kind(module: nn.Module) -> type[nn.Module] | str:
     return CONV1D if is_conv1d else type(module)
 
 
-def _join(module_name: str, name: str) -> str:
+def join(module_name: str, name: str) -> str:
     return f"{module_name}.{name}" if module_name else name
 
 
 def _called(module: nn.Module, module_name: str, parameter_name: str) -> str:
     """What filter_fn and the report call a weight: by its module, or by itself where that is no layer."""
-    return module_name if _is_layer(module, parameter_name) else _join(module_name, parameter_name)
+    return module_name if _is_layer(module, parameter_name) else join(module_name, parameter_name)
 
 
 def _is_layer(module: nn.Module, parameter_name: str) -> bool:

@@ -1,0 +1,138 @@
+"""Norms that an nn.Sequential calls right before linear layers: together they become one layer."""
+
+import collections
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn import functional as F
+
+from zerofp4.nn.convert import FUSIONS, Chosen, ConversionReport, FilterFn, join
+from zerofp4.nn.layer_norm import NORMALIZATIONS, LayerNormLinear, LayerNormMLP
+from zerofp4.nn.linear import Linear
+
+
+class _Part(NamedTuple):
+    """A module of an nn.Sequential: its name there, its name in the model, and itself."""
+
+    key: str
+    name: str
+    module: nn.Module
+
+
+class _Fusions:
+    """What convert_model is going to fuse in one model: filter_fn is asked, and nothing changed, before the
+    weights of its linear layers, `chosen`, are converted; then it is called.
+    """
+
+    def __init__(self, model: nn.Module, filter_fn: FilterFn, report: ConversionReport, chosen: list[Chosen]):
+        self._filter, self._report = filter_fn, report
+        self._chosen = {choice.name for choice in chosen}
+        self._places = collections.Counter(id(m) for each in model.modules() for m in each._modules.values())
+        self._found: list[tuple[nn.Module, list[_Part]]] = []
+        for prefix, container in model.named_modules():
+            if not isinstance(container, LayerNormLinear | LayerNormMLP):
+                self._look_into(container, prefix)
+
+    def __call__(self) -> None:
+        for container, parts in self._found:
+            self._replace(container, parts)
+
+    def _look_into(self, container: nn.Module, prefix: str) -> None:
+        parts = [_Part(key, join(prefix, key), module) for key, module in container._modules.items()]
+        for index, part in enumerate(parts):
+            if type(part.module) not in NORMALIZATIONS.values():
+                continue
+            reason = self._why_not(container, parts[index:])
+            if reason is None:
+                count = 4 if self._is_mlp(parts[index:]) else 2
+                self._found.append((container, parts[index : index + count]))
+            else:
+                self._report.unfused[part.name] = reason
+
+    def _why_not(self, container: nn.Module, parts: list[_Part]) -> str | None:
+        """Why a norm and what follows it do not become one layer; None when they do."""
+        if type(container) is not nn.Sequential:
+            return (
+                f"{type(container).__name__} has a forward of its own, which would have to call another layer"
+            )
+        if len(parts) < 2 or not self._is_chosen(parts[1]):
+            return "no nn.Linear that is converted follows it"
+        norm, linear = parts[0].module, parts[1].module
+        if tuple(norm.normalized_shape) != (linear.in_features,):
+            shape = tuple(norm.normalized_shape)
+            return f"it normalizes {shape}, and {parts[1].name!r} takes {linear.in_features}"
+        for part in parts[:2]:
+            reason = self._why_not_moved(part)
+            if reason is not None:
+                return reason
+        return None if self._filter(norm, parts[0].name) else "filter_fn is false for it"
+
+    def _is_mlp(self, parts: list[_Part]) -> bool:
+        """Whether a norm and a linear layer that fit begin the whole of a LayerNormMLP."""
+        if len(parts) < 4 or activation_of(parts[2].module) is None or not self._is_chosen(parts[3]):
+            return False
+        fc1, fc2 = parts[1].module, parts[3].module
+        fits = (fc1.out_features, fc1.in_features) == (fc2.in_features, fc2.out_features)
+        if not fits or any(self._why_not_moved(part) is not None for part in parts[2:4]):
+            return False
+        return self._filter(parts[2].module, parts[2].name)
+
+    def _is_chosen(self, part: _Part) -> bool:
+        return type(part.module) in (nn.Linear, Linear) and part.name in self._chosen
+
+    def _why_not_moved(self, part: _Part) -> str | None:
+        """Why a module cannot go into one that calls it with other arguments, or not at all."""
+        attributes = vars(part.module)
+        if any(value for name, value in attributes.items() if name.endswith("_hooks")):
+            return f"{part.name!r} has hooks"
+        if "forward" in attributes:
+            return f"{part.name!r} has a forward of its own"
+        return f"{part.name!r} is used in several places" if self._places[id(part.module)] > 1 else None
+
+    def _replace(self, container: nn.Module, parts: list[_Part]) -> None:
+        """Their layer for the first of them, nothing for the others: what follows keeps its name."""
+        fused, moved = _mlp(parts) if len(parts) == 4 else _linear(parts)
+        first, report = parts[0], self._report
+        for part in parts:
+            made = fused if part is first else nn.Identity()
+            made.training = container.training
+            setattr(container, part.key, made)
+        report.fused[first.name] = [part.name for part in parts]
+        for name, part in moved.items():
+            part.module.weight.record.name = join(first.name, name)
+        names = {part.name: join(first.name, name) for name, part in moved.items()}
+        weights = {join(old, "weight"): join(new, "weight") for old, new in names.items()}
+        report.converted = [names.get(name, name) for name in report.converted]
+        report.layers = [names.get(name, name) for name in report.layers]
+        report.shares = {weights.get(name, name): share for name, share in report.shares.items()}
+
+
+def _linear(parts: list[_Part]) -> tuple[LayerNormLinear, dict[str, _Part]]:
+    """(the layer, its linear layers by their names in it)"""
+    made = LayerNormLinear.__new__(LayerNormLinear)
+    nn.Module.__init__(made)
+    made.linear, made.norm = parts[1].module, parts[0].module
+    return made, {"linear": parts[1]}
+
+
+def _mlp(parts: list[_Part]) -> tuple[LayerNormMLP, dict[str, _Part]]:
+    made = LayerNormMLP.__new__(LayerNormMLP)
+    nn.Module.__init__(made)
+    made.activation = activation_of(parts[2].module)
+    made.fc1, made.fc2, made.norm = parts[1].module, parts[3].module, parts[0].module
+    return made, {"fc1": parts[1], "fc2": parts[3]}
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """What LayerNormMLP calls the function of a module of torch or transformers; None for another one."""
+    kind = type(module)
+    if kind is nn.GELU:
+        return "gelu" if module.approximate == "none" else None
+    if kind.__module__ != "transformers.activations":  # by name, so that transformers need not be there
+        return None
+    if kind.__name__ == "GELUActivation":
+        return "gelu" if module.act is F.gelu else None
+    return "relu2" if kind.__name__ == "ReLUSquaredActivation" else None
+
+
+FUSIONS.append(_Fusions)
