@@ -148,7 +148,10 @@ def test_wider_gradients_travel_as_they_are_or_not_at_all(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{"gradient_wire": torch.float32}, {"bucket_mb": 2.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_wire": torch.float32}, {"bucket_mb": 2.0}, {"gradient_dtype": torch.float32}],
+)
 def test_ranks_must_send_alike(world, options):
     with pytest.raises(ValueError, match="gradient_wire and bucket_mb is"):
         ZeroFP4Optimizer(parameters_of(world), **(options if world.rank else {}))

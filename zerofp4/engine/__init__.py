@@ -14,7 +14,7 @@ from zerofp4.engine.peer_reducer import PeerReducer
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.places import GradientPlaces, are_sendable, is_sendable
 from zerofp4.engine.publication import Publication
-from zerofp4.engine.wire import Wire, gradient_dtype, make_wire
+from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
 
 __all__ = [
     "ALIGNMENT",
@@ -34,9 +34,11 @@ __all__ = [
     "Wire",
     "are_sendable",
     "build_buffers",
+    "check_gradient_dtype",
     "describe_buckets",
     "gradient_dtype",
     "is_sendable",
     "join_peers",
     "make_wire",
+    "set_gradient_dtype",
 ]

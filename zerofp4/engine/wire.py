@@ -21,20 +21,25 @@ class Wire(NamedTuple):
     """How gradients travel.
 
     dtype: what they are rounded to before they are added; None is their own, as their parameters have it when
-    the optimizer is built. bucket_mb: megabytes of one bucket, all ranks' parts together.
+    the optimizer is built. bucket_mb: megabytes of one bucket, all ranks' parts together. made_in: the dtype
+    of all gradients; None is what autograd makes them.
     """
 
     dtype: torch.dtype | None
     bucket_mb: float
+    made_in: torch.dtype | None = None
 
     def dtype_of(self, parameters: list[torch.Tensor]) -> torch.dtype:
         """That of the gradients of all these parameters, or float32 which holds the values of all."""
-        dtypes = {gradient_dtype(parameter) for parameter in parameters}
+        dtypes = self._made_in(parameters)
         return self.dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
     def keeps(self, parameters: list[torch.Tensor]) -> bool:
         """Whether the gradients of all these travel as autograd makes them."""
-        return {gradient_dtype(parameter) for parameter in parameters} == {self.dtype_of(parameters)}
+        return self._made_in(parameters) == {self.dtype_of(parameters)}
+
+    def _made_in(self, parameters: list[torch.Tensor]) -> set[torch.dtype]:
+        return {self.made_in or gradient_dtype(parameter) for parameter in parameters}
 
     def nbytes(self, parameter: torch.Tensor) -> int:
         """Of its gradient on its way, in a bucket where all gradients have its dtype."""
@@ -46,9 +51,12 @@ class Wire(NamedTuple):
 
 
 def make_wire(
-    gradient_wire: torch.dtype | None, bucket_mb: float | None, parameters: Sequence[torch.Tensor] = ()
+    gradient_wire: torch.dtype | None,
+    bucket_mb: float | None,
+    parameters: Sequence[torch.Tensor] = (),
+    made_in: torch.dtype | None = None,
 ) -> Wire:
-    """parameters: what a bucket_mb of None is made for.
+    """parameters: what a bucket_mb of None is made for. made_in: as in Wire.
 
     Raises ValueError for arguments that cannot be meant.
     """
@@ -56,12 +64,12 @@ def make_wire(
         raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {gradient_wire!r}")
     least, most = BUCKET_MB
     if bucket_mb is None:
-        wire = Wire(gradient_wire, most)
+        wire = Wire(gradient_wire, most, made_in)
         share = sum(map(wire.nbytes, parameters)) / 2**20 / BUCKETS
         return wire._replace(bucket_mb=min(max(share, least), most))
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb < math.inf:
         raise ValueError(f"bucket_mb must be a positive number of megabytes, got {bucket_mb!r}")
-    return Wire(gradient_wire, float(bucket_mb))
+    return Wire(gradient_wire, float(bucket_mb), made_in)
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -71,3 +79,34 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     with torch._C.DisableTorchFunctionSubclass():
         found = getattr(parameter, "grad_dtype", parameter.dtype)
     return found or torch.float32
+
+
+def check_gradient_dtype(
+    dtype: torch.dtype | None, parameters: Sequence[torch.Tensor], names: Sequence[str]
+) -> None:
+    """Raises ValueError unless gradients of these parameters can be made in `dtype`; changes nothing."""
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"gradient_dtype must be None or torch.float32, got {dtype!r}")
+    for parameter, name in zip(parameters, names, strict=True):
+        if dtype in (None, gradient_dtype(parameter)):
+            continue
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise ValueError(
+                f"gradient_dtype={dtype}: torch {torch.__version__} gives {name} gradients of its own dtype, "
+                f"{parameter.dtype}; later versions have grad_dtype, torch 2.11 for one"
+            )
+        if parameter.grad is not None:
+            raise ValueError(
+                f"gradient_dtype={dtype}: {name} has a gradient of {parameter.grad.dtype} by now; call "
+                "zero_grad() first"
+            )
+
+
+def set_gradient_dtype(dtype: torch.dtype | None, parameters: Sequence[torch.Tensor]) -> None:
+    """From now on autograd makes and adds up the gradients of these parameters in `dtype`; None leaves them
+    as they are.
+    """
+    for parameter in parameters:
+        if dtype not in (None, gradient_dtype(parameter)):
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad_dtype = dtype

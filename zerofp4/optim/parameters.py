@@ -122,7 +122,7 @@ _OTHERS = (
     "optimizer_class",
     "on_nonfinite",
     "transport",
-    "gradient_wire and bucket_mb",
+    "gradient_dtype, gradient_wire and bucket_mb",
     "what masters_from hands over",
     "what amax_groups put together",
 )

@@ -7,7 +7,16 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange, resolve_group
-from zerofp4.engine import TRANSPORTS, GradientReducer, PeerReducer, Wire, join_peers, make_wire
+from zerofp4.engine import (
+    TRANSPORTS,
+    GradientReducer,
+    PeerReducer,
+    Wire,
+    check_gradient_dtype,
+    join_peers,
+    make_wire,
+    set_gradient_dtype,
+)
 from zerofp4.optim.bucketed import BucketedStep
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import broadcast_frozen
@@ -45,8 +54,10 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     copied into the weights of every rank; for GPUs of one host that can access each other's memory, each of
     another index, else ValueError. "auto": the collective one, until peer has been measured between GPUs.
     All give the same bytes.
-    gradient_wire: what each rank's gradients are rounded to before they are added up; None is their own
-    dtype, that of the parameter unless its grad_dtype says another by now, and wider ones raise TypeError.
+    gradient_dtype: what p.grad is, and micro-batches are added up in: torch.float32, or None for the
+    parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
+    gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
+    they have, and wider ones raise TypeError.
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
     all, at least 256 and at most 1024. The memory for what is received is twice as large. Weights are
     gathered by the same buckets.
@@ -83,6 +94,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
         transport: str = "auto",
+        gradient_dtype: torch.dtype | None = None,
         gradient_wire: torch.dtype | None = None,
         bucket_mb: float | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
@@ -98,7 +110,8 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
             self._take_arguments(params, optimizer_class, amax_groups, defaults)
-            wire = make_wire(gradient_wire, bucket_mb, self._trainable)
+            check_gradient_dtype(gradient_dtype, self._trainable, self._trainable_names)
+            wire = make_wire(gradient_wire, bucket_mb, self._trainable, gradient_dtype)
             held = take_over(masters_from, self._trainable, self._trainable_names, group)
             description = describe(self.param_groups, optimizer_class)
             handed = [i for i, p in enumerate(self._parameters) if id(p) in held]
@@ -113,6 +126,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             error = failure
         described = exchange([*description, *options], error, group, "building ZeroFP4Optimizer")
         check_same_parameters(described, self._names)
+        set_gradient_dtype(gradient_dtype, self._trainable)
         self._peers, self._why_collective = join_peers(transport, group, self._trainable[0].device)
         with torch.no_grad():
             self._shards = ShardedParameters(

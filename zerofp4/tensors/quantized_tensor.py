@@ -149,6 +149,8 @@ class QuantizedTensor(torch.Tensor):
         if id(self.record) not in memo:
             memo[id(self.record)] = transfer.copy_record(self.record, torch.clone)
         new = memo[id(self)] = type(self)(memo[id(self.record)]).requires_grad_(self.requires_grad)
+        if self.grad is not None and self.grad.dtype != self.dtype:
+            new.grad_dtype = self.grad.dtype
         new.grad = copy.deepcopy(self.grad, memo)
         vars(new).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "record"})
         return new

@@ -1,0 +1,96 @@
+"""gradient_dtype: what p.grad is and micro-batches are added up in."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from optim_cases import batch, make_net, make_parameters
+from torch import nn
+
+import zerofp4
+from zerofp4 import NVFP4Tensor
+from zerofp4.engine import wire
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype"
+)
+
+
+@pytest.mark.parametrize(("dtype", "total"), [(None, 256.0), (torch.float32, 512.0)])
+def test_512_micro_batches_of_1(device, dtype, total):
+    """bfloat16 has no 257."""
+    weight = nn.Parameter(zerofp4.quantize(torch.ones(16, 16).to(device, torch.bfloat16), columnwise=True))
+    bias = nn.Parameter(torch.ones(16, device=device, dtype=torch.bfloat16))
+    optimizer = ZeroFP4Optimizer([weight, bias], torch.optim.SGD, lr=1 / 512, gradient_dtype=dtype)
+    x = torch.ones(1, 16, device=device, dtype=torch.bfloat16)
+    for _ in range(512):
+        nn.functional.linear(x, weight, bias).sum().backward()
+    for p in (weight, bias):
+        assert p.grad.dtype == (dtype or torch.bfloat16) and p.grad.eq(total).all()
+    optimizer.step()
+    expected = torch.full((16,), 1 - total / 512, device=device)
+    assert_bytes_equal(optimizer.gathered_masters()[1], expected, "master")
+
+
+@pytest.mark.parametrize("optimizer_class", [FusedAdamW, torch.optim.AdamW])
+def test_a_step_is_that_of_the_sums(device, optimizer_class):
+    """The masters of gradients that were added up in float32 by hand."""
+    nets = [make_net(device) for _ in range(2)]
+    ours = ZeroFP4Optimizer(nets[0].parameters(), optimizer_class, lr=0.01, gradient_dtype=torch.float32)
+    plain = ZeroFP4Optimizer(nets[1].parameters(), optimizer_class, lr=0.01, gradient_wire=torch.float32)
+    for step in range(3):
+        sums = [0.0 for _ in nets[1].parameters()]
+        for micro in range(3):
+            x = batch(device, 10 * step + micro)
+            nets[0](x).square().mean().backward()
+            gradients = torch.autograd.grad(nets[1](x).square().mean(), list(nets[1].parameters()))
+            sums = [total + g.float() for total, g in zip(sums, gradients, strict=True)]
+        for p, total in zip(nets[1].parameters(), sums, strict=True):
+            p.grad_dtype = torch.float32
+            p.grad = total
+        ours.step()
+        plain.step()
+        for mine, theirs in zip(ours.gathered_masters(), plain.gathered_masters(), strict=True):
+            assert_bytes_equal(mine, theirs, f"step {step}")
+        ours.zero_grad()
+        plain.zero_grad()
+
+
+def test_a_copy_of_a_weight_has_its_gradient(device):
+    parameters = make_parameters(device)
+    ZeroFP4Optimizer(parameters, lr=0.1, gradient_dtype=torch.float32)
+    weight = next(p for p in parameters if isinstance(p, NVFP4Tensor) and p.dtype == torch.bfloat16)
+    weight.grad = torch.ones_like(weight, dtype=torch.float32)
+    copied = copy.deepcopy(weight)
+    assert copied.grad is not weight.grad
+    assert_bytes_equal(copied.grad, weight.grad, "gradient")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, "float32", True])
+def test_a_dtype_that_cannot_be_meant(device, dtype):
+    parameters = make_parameters(device)
+    with pytest.raises(ValueError, match=r"gradient_dtype must be None or torch\.float32, got"):
+        ZeroFP4Optimizer(parameters, gradient_dtype=dtype)
+    assert all(p.grad_dtype == p.dtype for p in parameters)
+
+
+def test_gradients_that_are_there_already(device):
+    parameters = make_parameters(device)
+    parameters[1].grad = torch.zeros_like(parameters[1])
+    with pytest.raises(ValueError, match=r"\[1\] has a gradient of torch\.bfloat16 by now"):
+        ZeroFP4Optimizer(parameters, gradient_dtype=torch.float32)
+    assert all(p.grad_dtype == p.dtype for p in parameters)
+
+
+def test_a_torch_that_has_no_such_gradients(device, monkeypatch):
+    """Said, where it is asked for."""
+
+    older = types.SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.0", _C=torch._C)
+    monkeypatch.setattr(wire, "torch", older)
+    with pytest.raises(ValueError, match=r"torch 2\.0 gives p gradients of its own dtype"):
+        wire.check_gradient_dtype(torch.float32, [nn.Parameter(torch.ones(1).bfloat16())], ["p"])
