@@ -16,6 +16,7 @@ from zerofp4.shard import (
     find_overlap,
     intersect,
     rectangles,
+    whole_slices,
 )
 
 
@@ -59,6 +60,27 @@ def test_equal_slices_cover_every_piece_exactly_once(sizes, world_size, alignmen
         assert sum(part.numel for part in parts) == size
         assert find_overlap(parts) is None and find_gap(parts, size) is None
     assert end <= world_size * slice_length
+
+
+@given(st.data())
+def test_whole_slices_cut_nothing(data):
+    world_size, alignment = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 32]))
+    sizes = data.draw(st.lists(st.integers(0, 1000), max_size=8))
+    owners = sorted(
+        data.draw(st.lists(st.integers(0, world_size - 1), min_size=len(sizes), max_size=len(sizes)))
+    )
+    offsets, slice_length = whole_slices(sizes, owners, world_size, alignment)
+    assert slice_length % alignment == 0 and slice_length > 0
+    end, filled = 0, [0] * world_size
+    for offset, size, owner in zip(offsets, sizes, owners, strict=True):
+        assert offset % alignment == 0 and offset >= end
+        end = offset + size
+        assert (
+            size == 0
+            or intersect(offset, size, owner * slice_length, (owner + 1) * slice_length).numel == size
+        )
+        filled[owner] = end - owner * slice_length
+    assert slice_length < max([*filled, 1]) + alignment
 
 
 def test_rectangles_cover_a_range_once_and_in_order():

@@ -70,6 +70,22 @@ def equal_slices(sizes: Sequence[int], world_size: int, alignment: int) -> tuple
     return offsets, round_up(max(ceil_div(total, world_size), 1), alignment)
 
 
+def whole_slices(
+    sizes: Sequence[int], owners: Sequence[int], world_size: int, alignment: int
+) -> tuple[list[int], int]:
+    """The same, but that each piece lies whole in the slice of the rank that owns it: slices are as long as
+    the longest, and what the others do not fill lies at their end.
+
+    owners: in ascending order, so that offsets are too.
+    """
+    ends, starts = [0] * world_size, []
+    for size, owner in zip(sizes, owners, strict=True):
+        starts.append(ends[owner])
+        ends[owner] += round_up(size, alignment)
+    length = max(*ends, alignment)
+    return [owner * length + start for owner, start in zip(owners, starts, strict=True)], length
+
+
 def intersect(offset: int, size: int, begin: int, end: int) -> Shard:
     """The part of a piece at [offset, offset + size) that lies in [begin, end), relative to the piece."""
     first, last = max(offset, begin), min(offset + size, end)

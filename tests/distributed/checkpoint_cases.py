@@ -20,7 +20,11 @@ CASES = {name: OPTIMIZERS[name] for name in ("adamw", "amsgrad", "sgd", "nadam",
 CASES |= {
     "fused": (FusedAdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "muon": (torch.optim.Muon, {"lr": 0.02}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.02, "whole_matrices": True}),
 }
+MATRICES = "muon", "adafactor"
+"""Those whose groups are of matrices, and the rest is with FusedAdamW."""
 
 
 class Model(nn.Module):
@@ -46,7 +50,17 @@ def make_model(world, seed=0, filter_fn=None) -> Model:
 def build(model, case="adamw", group=None, groups=None, **options):
     optimizer_class, defaults = CASES[case]
     params = groups or model.named_parameters()
+    if case in MATRICES and groups is None:
+        params = matrix_groups(model)
     return Injected(params, optimizer_class, process_group=group, **{**defaults, **options})
+
+
+def matrix_groups(model) -> list[dict]:
+    """The matrices, and all else."""
+    named = list(model.named_parameters())
+    others = [(name, p) for name, p in named if p.dim() < 2]
+    beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.01}
+    return [{"params": [(name, p) for name, p in named if p.dim() > 1]}, beside]
 
 
 def run(model, optimizer, steps) -> None:

@@ -9,7 +9,7 @@ from zerofp4.engine.exchange import Brought, GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
-from zerofp4.engine.partition import build_buffers
+from zerofp4.engine.partition import Updated, build_buffers
 from zerofp4.engine.peer_reducer import PeerReducer
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.places import GradientPlaces, are_sendable, is_sendable
@@ -31,6 +31,7 @@ __all__ = [
     "PeerReducer",
     "Peers",
     "Publication",
+    "Updated",
     "Wire",
     "are_sendable",
     "build_buffers",

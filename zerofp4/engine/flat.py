@@ -3,6 +3,8 @@
 The model's weights are views of a buffer that every rank holds whole. Of the FP32 masters and gradients a
 rank holds its own slice, in the same layout. So each all-gather of weights is in place: a rank casts its
 masters into its slice of the buffer, and the gather fills in the other slices.
+
+Slices end wherever they end, or, for optimizers that look at whole matrices, between two parameters.
 """
 
 import functools
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, Pending, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import PeerGather, Peers
-from zerofp4.shard import equal_slices, intersect
+from zerofp4.shard import equal_slices, intersect, whole_slices
 
 ALIGNMENT = 256
 """Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
@@ -23,7 +25,8 @@ and no vector load of a kernel is shared by two weights or two ranks."""
 class FlatBuffer:
     """The layout of parameters of one kind, and this rank's slice of their FP32 masters and gradients.
 
-    parameters: their positions among all trainable parameters are `indices`.
+    parameters: their positions among all trainable parameters are `indices`. owners: by parameter, the rank
+    with which it lies whole, in ascending order; None where parameters are cut wherever a slice ends.
     shards[i]: what this rank owns of parameters[i]. masters, gradients: float32 [slice_numel]; what lies
     between two parameters is zero. weights: what the model computes with, allocated by the subclass,
     world_size slices; take_values() copies the parameters into it, bind() makes them views of it.
@@ -36,14 +39,22 @@ class FlatBuffer:
     """The ranks, where they share memory: then the weights lie there."""
 
     def __init__(
-        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        owners: Sequence[int] | None = None,
     ):
         self.indices, self.parameters = list(indices), list(parameters)
         self.group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
         self.device = self.parameters[0].device
+        self.is_of_whole_matrices = owners is not None
         sizes = [parameter.numel() for parameter in self.parameters]
-        self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT)
+        if owners is None:
+            self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT)
+        else:
+            self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
         self.begin = self.rank * self.slice_numel
         end = self.begin + self.slice_numel
         self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
@@ -105,9 +116,13 @@ class DenseBuffer(FlatBuffer):
     """
 
     def __init__(
-        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        owners: Sequence[int] | None = None,
     ):
-        super().__init__(indices, parameters, group)
+        super().__init__(indices, parameters, group, owners)
         self.dtype = self.parameters[0].dtype
         self.kind = str(self.dtype).removeprefix("torch.")
 

@@ -10,6 +10,7 @@ from zerofp4.ops import RankGradients
 from zerofp4.optim.fused import FusedAdamW, Update
 from zerofp4.optim.fused_checks import GRADIENT_DTYPES
 from zerofp4.optim.inner import holding, is_plain
+from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 
 
@@ -18,12 +19,12 @@ class BucketedStep:
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inners: InnerOptimizers,
         shards: ShardedParameters,
         reducer: GradientReducer,
         peers: Peers | None = None,
     ):
-        self._inner, self._shards, self._reducer = inner, shards, reducer
+        self._inners, self._shards, self._reducer = inners, shards, reducer
         # A rank that did not come may have left gradients that are not what they should be.
         self._failed = None if peers is None else peers.failed
         self._added_up_in_update = frozenset(
@@ -36,11 +37,14 @@ class BucketedStep:
         """Why the masters are to be updated all at once; None where they are not."""
         if self._reducer.world_size == 1:
             return "in a world of one nothing travels"
-        if type(self._inner) is not FusedAdamW:
-            return f"{type(self._inner).__name__} updates all masters at once, and FusedAdamW can in buckets"
+        other = next((one for one in self._inners.all if type(one) is not FusedAdamW), None)
+        if other is not None:
+            return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
+        if any(buffer.is_of_whole_matrices for buffer in self._shards.buffers):
+            return "whole matrices are updated all at once"
         return (
             None
-            if is_plain(self._inner)
+            if is_plain(self._inners.all[0])
             else "step() of the optimizer of the masters has hooks, or is wrapped"
         )
 
@@ -53,8 +57,9 @@ class BucketedStep:
         have been reduced are multiplied by as they are read.
         """
         brought = self._added_up_in_update if reduce else frozenset()
-        with holding(self._inner, clip_factor=factor, found_inf=self._failed):
-            update = self._inner.start_update()
+        (inner,) = self._inners.all
+        with holding(inner, clip_factor=factor, found_inf=self._failed):
+            update = inner.start_update()
         for b, buffer in enumerate(self._shards.buffers):
             dtype = self._reducer.dtypes[b] if b in brought else torch.float32
             if b not in brought:

@@ -1,5 +1,6 @@
 """What a ZeRO optimizer saves: a state dict in torch's form, of pieces in the parameters' shapes."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,8 @@ def saved_entries(
                 value = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device)
                 value = value.expand(shard.numel) if shard.numel > 1 else value
             pieces[name] = make_piece(value.view(-1), shape, shard.start, home)
+        elif entry.kind == "matrix":
+            pieces[name] = _of_matrices(value, entry, entry.shape(shape), is_held, home)
         else:
             pieces[name] = _scalar(value, entry, is_held, home)
     if template.flag == STARTED:
@@ -123,6 +126,13 @@ def _entry_like(value: Any, own: torch.Tensor) -> Entry:
     if not isinstance(value, torch.Tensor):
         return Entry(type(value), torch.float64, torch.device("cpu"))
     return Entry("elements" if value.shape == own.shape else "scalar", value.dtype, value.device)
+
+
+def _of_matrices(value: Any, entry: Entry, shape: tuple[int, ...], is_held: bool, home: Home) -> Piece:
+    """Whole with the rank that has the matrices."""
+    if value is None:
+        value = torch.zeros(math.prod(shape) if is_held else 0, dtype=entry.dtype, device=entry.device)
+    return make_piece(value.reshape(-1), shape, 0, home)
 
 
 def _scalar(value: Any, entry: Entry, is_held: bool, home: Home) -> Piece:

@@ -1,7 +1,8 @@
 """What a state dict has of one parameter is read: this rank's range of it."""
 
+import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,9 @@ class _Reader:
         kind = self._guess(name, value) if entry is None else entry.kind
         if kind == "elements":
             return self.elements(name, value)
+        if kind == "matrix":
+            shape = entry.shape(self.target.shape)
+            return self.elements(name, value, shape, Shard(0, math.prod(shape) if self._has_matrices else 0))
         if kind == "scalar":
             return self.scalar(name, value, None if entry is None else entry.dtype)
         number = self.scalar(name, value, torch.float64)
@@ -91,20 +95,29 @@ class _Reader:
             return "scalar"
         return "scalar" if value.dim() == 0 and self.target.shape != () else "elements"
 
-    def elements(self, name: str, value: Any) -> torch.Tensor | None:
-        """1D, float32 or what floating dtype it has; None where there is a problem."""
+    @property
+    def _has_matrices(self) -> bool:
+        """Whether the parameter's are with this rank, or are nothing and with all."""
+        return self.target.shard.numel > 0 or not self.target.shape.numel()
+
+    def elements(
+        self, name: str, value: Any, shape: Sequence[int] | None = None, shard: Shard | None = None
+    ) -> torch.Tensor | None:
+        """1D, float32 or what floating dtype it has; None where there is a problem. shape, shard: of what is
+        saved, and what this rank is to have of it, if they are not those of the parameter.
+        """
         target, what = self.target, f"{self.target.label}.{name}"
+        shape, shard = tuple(target.shape if shape is None else shape), shard or target.shard
         value = _local(value)
         if not _is_dense(value) or not value.dtype.is_floating_point:
             self._problems.add("no dense tensor of floating dtype", f"{what} ({shown(value)})")
-        elif value.shape != target.shape:
-            self._problems.add("other shapes", f"{what} ({tuple(value.shape)}, here {tuple(target.shape)})")
+        elif tuple(value.shape) != shape:
+            self._problems.add("other shapes", f"{what} ({tuple(value.shape)}, here {shape})")
         elif not isinstance(value, Piece):
-            own = value.detach().reshape(-1)[target.shard.start : target.shard.end]
-            return own.clone()
+            return value.detach().reshape(-1)[shard.start : shard.end].clone()
         elif value.live and value.home is not target.home:  # of another optimizer of these ranks
-            return gathered(value).view(-1)[target.shard.start : target.shard.end].clone()
-        elif value.shard != target.shard:
+            return gathered(value).view(-1)[shard.start : shard.end].clone()
+        elif value.shard != shard:
             first, last = value.shard.start, value.shard.end - 1
             self._problems.add("saved by a rank with other elements", f"{what} ({first}..{last})")
         elif value.has_unread():

@@ -1,7 +1,6 @@
-"""The optimizer of the masters, whose groups are those of the parameters but for what is in them."""
+"""An optimizer of masters, whose groups are those of the parameters but for what is in them."""
 
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -16,50 +15,6 @@ def options(group: dict) -> dict:
 def copy_options(source: Sequence[dict], target: Sequence[dict]) -> None:
     for group, other in zip(source, target, strict=True):
         other.update(options(group))
-
-
-def try_options(
-    optimizer_class: type[torch.optim.Optimizer],
-    param_groups: Sequence[dict],
-    device: torch.device,
-    defaults: dict,
-) -> dict:
-    """The optimizer's defaults, from a trial on one element per group, which finds wrong options before any
-    rank has changed anything.
-    """
-    trials = [torch.zeros(1, dtype=torch.float32, device=device) for _ in param_groups]
-    groups = [options(group) | {"params": [p]} for group, p in zip(param_groups, trials, strict=True)]
-    return optimizer_class(groups, **defaults).defaults
-
-
-def check_values(
-    optimizer_class: type[torch.optim.Optimizer], param_groups: Sequence[dict], device: torch.device
-) -> None:
-    """Raises what the optimizer's constructor raises for values of options that are out of range: torch looks
-    at those of the defaults only.
-    """
-    known = inspect.signature(optimizer_class).parameters.keys() - {"params"}
-    for group in param_groups:
-        trial = torch.zeros(1, dtype=torch.float32, device=device)
-        optimizer_class([trial], **{key: value for key, value in group.items() if key in known})
-
-
-def build_inner(
-    optimizer_class: type[torch.optim.Optimizer],
-    param_groups: Sequence[dict],
-    masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
-    defaults: dict,
-) -> torch.optim.Optimizer:
-    """The optimizer of what this rank owns.
-
-    masters: parameters, each with this rank's part of its master or None.
-    """
-    master_of = {id(parameter): master for parameter, master in masters if master is not None}
-    groups = [
-        options(group) | {"params": [master_of[id(p)] for p in group["params"] if id(p) in master_of]}
-        for group in param_groups
-    ]
-    return optimizer_class(groups, **defaults)
 
 
 def heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -97,14 +52,14 @@ def reads_clip_factor(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(type(optimizer), "clip_factor") and is_plain(optimizer)
 
 
-def give_gradients(masters: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
-    """For the next step; masters without one are skipped by it.
+def give_gradients(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """To each master its gradient, for the next step; those without one are skipped by it.
 
     The masters keep them: they are the same views in every step, and to assign one costs more than to see
     that it is there.
     """
-    for master, gradient in zip(masters, gradients, strict=True):
-        if master is not None and master.grad is not gradient:
+    for master, gradient in masters:
+        if master.grad is not gradient:
             master.grad = gradient
 
 

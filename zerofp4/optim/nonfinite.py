@@ -7,7 +7,7 @@ import torch
 from zerofp4.engine import FlatBuffer, are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
-from zerofp4.optim.inner import heeds_found_inf
+from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 
 POLICIES = ("skip_step", "raise")
@@ -17,8 +17,8 @@ POLICIES = ("skip_step", "raise")
 class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
 
-    policy: one of POLICIES. shards: the parameters, and where their gradients are reduced to. inner: the
-    optimizer of the masters. wire: what gradients are rounded to on their way, None for their own dtype: one
+    policy: one of POLICIES. shards: the parameters, and where their gradients are reduced to. inners: the
+    optimizers of the masters. wire: what gradients are rounded to on their way, None for their own dtype: one
     that this rounds to infinity is infinite, in a world of any size.
 
     found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
@@ -30,10 +30,10 @@ class NonfiniteGradients:
         self,
         policy: str,
         shards: ShardedParameters,
-        inner: torch.optim.Optimizer,
+        inners: InnerOptimizers,
         wire: torch.dtype | None,
     ):
-        self._policy, self._shards, self._inner, self._wire = policy, shards, inner, wire
+        self._policy, self._shards, self._inners, self._wire = policy, shards, inners, wire
         buffers = shards.buffers
         self._alone, self._device = buffers[0].world_size == 1, buffers[0].device
         self.found = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -73,7 +73,7 @@ class NonfiniteGradients:
         """
         if not self._alone:
             return
-        if is_capturing(self._device) and not heeds_found_inf(self._inner):
+        if is_capturing(self._device) and not self._inners.heed_found_inf():
             self.found.zero_()
         else:
             self.found.copy_(are_nonfinite(self._shards.buffers))
@@ -98,7 +98,7 @@ class NonfiniteGradients:
         """What the optimizer of the masters is to read on the device; None where the host knows that there is
         nothing to find.
         """
-        return self.found if self._alone and heeds_found_inf(self._inner) else None
+        return self.found if self._alone and self._inners.heed_found_inf() else None
 
     def must_leave_out_update(self) -> bool:
         """Whether the host has to leave out the update of the masters. Waits for the device where their
@@ -106,7 +106,7 @@ class NonfiniteGradients:
         """
         if not self._alone:
             return self._first is not None
-        if heeds_found_inf(self._inner) or is_capturing(self._device):
+        if self._inners.heed_found_inf() or is_capturing(self._device):
             return False
         return bool(self.found.item())
 

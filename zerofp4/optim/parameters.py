@@ -1,4 +1,4 @@
-"""What a ZeRO optimizer can and cannot be built over: every rule about its arguments stands here."""
+"""What a ZeRO optimizer can and cannot be built over: every rule about its parameters stands here."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,32 +7,10 @@ import torch
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
-from zerofp4.engine import gradient_dtype
+from zerofp4.engine import Updated, gradient_dtype
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.storage import called
 from zerofp4.tensors import NVFP4Tensor
-
-NOT_ELEMENTWISE = {
-    "Adafactor": "its second moments are sums over rows and columns of a matrix",
-    "LBFGS": "its update takes inner products over all parameters",
-    "Muon": "it orthogonalizes whole matrices",
-    "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
-}
-"""Optimizers that give other results on pieces of a parameter than on the whole of it."""
-
-
-def check_optimizer_class(optimizer_class: type) -> None:
-    """Raises TypeError for what is no torch.optim.Optimizer, ValueError for one that cannot be sharded."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(
-            f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}"
-        )
-    for base in optimizer_class.__mro__:
-        if base.__name__ in NOT_ELEMENTWISE:
-            raise ValueError(
-                f"optimizer_class: {optimizer_class.__name__} cannot run on shards of parameters, "
-                f"{NOT_ELEMENTWISE[base.__name__]}"
-            )
 
 
 def parameter_name(g: int, i: int, group: dict) -> str:
@@ -106,16 +84,24 @@ def kind_of(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}"
 
 
-def describe(param_groups: Sequence[dict], optimizer_class: type) -> list[str]:
-    """What all ranks must have in common: a line per parameter, then the class of the optimizer."""
-    lines = []
+def describe(
+    param_groups: Sequence[dict], optimizers: Sequence[str], updated: Sequence[Updated]
+) -> list[str]:
+    """What all ranks must have in common: a line per parameter, then what updates the masters of each group.
+
+    optimizers: by group, the name of the class. updated: by trainable parameter.
+    """
+    lines, how = [], iter(updated)
     for g, group in enumerate(param_groups):
         for p in group["params"]:
             frozen = "" if p.requires_grad else ", frozen"
             dtype = gradient_dtype(p)
             gradients = "" if dtype == p.dtype else f", gradients {dtype}"
-            lines.append(f"{kind_of(p)} in group {g}{frozen}{gradients}")
-    return [*lines, f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"]
+            work = next(how).work if p.requires_grad else None
+            whole = "" if work is None else f", updated whole in {work} operations"
+            of = "" if optimizers[g] == optimizers[0] else f" of {optimizers[g]}"
+            lines.append(f"{kind_of(p)} in group {g}{of}{frozen}{gradients}{whole}")
+    return [*lines, " and ".join(dict.fromkeys(optimizers))]
 
 
 _OTHERS = (

@@ -15,6 +15,7 @@ from zerofp4.engine import (
     GradientReducer,
     Peers,
     Publication,
+    Updated,
     Wire,
     build_buffers,
     describe_buckets,
@@ -22,6 +23,7 @@ from zerofp4.engine import (
 from zerofp4.ops import Addresses
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import HeldMaster, initialize_masters
+from zerofp4.optim.matrices import matrices_of
 from zerofp4.optim.parameters import amax_group_numbers, kind_of
 from zerofp4.shard import Shard
 from zerofp4.storage import record_of
@@ -31,9 +33,11 @@ from zerofp4.tensors import NVFP4Tensor
 class ShardedParameters:
     """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
 
-    names: what messages call the parameters. peers: the ranks, where weights lie in memory that they share.
+    names: what messages call the parameters. updated: how their masters are. peers: the ranks, where weights
+    lie in memory that they share.
     masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing. The
     memory of gradients is made when they are first asked for.
+    optimized[i]: what an optimizer updates of parameters[i]: nothing, the piece, or the matrices in it.
     found_inf: float32 [1], what the last publish() was given, or 1 where it left NVFP4 weights alone because
     of a NaN or Inf.
 
@@ -48,12 +52,13 @@ class ShardedParameters:
         group: dist.ProcessGroup | None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None,
         wire: Wire,
+        updated: Sequence[Updated],
         peers: Peers | None = None,
     ):
-        self.parameters, self.names = list(parameters), list(names)
+        self.parameters, self.names, self.updated = list(parameters), list(names), list(updated)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         numbers = amax_group_numbers(self.parameters, amax_groups)
-        self.buffers = build_buffers(self.parameters, numbers, group, wire)
+        self.buffers = build_buffers(self.parameters, numbers, group, wire, self.updated)
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._views: list[list[torch.Tensor | None] | None] = [None] * len(self.buffers)
         for buffer in self.buffers:
@@ -63,9 +68,10 @@ class ShardedParameters:
             buffer.bind()
             for index, master in zip(buffer.indices, buffer.own_views(buffer.masters), strict=True):
                 self.masters[index] = master
+        self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         self._plans = [self._build_plan(buffer, group, amax_groups or ()) for buffer in self.buffers]
-        self._amaxes_from: FusedAdamW | None = None
+        self._amaxes_from: tuple[torch.optim.Optimizer, ...] = ()
         self._take_addresses()
 
     @functools.cached_property
@@ -76,6 +82,18 @@ class ShardedParameters:
             for index, view in zip(buffer.indices, self.gradients_of(b), strict=True):
                 views[index] = view
         return views
+
+    def _as_optimized(self, i: int, piece: torch.Tensor | None) -> list[torch.Tensor]:
+        if piece is None:
+            return []
+        if self.updated[i].work is None:
+            return [piece]
+        return matrices_of(piece, self.parameters[i].shape)
+
+    @functools.cached_property
+    def optimized_gradients(self) -> list[list[torch.Tensor]]:
+        """Of `optimized`: the same views in every step."""
+        return [self._as_optimized(i, gradient) for i, gradient in enumerate(self.gradients)]
 
     def gradients_of(self, b: int) -> list[torch.Tensor | None]:
         """Of buffer b, with the memory for them: the same views in every step."""
@@ -154,8 +172,7 @@ class ShardedParameters:
             buffer.bind()
         for plan in self._present_plans():
             plan.refresh()
-        if self._amaxes_from is not None:
-            self.take_amaxes_from(self._amaxes_from)
+        self.take_amaxes_from(self._amaxes_from)
         self._take_addresses()
 
     def initialize_masters(self, held: Mapping[int, HeldMaster]) -> None:
@@ -173,16 +190,25 @@ class ShardedParameters:
         found = {i: shard for b in self.buffers for i, shard in zip(b.indices, b.shards, strict=True)}
         return [found[i] for i in range(len(self.parameters))]
 
-    def take_amaxes_from(self, optimizer: FusedAdamW) -> None:
-        """Let the optimizer of the masters update them bucket by bucket, and leave the amaxes of those of
-        NVFP4 weights in each of its steps.
+    def take_amaxes_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Let those optimizers of masters that can update theirs bucket by bucket, and leave the amaxes of
+        those of NVFP4 weights in each step.
+
+        optimizers: by the number that `updated` has.
         """
-        parts = [
-            ([self.masters[i] for i in buffer.indices if self.masters[i] is not None], plan)
+        pairs = [
+            (self.updated[buffer.indices[0]].by, buffer, plan)
             for buffer, plan in zip(self.buffers, self._plans, strict=True)
         ]
-        optimizer.offer_parts(parts)
-        self._amaxes_from = optimizer
+        for number, optimizer in enumerate(optimizers):
+            if isinstance(optimizer, FusedAdamW):
+                parts = [
+                    ([master for i in buffer.indices for master in self.optimized[i]], plan)
+                    for by, buffer, plan in pairs
+                    if by == number
+                ]
+                optimizer.offer_parts(parts)
+        self._amaxes_from = tuple(optimizers)
 
     def publish(
         self,
@@ -201,13 +227,20 @@ class ShardedParameters:
             self.found_inf.zero_()
         else:
             self.found_inf.copy_(found_inf)
-        if update is None and self._amaxes_from is not None and self._amaxes_from.amaxes_outdated():
+        leaving = [one for one in self._amaxes_from if isinstance(one, FusedAdamW)]
+        if update is None and any(one.amaxes_outdated() for one in leaving):
             for plan in self._present_plans():
                 plan.begin_update()  # takes them back
         Publication(self.buffers, self._plans, update, error).run()
 
-    def describe(self, reducer: GradientReducer) -> dict[str, Any]:
-        return describe_buckets(self.buffers, self._plans, reducer)
+    def describe(
+        self, reducer: GradientReducer, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> dict[str, Any]:
+        """optimizers: by the number that `updated` has."""
+        described = describe_buckets(self.buffers, self._plans, reducer)
+        for bucket, buffer in zip(described["buckets"], self.buffers, strict=True):
+            bucket["optimizer"] = type(optimizers[self.updated[buffer.indices[0]].by]).__name__
+        return described
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """The whole FP32 masters, in the order and the shapes of the parameters."""

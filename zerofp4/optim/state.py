@@ -3,7 +3,7 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange
 from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_ids, saved_entries, saved_groups
+from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.entries import Target
 from zerofp4.optim.initial import HeldMaster, initial_values
-from zerofp4.optim.inner import check_values, copy_options, options
+from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.loading import check_same_steps, load_error, pieces_of, read, warn_of_options
+from zerofp4.optim.matrices import join_states, split_state
 from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.sealing import SealedInt
 from zerofp4.optim.sharded import ShardedParameters
@@ -26,8 +28,9 @@ class ShardedState(torch.optim.Optimizer):
     """An optimizer whose masters are sharded: the half of ZeroFP4Optimizer that no step needs."""
 
     process_group: GroupReference
-    inner: torch.optim.Optimizer
-    _inner_arguments: tuple[type[torch.optim.Optimizer], dict[str, Any]]
+    inners: InnerOptimizers
+    _classes: list[InnerClass]
+    """By group."""
     _parameters: list[torch.Tensor]
     _shards: ShardedParameters
     _watch: ParameterWatch
@@ -40,11 +43,21 @@ class ShardedState(torch.optim.Optimizer):
     masters.
     """
 
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer of the masters. Where groups have several classes there is one for each, in
+        `inners.all`, and this raises AttributeError.
+        """
+        if len(self.inners.all) > 1:
+            names = " and ".join(type(optimizer).__name__ for optimizer in self.inners.all)
+            raise AttributeError(f"the masters have {names}: take them from inners.all")
+        return self.inners.all[0]
+
     def _push_options(self) -> None:
-        copy_options(self.param_groups, self.inner.param_groups)
+        self.inners.push_options(self.param_groups)
 
     def _pull_options(self) -> None:
-        copy_options(self.inner.param_groups, self.param_groups)
+        self.inners.pull_options(self.param_groups)
 
     def _publish(
         self,
@@ -71,8 +84,8 @@ class ShardedState(torch.optim.Optimizer):
 
     def _templates(self) -> list[StateTemplate]:
         """By group, from the present options."""
-        optimizer_class, defaults = self._inner_arguments
-        return [make_template(optimizer_class, g, defaults, self._home.device) for g in self.param_groups]
+        pairs = zip(self._classes, self.param_groups, strict=True)
+        return [make_template(inner, group, self._home.device) for inner, group in pairs]
 
     def _numbers(self) -> dict[int, tuple[int, ParameterId]]:
         """Of each parameter its group and its number, by its identity."""
@@ -96,10 +109,17 @@ class ShardedState(torch.optim.Optimizer):
     def _all_entries(self) -> Iterator[dict[str, Piece]]:
         """What is saved of each trainable parameter."""
         templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
-        for i, (p, master) in enumerate(zip(self._shards.parameters, self._shards.masters, strict=True)):
-            state = {} if master is None else self.inner.state.get(master, {})
+        for i, p in enumerate(self._shards.parameters):
             (g, number), spare = numbers[id(p)], self._spare_of(i)
+            state = self._state_of(i, templates[g])
             yield saved_entries(number.name, p, held[id(p)], state, templates[g], self._home, spare)
+
+    def _state_of(self, i: int, template: StateTemplate) -> Mapping[str, Any]:
+        """What the optimizer of the masters keeps of this rank's part of parameter i."""
+        states = [self.inners.state_of(master) for master in self._shards.optimized[i]]
+        if not states or self._shards.updated[i].work is None:
+            return states[0] if states else {}
+        return join_states(states, template, self._shards.parameters[i].shape)
 
     def _view_state(self) -> StateView:
         reference = weakref.ref(self)  # a circle would keep the masters until the next collection
@@ -115,11 +135,11 @@ class ShardedState(torch.optim.Optimizer):
         torch.optim no copy.
 
         Every rank has the same keys: of each trainable parameter `master` and what optimizer_class keeps of
-        it, zeros before its first update. A tensor has the parameter's shape and says which elements of it
-        are here; torch.distributed.checkpoint saves and loads it in a world of any size, under the
-        parameter's name where the optimizer was built with named_parameters(), and full_tensor(), which is
-        collective, gathers it. torch.save writes what this rank has, for the same rank of a world of the same
-        size.
+        it, zeros before its first update; what it keeps of several matrices is a copy. A tensor has the
+        parameter's shape and says which elements of it are here; torch.distributed.checkpoint saves and loads
+        it in a world of any size, under the parameter's name where the optimizer was built with
+        named_parameters(), and full_tensor(), which is collective, gathers it. torch.save writes what this
+        rank has, for the same rank of a world of the same size.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -158,7 +178,7 @@ class ShardedState(torch.optim.Optimizer):
         states of different steps, every rank raises ValueError (TypeError for what is no dict), which lists
         the names, and nothing changes.
         """
-        before, loaded, steps, error = (self.inner.state, self.inner.param_groups), None, 0, None
+        before, loaded, steps, error = self.inners.present(), None, 0, None
         try:
             self._watch.check_places(self.param_groups)
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -170,7 +190,7 @@ class ShardedState(torch.optim.Optimizer):
         try:
             check_same_steps(exchange(steps, error, self.process_group(), "load_state_dict()"))
         except Exception:
-            self.inner.state, self.inner.param_groups = before  # load_state_dict put new ones in their place
+            self.inners.restore(before)
             raise
         warn_of_options(state_dict, self.param_groups)
         self._pull_options()
@@ -216,24 +236,16 @@ class ShardedState(torch.optim.Optimizer):
         return initial_values(parameter)[shard.start : shard.end]
 
     def _load_inner(self, chosen: Sequence[dict], states: Sequence[dict]) -> None:
-        optimizer_class, _ = self._inner_arguments
         groups = [group | new for group, new in zip(self.param_groups, chosen, strict=True)]
-        check_values(optimizer_class, groups, self._home.device)
-        masters = [m for group in self.inner.param_groups for m in group["params"]]
-        number_of = {id(master): i for i, master in enumerate(masters)}
-        self.inner.load_state_dict(
-            {
-                "state": {
-                    number_of[id(master)]: state
-                    for master, state in zip(self._shards.masters, states, strict=True)
-                    if master is not None and state
-                },
-                "param_groups": [
-                    options(group) | {"params": [number_of[id(m)] for m in own["params"]]}
-                    for group, own in zip(groups, self.inner.param_groups, strict=True)
-                ],
-            }
-        )
+        templates, numbers, by_master = self._templates(), self._numbers(), {}
+        for i, (p, state) in enumerate(zip(self._shards.parameters, states, strict=True)):
+            masters = self._shards.optimized[i]
+            if self._shards.updated[i].work is None:
+                parts = [state] * len(masters)
+            else:
+                parts = split_state(state, templates[numbers[id(p)][0]], p.shape, len(masters))
+            by_master |= {id(master): part for master, part in zip(masters, parts, strict=True)}
+        self.inners.load(groups, by_master, self._home.device)
 
     @torch.no_grad()
     def gathered_masters(self) -> list[torch.Tensor | None]:

@@ -1,6 +1,6 @@
 """A step of a ZeRO optimizer: what is agreed on before it, and what is done then."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from zerofp4.engine import Failures, GradientReducer, Peers
 from zerofp4.optim.bucketed import BucketedStep, PreparedStep
 from zerofp4.optim.clipping import clip_arguments, global_norm
-from zerofp4.optim.inner import give_gradients, reads_clip_factor, step_masters
+from zerofp4.optim.inner import give_gradients
 from zerofp4.optim.nonfinite import NonfiniteGradients
 from zerofp4.optim.options import host_options_hash
 from zerofp4.optim.state import ShardedState
@@ -209,17 +209,20 @@ class SteppedOptimizer(ShardedState):
         self._publish(self._nonfinite.for_update(), error=failures.errors[0] if failures.errors else None)
 
     def _update_masters(self, present: Sequence[bool]) -> None:
-        """Step the inner optimizer with the reduced gradients of the parameters that have one on any rank."""
+        """Step the inner optimizers, with gradients of the parameters that have one on any rank."""
         self._push_options()
         factor = None if self._reduced is None else self._factor
-        if factor is not None and not reads_clip_factor(self.inner):
+        if factor is not None and not self.inners.read_clip_factor():
             torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], factor)
             factor = None
-        give_gradients(self._shards.masters, self._reduced_gradients(present))
-        step_masters(self.inner, found_inf=self._nonfinite.for_update(), clip_factor=factor)
+        give_gradients(self._reduced_gradients(present))
+        self.inners.step(found_inf=self._nonfinite.for_update(), clip_factor=factor)
         self._pull_options()
 
-    def _reduced_gradients(self, present: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Those of parameters that have one on any rank."""
-        gradients = zip(self._shards.gradients, present, strict=True)
-        return [gradient if somewhere else None for gradient, somewhere in gradients]
+    def _reduced_gradients(
+        self, present: Sequence[bool]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """By what is optimized, those of parameters that have one on any rank."""
+        rows = zip(self._shards.optimized, self._shards.optimized_gradients, present, strict=True)
+        for masters, gradients, somewhere in rows:
+            yield from zip(masters, gradients if somewhere else [None] * len(masters), strict=True)

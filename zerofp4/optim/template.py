@@ -1,23 +1,41 @@
 """What an optimizer keeps of a parameter, found out before it has kept any."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.inner import options
 
 STARTED = "started"
 """In a state dict, of an optimizer that counts no steps: 1 once the parameter has a state, else 0."""
 
 
+ROWS, COLUMNS = 5, 7
+"""Of the matrix in a trial, by which the sizes of state are told apart."""
+
+
 class Entry(NamedTuple):
-    """kind: "elements" for a value per element of the parameter, "scalar" for a tensor of one, or the type of
-    a Python number.
+    """kind: "elements" for a value per element of the parameter, "scalar" for a tensor of one, "matrix" for a
+    tensor of another shape of each matrix of the parameter, or the type of a Python number. trial_shape: of
+    the third, for a matrix [ROWS, COLUMNS].
     """
 
     kind: str | type
     dtype: torch.dtype
     device: torch.device
+    trial_shape: tuple[int, ...] = ()
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """What is kept of a parameter of this shape, of one or of a stack of matrices."""
+        if self.kind == "elements":
+            return tuple(shape)
+        if self.kind != "matrix":
+            return ()
+        *stack, rows, columns = shape
+        sizes = {ROWS: rows, COLUMNS: columns}
+        return (*stack, *(sizes.get(size, size) for size in self.trial_shape))
 
 
 class StateTemplate(NamedTuple):
@@ -36,22 +54,28 @@ class StateTemplate(NamedTuple):
         return "step" if "step" in self.entries else STARTED
 
 
-def make_template(
-    optimizer_class: type[torch.optim.Optimizer], group: dict, defaults: dict, device: torch.device
-) -> StateTemplate:
-    """From a step with a parameter of two elements, an lr of its own and no gradient but zeros."""
-    trial = torch.zeros(2, dtype=torch.float32, device=device)
+def make_template(inner: InnerClass, group: dict, device: torch.device) -> StateTemplate:
+    """From a step with a parameter of two elements, or a small matrix, an lr of its own and no gradient but
+    zeros.
+    """
+    trial = torch.zeros((ROWS, COLUMNS) if inner.whole else 2, dtype=torch.float32, device=device)
     chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()}
-    optimizer = optimizer_class([chosen | {"params": [trial]}], **defaults)
+    optimizer = inner.optimizer_class([chosen | {"params": [trial]}], **inner.defaults)
     lazy = not optimizer.state.get(trial)
     trial.grad = torch.zeros_like(trial)
     optimizer.step()
     found = optimizer.state.get(trial, {})
-    return StateTemplate({k: entry_of(v, 2) for k, v in found.items() if v is not None}, lazy)
+    return StateTemplate({k: entry_of(k, v, trial) for k, v in found.items() if v is not None}, lazy)
 
 
-def entry_of(value: Any, numel: int) -> Entry:
+def entry_of(name: str, value: Any, trial: torch.Tensor) -> Entry:
     """Of the state of a parameter with more than one element."""
     if not isinstance(value, torch.Tensor):
         return Entry(type(value), torch.float64, torch.device("cpu"))
-    return Entry("elements" if value.numel() == numel else "scalar", value.dtype, value.device)
+    if value.numel() == trial.numel():
+        return Entry("elements", value.dtype, value.device)
+    if trial.dim() == 1 or (
+        name == "step" and value.numel() == 1
+    ):  # which all matrices of a stack count alike
+        return Entry("scalar", value.dtype, value.device)
+    return Entry("matrix", value.dtype, value.device, tuple(value.shape))

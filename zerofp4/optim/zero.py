@@ -11,6 +11,7 @@ from zerofp4.engine import (
     TRANSPORTS,
     GradientReducer,
     PeerReducer,
+    Updated,
     Wire,
     check_gradient_dtype,
     join_peers,
@@ -18,13 +19,19 @@ from zerofp4.engine import (
     set_gradient_dtype,
 )
 from zerofp4.optim.bucketed import BucketedStep
-from zerofp4.optim.fused import FusedAdamW
+from zerofp4.optim.classes import (
+    check_amax_groups,
+    check_values,
+    group_classes,
+    how_updated,
+    try_options,
+    without_class,
+)
 from zerofp4.optim.initial import broadcast_frozen
-from zerofp4.optim.inner import build_inner, try_options
+from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
 from zerofp4.optim.parameters import (
     amax_group_numbers,
-    check_optimizer_class,
     check_parameters,
     check_same_parameters,
     describe,
@@ -97,6 +104,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         gradient_dtype: torch.dtype | None = None,
         gradient_wire: torch.dtype | None = None,
         bucket_mb: float | None = None,
+        whole_matrices: bool | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
         on_nonfinite: str = "skip_step",
         **defaults: Any,
@@ -109,11 +117,11 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             check_policy(on_nonfinite)
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
-            self._take_arguments(params, optimizer_class, amax_groups, defaults)
+            updated = self._take_arguments(params, optimizer_class, whole_matrices, amax_groups, defaults)
             check_gradient_dtype(gradient_dtype, self._trainable, self._trainable_names)
             wire = make_wire(gradient_wire, bucket_mb, self._trainable, gradient_dtype)
             held = take_over(masters_from, self._trainable, self._trainable_names, group)
-            description = describe(self.param_groups, optimizer_class)
+            description = describe(self.param_groups, [inner.name for inner in self._classes], updated)
             handed = [i for i, p in enumerate(self._parameters) if id(p) in held]
             options = [
                 on_nonfinite,
@@ -130,16 +138,16 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         self._peers, self._why_collective = join_peers(transport, group, self._trainable[0].device)
         with torch.no_grad():
             self._shards = ShardedParameters(
-                self._trainable, self._trainable_names, group, amax_groups, wire, self._peers
+                self._trainable, self._trainable_names, group, amax_groups, wire, updated, self._peers
             )
             self._shards.initialize_masters(held)
             self._broadcast_frozen()
-            self._build_inner(optimizer_class, defaults)
+            self._build_inners()
             self._reducer = self._make_reducer(group, wire)
-            self._bucketed = BucketedStep(self.inner, self._shards, self._reducer, self._peers)
+            self._bucketed = BucketedStep(self.inners, self._shards, self._reducer, self._peers)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None
-            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inner, wire.dtype)
+            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inners, wire.dtype)
             self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._weights_follow = True
@@ -149,11 +157,20 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     # Building
 
     def _take_arguments(
-        self, params: Any, optimizer_class: type, amax_groups: Sequence | None, defaults: dict
-    ) -> None:
-        """Check what one rank can check alone; the parameters stay as they are."""
-        check_optimizer_class(optimizer_class)
+        self,
+        params: Any,
+        optimizer_class: type,
+        whole_matrices: bool | None,
+        amax_groups: Sequence | None,
+        defaults: dict,
+    ) -> list[Updated]:
+        """Check what one rank can check alone; the parameters stay as they are. Returns how the masters of
+        the trainable ones are updated.
+        """
         super().__init__(params, {})
+        self._classes = group_classes(self.param_groups, optimizer_class, whole_matrices, defaults)
+        # What is in them is an option: checkpoints have it, and all ranks must agree on it.
+        self.param_groups = [without_class(group) for group in self.param_groups]
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._names = parameter_names(self.param_groups)
         check_parameters(self._parameters, self._names)
@@ -162,7 +179,13 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self._trainable):
             raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
         device = self._parameters[0].device
-        self.defaults = try_options(optimizer_class, self.param_groups, device, defaults)
+        tried = try_options(self._classes, self.param_groups, device)
+        check_values(self._classes, self.param_groups, device)
+        own = [one.defaults for one in tried if type(one) is optimizer_class]
+        self.defaults = own[0] if own else tried[0].defaults
+        updated = how_updated(self.param_groups, self._classes, tried)
+        check_amax_groups(amax_group_numbers(self._trainable, amax_groups), updated, self._trainable_names)
+        return updated
 
     def _make_reducer(self, group: dist.ProcessGroup | None, wire: Wire) -> GradientReducer:
         arguments = self._shards.buffers, group, wire
@@ -175,12 +198,10 @@ class ZeroFP4Optimizer(SteppedOptimizer):
                 if not parameter.requires_grad:
                     broadcast_frozen(parameter, group)
 
-    def _build_inner(self, optimizer_class: type, defaults: dict) -> None:
-        masters = zip(self._trainable, self._shards.masters, strict=True)
-        self.inner = build_inner(optimizer_class, self.param_groups, masters, defaults)
-        if isinstance(self.inner, FusedAdamW):
-            self._shards.take_amaxes_from(self.inner)
-        self._inner_arguments = optimizer_class, defaults
+    def _build_inners(self) -> None:
+        optimized = zip(self._trainable, self._shards.optimized, strict=True)
+        self.inners = InnerOptimizers(self._classes, self.param_groups, {id(p): own for p, own in optimized})
+        self._shards.take_amaxes_from(self.inners.all)
         self.state = self._view_state()
         self._pull_options()
 
@@ -226,7 +247,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             "obstacle": obstacle,
             "world_size": self._votes.world_size,
             "bucket_mb": self._reducer.bucket_mb,
-            **self._shards.describe(self._reducer),
+            **self._shards.describe(self._reducer, self.inners.all),
         }
 
     @property

@@ -1,0 +1,267 @@
+"""Optimizers that need whole matrices, over several ranks: the bytes of one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from matrix_cases import BESIDE, MATRICES, MUON, OneProcess, make_groups
+from optim_cases import assert_all_equal, make_gradients, make_parameters, set_gradients
+
+from distributed.checks_optim import (
+    Injected,
+    averaged,
+    check_weights,
+    gathered,
+    model_bytes,
+    parameters_of,
+)
+from distributed.run import on_ranks
+from zerofp4 import NVFP4Tensor
+from zerofp4.engine.matrices import longest_first
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.shard import Shard
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("bucket_mb", [None, 0.002])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False, "momentum": 0.8, "ns_steps": 3},
+        {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+    ],
+)
+def test_muon_equals_torchs_on_one_process(world, bucket_mb, options):
+    parameters = make_parameters(world.device, 0, MATRICES)
+    plain = OneProcess([{"params": parameters}], **{**MUON, **options})
+    optimizer = Injected(parameters, torch.optim.Muon, bucket_mb=bucket_mb, **{**MUON, **options})
+    for step in range(5):
+        set_gradients(parameters, make_gradients(parameters, step))
+        plain.step([p.grad for p in parameters])
+        optimizer.step()
+        assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_other_classes_beside_it(world, beside):
+    """Gradients are averaged, and an lr is changed on the way."""
+    parameters, groups = make_groups(world.device, beside)
+    plain = OneProcess(groups, **MUON)
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, bucket_mb=0.003, **MUON)
+    muon, other = optimizer.inners.all
+    assert (type(muon), type(other)) == (torch.optim.Muon, BESIDE[beside][0])
+    assert "optimizer_class" in groups[1] and "optimizer_class" not in optimizer.param_groups[1]
+    for step in range(4):
+        set_gradients(parameters, make_gradients(parameters, 10 * world.rank + step))
+        plain.step([averaged(p.grad) for p in parameters])
+        optimizer.step()
+        assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
+        check_weights(parameters, optimizer)
+        for g in range(3):
+            plain.optimizers[g].param_groups[0]["lr"] /= 2
+            optimizer.param_groups[g]["lr"] /= 2
+    assert [group["lr"] for group in muon.param_groups] == [0.02 / 8, 0.05 / 8]  # before the last change
+    plans = [part.route for part in other._parts] if beside == "fused" else []
+    assert sum(route is not None for route in plans) == (beside == "fused")
+    described = optimizer.describe()
+    assert not described["in_buckets"]
+    assert world.world_size == 1 or "Muon updates all masters at once" in described["obstacle"]
+    for bucket in described["buckets"]:
+        assert bucket["whole_matrices"] == (bucket["optimizer"] == "Muon")
+    assert {bucket["optimizer"] for bucket in described["buckets"]} == {"Muon", BESIDE[beside][0].__name__}
+    with pytest.raises(AttributeError, match=f"the masters have Muon and {BESIDE[beside][0].__name__}"):
+        _ = optimizer.inner
+
+
+@on_ranks(1, 2, 3, 4)
+def test_every_matrix_lies_whole_with_the_rank_that_the_times_say(world):
+    parameters, groups = make_groups(world.device, "adamw")
+    groups[2]["ns_steps"] = 9
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, bucket_mb=0.01, **MUON)
+    works, whole = [], [i for i in range(len(parameters)) if not 4 <= i < 4 + len(groups[1]["params"])]
+    for i in whole:
+        *stack, n, k = parameters[i].shape
+        steps, short, long = 5 if i < 4 else 9, min(n, k), max(n, k)
+        works.append(math.prod(stack) * steps * (4 * short * short * long + 2 * short**3))
+    shards = optimizer._shards.shards()
+    for i, owner in zip(whole, longest_first(works, world.world_size), strict=True):
+        assert shards[i] == (Shard(0, parameters[i].numel()) if owner == world.rank else Shard(0, 0))
+    held = [m for group in optimizer.inners.all[0].param_groups for m in group["params"]]
+    assert all(master.dim() == 2 for master in held)
+    count = torch.tensor([len(held)], device=world.device)
+    total = count if world.world_size == 1 else sum(gathered(count))
+    assert total.item() == sum(math.prod(parameters[i].shape[:-2]) for i in whole)
+    stack = parameters[9]
+    assert stack.shape == (5, 18, 34) and isinstance(stack, NVFP4Tensor)
+    own = [id(m) for m in optimizer._shards.optimized[9]]
+    assert own == [id(m) for m in held if id(m) in own] and len(own) in (0, 5)
+
+
+@on_ranks(1, 2, 3)
+def test_clipping_does_not_see_the_layout(world):
+    """The bits of the norm are those of an elementwise optimizer, and what is clipped is what Muon gets."""
+    parameters, groups = make_groups(world.device, "fused")
+    others = make_groups(world.device, "fused")[0]
+    plain = OneProcess(groups, **MUON)
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+    elementwise = ZeroFP4Optimizer(others, torch.optim.SGD)
+    for step in range(2):
+        for own in (parameters, others):
+            set_gradients(own, make_gradients(own, 10 * world.rank + step))
+        total = optimizer.clip_grad_norm_(0.5)
+        assert_bytes_equal(total, elementwise.clip_grad_norm_(0.5), "norm")
+        factor = (0.5 / (total + 1e-6)).clamp(max=1.0)
+        plain.step([averaged(p.grad) * factor for p in parameters])
+        optimizer.step()
+        elementwise.zero_grad()
+        assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2, 3)
+def test_missing_and_nonfinite_gradients(world):
+    parameters, groups = make_groups(world.device, "adamw")
+    plain = OneProcess(groups, **MUON)
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+    for step in range(4):
+        gradients = make_gradients(parameters, 10 * world.rank + step)
+        if step == 2:  # no rank takes it
+            gradients[9][3, 2, 1] = math.nan if world.rank == 1 else 0.0
+        gradients[0] = None if step % 2 else gradients[0]
+        gradients[4] = None
+        gradients[10] = gradients[10] if world.rank == 1 else None
+        set_gradients(parameters, gradients)
+        if step != 2:
+            zeros = [torch.zeros(p.shape, dtype=p.dtype, device=world.device) for p in parameters]
+            means = [
+                averaged(z if p.grad is None else p.grad) for p, z in zip(parameters, zeros, strict=True)
+            ]
+            means[0], means[4] = None if step % 2 else means[0], None
+            plain.step(means)
+        optimizer.step()
+        assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
+        check_weights(parameters, optimizer)
+        assert optimizer.skipped_steps == (step >= 2)
+        assert optimizer.found_inf.item() == (step == 2)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["Adafactor", "AdamW", "FusedAdamW"])
+def test_other_classes_with_whole_matrices(world, name):
+    optimizer_class = FusedAdamW if name == "FusedAdamW" else getattr(torch.optim, name)
+    parameters = make_parameters(world.device, 0, MATRICES)
+    plain = OneProcess([{"params": parameters}], optimizer_class, lr=0.02)
+    optimizer = Injected(parameters, optimizer_class, whole_matrices=True, lr=0.02)
+    assert all(bucket["whole_matrices"] for bucket in optimizer.describe()["buckets"])
+    for step in range(3):
+        set_gradients(parameters, make_gradients(parameters, step))
+        plain.step([p.grad for p in parameters])
+        optimizer.step()
+        assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_fused_adamw_of_whole_matrices_takes_no_buckets(world):
+    parameters = make_parameters(world.device, 0, MATRICES)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, whole_matrices=True)
+    assert optimizer.describe()["obstacle"] == "whole matrices are updated all at once"
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(1, 2, 3)
+def test_weights_that_share_an_amax_have_different_owners(world):
+    parameters = make_parameters(world.device, 0, [((34, 48), torch.bfloat16, True)] * 4)
+    optimizer = ZeroFP4Optimizer(
+        parameters, torch.optim.Muon, amax_groups=[[parameters[0], parameters[3]]], bucket_mb=0.001, **MUON
+    )
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.step()
+    largest = max(m.to(torch.bfloat16).float().abs().max() for m in optimizer.gathered_masters()[::3])
+    for p in parameters[::3]:
+        assert_bytes_equal(p.amax, largest.view(p.amax.shape), "amax")
+
+
+@on_ranks(1, 2, 3)
+def test_masters_go_from_elements_to_matrices_and_back(world):
+    parameters = parameters_of(world)
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() < 2]
+    first = ZeroFP4Optimizer(parameters, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    first.step()
+    beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.1}
+    second = ZeroFP4Optimizer([beside, {"params": matrices}], torch.optim.Muon, masters_from=first)
+    order = {id(p): m for p, m in zip(parameters, first.gathered_masters(), strict=True)}
+    expected = [order[id(p)] for p in [*others, *matrices]]
+    assert_all_equal(second.gathered_masters(), expected, "master")
+    second.step()
+    third = ZeroFP4Optimizer(parameters, masters_from=second, lr=0.1)
+    order = {id(p): m for p, m in zip([*others, *matrices], second.gathered_masters(), strict=True)}
+    assert_all_equal(third.gathered_masters(), [order[id(p)] for p in parameters], "master")
+    check_weights(parameters, third)
+
+
+@on_ranks(2, 3)
+def test_ranks_must_agree_on_who_has_what(world):
+    """Before anything has changed, and no rank waits."""
+    muon, adamw, work = torch.optim.Muon, torch.optim.AdamW, r"updated whole in \d+ operations"
+    first = (
+        rf"param_groups\[0\]\['params'\]\[0\] is nvfp4 bfloat16 \(34, 48\) in group 0, {work} on rank 0 and"
+    )
+    cases = [
+        (muon, {"ns_steps": 5 + world.rank}, first),
+        (torch.optim.Adagrad, {"whole_matrices": world.rank == 0}, first),
+        (adamw if world.rank else muon, {}, first),
+    ]
+    for optimizer_class, options, message in cases:
+        parameters = make_parameters(world.device, 0, MATRICES)
+        with pytest.raises(ValueError, match=message):
+            ZeroFP4Optimizer(parameters, optimizer_class, **options)
+    parameters, groups = make_groups(world.device, "adamw" if world.rank else "sgd")
+    with pytest.raises(ValueError, match=r"\[1\]\['params'\]\[0\] is .* in group 1 of torch.optim.sgd.SGD"):
+        ZeroFP4Optimizer(groups, muon)
+    matrices = [*groups[0]["params"], *groups[2]["params"]]
+    extra = [torch.nn.Parameter(torch.zeros(3, device=world.device))] if world.rank == 1 else []
+    with pytest.raises(
+        ValueError, match=r"rank 1: .*\[10\] has shape \(3,\), and torch.optim.Muon gets whole"
+    ):
+        ZeroFP4Optimizer([*matrices, *extra], muon)
+    for p in parameters:
+        codes = p.rowwise_data if isinstance(p, NVFP4Tensor) else p
+        assert codes.untyped_storage().nbytes() == codes.nbytes  # no view of a buffer
+
+
+@on_ranks(2, 3)
+def test_an_update_that_fails_on_one_rank_changes_no_nvfp4_weight(world):
+    """The second optimizer's, after the first has updated."""
+    parameters, groups = make_groups(world.device, "adamw")
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+    quantized = [p for p in parameters if isinstance(p, NVFP4Tensor)]
+    before = [buffer.clone() for buffer in model_bytes(quantized)]
+    set_gradients(parameters, make_gradients(parameters, 0))
+
+    def fail(*_):
+        raise FloatingPointError("no update here")
+
+    other = optimizer.inners.all[1]
+    handle = other.register_step_pre_hook(fail) if world.rank == 1 else None
+    message = "no update here" if world.rank == 1 else "another rank could not take part"
+    with pytest.raises(FloatingPointError if world.rank == 1 else RuntimeError, match=message):
+        optimizer.step()
+        if world.device.type == "cuda":  # where the others hear of it in the next step
+            optimizer.step()
+    assert_all_equal(model_bytes(quantized), before, "buffer")
+    if handle is not None:
+        handle.remove()
+    if world.device.type == "cpu":
+        optimizer.step()
+        check_weights(parameters, optimizer)

@@ -1,0 +1,61 @@
+"""Which rank gets which whole matrix, and in which bucket it lies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerofp4.engine.matrices import in_whole_slices, longest_first
+
+
+@pytest.mark.parametrize(
+    ("works", "world_size", "owners"),
+    [
+        ([], 2, []),
+        ([5, 5, 5], 1, [0, 0, 0]),
+        ([5, 5, 5], 2, [0, 1, 0]),  # ties by index
+        ([1, 9, 4, 4], 2, [1, 0, 1, 1]),
+        ([3, 3, 2, 2, 2], 2, [0, 1, 0, 1, 0]),
+        ([7], 3, [0]),
+    ],
+)
+def test_the_longest_goes_first_to_who_has_least(works, world_size, owners):
+    assert longest_first(works, world_size) == owners
+
+
+@pytest.mark.parametrize(
+    ("sizes", "owners", "together", "expected"),
+    [
+        ([], [], [], []),
+        ([4, 4, 4, 4], [0, 1, 0, 1], [0, 1, 2, 3], [[0, 2, 1, 3]]),  # in the order of owners
+        ([6, 6, 6, 4], [0, 0, 1, 0], [0, 1, 2, 3], [[0, 3, 2], [1]]),  # the first bucket with room
+        ([30, 25, 6], [0, 1, 1], [0, 1, 2], [[0, 1], [2]]),  # all ranks have as much as what is too large
+        ([6, 6, 2], [0, 0, 1], [0, 1, 0], [[0, 2], [1]]),
+        ([6, 6, 6], [0, 0, 1], [7, 7, 7], [[0, 1, 2]]),  # what is together is never parted
+        ([0, 0], [1, 0], [0, 1], [[1, 0]]),
+    ],
+)
+def test_buckets_with_room_for_ten_of_each_rank(sizes, owners, together, expected):
+    assert in_whole_slices(sizes, owners, together, 10) == expected
+
+
+@given(st.data())
+def test_buckets_have_every_position_once_and_no_rank_has_too_much(data):
+    count, world_size, room = (data.draw(st.integers(*ends)) for ends in ((0, 12), (1, 4), (1, 40)))
+    sizes, owners, together = (
+        data.draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
+        for most in (50, world_size - 1, 6)
+    )
+    buckets = in_whole_slices(sizes, owners, together, room)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(count))
+    for bucket in buckets:
+        assert [owners[i] for i in bucket] == sorted(owners[i] for i in bucket)
+        numbers = {together[i] for i in bucket}
+        assert {i for i in range(count) if together[i] in numbers} == set(bucket)
+        needed = [
+            max(sum(sizes[i] for i in bucket if (owners[i], together[i]) == (rank, n)) for n in numbers)
+            for rank in range(world_size)
+        ]
+        for rank in range(world_size):
+            assert sum(sizes[i] for i in bucket if owners[i] == rank) <= max(room, *needed, 0)
