@@ -140,3 +140,26 @@ def test_options_and_steps(value):
     content[at] ^= 4
     with pytest.raises(DamagedFileError, match="options or steps are not those"):
         pickle.loads(bytes(content))
+
+
+def test_a_chunk_on_a_cpu_is_no_part_of_a_larger_storage():
+    """torch would clone it, and keep the clone until the file ends."""
+    values = torch.arange(24, dtype=torch.bfloat16)
+    chunk = Chunk.of(values[8:20].view(3, 4), "w", (6, 4), 8)
+    assert chunk.data_ptr() == values[8:].data_ptr()
+    assert chunk.untyped_storage().nbytes() == chunk.nbytes == 24
+    values[8] = -1
+    assert chunk[0, 0] == -1
+
+
+def test_a_copy_from_a_gpu_gives_its_memory_away_when_it_is_written():
+    values = torch.arange(12, dtype=torch.float32)
+    chunk = Chunk.of(values, "w", (12,), 0).clone()
+    chunk.place = chunk.place._replace(checksum=checksum(values, "w", (12,), 0))  # as a GPU takes it
+    file = io.BytesIO()
+    torch.save(chunk, file)
+    assert chunk.untyped_storage().nbytes() == 0
+    read = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert torch.equal(read, values)
+    with pytest.raises(RuntimeError, match="w was written already"):
+        torch.save(chunk, io.BytesIO())

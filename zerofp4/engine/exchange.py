@@ -7,7 +7,7 @@ half the bytes of FP32 sums.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -171,6 +171,17 @@ class GradientReducer:
         change of another: p.grad that were not are clones now. What may fail here comes before a vote.
         """
         return self._places.keep_apart(parameters, gradients)
+
+    def lend(self, numbers: Collection[int], end: Callable[[], None]) -> dict[int, torch.Tensor]:
+        """Of buffers of these numbers, memory like their masters in which gradients stay, for others who have
+        it until they are told its end; nothing where some p.grad lies there.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [parameter.grad for buffer in self.buffers for parameter in buffer.parameters]
+        if any(gradient is not None and self._places.hold(gradient) for gradient in gradients):
+            return {}
+        stay = {b: source for b, source in enumerate(self._sources) if isinstance(source, GradientViews)}
+        return {b: source.lend(end) for b, source in stay.items() if b in numbers}
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Average the gradients of all trainable parameters; None counts as zeros. Returns the sums of the

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ class FlatGradients:
         self._views = [view.view(p.shape) for view, p in zip(views, buffer.parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self._views]
         self._dtypes = [flat.dtype] * len(views)
-        self._gaps = _between(flat.view(-1), buffer.offsets, [view.numel() for view in views])
+        self._between = self._gaps = _between(flat.view(-1), buffer.offsets, [view.numel() for view in views])
 
     def own_views(self, rank: int) -> dict[int, torch.Tensor]:
         """By the position of the parameter, what lies in this rank's slice of it, 1D."""
@@ -72,7 +72,8 @@ class GradientViews(FlatGradients):
 
     def __init__(self, buffer: FlatBuffer, flat: torch.Tensor, places: GradientPlaces):
         super().__init__(buffer, flat)
-        self._gaps = []  # nobody else writes there
+        self._gaps = []  # nobody else writes there, unless it is lent
+        self._end: Callable[[], None] | None = None
         me = weakref.ref(self)
         with torch._C.DisableTorchFunctionSubclass():
             handles = [
@@ -81,6 +82,24 @@ class GradientViews(FlatGradients):
             ]
         weakref.finalize(self, _remove, handles).atexit = False
         places.add(buffer.indices, self._views)
+
+    def lend(self, end: Callable[[], None]) -> torch.Tensor:
+        """Of this memory, while no p.grad lies in it, float32 [slice_numel]: whoever has it may write there
+        until end() is called, before a gradient is moved there.
+        """
+        self._end, self._gaps = end, self._between
+        return self.flat.view(-1).view(torch.uint8)[: 4 * self._buffer.slice_numel].view(torch.float32)
+
+    def end_loan(self) -> None:
+        """Before a gradient is moved here."""
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self.end_loan()
+        super().take(gradients)
+        self._gaps = []
 
 
 def _between(flat: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -94,12 +113,13 @@ def _move(
 ) -> None:
     """What a backward pass left in the gradient of a parameter to its place."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient = parameter.grad
-        if owner() is None or gradient is None or gradient.requires_grad:
+        gradient, memory = parameter.grad, owner()
+        if memory is None or gradient is None or gradient.requires_grad:
             return
         if is_same_memory(view, gradient) or not is_sendable(gradient, view.dtype):
             return
         if not places.hold(gradient):  # else what belongs here may be another's, who would lose it
+            memory.end_loan()
             with torch.no_grad():
                 view.copy_(gradient)
             # Another object each time, with a version of its own: it is another gradient.

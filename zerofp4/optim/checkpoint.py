@@ -1,7 +1,7 @@
 """What a ZeRO optimizer saves: a state dict in torch's form, of pieces in the parameters' shapes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from zerofp4.optim.inner import options
 from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.sealing import SealedTuple
 from zerofp4.optim.sharded_piece import make_piece
+from zerofp4.optim.spare import Loan
 from zerofp4.optim.template import STARTED, Entry, StateTemplate
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -87,13 +88,14 @@ def saved_entries(
     state: Mapping[str, Any],
     template: StateTemplate,
     home: Home,
-    spare: Callable[[], torch.Tensor | None],
+    spare: tuple[Loan, int],
 ) -> dict[str, Piece]:
     """Pieces of what this rank holds of a parameter of that name: `master`, and the optimizer's state by
     its names.
 
     state: of the master here, empty where there is none yet or the rank owns nothing: then all is zeros. So
-    every rank has the same names. spare: gives memory like the master's that a load may use, or None.
+    every rank has the same names. spare: whose memory a load may use for the master,
+    and the number of the parameter there.
     """
     shape, shard = parameter.shape, held.shard
     own = torch.zeros(0, device=home.device) if held.piece is None else held.piece

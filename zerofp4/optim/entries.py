@@ -122,6 +122,8 @@ class _Reader:
             self._problems.add("saved by a rank with other elements", f"{what} ({first}..{last})")
         elif value.has_unread():
             self._problems.add("not whole in the checkpoint", what)
+        elif value.is_lost:
+            self._problems.add("read into memory that gradients or another load needed since", what)
         else:
             return value.present()
         return None

@@ -9,6 +9,7 @@ import torch
 
 from zerofp4.distributed import GroupReference
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part, checksum
+from zerofp4.optim.spare import Loan
 from zerofp4.shard import Shard, rectangles
 
 
@@ -43,7 +44,8 @@ class Piece(torch.Tensor):
     values: torch.Tensor
     start: int
     home: Home | None
-    allocate: Callable[[], torch.Tensor] | None
+    spare: tuple[Loan, int] | None
+    """Whose memory may be read into, and for which parameter."""
     space: torch.Tensor | None
     """Memory that a load has set aside for `loaded`."""
     loaded: torch.Tensor | None
@@ -58,11 +60,10 @@ class Piece(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, values, shape, start=0, home=None, allocate=None, live=False):
-        """allocate: memory like values that may be read into; None makes some."""
+    def __new__(cls, values, shape, start=0, home=None, spare=None, live=False):
         properties = {"dtype": values.dtype, "device": values.device}
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
-        piece.values, piece.start, piece.home, piece.allocate = values, start, home, allocate
+        piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
         piece.space, piece.loaded, piece.asked = None, None, False
         piece.live, piece.label = live, None
         piece.received = []
@@ -85,8 +86,20 @@ class Piece(torch.Tensor):
         return piece
 
     def present(self) -> torch.Tensor:
-        """What was loaded into it, or else its values."""
+        """What was loaded into it, or else its values. Raises RuntimeError where it is lost."""
+        if self.is_lost:
+            raise RuntimeError(
+                f"{self.label or 'a tensor'} was read from a checkpoint into memory that gradients or "
+                "another load needed since: give a state dict to load_state_dict() right after it was read"
+            )
         return self.values if self.loaded is None else self.loaded
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether others have written to where it was read."""
+        if self.spare is None or self.space is None or not self.spare[0].ended:
+            return False
+        return self.space is (self.values if self.loaded is None else self.loaded)
 
     def has_unread(self) -> bool:
         """Whether a checkpoint that it was loaded from lacks some of its elements."""
@@ -98,7 +111,8 @@ class Piece(torch.Tensor):
 
     def settle(self) -> None:
         """What was loaded are its values from now on."""
-        self.values, self.loaded, self.space, self.asked = self.present(), None, None, False
+        self.values, self.loaded, self.asked = self.present(), None, False
+        self.space = self.space if self.values is self.space else None
 
     # torch.distributed.checkpoint
 
@@ -146,7 +160,10 @@ class Piece(torch.Tensor):
         return Chunk.of(values, self.label, self.shape, box.start, self.received)
 
     def _make_space(self) -> torch.Tensor:
-        space = None if self.allocate is None else self.allocate()
+        space = None
+        if self.spare is not None:
+            loan, i = self.spare
+            space = loan.memory(i)
         if space is None:
             space = torch.empty(self.values.shape, dtype=self.dtype, device=self.device)
         return space

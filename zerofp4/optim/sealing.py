@@ -73,6 +73,7 @@ class Place(NamedTuple):
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
     received: where is noted what was read into it. checksum: of its elements, where it was taken on a GPU.
+    written: whether it is in a file, and no longer here.
     """
 
     label: str | None
@@ -81,6 +82,7 @@ class Place(NamedTuple):
     origin: int
     received: list[Part] | None
     checksum: int | None = None
+    written: bool = False
 
     def first(self, view: torch.Tensor) -> int:
         """The flat index of the first element of a part of the box."""
@@ -101,6 +103,10 @@ class Chunk(torch.Tensor):
     where it belongs, and note what was read.
 
     Raises DamagedFileError. A tensor without a checksum is one that another optimizer wrote.
+
+    torch.distributed.checkpoint clones what is a part of a storage, and keeps what it has written until the
+    file ends. So a chunk on a CPU has a storage of its own size over the same memory, and a copy of one on a
+    GPU gives its memory away when it is written: pickling it once more raises RuntimeError.
     """
 
     place: Place
@@ -113,6 +119,7 @@ class Chunk(torch.Tensor):
         start: int,
         received: list[Part] | None = None,
     ) -> "Chunk":
+        values = _alone(values)
         return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received))
 
     @classmethod
@@ -132,14 +139,28 @@ class Chunk(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.as_subclass(torch.Tensor)
             place = self.place
+            if place.written:
+                raise RuntimeError(
+                    f"{place.label or 'a tensor'} was written already, and its memory given away"
+                )
             found = _checksum_at(plain, place) if place.checksum is None else place.checksum
             seal = (place.label, place.shape, place.start, found)
             rebuild, arguments = plain.__reduce_ex__(protocol)
+            if place.checksum is not None:
+                self.place, self.data = place._replace(written=True), torch.empty(0, dtype=plain.dtype)
         return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, {ATTRIBUTE: seal})
 
 
 _KEEP_PLACE = {getattr(torch.Tensor, name) for name in ("clone", "cpu", "detach", "narrow", "to")}
 """What torch.distributed.checkpoint does with a tensor before it writes it or reads into it."""
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    """The same memory in a storage that has nothing else, where they are contiguous on a CPU."""
+    if values.device.type != "cpu" or not values.is_contiguous() or not values.numel():
+        return values
+    whole = torch.from_numpy(values.detach().view(-1).view(torch.uint8).numpy())
+    return whole.view(values.dtype).view(values.shape)
 
 
 def _placed(values: torch.Tensor, place: Place) -> Chunk:

@@ -20,6 +20,7 @@ from zerofp4.optim.matrices import join_states, split_state
 from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.sealing import SealedInt
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.spare import Loan, SpareMemory
 from zerofp4.optim.template import StateTemplate, make_template
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 
@@ -34,6 +35,7 @@ class ShardedState(torch.optim.Optimizer):
     _parameters: list[torch.Tensor]
     _shards: ShardedParameters
     _watch: ParameterWatch
+    _spare: SpareMemory
     _reduced: Snapshot | None
     _steps: int
     _unheard: Exception | None
@@ -96,23 +98,14 @@ class ShardedState(torch.optim.Optimizer):
             for p, number in zip(group["params"], own, strict=True)
         }
 
-    def _spare(self, i: int) -> torch.Tensor | None:
-        """Memory like a master that nobody needs: that of its gradient, between two steps."""
-        master = self._shards.masters[i]
-        if self._reduced is not None or master is None or not self._shards.has_gradients():
-            return None
-        return self._shards.gradients[i]
-
-    def _spare_of(self, i: int) -> Callable[[], torch.Tensor | None]:
-        return lambda: self._spare(i)  # a function, which the stager of async_save does not copy
-
     def _all_entries(self) -> Iterator[dict[str, Piece]]:
         """What is saved of each trainable parameter."""
         templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
+        loan = Loan(lambda loan: self._spare.lend(loan, is_reduced=self._reduced is not None))
         for i, p in enumerate(self._shards.parameters):
-            (g, number), spare = numbers[id(p)], self._spare_of(i)
+            g, number = numbers[id(p)]
             state = self._state_of(i, templates[g])
-            yield saved_entries(number.name, p, held[id(p)], state, templates[g], self._home, spare)
+            yield saved_entries(number.name, p, held[id(p)], state, templates[g], self._home, (loan, i))
 
     def _state_of(self, i: int, template: StateTemplate) -> Mapping[str, Any]:
         """What the optimizer of the masters keeps of this rank's part of parameter i."""

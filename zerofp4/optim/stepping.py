@@ -156,6 +156,7 @@ class SteppedOptimizer(ShardedState):
     def _gradients(self) -> list[torch.Tensor | None]:
         gradients = self._watch.gradients(self.param_groups)
         self._reducer.check(gradients, self._shards.names)
+        self._spare.take_back()
         return self._reducer.keep_apart(self._shards.parameters, gradients)
 
     def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:

@@ -38,6 +38,7 @@ from zerofp4.optim.parameters import (
     parameter_names,
 )
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.spare import SpareMemory
 from zerofp4.optim.state import take_over
 from zerofp4.optim.stepping import SteppedOptimizer
 from zerofp4.optim.votes import Votes
@@ -144,6 +145,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             self._broadcast_frozen()
             self._build_inners()
             self._reducer = self._make_reducer(group, wire)
+            self._spare = SpareMemory(self._shards, self._reducer)
             self._bucketed = BucketedStep(self.inners, self._shards, self._reducer, self._peers)
             self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
             self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None

@@ -1,0 +1,248 @@
+"""What a save and a load take beside the state itself, and what becomes of memory that a load was lent."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from distributed.checks_optim import check_weights
+from distributed.processes import device_for
+from distributed.run import on_ranks, run_ranks
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+MOST = 0.05  # of the state of a rank
+COUNT, SIZE = 96, 512
+UNCACHED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""glibc gives back every block of a tensor, so that resident memory is what is held."""
+
+
+def large(world):
+    """An optimizer after a step that never clipped. What gloo copies to gather weights is small."""
+    weight = torch.randn(SIZE, SIZE, device=world.device, dtype=torch.bfloat16)
+    named = [
+        (f"layers.{i}", nn.Parameter(zerofp4.quantize(weight, columnwise=True))) for i in range(COUNT - 1)
+    ]
+    named.append(("norm", nn.Parameter(weight.clone())))
+    optimizer = ZeroFP4Optimizer(named, FusedAdamW, lr=1e-3, bucket_mb=2)
+    for _, p in named:
+        p.grad = torch.full((SIZE, SIZE), 1e-3, device=world.device, dtype=torch.bfloat16)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def resume(optimizer, folder):
+    """As after a restart: there are no moments yet."""
+    inner = optimizer.inner
+    inner.load_state_dict({**inner.state_dict(), "state": {}})
+    dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
+
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def most_above(world, call):
+    """Bytes that the call took at its peak beyond what was held before."""
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - held
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is counted from here on
+    held = memory("VmRSS")
+    call()
+    return memory("VmHWM") - held
+
+
+def shared_folder(world):
+    folder = [tempfile.mkdtemp() if world.rank == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(folder, src=0)
+    return Path(folder[0])
+
+
+def save_and_load(world):
+    optimizer, folder = large(world), shared_folder(world)
+    entries = optimizer.state_dict()["state"].values()
+    state = sum(piece.values.nbytes for entry in entries for piece in entry.values())
+    del entries
+    shares = {}
+    for _ in range(2):  # what torch makes once is made in the first
+        shares["save"] = most_above(
+            world, lambda: dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+        )
+        shares["load"] = most_above(world, lambda: resume(optimizer, folder / "c"))
+        if world.rank == 0:
+            shutil.rmtree(folder / "c")
+    return {part: above / state for part, above in shares.items()}
+
+
+def can_count():
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("world_size", "launcher"), [(1, "alone"), (2, "torchrun")])
+def test_memory_above_the_state(world_size, launcher):
+    if device_for(world_size) == "cpu" and not can_count():
+        pytest.skip("this system does not let a process have its peak of memory counted anew")
+    outcome = run_ranks(save_and_load, world_size, launcher, env=UNCACHED)
+    for shares in outcome.values:
+        assert all(share < MOST for share in shares.values()), outcome.values
+
+
+class Model(nn.Module):
+    """Sizes that leave gaps between parameters and between ranks."""
+
+    def __init__(self, device):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+
+        def values(*shape):
+            return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+        self.first = nn.Parameter(zerofp4.quantize(values(34, 48), columnwise=True))
+        self.second = nn.Parameter(zerofp4.quantize(values(20, 34), columnwise=True))
+        self.bias = nn.Parameter(values(34))
+        self.scale = nn.Parameter(values(20))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.first, self.bias).relu(), self.second) * self.scale
+
+
+def small(world, **options):
+    model = Model(world.device)
+    return model, ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=0.02, **options)
+
+
+def backward(world, model, step):
+    generator = torch.Generator().manual_seed(10 * step + world.rank)
+    x = torch.randn(8, 48, generator=generator).to(world.device, torch.bfloat16)
+    model(x).float().square().mean().backward()
+
+
+def train(world, model, optimizer, steps, clip=None):
+    norms = []
+    for step in steps:
+        backward(world, model, step)
+        if clip is not None:
+            norms.append(optimizer.clip_grad_norm_(clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def memory_of_gradients(optimizer):
+    ranges = []
+    for source in optimizer._reducer._sources:
+        first = source.flat.data_ptr()
+        ranges.append(range(first, first + source.flat.nbytes))
+    return ranges
+
+
+def lies_there(optimizer, state_dict):
+    """By parameter, whether its master is read into the memory of gradients."""
+    ranges = memory_of_gradients(optimizer)
+    masters = [entries["master"] for entries in state_dict["state"].values()]
+    return [
+        any(piece.present().data_ptr() in own for own in ranges) for piece in masters if piece.values.numel()
+    ]
+
+
+def read(optimizer, folder):
+    state_dict = optimizer.state_dict()
+    dcp.load({"optimizer": state_dict}, checkpoint_id=folder)
+    return state_dict
+
+
+def assert_same_masters(one, other, what):
+    for i, (a, b) in enumerate(zip(one.gathered_masters(), other.gathered_masters(), strict=True)):
+        assert_bytes_equal(a, b, f"{what}: master {i}")
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("loaded", [True, False])
+def test_steps_after_masters_waited_where_gradients_travel(world, loaded):
+    """Whether they were taken or not: no bit of them is left between the gradients."""
+    folder = shared_folder(world)
+    models = [small(world) for _ in range(2)]
+    for model, optimizer in models:
+        train(world, model, optimizer, range(2))
+        if optimizer is models[0][1]:
+            dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+            state_dict = read(optimizer, folder / "c")
+            assert all(lies_there(optimizer, state_dict))
+            if loaded:
+                optimizer.load_state_dict(state_dict)
+    norms = [train(world, *model, range(2, 5), clip=0.5) for model in models]
+    assert norms[0] == norms[1]
+    assert_same_masters(models[0][1], models[1][1], "after the load")
+    check_weights(list(models[0][0].parameters()), models[0][1])
+
+
+@on_ranks(2)
+def test_gradients_that_are_there_stay(world):
+    folder = shared_folder(world)
+    model, optimizer = small(world)
+    train(world, model, optimizer, range(1))
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    backward(world, model, 1)
+    before = [p.grad.clone() for p in model.parameters()]
+    state_dict = read(optimizer, folder / "c")
+    assert not any(lies_there(optimizer, state_dict))
+    optimizer.load_state_dict(state_dict)
+    for i, (p, gradient) in enumerate(zip(model.parameters(), before, strict=True)):
+        assert_bytes_equal(p.grad, gradient, f"gradient {i}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("then", ["backward", "step", "another load"])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_what_was_read_is_not_used_once_it_is_overwritten(world, clipped, then):
+    """On every rank, also where the memory is that of reduced gradients; nothing changes."""
+    folder = shared_folder(world)
+    model, optimizer = small(world)
+    train(world, model, optimizer, range(2), clip=0.5 if clipped else None)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    state_dict = read(optimizer, folder / "c")
+    label = "first.master"
+    if then == "backward" and world.rank == 0:
+        backward(world, model, 2)
+    elif then == "step":
+        train(world, model, optimizer, range(2, 3))
+    elif then == "another load":
+        other = read(optimizer, folder / "c")
+    masters = optimizer.gathered_masters()
+    error = raised_by(lambda: optimizer.load_state_dict(state_dict))
+    if then == "backward" and clipped:  # the memory of reduced gradients is not that of p.grad
+        assert error is None
+        return
+    assert isinstance(error, ValueError) and "gradients or another load needed since" in str(error), error
+    assert label in str(error)
+    for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+        assert_bytes_equal(now, before, f"master {i}")
+    if then == "another load":
+        optimizer.load_state_dict(other)
