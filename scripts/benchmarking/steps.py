@@ -18,6 +18,7 @@ import zerofp4
 from benchmarking import timeline
 from benchmarking.session import Session
 from benchmarking.workloads import llama_sizes
+from zerofp4.engine import Failures
 from zerofp4.launch import World
 
 ARGUMENTS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -159,8 +160,14 @@ def measure_ours(
 
     present = [True] * len(parameters)
 
-    def update() -> None:
-        optimizer._step_in_buckets(optimizer._prepare(gradients, False), present)
+    def behind_vote(reduce: bool) -> None:
+        prepared = optimizer._prepare(gradients, reduce)
+        if prepared is not None:
+            optimizer._step_in_buckets(prepared, present)
+            return
+        if reduce:
+            optimizer._reduce_gradients(gradients)
+        optimizer._step_in_sequence(present, Failures())
 
     found = {}
     with torch.no_grad(), timer.peak(f"{prefix}memory", "weights, gradients and state included"):
@@ -171,14 +178,16 @@ def measure_ours(
         found["step_clipped"] = timer.ms(f"{prefix}step_clipped", clipped, "clip_grad_norm_ and step()")
         timer.host_ms(
             f"{prefix}host_step",
-            lambda: optimizer._step_in_buckets(optimizer._prepare(gradients, True), present),
+            lambda: behind_vote(True),
         )
         scan = "a NaN or Inf in a rank's own gradients, without the vote"
         timer.ms(f"{prefix}scan", lambda: optimizer._nonfinite.word(gradients), scan)
         reduce = "gradients to the FP32 slices, as clip_grad_norm_ reduces them"
         found["reduce"] = timer.ms(f"{prefix}reduce", lambda: optimizer._reduce_gradients(gradients), reduce)
         found["update"] = timer.ms(
-            f"{prefix}update", update, "from reduced FP32 gradients to weights on every rank"
+            f"{prefix}update",
+            lambda: behind_vote(False),
+            "from reduced FP32 gradients to weights on every rank",
         )
         timer.sizes(optimizer.describe())
         publish = "from masters to weights on every rank, amaxes included"
