@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerofp4.engine import Failures, GradientReducer, build_buffers, exchange, flat, make_wire
+from zerofp4.engine import Failures, GradientReducer, Sharding, build_buffers, exchange, flat, make_wire
 from zerofp4.engine.exchange import Flight
 
 
 def reducer_of(parameters, **wire):
     wire = make_wire(wire.get("gradient_wire"), wire.get("bucket_mb"))
-    buffers = build_buffers(parameters, list(range(len(parameters))), None, wire)
+    shardings = [Sharding(None)] * len(parameters)
+    buffers = build_buffers(parameters, list(range(len(parameters))), shardings, wire)
     for buffer in buffers:
         buffer.allocate()
     return buffers, GradientReducer(buffers, None, wire)

@@ -14,6 +14,7 @@ from zerofp4.engine.peer_reducer import PeerReducer
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.places import GradientPlaces, are_sendable, is_sendable
 from zerofp4.engine.publication import Publication
+from zerofp4.engine.sharding import Sharding
 from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "PeerReducer",
     "Peers",
     "Publication",
+    "Sharding",
     "Updated",
     "Wire",
     "are_sendable",

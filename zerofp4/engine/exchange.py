@@ -76,13 +76,17 @@ class Turns:
 
 
 class GradientReducer:
-    """Averages gradients over the group, in FP32, into the `gradients` of flat buffers.
+    """Averages gradients over the group of each flat buffer, in FP32, into its `gradients`.
+
+    group: of all ranks that step together, of which those of a buffer are some or all.
 
     begin(), and then finish() or bring() for each buffer, in order; while the gradients of one are added up,
-    the next ones travel. Where they travel as autograd makes them, they lie in flat memory from the backward
-    pass on (GradientViews), and nothing is copied; where they are rounded, they are copied to memory that
-    two buffers have in turns; in a world of one, to where they belong. Collective: what goes wrong on this
-    rank alone is raised once its part of a buffer has travelled, and the next buffers can follow.
+    the next ones travel. Those of another group begin to travel only when their turn is there: how many
+    buffers a rank has in a group must not change the order of what it does in others. Where gradients travel
+    as autograd makes them, they lie in flat memory from the backward pass on (GradientViews), and nothing is
+    copied; where they are rounded, they are copied to memory that two buffers have in turns; in a world of
+    one, to where they belong. Collective: what goes wrong on this rank alone is raised once its part of a
+    buffer has travelled, and the next buffers can follow.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer], group: dist.ProcessGroup | None, wire: Wire):
@@ -103,7 +107,7 @@ class GradientReducer:
         self._stretches: list[Stretch] = []
         self._ends: list[int] = []  # by buffer, the number of the first stretch behind it
         self._make_stretches()
-        self._own = [source.own_views(self.rank) for source in self._sources]
+        self._own = [source.own_views(b.rank) for source, b in zip(self._sources, buffers, strict=True)]
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._flight: list[Flight] = []
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=self.device)
@@ -129,11 +133,11 @@ class GradientReducer:
             source.flat.split(self._chunk(buffer, source.flat), dim=1)
             for buffer, source in zip(self.buffers, self._sources, strict=True)
         ]
-        alone = self.world_size == 1
-        turns = Turns([] if alone else [(p.shape, p.dtype) for own in parts for p in own], self.device)
+        travel = [p for b, own in zip(self.buffers, parts, strict=True) if b.world_size > 1 for p in own]
+        turns = Turns([(part.shape, part.dtype) for part in travel], self.device)
         for source, buffer, own in zip(self._sources, self.buffers, parts, strict=True):
             for number, part in enumerate(own):
-                received = part if alone else turns.next(part.shape, part.dtype)
+                received = part if buffer.world_size == 1 else turns.next(part.shape, part.dtype)
                 first = number * own[0].shape[1]
                 messages = [[[row] for row in rows] for rows in (part, received)]
                 self._stretches.append(Stretch(source, buffer, first, part, received, *messages))
@@ -141,7 +145,7 @@ class GradientReducer:
 
     def _chunk(self, buffer: FlatBuffer, flat: torch.Tensor) -> int:
         """How much of every slice travels at once."""
-        if self.world_size == 1:
+        if buffer.world_size == 1:
             return flat.shape[1]
         parts = max(self._wire.bucket_bytes // flat[:, :1].nbytes // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         # What lies between the parameters of a bucket does not make it too large.
@@ -185,7 +189,8 @@ class GradientReducer:
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Average the gradients of all trainable parameters; None counts as zeros. Returns the sums of the
-        squares of this rank's slices, int64 ops.SQUARES, until the next call; None where none were added up.
+        squares of this rank's slices that are counted, int64 ops.SQUARES, until the next call; None where
+        none were added up.
         """
         failures = Failures()
         self.begin(gradients)
@@ -206,20 +211,22 @@ class GradientReducer:
 
     def finish(self, b: int, squares: torch.Tensor | None = None) -> None:
         """Average those of buffer b, while the next ones travel. squares: those of the means are added to it,
-        as ops.average does.
+        as ops.average does, where they are counted.
         """
-        failures = Failures()
+        failures, rank = Failures(), self.buffers[b].rank
+        if not self.buffers[b].is_counted:
+            squares = None
         for number in self._numbers(b):
             with failures:
                 stretch = self._arrive(number)
                 if not self._is_in_place:
                     last = stretch.first + stretch.received.shape[1]
                     means = stretch.buffer.gradients[stretch.first : last]
-                    ops.average(stretch.received, means, stretch.here[self.rank], self.rank, squares)
+                    ops.average(stretch.received, means, stretch.here[rank], rank, squares)
         failures.raise_first()
 
     def can_bring(self, b: int) -> bool:
-        """Whether the gradients of buffer b travel all at once."""
+        """Whether the gradients of buffer b travel all at once, or need not where others do."""
         return self.world_size > 1 and len(self._numbers(b)) == 1
 
     def bring(self, b: int) -> Brought:
@@ -234,8 +241,11 @@ class GradientReducer:
 
     def _arrive(self, number: int) -> Stretch:
         """A stretch, of which all is here for what is queued next on the current stream."""
-        # Before this one is used: what is queued after that waits for it, the network too.
-        self._start(number + 1)
+        if not self._flight:
+            self._start(number)
+        if self._follows_in_its_group(number + 1):
+            # Before this one is used: what is queued after that waits for it, the network too.
+            self._start(number + 1)
         stretch, works, failures = self._flight.pop(0)
         if number + 1 == len(self._stretches):
             self._gradients = ()
@@ -244,15 +254,19 @@ class GradientReducer:
         failures.raise_first()
         return stretch
 
-    def _start(self, number: int) -> None:
+    def _follows_in_its_group(self, number: int) -> bool:
+        """Whether there is such a stretch, in the group of the one before."""
         if number == len(self._stretches):
-            return
+            return False
+        return self._stretches[number].buffer.is_sharded_like(self._stretches[number - 1].buffer)
+
+    def _start(self, number: int) -> None:
         stretch, failures = self._stretches[number], Failures()
         if stretch.first == 0:
             with failures:
                 stretch.source.take(self._gradients)
-        works = [] if self.world_size == 1 else self._send(stretch)
+        works = [] if stretch.buffer.world_size == 1 else self._send(stretch)
         self._flight.append(Flight(stretch, works, failures))
 
     def _send(self, stretch: Stretch) -> list[Pending]:
-        return start_exchange(stretch.arrivals, stretch.sent, self.group(), "averaging gradients")
+        return start_exchange(stretch.arrivals, stretch.sent, stretch.buffer.group(), "averaging gradients")

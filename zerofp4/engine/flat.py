@@ -29,7 +29,8 @@ class FlatBuffer:
     with which it lies whole, in ascending order; None where parameters are cut wherever a slice ends.
     shards[i]: what this rank owns of parameters[i]. masters, gradients: float32 [slice_numel]; what lies
     between two parameters is zero. weights: what the model computes with, allocated by the subclass,
-    world_size slices; take_values() copies the parameters into it, bind() makes them views of it.
+    world_size slices; take_values() copies the parameters into it, bind() makes them views of it. is_counted:
+    as a Sharding has it.
     """
 
     kind: str
@@ -44,8 +45,9 @@ class FlatBuffer:
         parameters: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
         owners: Sequence[int] | None = None,
+        is_counted: bool = True,
     ):
-        self.indices, self.parameters = list(indices), list(parameters)
+        self.indices, self.parameters, self.is_counted = list(indices), list(parameters), is_counted
         self.group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
         self.device = self.parameters[0].device
@@ -72,6 +74,10 @@ class FlatBuffer:
     def has_gradients(self) -> bool:
         """Whether there is such memory by now."""
         return "gradients" in vars(self)
+
+    def is_sharded_like(self, other: "FlatBuffer") -> bool:
+        """Whether both are cut over the same ranks, whose collectives have one order."""
+        return self.group() is other.group()
 
     def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
         """This rank's part of each parameter in a tensor like `masters`; None where it owns nothing."""
@@ -121,8 +127,9 @@ class DenseBuffer(FlatBuffer):
         parameters: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
         owners: Sequence[int] | None = None,
+        is_counted: bool = True,
     ):
-        super().__init__(indices, parameters, group, owners)
+        super().__init__(indices, parameters, group, owners, is_counted)
         self.dtype = self.parameters[0].dtype
         self.kind = str(self.dtype).removeprefix("torch.")
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from zerofp4.distributed import rank_and_size
 from zerofp4.engine.flat import DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.matrices import in_whole_slices, longest_first
+from zerofp4.engine.sharding import Sharding
 from zerofp4.engine.wire import Wire
 from zerofp4.tensors import NVFP4Tensor
 
@@ -46,23 +46,43 @@ class Updated(NamedTuple):
 def build_buffers(
     parameters: Sequence[torch.Tensor],
     together: Sequence[int],
-    group: dist.ProcessGroup | None,
+    shardings: Sequence[Sharding],
     wire: Wire,
     updated: Sequence[Updated] | None = None,
 ) -> list[FlatBuffer]:
     """A buffer for each bucket of NVFP4 weights, then of parameters of each dtype, always in the same order:
-    all that the first optimizer updates, then the next one's.
+    all that are sharded as the first parameter is, then those of the next sharding, and of each what the
+    first optimizer updates, then the next one's.
 
-    together: by parameter, the number of its amax group, which lies in one bucket. updated: by parameter;
-    None for one optimizer that updates any part of them. In a world of one nothing travels, and each kind has
-    one bucket.
+    together: by parameter, the number of its amax group, which lies in one bucket. shardings: by parameter.
+    updated: by parameter; None for one optimizer that updates any part of them. In a group of one rank
+    nothing travels, and each kind has one bucket.
     """
-    world_size = rank_and_size(group)[1]
     updated = updated or [Updated()] * len(parameters)
-    works = {i: how.work for i, how in enumerate(updated) if how.work is not None}
+    members: dict[Sharding, list[int]] = {}
+    for i, sharding in enumerate(shardings):
+        members.setdefault(sharding, []).append(i)
+    return [
+        buffer
+        for sharding, positions in members.items()
+        for buffer in _buffers_of(positions, parameters, together, sharding, wire, updated)
+    ]
+
+
+def _buffers_of(
+    positions: Sequence[int],
+    parameters: Sequence[torch.Tensor],
+    together: Sequence[int],
+    sharding: Sharding,
+    wire: Wire,
+    updated: Sequence[Updated],
+) -> list[FlatBuffer]:
+    """Of the parameters at these positions."""
+    world_size = rank_and_size(sharding.group)[1]
+    works = {i: updated[i].work for i in positions if updated[i].work is not None}
     owners = dict(zip(works, longest_first(list(works.values()), world_size), strict=True))
     buffers = []
-    for indices in _of_one_kind(parameters, updated):
+    for indices in _of_one_kind(positions, parameters, updated):
         sizes = [wire.nbytes(parameters[i]) for i in indices]
         most = wire.bucket_bytes if world_size > 1 else sum(sizes)
         numbers = [together[i] for i in indices]
@@ -72,19 +92,22 @@ def build_buffers(
             buckets = in_whole_slices(sizes, own, numbers, most // world_size)
         else:
             buckets = in_buckets(sizes, numbers, most)
-        for positions in buckets:
-            chosen = [indices[position] for position in positions]
+        for bucket in buckets:
+            chosen = [indices[position] for position in bucket]
             kind = PackedBuffer if isinstance(parameters[chosen[0]], NVFP4Tensor) else DenseBuffer
             with_ranks = [owners[i] for i in chosen] if whole else None
-            buffers.append(kind(chosen, [parameters[i] for i in chosen], group, with_ranks))
+            members = [parameters[i] for i in chosen]
+            buffers.append(kind(chosen, members, sharding.group, with_ranks, sharding.is_counted))
     return buffers
 
 
-def _of_one_kind(parameters: Sequence[torch.Tensor], updated: Sequence[Updated]) -> list[list[int]]:
-    """Positions of the parameters that buckets may have in common."""
+def _of_one_kind(
+    positions: Sequence[int], parameters: Sequence[torch.Tensor], updated: Sequence[Updated]
+) -> list[list[int]]:
+    """Those positions of parameters that buckets may have in common."""
     order = ("nvfp4", torch.bfloat16, torch.float16, torch.float32)
     kinds: dict[tuple[int, int], list[int]] = {}
-    for i, (parameter, how) in enumerate(zip(parameters, updated, strict=True)):
-        kind = order.index("nvfp4" if isinstance(parameter, NVFP4Tensor) else parameter.dtype)
-        kinds.setdefault((how.by, kind), []).append(i)
+    for i in positions:
+        kind = order.index("nvfp4" if isinstance(parameters[i], NVFP4Tensor) else parameters[i].dtype)
+        kinds.setdefault((updated[i].by, kind), []).append(i)
     return [kinds[key] for key in sorted(kinds)]

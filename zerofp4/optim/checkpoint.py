@@ -67,17 +67,20 @@ def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
     return ids
 
 
-def saved_groups(param_groups: Sequence[dict]) -> SealedTuple:
+def saved_groups(param_groups: Sequence[dict], elsewhere: Sequence[Sequence[str]]) -> SealedTuple:
     """The options, and whose they are. A tuple, which torch.distributed.checkpoint writes as one value: other
     groups than those that were saved can load it.
+
+    elsewhere: by group, names of parameters that other ranks have in it: one rank writes the value for all.
     """
     groups = []
-    for group, own in zip(param_groups, parameter_ids(param_groups), strict=True):
+    for group, own, others in zip(param_groups, parameter_ids(param_groups), elsewhere, strict=True):
         chosen = {
             k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()
         }
         names = {} if own and own[0].name is None else {"param_names": [p.name for p in own]}
-        groups.append(chosen | names | {"params": list(own)})
+        more = {"elsewhere": list(others)} if others else {}
+        groups.append(chosen | names | more | {"params": list(own)})
     return SealedTuple(groups)
 
 
@@ -89,13 +92,14 @@ def saved_entries(
     template: StateTemplate,
     home: Home,
     spare: tuple[Loan, int],
+    refusal: str | None,
 ) -> dict[str, Piece]:
     """Pieces of what this rank holds of a parameter of that name: `master`, and the optimizer's state by
     its names.
 
     state: of the master here, empty where there is none yet or the rank owns nothing: then all is zeros. So
-    every rank has the same names. spare: whose memory a load may use for the master,
-    and the number of the parameter there.
+    every rank has the same names. spare: whose memory a load may use for the master, and the number of the
+    parameter there. refusal: why no file can have it under its name, None where one can.
     """
     shape, shard = parameter.shape, held.shard
     own = torch.zeros(0, device=home.device) if held.piece is None else held.piece
@@ -121,6 +125,7 @@ def saved_entries(
         pieces[STARTED] = _scalar(torch.tensor(float(bool(state))), entry, is_held, home)
     for name, piece in pieces.items():
         piece.label = None if parameter_name is None else f"{parameter_name}.{name}"
+        piece.refusal = refusal
     return pieces
 
 

@@ -68,7 +68,8 @@ def parameter_values(
     """
     if held is not None:
         own = torch.zeros(0, device=parameter.device) if held.piece is None else held.piece
-        return gathered(make_piece(own, parameter.shape, held.shard.start, optimizer._home)).to(dtype)
+        home = optimizer.home_of(parameter)
+        return gathered(make_piece(own, parameter.shape, held.shard.start, home)).to(dtype)
     if isinstance(parameter, NVFP4Tensor):
         value = parameter.get_high_precision_init_val()
         if value is not None:
@@ -89,11 +90,16 @@ def save_safetensors(
 
     Collective; rank 0 of the optimizer's group writes. A file appears under its name once it is whole, the
     index last. What rank 0 raises (ImportError without the package safetensors, OSError) the others raise as
-    a RuntimeError.
+    a RuntimeError. Raises ValueError where ranks train different parameters.
     """
     _check_arguments(optimizer, dtype)
     group = optimizer.process_group()
     writes = rank_and_size(group)[0] == 0
+    if optimizer.has_other_parameters_elsewhere():
+        raise ValueError(
+            "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
+            "slices, stages): write what master_state_dict gives on a rank of each process group"
+        )
     folder = Path(folder)
     files, error = None, None
     if writes:

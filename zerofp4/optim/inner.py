@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zerofp4.optim.groups import PROCESS_GROUPS
+
+_NOT_OPTIONS = {"params", "param_names", *PROCESS_GROUPS}
+
 
 def options(group: dict) -> dict:
     """What a group of parameters and that of their masters share."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def copy_options(source: Sequence[dict], target: Sequence[dict]) -> None:

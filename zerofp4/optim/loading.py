@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import CollectiveError, first_difference
-from zerofp4.optim.checkpoint import parameter_ids, saved_groups
+from zerofp4.optim.checkpoint import parameter_ids
 from zerofp4.optim.entries import Found, Problems, Target, find, shown
 from zerofp4.optim.inner import options
 from zerofp4.optim.matching import Match, check_form
 from zerofp4.optim.piece import Home, Piece
-from zerofp4.optim.sealing import DamagedFileError, same_values
+from zerofp4.optim.sealing import DamagedFileError, SealedTuple, same_values
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how an optimizer computes and not what: those of the optimizer that loads stay."""
 
 
 def read(
-    state_dict: Any, param_groups: Sequence[dict], targets: Mapping[int, Target], home: Home
+    state_dict: Any, param_groups: Sequence[dict], targets: Mapping[int, Target], homes: Sequence[Home]
 ) -> tuple[dict[int, Found], list[dict[str, Any]]]:
     """This rank's part of each trainable parameter, and the options that each group is to have.
 
@@ -32,7 +32,7 @@ def read(
     ids = parameter_ids(param_groups)
     match = Match(state_dict, [[number.name for number in own] for own in ids])
     check_seals(state_dict)
-    was_in_file, anothers = was_read(state_dict), is_anothers(state_dict, home)
+    was_in_file, anothers = was_read(state_dict), is_anothers(state_dict, homes)
     problems, found = Problems(), {}
     for g, (group, own) in enumerate(zip(param_groups, ids, strict=True)):
         for i, (p, number) in enumerate(zip(group["params"], own, strict=True)):
@@ -60,9 +60,10 @@ def was_read(state_dict: Mapping) -> bool:
     return any(piece.asked for piece in pieces_of(state_dict))
 
 
-def is_anothers(state_dict: Mapping, home: Home) -> bool:
-    """Whether it is the state_dict() of another optimizer in this process, as it is."""
-    return any(piece.live and piece.home is not home for piece in pieces_of(state_dict))
+def is_anothers(state_dict: Mapping, homes: Sequence[Home]) -> bool:
+    """Whether it is the state_dict() of another optimizer in this process, as it is. homes: of this one's."""
+    own = set(map(id, homes))
+    return any(piece.live and id(piece.home) not in own for piece in pieces_of(state_dict))
 
 
 def check_seals(state_dict: Mapping) -> None:
@@ -78,11 +79,11 @@ def check_seals(state_dict: Mapping) -> None:
         )
 
 
-def warn_of_options(state_dict: Mapping, param_groups: Sequence[dict]) -> None:
+def warn_of_options(state_dict: Mapping, own: SealedTuple) -> None:
     """Where a checkpoint was read that has no param_groups in this form, which a planner lets pass: then
-    there are still this optimizer's own. From a file they would be sealed.
+    there are still this optimizer's own. From a file they would be sealed. own: what it saves of them.
     """
-    groups, own = state_dict["param_groups"], saved_groups(param_groups)
+    groups = state_dict["param_groups"]
     if was_read(state_dict) and type(groups) is tuple and same_values(groups, own):
         warnings.warn(
             "the checkpoint has no param_groups that ZeroFP4Optimizer wrote: lr and other options stay as "

@@ -58,11 +58,17 @@ class Match:
     @staticmethod
     def _saved_names(group: Mapping) -> list[str | None]:
         if group.get("param_names") is not None:
-            return [own_name(str(name)) for name in group["param_names"]]
+            return [own_name(str(name)) for name in [*group["param_names"], *group.get("elsewhere", ())]]
         return [own_name(p) if isinstance(p, str) else None for p in group["params"]]
 
     def place(self, g: int, i: int, name: str | None) -> tuple[int, int] | None:
-        return self._places.get(name) if self.by_name else (g, i)
+        """Group and position; None where there is nothing of it."""
+        if not self.by_name:
+            return g, i
+        place = self._places.get(name)
+        # What another rank had is there if it was read by name.
+        elsewhere = place is not None and place[1] >= len(self._groups[place[0]]["params"])
+        return None if elsewhere and name not in self._keys else place
 
     def entries(self, place: tuple[int, int], name: str | None) -> Mapping:
         """A checkpoint that was read into state_dict() has the numbers of this optimizer in `state`, whatever

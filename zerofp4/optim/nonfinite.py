@@ -7,6 +7,7 @@ import torch
 from zerofp4.engine import FlatBuffer, are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
+from zerofp4.optim.announcement import Slots
 from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 
@@ -17,8 +18,9 @@ POLICIES = ("skip_step", "raise")
 class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
 
-    policy: one of POLICIES. shards: the parameters, and where their gradients are reduced to. inners: the
-    optimizers of the masters. wire: what gradients are rounded to on their way, None for their own dtype: one
+    policy: one of POLICIES. shards: the parameters, and where their gradients are reduced to. slots: their
+    places among those of all ranks. world_size: of all ranks that step together. inners: the optimizers of
+    the masters. wire: what gradients are rounded to on their way, None for their own dtype: one
     that this rounds to infinity is infinite, in a world of any size.
 
     found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
@@ -30,12 +32,14 @@ class NonfiniteGradients:
         self,
         policy: str,
         shards: ShardedParameters,
+        slots: Slots,
+        world_size: int,
         inners: InnerOptimizers,
         wire: torch.dtype | None,
     ):
         self._policy, self._shards, self._inners, self._wire = policy, shards, inners, wire
-        buffers = shards.buffers
-        self._alone, self._device = buffers[0].world_size == 1, buffers[0].device
+        self._slots, self._alone, self._device = slots, world_size == 1, shards.buffers[0].device
+        self._words = [len(slots.labels) - slot for slot in slots.own]
         self.found = torch.zeros((), dtype=torch.float32, device=self._device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=self._device)
         self._first: int | None = None
@@ -53,16 +57,15 @@ class NonfiniteGradients:
         first = self._first
         if self._alone and self.found.item():
             # They are still where they were packed: whatever writes there looks at them.
-            gradients = self._shards.gradients
-            first = from_word(first_nonfinite(gradients).item(), len(gradients))
-        return None if first is None else self._shards.names[first]
+            first = from_word(first_nonfinite(self._shards.gradients).item(), len(self._words))
+        return None if first is None else self._slots.labels[first]
 
     def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """What this rank votes. None in a world of one, which looks at what was packed instead."""
-        return None if self._alone else first_nonfinite(gradients, self._wire)
+        return None if self._alone else first_nonfinite(gradients, self._wire, self._words)
 
     def hear(self, first: int | None) -> None:
-        """Of a vote: the position of the first parameter whose gradient holds a NaN or Inf on any rank."""
+        """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank."""
         if not self._alone:
             self._first = first
             self.found.fill_(first is not None)
@@ -121,13 +124,20 @@ def check_policy(on_nonfinite: str) -> None:
 
 
 def first_nonfinite(
-    gradients: Sequence[torch.Tensor | None], rounded_to: torch.dtype | None = None
+    gradients: Sequence[torch.Tensor | None],
+    rounded_to: torch.dtype | None = None,
+    words: Sequence[int] | None = None,
 ) -> torch.Tensor | None:
     """int32 [] on the gradients' device: the word of the first gradient with a NaN or Inf, for from_word(),
     once it is rounded to a dtype, None for its own; 0 where there is none. None without gradients. Waits for
     nothing.
+
+    words: of each gradient, the larger the earlier; None is for their own order.
     """
-    present = [(len(gradients) - i, g) for i, g in enumerate(gradients) if g is not None and g.numel()]
+    if words is None:
+        words = range(len(gradients), 0, -1)
+    pairs = zip(words, gradients, strict=True)
+    present = [(word, g) for word, g in pairs if g is not None and g.numel()]
     if not present:
         return None
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.cast import check_castable, number_groups
-from zerofp4.distributed import first_difference
 from zerofp4.engine import Updated, gradient_dtype
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.storage import called
@@ -87,7 +86,7 @@ def kind_of(parameter: torch.Tensor) -> str:
 def describe(
     param_groups: Sequence[dict], optimizers: Sequence[str], updated: Sequence[Updated]
 ) -> list[str]:
-    """What all ranks must have in common: a line per parameter, then what updates the masters of each group.
+    """By parameter, what ranks that share it must have in common.
 
     optimizers: by group, the name of the class. updated: by trainable parameter.
     """
@@ -101,34 +100,4 @@ def describe(
             whole = "" if work is None else f", updated whole in {work} operations"
             of = "" if optimizers[g] == optimizers[0] else f" of {optimizers[g]}"
             lines.append(f"{kind_of(p)} in group {g}{of}{frozen}{gradients}{whole}")
-    return [*lines, " and ".join(dict.fromkeys(optimizers))]
-
-
-_OTHERS = (
-    "optimizer_class",
-    "on_nonfinite",
-    "transport",
-    "gradient_dtype, gradient_wire and bucket_mb",
-    "what masters_from hands over",
-    "what amax_groups put together",
-)
-"""What ranks must have in common beside their parameters."""
-
-
-def check_same_parameters(descriptions: Sequence[list[str]], names: Sequence[str]) -> None:
-    """Raises ValueError, the same on every rank, where a rank's description differs from rank 0's.
-
-    A description: describe(), then on_nonfinite, the transport, how gradients travel, the positions of the
-    masters that are handed over, and the number of each parameter's amax group.
-    """
-    difference = first_difference(descriptions)
-    if difference is None:
-        return
-    rank, i = difference
-    expected, found = descriptions[0], descriptions[rank]
-    if i is None:
-        others = len(_OTHERS)
-        counts = len(expected) - others, len(found) - others
-        raise ValueError(f"params: rank 0 has {counts[0]} parameters, rank {rank} has {counts[1]}")
-    name = [*names, *_OTHERS][i]
-    raise ValueError(f"{name} is {expected[i]} on rank 0 and {found[i]} on rank {rank}")
+    return lines

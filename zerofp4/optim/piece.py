@@ -56,6 +56,8 @@ class Piece(torch.Tensor):
     """Whether the values are those of an optimizer itself, and no copy."""
     label: str | None
     """Of the parameter and the entry, as a file has it."""
+    refusal: str | None
+    """Why no file can have it under its name: other ranks have other tensors of that name."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -65,7 +67,7 @@ class Piece(torch.Tensor):
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
         piece.space, piece.loaded, piece.asked = None, None, False
-        piece.live, piece.label = live, None
+        piece.live, piece.label, piece.refusal = live, None, None
         piece.received = []
         return piece
 
@@ -82,7 +84,7 @@ class Piece(torch.Tensor):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
         piece = type(self)(function(self.present()), self.shape, self.start, self.home)
-        piece.label = self.label
+        piece.label, piece.refusal = self.label, self.refusal
         return piece
 
     def present(self) -> torch.Tensor:
@@ -121,6 +123,8 @@ class Piece(torch.Tensor):
 
         if not self.numel():  # nobody owns an element, and it must be in the checkpoint
             return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
+        if self.refusal is not None:
+            raise ValueError(self.refusal)
         boxes = rectangles(self.shape, self.shard)
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
 

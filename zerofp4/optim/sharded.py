@@ -3,18 +3,20 @@ masters.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
+from zerofp4.distributed import CollectiveError, GroupReference
 from zerofp4.engine import (
     FlatBuffer,
     GradientReducer,
     Peers,
     Publication,
+    Sharding,
     Updated,
     Wire,
     build_buffers,
@@ -33,8 +35,9 @@ from zerofp4.tensors import NVFP4Tensor
 class ShardedParameters:
     """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
 
-    names: what messages call the parameters. updated: how their masters are. peers: the ranks, where weights
-    lie in memory that they share.
+    names: what messages call the parameters. shardings: of each. world_size: the number of all ranks that
+    step together. updated: how their masters are. peers: the ranks, where weights lie in memory that they
+    share.
     masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing. The
     memory of gradients is made when they are first asked for.
     optimized[i]: what an optimizer updates of parameters[i]: nothing, the piece, or the matrices in it.
@@ -49,16 +52,18 @@ class ShardedParameters:
         self,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
-        group: dist.ProcessGroup | None,
+        shardings: Sequence[Sharding],
+        world_size: int,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None,
         wire: Wire,
         updated: Sequence[Updated],
         peers: Peers | None = None,
     ):
+        self._world_size = world_size
         self.parameters, self.names, self.updated = list(parameters), list(names), list(updated)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         numbers = amax_group_numbers(self.parameters, amax_groups)
-        self.buffers = build_buffers(self.parameters, numbers, group, wire, self.updated)
+        self.buffers = build_buffers(self.parameters, numbers, shardings, wire, self.updated)
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._views: list[list[torch.Tensor | None] | None] = [None] * len(self.buffers)
         for buffer in self.buffers:
@@ -70,7 +75,7 @@ class ShardedParameters:
                 self.masters[index] = master
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
-        self._plans = [self._build_plan(buffer, group, amax_groups or ()) for buffer in self.buffers]
+        self._plans = [self._build_plan(buffer, amax_groups or ()) for buffer in self.buffers]
         self._amaxes_from: tuple[torch.optim.Optimizer, ...] = ()
         self._take_addresses()
 
@@ -113,7 +118,6 @@ class ShardedParameters:
     def _build_plan(
         self,
         buffer: FlatBuffer,
-        group: dist.ProcessGroup | None,
         amax_groups: Sequence[Sequence[torch.Tensor]],
     ) -> CastPlan | None:
         """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""
@@ -124,7 +128,7 @@ class ShardedParameters:
             buffer.parameters,
             [self.masters[i] for i in buffer.indices],
             [shard.start if shard.numel else None for shard in buffer.shards],
-            group,
+            buffer.group(),
             amax_groups=[members for members in amax_groups if {id(record_of(m)) for m in members} & inside],
             on_nonfinite="skip",
             found_inf=self.found_inf,
@@ -185,6 +189,11 @@ class ShardedParameters:
         rows = zip(self.parameters, self.masters, self.shards(), strict=True)
         return {id(parameter): HeldMaster(master, shard) for parameter, master, shard in rows}
 
+    def groups(self) -> list[GroupReference]:
+        """By parameter, the ranks that it is sharded over."""
+        found = {i: buffer.group for buffer in self.buffers for i in buffer.indices}
+        return [found[i] for i in range(len(self.parameters))]
+
     def shards(self) -> list[Shard]:
         """By parameter, what this rank owns."""
         found = {i: shard for b in self.buffers for i, shard in zip(b.indices, b.shards, strict=True)}
@@ -231,7 +240,33 @@ class ShardedParameters:
         if update is None and any(one.amaxes_outdated() for one in leaving):
             for plan in self._present_plans():
                 plan.begin_update()  # takes them back
-        Publication(self.buffers, self._plans, update, error).run()
+        self._run_publications(update, error)
+
+    def _run_publications(self, update: Callable[[int], None] | None, error: Exception | None) -> None:
+        """One of the buffers of each process group, behind each other: so a rank never has collectives of two
+        groups to begin whose order would depend on how many buffers there are in them. An error is raised
+        behind the last, and is `unheard` unless all ranks took part where it was told.
+        """
+        errors, heard = [], False
+        for first, last in itertools.pairwise(self._group_bounds()):
+            of_group = self.buffers[first:last], self._plans[first:last]
+            try:
+                Publication(*of_group, update and _shifted(update, first), error).run()
+            except Exception as failure:
+                if isinstance(failure, CollectiveError) or isinstance(failure.__cause__, CollectiveError):
+                    raise  # nobody is left who would wait for the rest
+                reached_all = self.buffers[first].world_size == self._world_size
+                heard = heard or (reached_all and not getattr(failure, "unheard", False))
+                errors.append(failure)
+        if errors:
+            errors[0].unheard = not heard
+            raise errors[0]
+
+    def _group_bounds(self) -> list[int]:
+        """Where the buffers of each process group begin, and where the last ones end."""
+        pairs = itertools.pairwise(self.buffers)
+        starts = [b for b, (a, c) in enumerate(pairs, start=1) if not c.is_sharded_like(a)]
+        return [0, *starts, len(self.buffers)]
 
     def describe(
         self, reducer: GradientReducer, optimizers: Sequence[torch.optim.Optimizer]
@@ -252,10 +287,14 @@ class ShardedParameters:
 
     def gathered_bytes(self) -> dict[str, int]:
         """Bytes of the buffers that a publish() gathers; 0 in a world of one."""
-        sharded = self.buffers[0].world_size > 1
-        sizes = {
-            "nvfp4": sum(b.weights.nbytes for b in self.buffers if b.kind == "nvfp4"),
-            "high_precision": sum(b.weights.nbytes for b in self.buffers if b.kind != "nvfp4"),
-            "bf16_equivalent": 2 * sum(parameter.numel() for parameter in self.parameters),
+        sharded = [b for b in self.buffers if b.world_size > 1]
+        return {
+            "nvfp4": sum(b.weights.nbytes for b in sharded if b.kind == "nvfp4"),
+            "high_precision": sum(b.weights.nbytes for b in sharded if b.kind != "nvfp4"),
+            "bf16_equivalent": 2 * sum(p.numel() for b in sharded for p in b.parameters),
         }
-        return {name: size * sharded for name, size in sizes.items()}
+
+
+def _shifted(update: Callable[[int], None], first: int) -> Callable[[int], None]:
+    """The same, of buffers that are counted from `first` on."""
+    return lambda b: update(first + b)

@@ -13,15 +13,17 @@ from zerofp4.distributed import GroupReference, exchange
 from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_ids, saved_entries, saved_groups
 from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.entries import Target
-from zerofp4.optim.initial import HeldMaster, initial_values
+from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.loading import check_same_steps, load_error, pieces_of, read, warn_of_options
 from zerofp4.optim.matrices import join_states, split_state
+from zerofp4.optim.names import SavedNames
 from zerofp4.optim.piece import Home, Piece
-from zerofp4.optim.sealing import SealedInt
+from zerofp4.optim.sealing import SealedInt, SealedTuple
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import Loan, SpareMemory
 from zerofp4.optim.template import StateTemplate, make_template
+from zerofp4.optim.votes import Votes
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 
 
@@ -34,6 +36,8 @@ class ShardedState(torch.optim.Optimizer):
     """By group."""
     _parameters: list[torch.Tensor]
     _shards: ShardedParameters
+    _saved_names: SavedNames
+    _votes: Votes
     _watch: ParameterWatch
     _spare: SpareMemory
     _reduced: Snapshot | None
@@ -81,13 +85,30 @@ class ShardedState(torch.optim.Optimizer):
     # What is saved
 
     @functools.cached_property
-    def _home(self) -> Home:
-        return Home(self.process_group, self._shards.parameters[0].device)
+    def _homes(self) -> dict[int, Home]:
+        """By the identity of the trainable parameter; those of one process group share theirs."""
+        homes: dict[dist.ProcessGroup | None, Home] = {}
+        for reference in self._shards.groups():
+            homes.setdefault(reference(), Home(reference, self._device))
+        rows = zip(self._shards.parameters, self._shards.groups(), strict=True)
+        return {id(p): homes[reference()] for p, reference in rows}
+
+    @property
+    def _device(self) -> torch.device:
+        return self._shards.parameters[0].device
+
+    def home_of(self, parameter: torch.Tensor) -> Home:
+        """Where the pieces of a trainable parameter are."""
+        return self._homes[id(parameter)]
+
+    def has_other_parameters_elsewhere(self) -> bool:
+        """Whether there is a rank that trains other parameters than this one. The same on every rank."""
+        return len(self._votes.slots.labels) > len(self._votes.slots.own)
 
     def _templates(self) -> list[StateTemplate]:
         """By group, from the present options."""
         pairs = zip(self._classes, self.param_groups, strict=True)
-        return [make_template(inner, group, self._home.device) for inner, group in pairs]
+        return [make_template(inner, group, self._device) for inner, group in pairs]
 
     def _numbers(self) -> dict[int, tuple[int, ParameterId]]:
         """Of each parameter its group and its number, by its identity."""
@@ -105,7 +126,11 @@ class ShardedState(torch.optim.Optimizer):
         for i, p in enumerate(self._shards.parameters):
             g, number = numbers[id(p)]
             state = self._state_of(i, templates[g])
-            yield saved_entries(number.name, p, held[id(p)], state, templates[g], self._home, (loan, i))
+            home, refusal = self._homes[id(p)], self._saved_names.refusals[i]
+            yield saved_entries(number.name, p, held[id(p)], state, templates[g], home, (loan, i), refusal)
+
+    def _saved_groups(self) -> SealedTuple:
+        return saved_groups(self.param_groups, self._saved_names.elsewhere)
 
     def _state_of(self, i: int, template: StateTemplate) -> Mapping[str, Any]:
         """What the optimizer of the masters keeps of this rank's part of parameter i."""
@@ -141,7 +166,7 @@ class ShardedState(torch.optim.Optimizer):
         entries = zip(self._shards.parameters, self._all_entries(), strict=True)
         state_dict = {
             "state": {numbers[id(p)][1]: own for p, own in entries},
-            "param_groups": saved_groups(self.param_groups),
+            "param_groups": self._saved_groups(),
             "steps": SealedInt(self._steps),
         }
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -185,7 +210,7 @@ class ShardedState(torch.optim.Optimizer):
         except Exception:
             self.inners.restore(before)
             raise
-        warn_of_options(state_dict, self.param_groups)
+        warn_of_options(state_dict, self._saved_groups())
         self._pull_options()
         for master, values in zip(self._shards.masters, loaded, strict=True):
             if master is not None and values is not None:
@@ -204,7 +229,9 @@ class ShardedState(torch.optim.Optimizer):
 
         Returns this rank's range of each master; None where it stays as it is.
         """
-        by_parameter, chosen = read(state_dict, self.param_groups, self._targets(), self._home)
+        by_parameter, chosen = read(
+            state_dict, self.param_groups, self._targets(), list(self._homes.values())
+        )
         found = [by_parameter[id(p)] for p in self._shards.parameters]
         self._load_inner(chosen, [one.state for one in found])
         written = set(self._watch.written())
@@ -220,7 +247,7 @@ class ShardedState(torch.optim.Optimizer):
         for p, label in zip(self._shards.parameters, self._shards.names, strict=True):
             g, number = numbers[id(p)]
             label, shard = number.name or label, held[id(p)].shard
-            targets[id(p)] = Target(label, p.shape, shard, templates[g], self._home)
+            targets[id(p)] = Target(label, p.shape, shard, templates[g], self.home_of(p))
         return targets
 
     def _present_values(self, i: int) -> torch.Tensor:
@@ -238,7 +265,7 @@ class ShardedState(torch.optim.Optimizer):
             else:
                 parts = split_state(state, templates[numbers[id(p)][0]], p.shape, len(masters))
             by_master |= {id(master): part for master, part in zip(masters, parts, strict=True)}
-        self.inners.load(groups, by_master, self._home.device)
+        self.inners.load(groups, by_master, self._device)
 
     @torch.no_grad()
     def gathered_masters(self) -> list[torch.Tensor | None]:
@@ -256,32 +283,3 @@ class ShardedState(torch.optim.Optimizer):
         nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
         """
         return self._shards.gathered_bytes()
-
-
-def take_over(
-    source: ShardedState | None,
-    parameters: Sequence[torch.Tensor],
-    names: Sequence[str],
-    group: dist.ProcessGroup | None,
-) -> dict[int, HeldMaster]:
-    """This rank's pieces of the masters that `source` has of parameters, by their identity; nothing of None.
-
-    Raises TypeError or ValueError for a source that cannot hand any over.
-    """
-    if source is None:
-        return {}
-    if not isinstance(source, ShardedState):
-        raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(source).__name__}")
-    if not source.process_group.refers_to(group):
-        raise ValueError("masters_from must shard its masters over the same process group")
-    all_held = source._shards.held_masters()
-    held = {id(p): all_held[id(p)] for p in parameters if id(p) in all_held}
-    if not held:
-        raise ValueError("masters_from has the master of none of the trainable parameters of params")
-    written = {id(source._shards.parameters[i]) for i in source._watch.written()}
-    for p, name in zip(parameters, names, strict=True):
-        if id(p) in held and id(p) in written:
-            raise ValueError(
-                f"{name} was written to since the last step of masters_from, whose master would undo that"
-            )
-    return held

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, exchange, first_difference, rank_and_size, reduce_max
+from zerofp4.optim.announcement import Slots
 from zerofp4.optim.nonfinite import from_word
 from zerofp4.optim.options import host_options, tensor_options_hash
 
@@ -31,8 +32,9 @@ class Intent(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """present: which parameters have a gradient on any rank. nonfinite: the first parameter whose gradient
-    holds a NaN or Inf on any rank, as far as the ranks told each other; None where none does. in_sequence:
+    """present: which of this rank's parameters have a gradient on any rank that shares them. nonfinite: the
+    slot of the first parameter whose gradient holds a NaN or Inf on any rank, as far as the ranks told each
+    other; None where none does. in_sequence:
     whether a rank must do one thing after the other, so that all do: collectives have one order.
     """
 
@@ -42,10 +44,13 @@ class Agreement(NamedTuple):
 
 
 class Votes:
-    """Agreement of the ranks of a group over what they do with the gradients of `count` parameters."""
+    """Agreement of all ranks that step together over what they do with the gradients of their parameters.
 
-    def __init__(self, count: int, device: torch.device, group: dist.ProcessGroup | None):
-        self._count, self._device = count, device
+    slots: a word each, so that a parameter of some ranks is not taken for another one of others.
+    """
+
+    def __init__(self, slots: Slots, device: torch.device, group: dist.ProcessGroup | None):
+        self.slots, self._count, self._device = slots, len(slots.labels), device
         self.group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
 
@@ -60,7 +65,7 @@ class Votes:
     ) -> Agreement:
         """Collective: one MAX all-reduce; nothing in a world of one.
 
-        nonfinite: first_nonfinite() of this rank's gradients; None where they are not looked at.
+        nonfinite: first_nonfinite() of this rank's gradients, by slots; None where they are not looked at.
 
         A rank that brings an error (its gradients and intent are not looked at) raises it, and the others
         raise RuntimeError; so do all where their intents differ. The answer is read on the host, also on a
@@ -85,7 +90,7 @@ class Votes:
             if message is None and (lowest.options != highest.options or tensors != -minus_tensors):
                 message = self._find_different_option(param_groups)
         if message is None:
-            present = [bool(word) for word in words[: self._count]]
+            present = [bool(words[slot]) for slot in self.slots.own]
             return Agreement(present, from_word(first, self._count), bool(sequence))
         error = error or RuntimeError(message)
         error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
@@ -106,7 +111,9 @@ class Votes:
         if error is not None:
             zeros = [0.0] * (self._count + 2 * len(Intent._fields) + 4)
             return torch.tensor([*zeros, self.rank + 1.0], dtype=torch.float64, device=self._device)
-        present = [gradient is not None for gradient in gradients]
+        present = [False] * self._count
+        for slot, gradient in zip(self.slots.own, gradients, strict=True):
+            present[slot] = gradient is not None
         minus = Intent(*(-word for word in intent))
         if not any(present):  # nothing of this rank's could be taken for another step's
             intent, minus = intent._replace(cleared=-math.inf), minus._replace(cleared=-math.inf)

@@ -31,7 +31,7 @@ class ParameterWatch:
         self._frozen = [p for p, _ in pairs if not p.requires_grad]
         self._frozen_names = [name for p, name in pairs if not p.requires_grad]
         self._shards = shards
-        self.world_size = shards.buffers[0].world_size
+        self.world_size = max(buffer.world_size for buffer in shards.buffers)
         self._name_of = {id(parameter): name for parameter, name in pairs if parameter.requires_grad}
         self._replaced: list[torch.Tensor] = []
         register_holder(self)

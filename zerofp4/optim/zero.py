@@ -1,22 +1,30 @@
 """ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, exchange, resolve_group
+from zerofp4.distributed import GroupReference, exchange, rank_and_size, resolve_group
 from zerofp4.engine import (
     TRANSPORTS,
     GradientReducer,
     PeerReducer,
+    Sharding,
     Updated,
     Wire,
     check_gradient_dtype,
     join_peers,
     make_wire,
     set_gradient_dtype,
+)
+from zerofp4.optim.announcement import (
+    Announcement,
+    announce,
+    check_announcements,
+    check_transport,
+    find_slots,
 )
 from zerofp4.optim.bucketed import BucketedStep
 from zerofp4.optim.classes import (
@@ -27,19 +35,20 @@ from zerofp4.optim.classes import (
     try_options,
     without_class,
 )
-from zerofp4.optim.initial import broadcast_frozen
+from zerofp4.optim.groups import Place, find_places, with_references
+from zerofp4.optim.handover import take_over
+from zerofp4.optim.initial import HeldMaster, broadcast_frozen
 from zerofp4.optim.inner_optimizers import InnerOptimizers
+from zerofp4.optim.names import find_saved_names
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
 from zerofp4.optim.parameters import (
     amax_group_numbers,
     check_parameters,
-    check_same_parameters,
     describe,
     parameter_names,
 )
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import SpareMemory
-from zerofp4.optim.state import take_over
 from zerofp4.optim.stepping import SteppedOptimizer
 from zerofp4.optim.votes import Votes
 from zerofp4.optim.watch import ParameterWatch
@@ -49,13 +58,17 @@ from zerofp4.tensors import NVFP4Tensor
 class ZeroFP4Optimizer(SteppedOptimizer):
     """Any elementwise torch optimizer over sharded FP32 masters of NVFP4, bf16, fp16 and fp32 parameters.
 
-    params: parameters or groups of them, as for any torch optimizer, the same on every rank. Group options
-    may be edited at any time, by hand or by an LR scheduler.
+    params: parameters or groups of them, as for any torch optimizer, the same on every rank that they are
+    sharded over. Group options may be edited at any time, by hand or by an LR scheduler.
     optimizer_class, defaults: the optimizer that updates the masters. It sees 1D pieces of the parameters, so
     its update of an element must not depend on other elements: Adafactor, LBFGS, Muon and SparseAdam raise
     ValueError. FusedAdamW is the fastest: it leaves the amaxes of the masters behind that their cast needs.
-    process_group: the data-parallel ranks; None is the default group, or a world of one without
-    torch.distributed.
+    process_group: all ranks that step together; None is the default group, or a world of one without
+    torch.distributed. Parameters are sharded over all of them, unless their parameter group names a part,
+    {"params": experts, "process_group": expert_data_parallel}: then first ranks, means, casts, gathers and
+    equal bytes are those of that part, while votes, errors, skipped steps and norms are of all. A group that
+    is {"replicated_over": tensor_parallel} has the same parameters on each of these ranks, and a norm counts
+    those of the first; all others count on each rank. Such a group lies in process_group as well.
     amax_groups: lists of NVFP4 weights of params that share one amax.
     transport: how gradients and weights travel. "collective": by NCCL or gloo. "peer": the ranks share memory
     (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and codes are
@@ -88,6 +101,8 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     model first, since writing into a weight makes the next step() raise. A parameter that is frozen when the
     optimizer is built gets rank 0's bytes once, and no master; unfreezing it makes the next step() raise.
 
+    In param_groups a process group is a reference, to be called, which does not keep it alive.
+
     Building, step() and clip_grad_norm_() are collective. What one rank finds wrong before an update raises
     on every rank, before anything has changed. The page on failures says which errors these are, what is
     left to the group's timeout, and where the host waits for the device: for one small vector in each of the
@@ -113,43 +128,59 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         self._built = False
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
-        description, options, error = [], [], None
+        announcement, error = None, None
         try:
             check_policy(on_nonfinite)
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
             updated = self._take_arguments(params, optimizer_class, whole_matrices, amax_groups, defaults)
             check_gradient_dtype(gradient_dtype, self._trainable, self._trainable_names)
+            places = find_places(self.param_groups, group)
+            shardings = self._shardings(places)
             wire = make_wire(gradient_wire, bucket_mb, self._trainable, gradient_dtype)
-            held = take_over(masters_from, self._trainable, self._trainable_names, group)
-            description = describe(self.param_groups, [inner.name for inner in self._classes], updated)
-            handed = [i for i, p in enumerate(self._parameters) if id(p) in held]
-            options = [
-                on_nonfinite,
-                transport,
-                wire,
-                handed,
-                amax_group_numbers(self._trainable, amax_groups),
-            ]
+            held = take_over(masters_from, self._trainable, self._trainable_names, group, shardings)
+            common = {
+                "optimizer_class": " and ".join(dict.fromkeys(inner.name for inner in self._classes)),
+                "on_nonfinite": on_nonfinite,
+                "transport": transport,
+                "gradient_dtype, gradient_wire and bucket_mb": str(
+                    wire if bucket_mb is not None else wire._replace(bucket_mb=None)
+                ),
+            }
+            announcement = self._announce(places, updated, amax_groups, held, common, wire.bucket_mb)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        described = exchange([*description, *options], error, group, "building ZeroFP4Optimizer")
-        check_same_parameters(described, self._names)
+        announced = exchange(announcement, error, group, "building ZeroFP4Optimizer")
+        check_announcements(announced)
+        transport = check_transport(transport, announced)
+        rank, size = rank_and_size(group)
+        slots = find_slots(announced, rank)
+        self._saved_names = find_saved_names(announced, rank)
+        wire = wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
         set_gradient_dtype(gradient_dtype, self._trainable)
         self._peers, self._why_collective = join_peers(transport, group, self._trainable[0].device)
         with torch.no_grad():
             self._shards = ShardedParameters(
-                self._trainable, self._trainable_names, group, amax_groups, wire, updated, self._peers
+                self._trainable,
+                self._trainable_names,
+                shardings,
+                size,
+                amax_groups,
+                wire,
+                updated,
+                self._peers,
             )
             self._shards.initialize_masters(held)
-            self._broadcast_frozen()
+            self._broadcast_frozen(places)
             self._build_inners()
             self._reducer = self._make_reducer(group, wire)
             self._spare = SpareMemory(self._shards, self._reducer)
             self._bucketed = BucketedStep(self.inners, self._shards, self._reducer, self._peers)
-            self._votes = Votes(len(self._trainable), self._shards.buffers[0].device, group)
+            self._votes = Votes(slots, self._shards.buffers[0].device, group)
             self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None
-            self._nonfinite = NonfiniteGradients(on_nonfinite, self._shards, self.inners, wire.dtype)
+            self._nonfinite = NonfiniteGradients(
+                on_nonfinite, self._shards, slots, size, self.inners, wire.dtype
+            )
             self._steps = self._cleared = 0
             self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
             self._weights_follow = True
@@ -193,12 +224,30 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         arguments = self._shards.buffers, group, wire
         return GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
 
-    def _broadcast_frozen(self) -> None:
-        group = self.process_group()
-        if group is not None:
-            for parameter in self._parameters:
-                if not parameter.requires_grad:
-                    broadcast_frozen(parameter, group)
+    def _shardings(self, places: Sequence[Place]) -> list[Sharding]:
+        """By trainable parameter."""
+        pairs = zip(self.param_groups, places, strict=True)
+        return [place.sharding for group, place in pairs for p in group["params"] if p.requires_grad]
+
+    def _announce(
+        self,
+        places: Sequence[Place],
+        updated: Sequence[Updated],
+        amax_groups: Sequence | None,
+        held: Mapping[int, HeldMaster],
+        common: dict[str, str],
+        bucket_mb: float,
+    ) -> Announcement:
+        numbers = amax_group_numbers(self._trainable, amax_groups)
+        names = [inner.name for inner in self._classes]
+        kinds = describe(self.param_groups, names, updated)
+        return announce(self.param_groups, self._names, kinds, places, numbers, held, common, bucket_mb)
+
+    def _broadcast_frozen(self, places: Sequence[Place]) -> None:
+        for param_group, place in zip(self.param_groups, places, strict=True):
+            for parameter in param_group["params"]:
+                if place.sharding.group is not None and not parameter.requires_grad:
+                    broadcast_frozen(parameter, place.sharding.group)
 
     def _build_inners(self) -> None:
         optimized = zip(self._trainable, self._shards.optimized, strict=True)
@@ -215,7 +264,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
                 "optimizer was built; build a new optimizer for other parameters, with masters_from=this "
                 "one, or have it load_state_dict() this one's state_dict(), moments and all"
             )
-        super().add_param_group(param_group)
+        super().add_param_group(with_references(param_group))
 
     def refresh(self) -> None:
         """Go on after parameters, masters or found_inf have moved (share_memory_(), .data assigned): the
