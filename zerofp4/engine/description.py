@@ -32,6 +32,7 @@ def describe_buckets(
                 "kind": buffer.kind,
                 "parameters": len(buffer.parameters),
                 "ranks": buffer.world_size,
+                "replicas": buffer.replica_count,
                 "elements": sum(parameter.numel() for parameter in buffer.parameters),
                 "whole_matrices": buffer.is_of_whole_matrices,
                 "gradients_travel_as": str(reducer.dtypes[b]).removeprefix("torch."),

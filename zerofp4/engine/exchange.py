@@ -19,6 +19,7 @@ from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.places import GradientPlaces
+from zerofp4.engine.replicas import ReplicaMean
 from zerofp4.engine.wire import Wire
 
 
@@ -110,6 +111,7 @@ class GradientReducer:
         self._own = [source.own_views(b.rank) for source, b in zip(self._sources, buffers, strict=True)]
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._flight: list[Flight] = []
+        self._replicas = ReplicaMean(buffers, self.device)
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=self.device)
 
     def _make_sources(self) -> list[FlatGradients]:
@@ -213,21 +215,24 @@ class GradientReducer:
         """Average those of buffer b, while the next ones travel. squares: those of the means are added to it,
         as ops.average does, where they are counted.
         """
-        failures, rank = Failures(), self.buffers[b].rank
-        if not self.buffers[b].is_counted:
-            squares = None
+        failures, buffer = Failures(), self.buffers[b]
+        squares = squares if buffer.is_counted else None
+        of_stretches = None if buffer.replica_count > 1 else squares
         for number in self._numbers(b):
             with failures:
                 stretch = self._arrive(number)
                 if not self._is_in_place:
                     last = stretch.first + stretch.received.shape[1]
-                    means = stretch.buffer.gradients[stretch.first : last]
-                    ops.average(stretch.received, means, stretch.here[rank], rank, squares)
+                    means, own = buffer.gradients[stretch.first : last], stretch.here[buffer.rank]
+                    ops.average(stretch.received, means, own, buffer.rank, of_stretches)
+        if buffer.replica_count > 1:
+            with failures:
+                self._replicas.take(buffer, squares)
         failures.raise_first()
 
     def can_bring(self, b: int) -> bool:
         """Whether the gradients of buffer b travel all at once, or need not where others do."""
-        return self.world_size > 1 and len(self._numbers(b)) == 1
+        return self.world_size > 1 and len(self._numbers(b)) == 1 and self.buffers[b].replica_count == 1
 
     def bring(self, b: int) -> Brought:
         """Those of buffer b as they were sent, for an update that adds them up as it reads them. They are

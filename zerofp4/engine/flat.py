@@ -8,6 +8,7 @@ Slices end wherever they end, or, for optimizers that look at whole matrices, be
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, Pending, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import PeerGather, Peers
+from zerofp4.engine.sharding import Sharding
+from zerofp4.layout import ceil_div, round_up
 from zerofp4.shard import equal_slices, intersect, whole_slices
 
 ALIGNMENT = 256
@@ -29,8 +32,9 @@ class FlatBuffer:
     with which it lies whole, in ascending order; None where parameters are cut wherever a slice ends.
     shards[i]: what this rank owns of parameters[i]. masters, gradients: float32 [slice_numel]; what lies
     between two parameters is zero. weights: what the model computes with, allocated by the subclass,
-    world_size slices; take_values() copies the parameters into it, bind() makes them views of it. is_counted:
-    as a Sharding has it.
+    world_size slices; take_values() copies the parameters into it, bind() makes them views of it. sharding:
+    over the ranks of its group. replica, replica_count: this rank's number among its replicas, and how many
+    there are; parts: of a slice, by replica, what it averages.
     """
 
     kind: str
@@ -45,10 +49,15 @@ class FlatBuffer:
         parameters: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
         owners: Sequence[int] | None = None,
-        is_counted: bool = True,
+        sharding: Sharding | None = None,
     ):
-        self.indices, self.parameters, self.is_counted = list(indices), list(parameters), is_counted
-        self.group = GroupReference(group)
+        sharding = sharding or Sharding(group)
+        self.indices, self.parameters = list(indices), list(parameters)
+        self.group, self.is_counted = GroupReference(group), sharding.is_counted
+        self.replicas = GroupReference(sharding.replicas)
+        self.replica, self.replica_count = (0, 1)
+        if sharding.replicas is not None:
+            self.replica, self.replica_count = rank_and_size(sharding.replicas)
         self.rank, self.world_size = rank_and_size(group)
         self.device = self.parameters[0].device
         self.is_of_whole_matrices = owners is not None
@@ -61,6 +70,14 @@ class FlatBuffer:
         end = self.begin + self.slice_numel
         self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
         self.numel = self.world_size * self.slice_numel
+        most = round_up(ceil_div(self.slice_numel, self.replica_count), ALIGNMENT)
+        bounds = [min(r * most, self.slice_numel) for r in range(self.replica_count + 1)]
+        self.parts = [slice(first, last) for first, last in itertools.pairwise(bounds)]
+
+    @property
+    def part(self) -> slice:
+        """Of this rank's slice, what it averages: all of it where there are no replicas."""
+        return self.parts[self.replica]
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
@@ -77,7 +94,7 @@ class FlatBuffer:
 
     def is_sharded_like(self, other: "FlatBuffer") -> bool:
         """Whether both are cut over the same ranks, whose collectives have one order."""
-        return self.group() is other.group()
+        return self.group() is other.group() and self.replicas() is other.replicas()
 
     def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
         """This rank's part of each parameter in a tensor like `masters`; None where it owns nothing."""
@@ -127,9 +144,9 @@ class DenseBuffer(FlatBuffer):
         parameters: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
         owners: Sequence[int] | None = None,
-        is_counted: bool = True,
+        sharding: Sharding | None = None,
     ):
-        super().__init__(indices, parameters, group, owners, is_counted)
+        super().__init__(indices, parameters, group, owners, sharding)
         self.dtype = self.parameters[0].dtype
         self.kind = str(self.dtype).removeprefix("torch.")
 

@@ -97,7 +97,7 @@ def _buffers_of(
             kind = PackedBuffer if isinstance(parameters[chosen[0]], NVFP4Tensor) else DenseBuffer
             with_ranks = [owners[i] for i in chosen] if whole else None
             members = [parameters[i] for i in chosen]
-            buffers.append(kind(chosen, members, sharding.group, with_ranks, sharding.is_counted))
+            buffers.append(kind(chosen, members, sharding.group, with_ranks, sharding))
     return buffers
 
 

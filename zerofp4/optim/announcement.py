@@ -29,13 +29,14 @@ class Member(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What one rank brings. ranks, copies: by parameter group, as Place has them. common: what all ranks must
-    have in common, by what messages call it. bucket_mb: the size of buckets that suits this rank.
+    """What one rank brings. ranks, copies, parts: by parameter group, as Place has them. common: what all
+    ranks must have in common, by what messages call it. bucket_mb: the size of buckets that suits this rank.
     """
 
     members: list[Member]
     ranks: list[Ranks]
     copies: list[Ranks]
+    parts: list[int]
     common: dict[str, str]
     bucket_mb: float
 
@@ -77,8 +78,11 @@ def announce(
                 raise ValueError(
                     f"amax_groups put {other} and {label} together, which are in other process groups"
                 )
+        if places[g].parts < len(ranks[g]):
+            kind += f" in {places[g].parts} parts"
         members.append(Member(g, label, name, kind, p.requires_grad, together, id(p) in handed))
-    return Announcement(members, ranks, [place.copies for place in places], common, bucket_mb)
+    copies, parts = [place.copies for place in places], [place.parts for place in places]
+    return Announcement(members, ranks, copies, parts, common, bucket_mb)
 
 
 def _parameters(param_groups: Sequence[dict]) -> Iterator[tuple[int, torch.Tensor, str | None]]:
@@ -119,7 +123,11 @@ def check_transport(transport: str, by_rank: Sequence[Announcement]) -> str:
 
 def _all_share_all(by_rank: Sequence[Announcement]) -> bool:
     everyone = tuple(range(len(by_rank)))
-    return all(ranks == everyone for rank in by_rank for ranks in rank.ranks)
+    return all(
+        ranks == everyone and parts == len(everyone)
+        for rank in by_rank
+        for ranks, parts in zip(rank.ranks, rank.parts, strict=True)
+    )
 
 
 def _check_ranks(by_rank: Sequence[Announcement]) -> None:

@@ -42,18 +42,18 @@ def global_norm(
     and does not depend on the number of ranks. For others FP32 sums are kept short and added up in float64:
     one long FP32 sum is off by percents for 10**8 elements.
     """
-    counted = [buffer for buffer in buffers if buffer.is_counted]
+    counted = [buffer.gradients[buffer.part] for buffer in buffers if buffer.is_counted]
     if p == 2.0:
         if squares is None:
             squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=buffers[0].device)
-            for buffer in counted:
-                ops.add_squares(buffer.gradients, squares)
+            for gradients in counted:
+                ops.add_squares(gradients, squares)
         words = squares.sum(0)
         if group is not None:
             with Stage(NORM, group):
                 dist.all_reduce(words, group=group)
         return ops.norm_of_squares(words)
-    rows = [torch.linalg.vector_norm(b.gradients.view(-1, ALIGNMENT), p, dim=1) for b in counted]
+    rows = [torch.linalg.vector_norm(g.view(-1, ALIGNMENT), p, dim=1) for g in counted]
     norms = torch.cat([*rows, torch.zeros(1, device=buffers[0].device)]).double()
     if p != math.inf:
         total = norms.pow(p).sum()

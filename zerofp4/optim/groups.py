@@ -22,13 +22,25 @@ Ranks = tuple[int, ...]
 
 
 class Place(NamedTuple):
-    """Where the parameters of a parameter group are. ranks: that they are sharded over. copies: that
-    `replicated_over` names, this one among them; this one alone where it names none.
+    """Where the parameters of a parameter group are. ranks: that share them, each element or, where there are
+    replicas, each of `parts` of them. copies: that `replicated_over` names, this one among them; this one
+    alone where it names none.
     """
 
     sharding: Sharding
     ranks: Ranks
     copies: Ranks
+    parts: int
+
+
+class MeshReference(NamedTuple):
+    """A DeviceMesh of two dimensions, of which the first one replicates and the second one shards. ranks:
+    global ones, replica by replica.
+    """
+
+    replicas: GroupReference
+    group: GroupReference
+    ranks: Ranks
 
 
 def with_references(param_group: Any) -> Any:
@@ -43,8 +55,10 @@ def with_references(param_group: Any) -> Any:
 
 
 def _reference(key: str, value: Any) -> GroupReference:
-    if isinstance(value, GroupReference):  # the param_groups of another optimizer
+    if isinstance(value, GroupReference | MeshReference):  # the param_groups of another optimizer
         return value
+    if key == "process_group" and dist.is_available() and isinstance(value, dist.device_mesh.DeviceMesh):
+        return _mesh_reference(value)
     if dist.is_available() and value == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{key} of a parameter group does not contain the calling process")
     if not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
@@ -54,21 +68,37 @@ def _reference(key: str, value: Any) -> GroupReference:
     return GroupReference(value)
 
 
+def _mesh_reference(mesh: dist.device_mesh.DeviceMesh) -> MeshReference:
+    if mesh.ndim != 2:
+        raise ValueError(
+            "process_group of a parameter group may be a DeviceMesh of two dimensions, the first of replicas "
+            f"and the second to shard over, got {mesh.ndim}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError("process_group of a parameter group does not contain the calling process")
+    replicas, group = (GroupReference(mesh.get_group(dimension)) for dimension in range(2))
+    return MeshReference(replicas, group, tuple(mesh.mesh.flatten().tolist()))
+
+
 def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -> list[Place]:
     """By parameter group. Groups of the same ranks are one: the first that was named.
 
     Raises ValueError for what one rank can see is wrong.
     """
     rank, size = rank_and_size(group)
-    known: dict[Ranks, dist.ProcessGroup | None] = {tuple(range(size)): group}
+    known: dict[tuple[Ranks, int], Sharding] = {(tuple(range(size)), size): Sharding(group)}
     places = []
     for g, param_group in enumerate(param_groups):
         ranks = _ranks(g, param_group, "process_group", group) or tuple(range(size))
         copies = _ranks(g, param_group, "replicated_over", group) or (rank,)
-        if ranks not in known:
-            known[ranks] = param_group["process_group"]()
+        named, parts = param_group.get("process_group"), len(ranks)
+        sharding = None if named is None or isinstance(named, MeshReference) else Sharding(named())
+        if isinstance(named, MeshReference):
+            parts = dist.get_world_size(named.group())
+            sharding = Sharding(named.group(), replicas=named.replicas() if parts < len(ranks) else None)
+        sharding = known.setdefault((ranks, parts), sharding)
         copy = copies.index(rank) if len(copies) > 1 else None
-        places.append(Place(Sharding(known[ranks], copy), ranks, copies))
+        places.append(Place(sharding._replace(copy=copy), ranks, copies, parts))
     for g, place in enumerate(places):
         if len(set(place.copies) & set(place.ranks)) > 1:
             raise ValueError(
@@ -86,7 +116,10 @@ def _ranks(g: int, param_group: dict, key: str, group: dist.ProcessGroup | None)
     if reference is None:
         return None
     numbers = {r: i for i, r in enumerate(dist.get_process_group_ranks(group))}
-    named = dist.get_process_group_ranks(reference())
+    if isinstance(reference, MeshReference):
+        named = reference.ranks
+    else:
+        named = dist.get_process_group_ranks(reference())
     outside = [r for r in named if r not in numbers]
     if outside:
         raise ValueError(

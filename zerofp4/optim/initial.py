@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import Stage
-from zerofp4.engine import FlatBuffer
+from zerofp4.engine import FlatBuffer, Sharding
 from zerofp4.shard import Shard, intersect
 from zerofp4.tensors import NVFP4Tensor
 
@@ -51,13 +51,16 @@ Chunks = Callable[[int, int], torch.Tensor]
 
 
 def _initial_chunks(parameter: torch.Tensor, buffer: FlatBuffer) -> Chunks:
-    source = initial_values(parameter) if buffer.rank == 0 else None
+    source = initial_values(parameter) if buffer.rank == buffer.replica == 0 else None
 
     def chunk(first: int, size: int) -> torch.Tensor:
         if source is None:
             values = torch.empty(size, dtype=torch.float32, device=buffer.device)
         else:
             values = source[first : first + size].to(buffer.device, torch.float32)
+        if buffer.replica_count > 1 and buffer.rank == 0:
+            with Stage("sending rank 0's initial values", group := buffer.replicas()):
+                dist.broadcast(values, group=group, group_src=0)
         if buffer.world_size > 1:
             with Stage("sending rank 0's initial values", group := buffer.group()):
                 dist.broadcast(values, group=group, group_src=0)
@@ -95,8 +98,14 @@ def initial_values(parameter: torch.Tensor) -> torch.Tensor:
     return value.detach().reshape(-1)
 
 
-def broadcast_frozen(parameter: torch.Tensor, group: dist.ProcessGroup) -> None:
+def broadcast_frozen(parameter: torch.Tensor, sharding: Sharding) -> None:
     """Give a parameter without master the bytes that rank 0 has."""
+    for group in (sharding.group, sharding.replicas):  # each replica those of its first, then of the first
+        if group is not None:
+            _broadcast_bytes(parameter, group)
+
+
+def _broadcast_bytes(parameter: torch.Tensor, group: dist.ProcessGroup) -> None:
     quantized = isinstance(parameter, NVFP4Tensor)
     for tensor in [buffer for _, buffer in parameter.record.buffers()] if quantized else [parameter]:
         if not tensor.numel():

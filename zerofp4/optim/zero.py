@@ -68,7 +68,9 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     {"params": experts, "process_group": expert_data_parallel}: then first ranks, means, casts, gathers and
     equal bytes are those of that part, while votes, errors, skipped steps and norms are of all. A group that
     is {"replicated_over": tensor_parallel} has the same parameters on each of these ranks, and a norm counts
-    those of the first; all others count on each rank. Such a group lies in process_group as well.
+    those of the first; all others count on each rank. Such a group lies in process_group as well. A group's
+    process_group may be a DeviceMesh of two dimensions: gradients are averaged over the second, which masters
+    are sharded over, and these means, in FP32, over the replicas in the first.
     amax_groups: lists of NVFP4 weights of params that share one amax.
     transport: how gradients and weights travel. "collective": by NCCL or gloo. "peer": the ranks share memory
     (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and codes are
@@ -246,8 +248,8 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     def _broadcast_frozen(self, places: Sequence[Place]) -> None:
         for param_group, place in zip(self.param_groups, places, strict=True):
             for parameter in param_group["params"]:
-                if place.sharding.group is not None and not parameter.requires_grad:
-                    broadcast_frozen(parameter, place.sharding.group)
+                if not parameter.requires_grad:
+                    broadcast_frozen(parameter, place.sharding)
 
     def _build_inners(self) -> None:
         optimized = zip(self._trainable, self._shards.optimized, strict=True)
