@@ -180,14 +180,16 @@ class GradientReducer:
 
     def lend(self, numbers: Collection[int], end: Callable[[], None]) -> dict[int, torch.Tensor]:
         """Of buffers of these numbers, memory like their masters in which gradients stay, for others who have
-        it until they are told its end; nothing where some p.grad lies there.
+        it until they are told its end; nothing where some p.grad lies there, nor of a group of one rank,
+        where gradients of two bytes have half as much.
         """
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [parameter.grad for buffer in self.buffers for parameter in buffer.parameters]
         if any(gradient is not None and self._places.hold(gradient) for gradient in gradients):
             return {}
         stay = {b: source for b, source in enumerate(self._sources) if isinstance(source, GradientViews)}
-        return {b: source.lend(end) for b, source in stay.items() if b in numbers}
+        large = {b for b in numbers if b in stay and stay[b].flat.nbytes >= 4 * self.buffers[b].slice_numel}
+        return {b: stay[b].lend(end) for b in large}
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Average the gradients of all trainable parameters; None counts as zeros. Returns the sums of the
