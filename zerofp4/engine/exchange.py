@@ -158,7 +158,11 @@ class GradientReducer:
         return flat.shape[1] if fits else parts
 
     def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-        """Raises TypeError for a gradient that would lose values on its way which nobody asked to lose."""
+        """Raises TypeError for a gradient that would lose values on its way which nobody asked to lose, and
+        RuntimeError for one that a backward pass has not finished.
+        """
+        for source in self._sources:
+            source.check(gradients, names)
         if self._wire.dtype is not None:
             return
         for i, dtype in self._travels_as.items():

@@ -8,6 +8,7 @@ import torch
 
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.places import GradientPlaces, are_sendable, is_same_memory, is_sendable
+from zerofp4.tensors import GradientPlace
 
 
 class FlatGradients:
@@ -29,6 +30,9 @@ class FlatGradients:
         """By the position of the parameter, what lies in this rank's slice of it, 1D."""
         views = zip(self._buffer.indices, self._buffer.own_views(self.flat[rank]), strict=True)
         return {i: view for i, view in views if view is not None}
+
+    def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+        """Raises where take() must not be called now; nobody else writes to this memory at any time."""
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Of all trainable parameters: those of this buffer are in `flat` afterwards, rounded to its dtype,
@@ -59,8 +63,9 @@ class FlatGradients:
 
 
 class GradientViews(FlatGradients):
-    """Memory in which gradients stay: what a backward pass leaves in p.grad is moved there, and p.grad is a
-    view of it from then on, to which later passes add where it is.
+    """Memory in which gradients stay: p.grad is a view of it after a backward pass, to which later passes add
+    where it is. A product of a quantized weight, or of a layer, writes its gradient there (GradientPlace);
+    what else a backward pass leaves in p.grad is moved there.
 
     Only a plain gradient is moved: one that has a graph of its own, and what a user assigns, stay as they are
     and are copied by take(). Whoever keeps a p.grad past the next backward pass clones it, since its memory
@@ -76,22 +81,28 @@ class GradientViews(FlatGradients):
         self._end: Callable[[], None] | None = None
         me = weakref.ref(self)
         with torch._C.DisableTorchFunctionSubclass():
-            handles = [
-                parameter.register_post_accumulate_grad_hook(functools.partial(_move, me, view, places))
+            self._places = [
+                GradientPlace(parameter, view, functools.partial(_end_loan, me))
                 for parameter, view in zip(buffer.parameters, self._views, strict=True)
             ]
-        weakref.finalize(self, _remove, handles).atexit = False
+            handles = [
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(_move, me, view, places, place)
+                )
+                for parameter, view, place in zip(buffer.parameters, self._views, self._places, strict=True)
+            ]
+        weakref.finalize(self, _remove, handles, self._places).atexit = False
         places.add(buffer.indices, self._views)
 
     def lend(self, end: Callable[[], None]) -> torch.Tensor:
         """Of this memory, while no p.grad lies in it, float32 [slice_numel]: whoever has it may write there
-        until end() is called, before a gradient is moved there.
+        until end() is called, before a gradient is moved, or written, there.
         """
         self._end, self._gaps = end, self._between
         return self.flat.view(-1).view(torch.uint8)[: 4 * self._buffer.slice_numel].view(torch.float32)
 
     def end_loan(self) -> None:
-        """Before a gradient is moved here."""
+        """Before a gradient is moved, or written, here."""
         if self._end is not None:
             self._end()
             self._end = None
@@ -101,6 +112,18 @@ class GradientViews(FlatGradients):
         super().take(gradients)
         self._gaps = []
 
+    def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+        """Raises RuntimeError inside of a backward pass where take() would write over part of a gradient."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        for i, view, place in zip(self._buffer.indices, self._views, self._places, strict=True):
+            gradient = gradients[i]
+            if place.is_awaited() and (gradient is None or not is_same_memory(view, gradient)):
+                raise RuntimeError(
+                    f"a backward pass has made part of the gradient of {names[i]}: gradients are reduced "
+                    "before or after it, not in between"
+                )
+
 
 def _between(flat: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
     """What lies in `flat` before, between and behind stretches of it."""
@@ -108,17 +131,30 @@ def _between(flat: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return [flat[end:begin] for end, begin in zip(ends, [*offsets, flat.numel()], strict=True) if end < begin]
 
 
+def _end_loan(owner: "weakref.ref[GradientViews]") -> None:
+    memory = owner()
+    if memory is not None:
+        memory.end_loan()
+
+
 def _move(
-    owner: "weakref.ref[GradientViews]", view: torch.Tensor, places: GradientPlaces, parameter: torch.Tensor
+    owner: "weakref.ref[GradientViews]",
+    view: torch.Tensor,
+    places: GradientPlaces,
+    place: GradientPlace,
+    parameter: torch.Tensor,
 ) -> None:
-    """What a backward pass left in the gradient of a parameter to its place."""
+    """What a backward pass left in the gradient of a parameter to its place, unless another pass, inside of
+    which that one ran, has begun to write there.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         gradient, memory = parameter.grad, owner()
         if memory is None or gradient is None or gradient.requires_grad:
             return
         if is_same_memory(view, gradient) or not is_sendable(gradient, view.dtype):
             return
-        if not places.hold(gradient):  # else what belongs here may be another's, who would lose it
+        # What lies in other places stays: what belongs here may be another's, who would lose it.
+        if not places.hold(gradient) and not place.is_awaited():
             memory.end_loan()
             with torch.no_grad():
                 view.copy_(gradient)
@@ -126,6 +162,7 @@ def _move(
             parameter.grad = view.data
 
 
-def _remove(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
+def _remove(handles: Sequence[torch.utils.hooks.RemovableHandle], places: Sequence[GradientPlace]) -> None:
+    for handle, place in zip(handles, places, strict=True):
         handle.remove()
+        place.close()

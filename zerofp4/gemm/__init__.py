@@ -10,7 +10,7 @@ from zerofp4.gemm.grouped import (
 )
 from zerofp4.gemm.kept import keep_values, keeps_values
 from zerofp4.gemm.operand import Operand
-from zerofp4.gemm.product import BACKENDS, chosen_backend, gemm
+from zerofp4.gemm.product import BACKENDS, chosen_backend, gemm, gemm_into
 
 __all__ = [
     "BACKENDS",
@@ -18,6 +18,7 @@ __all__ = [
     "Operand",
     "chosen_backend",
     "gemm",
+    "gemm_into",
     "grouped_gemm",
     "grouped_wgrad",
     "groups_of_rows",

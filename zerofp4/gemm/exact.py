@@ -32,6 +32,11 @@ def multiply(
     return accumulate_into
 
 
+def multiply_into(a: Operand, b: Operand, out: torch.Tensor) -> torch.Tensor:
+    """[rows of a, rows of b] into out, contiguous, in its dtype."""
+    return ops.write_scaled_product(*factors(a, b, factor_dtype(a, out.dtype)), out)
+
+
 def factor_dtype(operand: Operand, out_dtype: torch.dtype) -> torch.dtype:
     """What values are multiplied in: on the CPU float32. On CUDA float16, where it holds them, for an output
     of float16, which a product of bfloat16 cannot round to.

@@ -68,6 +68,16 @@ def gemm(
     return result.to(out_dtype)
 
 
+def gemm_into(a: Operand, b: Operand, out: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """gemm(a, b, out_dtype=out.dtype, backend=backend) in out, which is contiguous and [M, N]; as layers call
+    it, with what they have made.
+    """
+    check_pair(a, b)
+    if chosen_backend(a.device, backend) == "exact" or 0 in (*out.shape, a.shape[1]):
+        return exact.multiply_into(a, b, out)
+    return out.copy_(native.multiply(a, b, out.dtype))
+
+
 def chosen_backend(device: torch.device, backend: str = "auto") -> str:
     """The backend that gemm uses for operands on `device`.
 

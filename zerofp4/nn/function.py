@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from zerofp4.gemm import Operand, gemm, keeps_values
+from zerofp4.gemm import Operand, gemm, gemm_into, keeps_values
 from zerofp4.nn.quantizers import Quantizers, with_columns
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
-from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor, QuantizedTensor
+from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor, QuantizedTensor, gradient_place
 
 
 class MainGrad:
@@ -132,7 +132,8 @@ class LinearFunction(torch.autograd.Function):
                 "the weight of a layer was written to between its forward and its backward pass: "
                 "call backward first"
             )
-        grad_x, grad_weight = gradients(ctx.quantizers, grad, x, weight, ctx.dtypes[:2], ctx.main_grad)
+        out = None if x is None or ctx.main_grad is not None else gradient_place(ctx, 1, ctx.dtypes[1])
+        grad_x, grad_weight = gradients(ctx.quantizers, grad, x, weight, ctx.dtypes[:2], ctx.main_grad, out)
         grad_bias = grad.sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
         return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, None
 
@@ -144,15 +145,16 @@ def gradients(
     weight: Storage | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     main_grad: MainGrad | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx, dw) of y's gradient [T, N], in these dtypes; dx needs the weight, dw needs x, and each is None
-    where that is.
+    where that is. out: memory for dw.
     """
     products = _quantized if quantizers.quantized_backward else _dequantized
-    return products(quantizers, grad, x, weight, dtypes, main_grad)
+    return products(quantizers, grad, x, weight, dtypes, main_grad, out)
 
 
-def _quantized(quantizers, grad, x, weight, dtypes, main_grad):
+def _quantized(quantizers, grad, x, weight, dtypes, main_grad, out):
     """Of a gradient in its own quantization."""
     grad_x = grad_weight = None
     if x is None and weight is None:
@@ -164,7 +166,9 @@ def _quantized(quantizers, grad, x, weight, dtypes, main_grad):
         grad_x = gemm(q_grad, columns, out_dtype=dtypes[0], backend=backend)
     if x is not None:
         operands = Operand(q_grad, "columnwise"), Operand(x, "columnwise")
-        if main_grad is None:
+        if out is not None:
+            grad_weight = gemm_into(*operands, out, backend=backend)
+        elif main_grad is None:
             grad_weight = gemm(*operands, out_dtype=dtypes[1], backend=backend)
         else:
             gemm(*operands, accumulate_into=main_grad.buffer(), backend=backend)
@@ -172,12 +176,13 @@ def _quantized(quantizers, grad, x, weight, dtypes, main_grad):
     return grad_x, grad_weight
 
 
-def _dequantized(quantizers, grad, x, weight, dtypes, main_grad):
+def _dequantized(quantizers, grad, x, weight, dtypes, main_grad, out):
     grad_x = grad_weight = None
     if weight is not None:
         grad_x = (grad @ _values(weight, grad.dtype)).to(dtypes[0])
     if x is not None:
-        grad_weight = grad.t() @ _values(x, grad.dtype).flatten(0, -2)
+        out = out if grad.dtype == dtypes[1] else None
+        grad_weight = torch.mm(grad.t(), _values(x, grad.dtype).flatten(0, -2), out=out)
         if main_grad is None:
             grad_weight = grad_weight.to(dtypes[1])
         else:

@@ -36,7 +36,7 @@ from zerofp4.ops.nonfinite import find_nonfinite
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.peers import MAX_PEERS, Barrier, PeerRows, average_rows
-from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
+from zerofp4.ops.product import add_scaled_product, product_values, scaled_product, write_scaled_product
 from zerofp4.ops.quantize import (
     Quantization,
     check_rounding,
@@ -124,4 +124,5 @@ __all__ = [
     "transpose_pairs",
     "values_of",
     "values_of_many",
+    "write_scaled_product",
 ]

@@ -114,17 +114,35 @@ def add_scaled_product(
         torch.ops.zerofp4.add_scaled_product(a, b, alpha, bias, out)
 
 
-def _run(a, b, alpha, bias, out_dtype) -> torch.Tensor:
+def write_scaled_product(
+    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """scaled_product(a, b, alpha, None, out.dtype) into out [M, N], contiguous, on what a caller has checked.
+    No operator: what is traced has no memory to write to.
+    """
+    return _run(a, b, alpha, None, out.dtype, out)
+
+
+def _run(a, b, alpha, bias, out_dtype, out=None) -> torch.Tensor:
     if _by_cublaslt(a, b):
         # The epilogue takes a bias of the output's dtype only, and rounds to the operands' dtype or none.
         # Where rows begin at no multiple of 16 bytes it may round before the bias is added, and after it.
         whole = out_dtype == torch.float32 or b.shape[0] * out_dtype.itemsize % 16 == 0
         plain = bias is None or (bias.dtype == out_dtype and whole)
         direct = out_dtype in (a.dtype, torch.float32) and plain
-        out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype if direct else torch.float32)
-        if cublaslt.multiply(_strided(a), _strided(b), alpha, _of_dtype(bias, out.dtype), out, False):
-            return out.to(out_dtype)
-    return _by_torch(a, b, alpha, bias).to(out_dtype)
+        made = out
+        if made is None or not direct:
+            made = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype if direct else torch.float32)
+        if cublaslt.multiply(_strided(a), _strided(b), alpha, _of_dtype(bias, made.dtype), made, False):
+            return _rounded(made, out_dtype, out)
+    return _rounded(_by_torch(a, b, alpha, bias), out_dtype, out)
+
+
+def _rounded(result: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    """In out, if there is one."""
+    if out is None:
+        return result.to(dtype)
+    return out if result is out else out.copy_(result)
 
 
 def _add(a, b, alpha, bias, out) -> None:

@@ -1,6 +1,7 @@
 """Quantized tensors: autograd and torch over records, and the functions that make them."""
 
 from zerofp4.tensors.dispatch import register_handler
+from zerofp4.tensors.gradient_places import GradientPlace, gradient_place
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
 from zerofp4.tensors.held import check_not_held, find_in_no_module, register_holder
 from zerofp4.tensors.initial_value import INIT_VAL
@@ -14,6 +15,7 @@ from zerofp4.tensors.straight_through import StraightThrough
 
 __all__ = [
     "INIT_VAL",
+    "GradientPlace",
     "GroupedNVFP4Tensor",
     "MXFP8Tensor",
     "NVFP4Tensor",
@@ -25,6 +27,7 @@ __all__ = [
     "derived_side",
     "empty",
     "find_in_no_module",
+    "gradient_place",
     "quantize",
     "quantize_dequantize",
     "quantize_grouped",

@@ -9,6 +9,8 @@ backward, and saves one.)
 import torch
 from torch.nn import functional as F
 
+from zerofp4.tensors.gradient_places import gradient_place
+
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     return hasattr(type(tensor), "_values_of")
@@ -61,7 +63,8 @@ class Linear(torch.autograd.Function):
                 grad_x = grad @ plain(weight, grad.dtype)
             rows = _rows(grad)
             if x is not None:
-                grad_weight = rows.t() @ _rows(plain(x, grad.dtype))
+                out = gradient_place(ctx, 1, grad.dtype)
+                grad_weight = torch.mm(rows.t(), _rows(plain(x, grad.dtype)), out=out)
             if ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias

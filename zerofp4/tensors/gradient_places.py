@@ -1,0 +1,90 @@
+"""Where the gradient of a parameter is to lie: products write it there, and autograd takes it as p.grad.
+
+A gradient that lies in the wrong memory is silently wrong, so a product writes into the place of a parameter
+only where all of this holds, and returns ordinary memory in every other case:
+
+- The engine is about to accumulate into this very parameter, by a plain backward pass: not for
+  autograd.grad, which may not touch what p.grad lies in, not for create_graph, whose gradients have a graph,
+  and not for a copy of the parameter, whose accumulation is another node.
+- p.grad is None: what is there is added to by autograd, with its rounding, and the hooks of parameters are
+  called, which a product that returned None for a sum of its own would keep from running.
+- No hook of the parameter sees its gradients, which it may keep; and autocast is off, which would choose
+  another dtype for the product.
+- Nothing that an earlier product wrote there is on its way: its tensor is still alive where a weight is
+  used twice, and waits for the other gradient, or where an error, or a backward pass inside of another,
+  came in between.
+
+Autograd takes the tensor over without a copy. Where it adds another gradient to it first, it does so in new
+memory, since what is written here shares its storage.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+_places: dict[int, "GradientPlace"] = {}
+"""By id of the parameter: an attribute would go with its copies."""
+
+
+class GradientPlace:
+    """Memory of a parameter's shape, in which its gradients are to lie, until close(). before_write: called
+    before a product gets it.
+    """
+
+    def __init__(self, parameter: torch.Tensor, view: torch.Tensor, before_write: Callable[[], None]):
+        self._parameter, self._view, self._before_write = weakref.ref(parameter), view, before_write
+        self._given: TensorWeakRef | None = None
+        self._lock = threading.Lock()
+        self._key = id(parameter)
+        _places[self._key] = self
+
+    def close(self) -> None:
+        """From now on no product writes here; unless the parameter has got another place since, nor there."""
+        if _places.get(self._key) is self:
+            del _places[self._key]
+
+    def is_awaited(self) -> bool:
+        """Whether a gradient is here that has not become p.grad yet: nothing may be written over it."""
+        return self._given is not None and self._given() is not None
+
+    def give(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The memory as a new tensor, with a version of its own; None where nothing may be written there."""
+        view = self._view
+        if self._parameter() is not parameter or view.dtype != dtype or view.device != parameter.device:
+            return None
+        with self._lock:  # of two threads that go back through the same parameter
+            if self.is_awaited() or parameter.grad is not None:  # in this order: it is that, and then this
+                return None
+            self._before_write()
+            given = view.data
+            self._given = TensorWeakRef(given)
+            return given
+
+
+def gradient_place(node: Any, index: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """In a backward pass, memory for the gradient of the node's input of this number, a parameter, in which
+    it is to be written, and which is to be returned; None where the gradient belongs into other memory.
+
+    node: the context of an autograd.Function. dtype: of the gradient, which has the parameter's shape.
+    """
+    if torch.compiler.is_compiling() or not _places or torch.is_grad_enabled():
+        return None
+    accumulation = node.next_functions[index][0]
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter = getattr(accumulation, "variable", None)
+        place = _places.get(id(parameter))
+        if place is None or parameter._backward_hooks or torch.is_autocast_enabled(parameter.device.type):
+            return None
+        return place.give(parameter, dtype) if _is_executed(accumulation) else None
+
+
+def _is_executed(accumulation: Any) -> bool:
+    """Whether the backward pass that runs adds to p.grad."""
+    try:
+        return torch._C._will_engine_execute_node(accumulation)
+    except RuntimeError:  # autograd.grad wants the gradient for itself; or nothing runs
+        return False
