@@ -167,3 +167,27 @@ def test_many_weights_in_one_plan(device):
         assert_bytes_equal(
             c.record.buffer("rowwise_scale"), reference.block_scale(tile_amax, amax), f"scale {i}"
         )
+
+
+def test_transposes_of_memory_that_moves_and_comes_back(device):
+    """As FSDP2 frees and takes it: what is bound last is what is read and written."""
+    generator = torch.Generator().manual_seed(0)
+    buffers = [
+        [
+            (
+                torch.randint(256, (rows, cols // 2), dtype=torch.uint8, generator=generator).to(device),
+                torch.full((cols, rows // 2), POISON, dtype=torch.uint8, device=device),
+            )
+            for rows, cols in ((34, 48), (16, 130))
+        ]
+        for _ in range(2)
+    ]
+    stage = ops.TransposeStage(buffers[0])
+    for pairs in (buffers[0], buffers[1], buffers[1], [buffers[0][0], buffers[1][1]], buffers[0]):
+        stage.bind(pairs)
+        for data, out in pairs:
+            data.add_(1)
+            out.fill_(POISON)
+        stage.run()
+        for i, (data, out) in enumerate(pairs):
+            assert_bytes_equal(out, torch.ops.zerofp4.transpose_packed(data), f"pair {i}")

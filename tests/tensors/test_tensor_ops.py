@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import assert_bytes_equal
 from tensor_helpers import ALL, DTYPES, addresses, assert_quantized, assert_record_equal, make, values
 from torch import nn
 from torch.nn import functional as F
@@ -283,6 +284,23 @@ def test_autocast(device):
     out.sum().backward()
     assert out.dtype == torch.bfloat16 and p.grad.dtype == x.grad.dtype == torch.float32
     torch.testing.assert_close(x.grad, p.dequantize().detach().sum(0).expand(4, 80), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_without_gradients_has_the_same_bytes(device, bias, autocasts):
+    weight = nn.Parameter(zerofp4.quantize(values(34, 48, device=device), columnwise=True))
+    b = values(34, seed=2, device=device).requires_grad_() if bias else None
+    x = values(3, 6, 48, seed=1, device=device).requires_grad_()
+    for given in (x, nn.Parameter(zerofp4.quantize(x.detach().view(18, 48), block=(1, 16)))):
+        with torch.autocast(device.type, torch.float16, enabled=autocasts):
+            expected = F.linear(given, weight, b)
+            assert expected.requires_grad
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    y = F.linear(given, weight, b)
+                assert type(y) is torch.Tensor and not y.requires_grad
+                assert_bytes_equal(y.clone(), expected.detach(), mode.__name__)
 
 
 def test_inference_mode(device):

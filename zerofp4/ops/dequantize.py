@@ -158,7 +158,7 @@ def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> tor
         return _run([item], dtype, "compact")[0]
     rows, half = data.shape
     rows, cols = (2 * half, rows) if columnwise else (rows, 2 * half)
-    out = torch.empty((rows, cols), dtype=dtype, device=data.device)
+    out = data.new_empty(rows, cols, dtype=dtype)  # what costs the host least
     if rows and cols:
         target = target_of(data.device)
         addresses = data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr()

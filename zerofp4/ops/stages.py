@@ -180,19 +180,24 @@ class TransposeStage:
         self.device = pairs[0][0].device if pairs else torch.device("cpu")
         self.captured: dict[int, torch.Tensor] = {}
         self._table, self._streams = DescriptorTable(self.device), StreamUse(self.device)
+        self._addresses: list[tuple[int, int]] | None = None
         self.bind(pairs)
 
     def bind(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Take the addresses of the same pairs anew; as CastStages.bind."""
+        """Take the addresses of the same pairs anew; as CastStages.bind. Those that it has cost no plan."""
+        addresses = [(data.data_ptr(), out.data_ptr()) for data, out in pairs]
+        if addresses == self._addresses:
+            self._pairs = pairs
+            return
         items = [
-            _C.TransposeDescriptor(address(data), address(out), data.shape[0], 2 * data.shape[1])
-            for data, out in pairs
+            _C.TransposeDescriptor(*places, data.shape[0], 2 * data.shape[1])
+            for places, (data, _) in zip(addresses, pairs, strict=True)
             if data.numel()
         ]
         plan = _C.TransposePlan(self.device.type == "cpu", items) if items else None
         self._table.load(plan, len(items) > 1)
         self._streams.forget()
-        self._plan, self._pairs = plan, pairs
+        self._plan, self._pairs, self._addresses = plan, pairs, addresses
 
     def run(self) -> None:
         if self._plan is None:

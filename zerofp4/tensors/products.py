@@ -25,7 +25,9 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     without_history = dtype is None or not torch.is_grad_enabled()
     if is_quantized(tensor) and without_history and not torch.compiler.is_compiling():
         return tensor._values_of(tensor.record, dtype or tensor.dtype)
-    return tensor.detach() if dtype is None else tensor.to(dtype)
+    if dtype is None:
+        return tensor.detach()
+    return tensor if tensor.dtype == dtype and not is_quantized(tensor) else tensor.to(dtype)
 
 
 class Dequantize(torch.autograd.Function):
@@ -124,6 +126,8 @@ class AddMM(torch.autograd.Function):
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return F.linear(plain(input), plain(weight), bias)
     return Linear.apply(input, weight, bias)
 
 

@@ -29,6 +29,7 @@ class MasterShard(torch.Tensor):
 
     local: torch.Tensor
     weight: Weight
+    fsdp_pre_all_gather: _PreAllGather
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, weight: Weight) -> MasterShard:
@@ -41,6 +42,7 @@ class MasterShard(torch.Tensor):
             device=local.device,
         )
         tensor.local, tensor.weight = local, weight
+        tensor.fsdp_pre_all_gather = _PreAllGather(weight)  # FSDP2 looks at it three times a gather
         return tensor
 
     @classmethod
@@ -102,10 +104,6 @@ class MasterShard(torch.Tensor):
         increment_version(self.local)
 
     # What FSDP2 asks.
-
-    @property
-    def fsdp_pre_all_gather(self) -> _PreAllGather:
-        return _PreAllGather(self.weight)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         return self.weight.gathered(all_gather_outputs, out)
