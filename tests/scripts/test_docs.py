@@ -113,6 +113,28 @@ def test_the_snippet_of_fsdp2_trains(world_of_one, monkeypatch):
     assert losses[-1] < losses[0]
 
 
+def test_the_snippet_of_muon_trains():
+    torch.manual_seed(0)
+    layers = {"body": nn.Linear(32, 32), "head": nn.Linear(32, 32)}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    zerofp4.convert_model(model)
+    names = {"torch": torch, "zerofp4": zerofp4, "model": model}
+    exec(
+        re.search(r"```python\n(matrices = .*?)```", (DOCS / "muon.md").read_text(), re.DOTALL).group(1),
+        names,
+    )
+    assert [len(group["params"]) for group in names["optimizer"].param_groups] == [1, 3]
+    batch, losses = torch.randn(64, 32), []
+    for _ in range(20):
+        losses.append((model(batch) - batch).square().mean())
+        losses[-1].backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    assert losses[-1] < losses[0]
+
+
 def test_the_training_snippet_is_that_of_the_readme():
     shown = [
         re.search(r"```python\n(report = .*?)```", path.read_text(), re.DOTALL).group(1)

@@ -153,6 +153,15 @@ def training() -> None:
     assert_type(optimizer.gathered_bytes_per_step(), dict[str, int])
 
 
+def training_with_muon() -> None:
+    model = nn.Linear(32, 64)
+    beside = {"params": [model.bias], "optimizer_class": torch.optim.AdamW, "lr": 1e-3}
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(
+        [{"params": [model.weight]}, beside], torch.optim.Muon, whole_matrices=True, lr=0.02
+    )
+    assert_type(optimizer.inners.all, tuple[torch.optim.Optimizer, ...])
+
+
 def models_out(folder: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     zerofp4.convert_model(model)
@@ -181,7 +190,7 @@ def main() -> None:
     assert_type(world, World)
     assert_type((world.rank, world.world_size, world.local_rank), tuple[int, int, int])
     assert_type((world.device, world.backend), tuple[torch.device, str])
-    for part in (tensors, products, layers, groups, own_step, training, fused_adamw):
+    for part in (tensors, products, layers, groups, own_step, training, training_with_muon, fused_adamw):
         part()
     zerofp4.launch.destroy_process_group()
     assert_type(zerofp4.build_info(), dict[str, dict[Any, Any]])

@@ -56,13 +56,21 @@ from zerofp4.tensors import NVFP4Tensor
 
 
 class ZeroFP4Optimizer(SteppedOptimizer):
-    """Any elementwise torch optimizer over sharded FP32 masters of NVFP4, bf16, fp16 and fp32 parameters.
+    """Any elementwise torch optimizer, or Muon, over sharded FP32 masters of NVFP4, bf16, fp16 and fp32
+    parameters.
 
     params: parameters or groups of them, as for any torch optimizer, the same on every rank that they are
     sharded over. Group options may be edited at any time, by hand or by an LR scheduler.
     optimizer_class, defaults: the optimizer that updates the masters. It sees 1D pieces of the parameters, so
-    its update of an element must not depend on other elements: Adafactor, LBFGS, Muon and SparseAdam raise
-    ValueError. FusedAdamW is the fastest: it leaves the amaxes of the masters behind that their cast needs.
+    its update of an element must not depend on other elements: Adafactor, LBFGS and SparseAdam raise
+    ValueError. FusedAdamW is the fastest: it leaves the amaxes of the masters behind that their cast needs. A
+    group may name another class, `{"params": ..., "optimizer_class": torch.optim.AdamW, "lr": 3e-4}`: then
+    its options are its own, else that class's; it raises ValueError for one that defaults give and its class
+    has, but not the group. inner is the optimizer of the masters; where there are several classes, inners.all
+    are theirs, in the order in which they come first in the groups.
+    whole_matrices: True gives optimizer_class whole matrices: its groups have parameters [N, K], or stacks
+    [E, N, K] of E matrices, and each lies with one rank, as a 2D parameter of the optimizer. A stack stays
+    together. None is what the class needs: True for torch.optim.Muon, False for others. Adafactor takes True.
     process_group: all ranks that step together; None is the default group, or a world of one without
     torch.distributed. Parameters are sharded over all of them, unless their parameter group names a part,
     {"params": experts, "process_group": expert_data_parallel}: then first ranks, means, casts, gathers and
