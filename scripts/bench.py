@@ -9,7 +9,7 @@
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
     torchrun --nproc-per-node 2 scripts/bench.py step
                                                 a whole optimizer step, a rank for each GPU
-    torchrun --nproc-per-node 2 scripts/bench.py checkpoint
+    scripts/bench.py checkpoint --scale 4 --storage tmpfs, or under torchrun
                                                 dcp.save and dcp.load beside DTensors of the same bytes
     torchrun --nproc-per-node 2 scripts/bench.py fsdp2
                                                 training steps of fully_shard, gathered in 4 bits and in bf16
@@ -39,6 +39,7 @@ for integers and logic and for those that multiply; at 61% of the copy the sched
 
 import argparse
 import gc
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
     add_options(add_command(commands, "all", summary), tuple(NAMES))
     add_step_options(add_command(commands, "step", step.__doc__.splitlines()[0]))
-    add_checkpoint_options(add_command(commands, "checkpoint", checkpoint.__doc__.splitlines()[0]))
+    summary, *more = inspect.cleandoc(checkpoint.__doc__).splitlines()
+    add_checkpoint_options(add_command(commands, "checkpoint", summary, "\n".join(more)))
     add_fsdp2_options(add_command(commands, "fsdp2", fsdp2.__doc__.splitlines()[0]))
     add_megatron_options(add_command(commands, "megatron", megatron.__doc__.splitlines()[0]))
     add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
@@ -95,8 +97,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def add_command(commands, name: str, summary: str) -> argparse.ArgumentParser:
-    return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+def add_command(commands, name: str, summary: str, more: str = "") -> argparse.ArgumentParser:
+    kind = argparse.RawDescriptionHelpFormatter if more else argparse.HelpFormatter
+    description = f"{summary}\n{more}" if more else summary
+    return commands.add_parser(
+        name, help=summary, description=description, allow_abbrev=False, formatter_class=kind
+    )
 
 
 def add_options(
@@ -145,7 +151,14 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 2, CPU 64)")
     add("--repeats", type=at_least(1), default=3, help="saves and loads per median (default: 3)")
-    add("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
+    add(
+        "--storage",
+        choices=["disk", "tmpfs"],
+        default="disk",
+        help="where temporary folders are made: in the "
+        "system's folder for them, or in memory, in /dev/shm (default: disk)",
+    )
+    add("--folder", type=Path, help="make them in this folder instead")
     add_output(parser)
 
 
@@ -205,7 +218,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     return result
 
 
-_SETTINGS = ("scale", "repeats", "bucket_mb", "transport", "layers", "tokens")
+_SETTINGS = ("scale", "repeats", "bucket_mb", "transport", "layers", "tokens", "storage")
 
 
 def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> None:
@@ -279,5 +292,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
+    if sys.argv[1:2] != ["checkpoint"]:  # which measures memory
+        keep_freed_memory()
     sys.exit(main())

@@ -1,6 +1,7 @@
 """A checkpoint of several ranks, beside one of plain FP32 DTensors of the same bytes."""
 
 import argparse
+import os
 import shutil
 import tempfile
 import time
@@ -21,29 +22,72 @@ from zerofp4.launch import World
 
 MOST = 1.1  # of the time that the same bytes take torch
 MOST_MEMORY = 5.0  # percent of the state, above it
+TMPFS = "/dev/shm"
 
 
 def checkpoint(session: Session, options: argparse.Namespace, world: World) -> None:
     """dcp.save and dcp.load of ZeroFP4Optimizer's masters and moments, beside DTensors of the same bytes.
 
-    Medians of what the slowest rank takes, into and out of the folder --folder (default: a temporary one);
-    what is read was written just before, so that the system's cache has it. Memory is what a rank peaked at
-    above what it held before a save or load, in percent of its part of the state, the most of any rank and
-    repeat: on the host resident memory, whose peak the kernel is told to forget; on the GPU torch's count.
-    The optimizer has clipped, and so it has memory for FP32 gradients, in which new masters wait.
+    Under torchrun on several ranks, or as one process. Both states are there at once, 12 bytes for each
+    element of the weights, and are saved and loaded by turns, each into a folder of its own on the same kind
+    of storage; what is read was written just before, so that the system's cache has it. The first round is
+    not counted. A time is that of the slowest rank, and the median of all rounds.
+
+    Memory is what a rank peaked at above what it held before, in percent of its part of the state, the most
+    of any rank and round: on the host resident memory, whose peak the kernel is told to forget; on the GPU
+    torch's count.
+
+    With --scale 2, a model of 1.7 billion elements, a state is 21 GB: 55 GB of memory on all GPUs, 42 GB of
+    the storage, and 21 GB on the host while torch saves from a GPU. It is written and read 2 (1 + REPEATS)
+    times: at 1 GB/s, 21 seconds each, --repeats 3 takes 6 minutes. --scale 4 takes a quarter of all that.
     """
     shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
-    folder = [str(options.folder or tempfile.mkdtemp(prefix="zerofp4-bench-")) if world.rank == 0 else None]
-    dist.broadcast_object_list(folder, src=0)
-    timer = Timer(session, world, options.repeats, Path(folder[0]) / "checkpoint")
-    ours = timer.both("zerofp4", optimizer_state(shapes, world), "masters, moments and steps, by pieces")
-    theirs = timer.both("dtensors", plain_state(shapes, world), "FP32 DTensors of the same shapes, Shard(0)")
-    for part, mine, other in zip(("save", "load"), ours, theirs, strict=True):
+    states = {"zerofp4": optimizer_state(shapes, world), "dtensors": plain_state(shapes, world)}
+    folder = shared_folder(options, sum(bytes_here(state) for state in states.values()), world)
+    try:
+        compare(session, states, folder, options.repeats, world)
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder)
+
+
+def compare(session: Session, states: dict, folder: Path, repeats: int, world: World) -> None:
+    timer = Timer(session, world)
+    for name, state in states.items():
+        size = bytes_here(state) / 1e6
+        session.count(f"{name}_state/{timer.places}", "megabytes", size, "the state on rank 0")
+    for number in range(1 + repeats):
+        for name, state in states.items():
+            timer.save_and_load(name, state, folder / name, f"round {number} of {repeats}", number > 0)
+    medians = {key: timer.report(*key) for key in timer.found}
+    for part in ("save", "load"):
         target = MOST if world.device.type == "cuda" else None
         rule = f"{part} of ours over that of DTensors"
-        session.count(f"{part}_over_dtensors/{timer.places}", "ratio", mine / other, rule, target=target)
+        ratio = medians["zerofp4", part] / medians["dtensors", part]
+        session.count(f"{part}_over_dtensors/{timer.places}", "ratio", ratio, rule, target=target)
+
+
+def shared_folder(options: argparse.Namespace, size: int, world: World) -> Path:
+    """A new folder, the same on every rank. size: bytes that a rank writes there. Raises OSError, on every
+    rank, where there is less space.
+    """
+    found: list = [None, None]
     if world.rank == 0:
-        shutil.rmtree(folder[0])
+        parent = options.folder or (TMPFS if options.storage == "tmpfs" else tempfile.gettempdir())
+        try:
+            found[0] = tempfile.mkdtemp(prefix="zerofp4-bench-", dir=parent)
+            free, needed = shutil.disk_usage(found[0]).free, size * world.world_size
+            if free < needed:
+                Path(found[0]).rmdir()
+                found[1] = (
+                    f"{parent} has {free / 1e9:.1f} GB free, and two checkpoints take {needed / 1e9:.1f}"
+                )
+        except OSError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise OSError(f"{found[1]}: name another --folder, or a larger --scale")
+    return Path(found[0])
 
 
 def optimizer_state(shapes: list[tuple[int, int]], world: World) -> dict:
@@ -55,7 +99,6 @@ def optimizer_state(shapes: list[tuple[int, int]], world: World) -> dict:
     optimizer = zerofp4.optim.ZeroFP4Optimizer(named, zerofp4.optim.FusedAdamW, lr=1e-4)
     for _, parameter in named:
         parameter.grad = torch.full(parameter.shape, 1e-3, **options)
-    optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
     return {"optimizer": optimizer}
@@ -75,44 +118,62 @@ def plain_state(shapes: list[tuple[int, int]], world: World) -> dict:
     }
 
 
-class Timer:
-    def __init__(self, session: Session, world: World, repeats: int, folder: Path):
-        self.session, self.world, self.repeats, self.folder = session, world, repeats, folder
-        self.places = f"{world.world_size}x{world.device.type}"
+WHAT = {
+    "zerofp4": "masters, moments and steps, by pieces",
+    "dtensors": "FP32 DTensors of the same shapes, Shard(0)",
+}
 
-    def both(self, name: str, state: dict, what: str) -> tuple[float, float]:
-        """Milliseconds of a save and of a load, with rows for them and for the memory that they take."""
+
+class Timer:
+    """found: by kind of state and by "save" or "load", of every round that counts: milliseconds, and bytes on
+    the host and on the GPU as a share of the state.
+    """
+
+    def __init__(self, session: Session, world: World):
+        self.session, self.world = session, world
+        self.places = f"{world.world_size}x{world.device.type}"
+        self.found: dict[tuple[str, str], list[list[float]]] = {}
+
+    def save_and_load(self, name: str, state: dict, folder: Path, number: str, counts: bool) -> None:
         size = bytes_here(state)
-        self.session.count(f"{name}_state/{self.places}", "megabytes", size / 1e6, "the state on rank 0")
-        medians = []
-        for part in ("save", "load"):
-            once = {
-                "save": lambda: dcp.save(state, checkpoint_id=self.folder),
-                "load": lambda: resume(state, self.folder),
-            }[part]
-            found = [self._once(once, clear=part == "save") for _ in range(1 + self.repeats)][1:]
-            times, *peaks = torch.tensor(found, dtype=torch.float64).unbind(1)
-            medians.append(self._worst(times).median().item())
-            self.session.count(f"{name}_{part}/{self.places}", "milliseconds", medians[-1], what)
-            for place, peak in zip(("host", "gpu"), peaks, strict=True):
-                most = self._worst(100 * peak / size).max().item()
-                target = MOST_MEMORY if name == "zerofp4" and self.world.device.type == "cuda" else None
-                row = f"{name}_{part}_{place}/{self.places}"
-                rule = f"{place} memory at the peak, above what was held"
-                if place == "host" or self.world.device.type == "cuda":
-                    self.session.count(row, "percent_of_state", most, rule, target=target)
-        return medians[0], medians[1]
+        if self.world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        runs = {
+            "save": lambda: dcp.save(state, checkpoint_id=folder),
+            "load": lambda: resume(state, folder),
+        }
+        for part, run in runs.items():
+            milliseconds, host, gpu = self._once(run)
+            self.session.say(f"    {number}: {name} {part} {milliseconds:,.0f} ms")
+            if counts:
+                self.found.setdefault((name, part), []).append([milliseconds, host / size, gpu / size])
+
+    def report(self, name: str, part: str) -> float:
+        """Rows of what was found. Returns the median of the slowest rank's milliseconds."""
+        times, *shares = torch.tensor(self.found[name, part], dtype=torch.float64).unbind(1)
+        median = self._worst(times).median().item()
+        self.session.count(f"{name}_{part}/{self.places}", "milliseconds", median, WHAT[name])
+        on_gpu = self.world.device.type == "cuda"
+        for place, share in zip(("host", "gpu") if on_gpu else ("host",), shares, strict=False):
+            target = MOST_MEMORY if name == "zerofp4" and on_gpu else None
+            row, rule = (
+                f"{name}_{part}_{place}/{self.places}",
+                f"{place} memory at the peak, above what was held",
+            )
+            most = 100 * self._worst(share).max().item()
+            self.session.count(row, "percent_of_state", most, rule, target=target)
+        return median
 
     def _worst(self, values: torch.Tensor) -> torch.Tensor:
         values = values.to(self.world.device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def _once(self, run: Callable[[], object], clear: bool) -> tuple[float, float, float]:
+    def _once(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """Milliseconds, and bytes above what was held, on the host and on the GPU."""
-        if clear and self.world.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
         on_gpu = self.world.device.type == "cuda"
+        if self.world.rank == 0:
+            os.sync()  # what the one before left to be written is not this one's
         dist.barrier()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()

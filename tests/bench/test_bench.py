@@ -96,6 +96,39 @@ def test_local_step_from_the_command_line(early):
     check_chart(folder)
 
 
+def checkpoint_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
+    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "checkpoint", "--scale", "4096"]
+    command += ["--repeats", "1", "--folder", str(folder), "--output", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300), folder
+
+
+@pytest.mark.heavy
+@waits_for(checkpoint_run)
+def test_checkpoint_in_a_world_of_one(early):
+    run, folder = early(checkpoint_run)
+    assert run.returncode == 0, run.stderr
+    (path,) = folder.glob("checkpoint_1_ranks_*.json")
+    assert [entry.name for entry in folder.iterdir() if entry.is_dir()] == []
+    rows = check_result(json.loads(path.read_text()), "checkpoint_1_ranks")
+    names = {name.split("/")[0] for name in rows}
+    for state in ("zerofp4", "dtensors"):
+        assert {f"{state}_{what}" for what in ("state", "save", "load", "save_host", "load_host")} <= names
+        for part in ("save", "load"):
+            assert f"round 1 of 1: {state} {part}" in run.stdout
+    assert {"save_over_dtensors", "load_over_dtensors"} <= names
+
+
+def test_help_of_checkpoint_says_what_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["checkpoint", "--help"])
+    assert "21 GB on the host" in capsys.readouterr().out
+
+
+def test_a_folder_that_checkpoints_cannot_be_written_to(capsys):
+    with pytest.raises(OSError, match="name another --folder"):
+        bench.main(["checkpoint", "--scale", "4096", "--folder", "/nonexistent"])
+
+
 def test_all_writes_a_file_per_operation(tmp_path, monkeypatch, quick_copies):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     assert bench.main(["all", *SMALL, "--output", str(tmp_path)]) == 0

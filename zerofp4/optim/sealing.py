@@ -6,7 +6,7 @@ pickle.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +37,24 @@ def checksum(values: torch.Tensor, *about: Any) -> int:
     data = flat.view(torch.uint8)
     whole = data.numel() - data.numel() % BLOCK
     columns = rows = 0
-    for part in data[:whole].split(BLOCK * (GPU_BLOCKS if data.is_cuda else 1)):
+    for by_column, by_row in (_sums_on_gpu if data.is_cuda else _sums_on_cpu)(data[:whole]):
+        columns, rows = zlib.crc32(by_column, columns), zlib.crc32(by_row, rows)
+    found = zlib.crc32(repr((str(values.dtype), *about, columns, rows)).encode())
+    return zlib.crc32(data[whole:].cpu().numpy(), found)
+
+
+def _sums_on_cpu(data: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    """In numpy, where a sum of a block costs a fifth of torch's threads."""
+    for block in data.numpy().view("int64").reshape(-1, ROWS, COLUMNS):
+        yield block.sum(0), block.sum(1)
+
+
+def _sums_on_gpu(data: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    for part in data.split(BLOCK * GPU_BLOCKS):
         if part.storage_offset() % 8:
             part = part.clone()  # words are read where they are aligned
         blocks = part.view(torch.int64).view(-1, ROWS, COLUMNS)
-        columns = zlib.crc32(blocks.sum(1).cpu().numpy(), columns)
-        rows = zlib.crc32(blocks.sum(2).cpu().numpy(), rows)
-    found = zlib.crc32(repr((str(values.dtype), *about, columns, rows)).encode())
-    return zlib.crc32(data[whole:].cpu().numpy(), found)
+        yield blocks.sum(1).cpu().numpy(), blocks.sum(2).cpu().numpy()
 
 
 # Tensors
