@@ -58,9 +58,7 @@ const Kernels& kernels() {
 
 void cast_begin(const CastTable& table, float error) {
     std::memset(table.reduced, 0, static_cast<size_t>(table.reduced_numel) * sizeof(float));
-    table.reduced[kErrorWord] = error;
-    table.reduced[kHashWord] = table.hash;
-    table.reduced[kMinusHashWord] = -table.hash;
+    for (int i = 0; i < kHeaderWords; ++i) table.reduced[i] = header_word(i, error, table.hash);
 }
 
 }  // namespace zerofp4::cpu

@@ -51,14 +51,16 @@ def split(numel: int, world_size: int, how: str, seed: int) -> list[Shard]:
 
 
 class Model:
-    """Every shape in every dtype, the whole masters (equal on all ranks) and this rank's shards of them."""
+    """Shapes in dtypes by turns, the whole masters (equal on all ranks) and this rank's shards of them."""
 
-    def __init__(self, world, how: str, *, shapes=SHAPES, seed: int = 0, columnwise: bool = True):
+    def __init__(
+        self, world, how: str, *, shapes=SHAPES, seed: int = 0, columnwise: bool = True, dtypes=DTYPES
+    ):
         self.device, self.rank = world.device, world.rank
         self.weights, self.whole, self.shards, self.masters = [], [], [], []
         generator = torch.Generator().manual_seed(seed)
         for i, shape in enumerate(shapes):
-            dtype = DTYPES[i % len(DTYPES)]
+            dtype = dtypes[i % len(dtypes)]
             weight = zerofp4.empty(
                 shape,
                 dtype=dtype,

@@ -79,7 +79,7 @@ def test_stages_on_a_shard(device, case, seed, master_dtype):
     c.stages.begin()
     c.stages.amax()
     tile_amax, amax = reference.partial_amax(c.master.float(), start, shape, dtype)
-    assert c.reduced[: ops.HEADER_WORDS].tolist() == [0, 77, -77, 0]
+    assert c.reduced[: ops.HEADER_WORDS].tolist() == [0, 77, 0, 0, -77, 0, 0, 0]
     assert_bytes_equal(c.tile_amax, tile_amax, "tile amax")
     assert_bytes_equal(c.amax, amax, "amax")
     # What an all-reduce would do: the other ranks' parts of the weight.
@@ -126,7 +126,7 @@ def test_nobody_writes_when_the_header_says_no(device, word, value, status):
 def test_begin_with_an_error_flags_the_vector(device):
     c = ShardCase(device, (40, 64), 5, 1000, torch.bfloat16, "normal", 0)
     c.stages.begin(error=True)
-    assert c.reduced[0].item() == torch.inf and not c.reduced[3:].any()
+    assert c.reduced[0].item() == torch.inf and not c.reduced[ops.HEADER_WORDS :].any()
 
 
 @pytest.mark.threads

@@ -64,8 +64,10 @@ class PlanParts:
         for i, name in enumerate(self._names):
             distributed.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
         self._sharded = len(signatures) > 1
-        self._vector = ReducedVector(request.records, request.amax_groups, request.device)
-        self.reduced = self._vector.words
+        self._vector = ReducedVector(
+            request.records, request.amax_groups, request.device, travels=self._sharded
+        )
+        self.reduced, self.wire = self._vector.words, self._vector.wire
         self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=request.device)
         self._status = StepStatus(request.device)
         self._captured: dict[int, torch.Tensor] = {}

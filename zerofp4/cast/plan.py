@@ -43,7 +43,8 @@ class CastPlan(PlanParts):
     plan has one of its own (`plan.found_inf`) if none is given.
 
     reduced: float32 vector that a step reduces by maximum over the ranks: header words, one amax per amax
-    group (E for one of stacks), then the tile amaxes of each weight.
+    group (E for one of stacks), then the tile amaxes of each weight. wire: what travels of it, the same
+    values in bfloat16 where all weights are bfloat16, else `reduced` itself.
 
     A CUDA graph that step(), all_gather() or post() is captured in uses, in every replay, the storage of the
     capture: codes, masters, shard buffers and found_inf. The plan keeps that alive, also after refresh(),
@@ -156,7 +157,8 @@ class CastPlan(PlanParts):
         """
         late = self._take_part(self.find_moved(every=False), ())
         if self._sharded:
-            self._travelling = distributed.start_reduce_max(self.reduced, self.group(), REDUCTION)
+            self._vector.pack()
+            self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
         return late
 
     def finish_step(self) -> None:
@@ -171,6 +173,7 @@ class CastPlan(PlanParts):
         travelling, self._travelling = self._travelling, None
         if travelling is not None:
             travelling.wait()
+            self._vector.unpack()
 
     def _take_part(
         self, error: Exception | None, borrowed: Iterable[torch.Tensor | None]
@@ -218,7 +221,9 @@ class CastPlan(PlanParts):
 
     def _reduce(self) -> None:
         if self._sharded:
-            distributed.reduce_max(self.reduced, self.group(), REDUCTION)
+            self._vector.pack()
+            distributed.reduce_max(self.wire, self.group(), REDUCTION)
+            self._vector.unpack()
 
     def abstain(self) -> None:
         """In place of step(), of a rank that cannot take part and raises the reason itself: joins the

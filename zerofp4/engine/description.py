@@ -26,7 +26,7 @@ def describe_buckets(
     buckets = []
     for b, (buffer, plan) in enumerate(zip(buffers, plans, strict=True)):
         others = buffer.world_size - 1
-        amaxes = 0 if plan is None else plan.reduced.nbytes
+        amaxes = 0 if plan is None else plan.wire.nbytes
         buckets.append(
             {
                 "kind": buffer.kind,

@@ -7,11 +7,13 @@
 
 namespace zerofp4 {
 
-// The reduced vector starts with words on which the ranks must agree; a MAX all-reduce combines them.
-constexpr int kErrorWord = 0;      // +inf when a rank found an error: no rank writes
-constexpr int kHashWord = 1;       // the plan's hash h
-constexpr int kMinusHashWord = 2;  // -h: after the reduction h == -(-h) only if all ranks run the same plan
-constexpr int kHeaderWords = 4;
+// The reduced vector starts with words on which the ranks must agree; a MAX all-reduce combines them. They
+// are bfloat16 values, which a vector of bfloat16 amaxes travels as.
+constexpr int kErrorWord = 0;  // +inf when a rank found an error: no rank writes
+constexpr int kHashWord = 1;   // the bytes h of the plan's hash, lowest first
+constexpr int kHashBytes = 3;
+constexpr int kMinusHashWord = 4;  // -h: after the reduction h == -(-h) only if all ranks run the same plan
+constexpr int kHeaderWords = 8;
 
 constexpr int kWarpSquares = 32;  // squares of a unit of scale on CUDA; on the CPU it is one
 
@@ -76,11 +78,25 @@ struct CastTable {
     int32_t* status;   // int32[1] that the host can read (pinned for CUDA), or null
 };
 
+ZEROFP4_HD float hash_byte(float hash, int i) {
+    return static_cast<float>((static_cast<uint32_t>(hash) >> (8 * i)) & 0xFF);
+}
+
+// What a rank begins with in word i of the header.
+ZEROFP4_HD float header_word(int i, float error, float hash) {
+    if (i == kErrorWord) return error;
+    if (i < kMinusHashWord) return hash_byte(hash, i - kHashWord);
+    return i < kMinusHashWord + kHashBytes ? -hash_byte(hash, i - kMinusHashWord) : 0.0f;
+}
+
 // kOk when no rank reported an error and all run the plan with this hash.
 ZEROFP4_HD int32_t header_status(const float* reduced, float hash) {
     if (reduced[kErrorWord] > 0.0f) return kPeerError;
-    const bool same = reduced[kHashWord] == hash && reduced[kMinusHashWord] == -hash;
-    return same ? kOk : kPlanMismatch;
+    for (int i = 0; i < kHashBytes; ++i) {
+        const float byte = hash_byte(hash, i);
+        if (reduced[kHashWord + i] != byte || reduced[kMinusHashWord + i] != -byte) return kPlanMismatch;
+    }
+    return kOk;
 }
 
 ZEROFP4_HD int32_t header_status(const CastTable& table) { return header_status(table.reduced, table.hash); }

@@ -15,8 +15,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < table.reduced_numel;
          i += stride) {
-        const float header = i == kErrorWord ? error : i == kHashWord ? table.hash : -table.hash;
-        table.reduced[i] = i <= kMinusHashWord ? header : 0.0f;
+        table.reduced[i] = i < kHeaderWords ? header_word(static_cast<int>(i), error, table.hash) : 0.0f;
     }
 }
 
