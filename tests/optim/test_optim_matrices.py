@@ -111,6 +111,25 @@ def test_bad_arguments(device, case):
         ZeroFP4Optimizer(params, **{"optimizer_class": torch.optim.Muon, **options})
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_class_that_cannot_be_built_without_its_options(device, beside):
+    class Required(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr=lr)
+
+    matrix, bias = (nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 6), (4,)))
+    other = {"params": [bias], "optimizer_class": torch.optim.AdamW, "lr": 0.5, "weight_decay": 0.0}
+    groups = [{"params": [matrix]}, other] if beside else [matrix, bias]
+    optimizer = ZeroFP4Optimizer(groups, Required, lr=0.25)
+    for p in (matrix, bias):
+        p.grad = torch.ones_like(p)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert (matrix == 0.75).all() and torch.allclose(
+        bias, torch.tensor(0.5 if beside else 0.75, device=device)
+    )
+
+
 def test_frozen_parameters_of_any_shape_may_be_in_a_group_of_matrices(device):
     matrix, bias = (nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 6), (4,)))
     bias.requires_grad_(False)

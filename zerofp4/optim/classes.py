@@ -126,7 +126,7 @@ def check_values(classes: Sequence[InnerClass], param_groups: Sequence[dict], de
     for inner, group in zip(classes, param_groups, strict=True):
         known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
         own = {key: value for key, value in group.items() if key in known}
-        inner.optimizer_class([inner.trial(device)], **own)
+        inner.optimizer_class([inner.trial(device)], **(inner.defaults | own))
 
 
 def how_updated(
