@@ -6,9 +6,16 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import assert_bytes_equal
 from matrix_cases import BESIDE, MATRICES, MUON, OneProcess, make_groups
-from optim_cases import assert_all_equal, make_gradients, make_parameters, set_gradients
+from optim_cases import (
+    assert_all_equal,
+    assert_weights_follow,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+)
 
 from distributed.checks_optim import (
     Injected,
@@ -188,6 +195,24 @@ def test_weights_that_share_an_amax_have_different_owners(world):
     largest = max(m.to(torch.bfloat16).float().abs().max() for m in optimizer.gathered_masters()[::3])
     for p in parameters[::3]:
         assert_bytes_equal(p.amax, largest.view(p.amax.shape), "amax")
+
+
+@on_ranks(2, 3)
+def test_matrices_that_are_sharded_within_another_group(world):
+    """Experts of which every rank has its own: whole with that rank, and averaged with nobody."""
+    alone = dist.new_group([world.rank], use_local_synchronization=True)
+    shared = make_parameters(world.device, 0, MATRICES[:3])
+    experts = make_parameters(world.device, 10 + world.rank, MATRICES[4:6])
+    groups = [{"params": shared}, {"params": experts}]
+    plain = OneProcess(groups, **MUON)
+    groups[1]["process_group"] = alone
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+    for step in range(2):
+        set_gradients([*shared, *experts], make_gradients([*shared, *experts], 10 * world.rank + step))
+        plain.step([*(averaged(p.grad) for p in shared), *(p.grad for p in experts)])
+        optimizer.step()
+        assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
+        assert_weights_follow([*shared, *experts], plain.masters)
 
 
 @on_ranks(1, 2, 3)
