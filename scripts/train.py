@@ -137,9 +137,9 @@ def build(
         optimizer.begin(model, kind == "nvfp4", options.micro_batches)
         return model, optimizer
     groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
-    return model, ZeroFP4Optimizer(
-        groups, optimizer_class=optimizer_class, transport=options.transport, **defaults
-    )
+    travel = {name: getattr(options, name) for name in ("transport", "overlap", "accumulate")}
+    travel["gradient_dtype"] = options.gradient_dtype and getattr(torch, options.gradient_dtype)
+    return model, ZeroFP4Optimizer(groups, optimizer_class=optimizer_class, **travel, **defaults)
 
 
 def draw_batches(data: torch.Tensor, options: argparse.Namespace, world: World) -> Batches:
@@ -192,7 +192,10 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                 with computing(options):
                     batch = batches.next(world.device)
                     micro_loss = compute_loss(model, *batch, *first) / options.micro_batches
-                micro_loss.backward()
+                is_last = index + 1 == options.micro_batches
+                waits = options.overlap and options.accumulate == "local" and not is_last
+                with optimizer.no_sync() if waits else contextlib.nullcontext():
+                    micro_loss.backward()
                 loss += micro_loss.item()
             norm, skipped = optimizer.clip_grad_norm_(options.clip or math.inf), optimizer.skipped_steps
             lr = optimizer.param_groups[0]["lr"]

@@ -76,6 +76,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     micro_batches = ("--micro-batches", "--grad-accumulation")
     add(*micro_batches, type=at_least(int, 1), default=1, help="per step (default: 1)")
     add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
+    add("--overlap", choices=["backward"], help="gradients travel in backward passes (default: in the step)")
+    sums = "micro-batches: in gradients, or as means in FP32 slices (default: local)"
+    add("--accumulate", choices=["local", "sharded"], default="local", help=sums)
+    add("--gradient-dtype", choices=["float32"], help="what micro-batches add up in (default: the weights')")
     add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
     add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
     add(
@@ -105,6 +109,9 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "
             f"which is {context}"
         )
+    for name, default in {"overlap": None, "accumulate": "local", "gradient_dtype": None}.items():
+        if options.parallel == "fsdp2" and getattr(options, name) != default:
+            parser.error(f"argument --{name.replace('_', '-')}: takes --parallel zero")
     if options.corpus not in CORPORA and not Path(options.corpus).exists():
         parser.error(f"argument --corpus: there is no {options.corpus}, nor is it {' or '.join(CORPORA)}")
     if options.recipe == "mxfp8" and options.weights != "bf16":

@@ -16,6 +16,7 @@ from torch import nn
 
 import zerofp4
 from benchmarking import timeline
+from benchmarking.hiding import measure_hiding
 from benchmarking.session import Session
 from benchmarking.workloads import llama_sizes
 from zerofp4.engine import Failures
@@ -53,6 +54,9 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
     for transport, parts in ours.items():
         for part, most in TARGETS[transport].items():
             timer.ratio(PREFIXES[transport] + part, parts[part], theirs[part], most)
+    free_memory(timer.device)
+    if world.world_size > 1:
+        measure_hiding(timer, shapes, options.bucket_mb, ours[options.transport[0]]["reduce"])
 
 
 class Timer:

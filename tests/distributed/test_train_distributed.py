@@ -96,3 +96,21 @@ def test_ranks_share_a_tokenizer(world):
         run = summary["runs"]["nvfp4"]
         expected = run["validation_loss"] / summary["text"]["bytes_per_token"]
         assert run["validation_loss_per_byte"] == pytest.approx(expected)
+
+
+@pytest.mark.heavy
+@on_ranks(2, time_limit=120.0)
+def test_gradients_that_travel_in_backward_passes_are_the_same_run(world):
+    """Of two micro-batches; sums in FP32 slices are another one."""
+    runs = []
+    for options in (
+        [],
+        ["--overlap", "backward"],
+        ["--overlap", "backward", "--accumulate", "sharded", "--gradient-dtype", "float32"],
+    ):
+        out = shared_folder(world)
+        train(world, out, "--steps", "4", "--micro-batches", "2", *options)
+        runs.append(read_numbers(out) if world.rank == 0 else None)
+    if world.rank == 0:
+        assert runs[0] == runs[1]
+        assert len(runs[2]) == len(runs[0])

@@ -159,6 +159,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
             "argument --sequence-length: 129 is longer than the context of preset tiny, which is 128",
         ),
         (["--step", "3"], "unrecognized arguments: --step 3"),
+        (["--parallel", "fsdp2", "--overlap", "backward"], "argument --overlap: takes --parallel zero"),
         (["--recipe", "fp8"], "argument --recipe: invalid choice: 'fp8'"),
         (["--recipe", "mxfp8"], "argument --recipe: mxfp8 takes --weights bf16"),
         (["--tokenizer", "256"], "argument --tokenizer: must be at least 257, got 256"),

@@ -5,6 +5,7 @@ exchange, its weights one gather in place, and a step works on one bucket while 
 """
 
 from zerofp4.engine.description import describe_buckets
+from zerofp4.engine.early import EarlyReducer
 from zerofp4.engine.exchange import Brought, GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
@@ -22,6 +23,7 @@ __all__ = [
     "TRANSPORTS",
     "Brought",
     "DenseBuffer",
+    "EarlyReducer",
     "Failures",
     "FlatBuffer",
     "FlatGradients",

@@ -62,18 +62,24 @@ class Flight(NamedTuple):
 
 
 class Turns:
-    """Memory for tensors of which two are used at a time, each in turn with the one after it.
+    """Memory for tensors of which `count` are used at a time, each in turn with those after it; None for all.
 
     layouts: their shapes and dtypes.
     """
 
-    def __init__(self, layouts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device):
+    def __init__(
+        self,
+        layouts: Sequence[tuple[Sequence[int], torch.dtype]],
+        device: torch.device,
+        count: int | None = 2,
+    ):
         most = max((math.prod(shape) * dtype.itemsize for shape, dtype in layouts), default=0)
-        self._halves = itertools.cycle(torch.empty(2, most, dtype=torch.uint8, device=device))
+        count = max(len(layouts), 1) if count is None else count
+        self._places = itertools.cycle(torch.empty(count, most, dtype=torch.uint8, device=device))
 
     def next(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for the next one, contiguous."""
-        return next(self._halves)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return next(self._places)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class GradientReducer:
@@ -88,9 +94,21 @@ class GradientReducer:
     copied; where they are rounded, they are copied to memory that two buffers have in turns; in a world of
     one, to where they belong. Collective: what goes wrong on this rank alone is raised once its part of a
     buffer has travelled, and the next buffers can follow.
+
+    turns: of how many buffers what is received, or copied to be sent, has memory at a time; None for all.
+    stays: whether gradients may lie where they travel from.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], group: dist.ProcessGroup | None, wire: Wire):
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        group: dist.ProcessGroup | None,
+        wire: Wire,
+        *,
+        turns: int | None = 2,
+        stays: bool = True,
+    ):
+        self._turns, self._stays = turns, stays
         self.buffers, self.group, self._wire = buffers, GroupReference(group), wire
         self.rank, self.world_size = rank_and_size(group)
         self.device = buffers[0].device
@@ -102,7 +120,7 @@ class GradientReducer:
             for i in buffer.indices
             if dtype != torch.float32
         }
-        self._is_in_place = self.world_size == 1 and wire.dtype in (None, torch.float32)
+        self._is_in_place = stays and self.world_size == 1 and wire.dtype in (None, torch.float32)
         self._places = GradientPlaces()
         self._sources = self._make_sources()
         self._stretches: list[Stretch] = []
@@ -118,10 +136,12 @@ class GradientReducer:
         """By buffer, where this rank's own gradients are when they travel."""
         if self._is_in_place:
             return [FlatGradients(buffer, buffer.gradients.view(1, -1)) for buffer in self.buffers]
-        stay = [self.world_size > 1 and self._wire.keeps(buffer.parameters) for buffer in self.buffers]
+        several = self._stays and self.world_size > 1
+        stay = [several and self._wire.keeps(buffer.parameters) for buffer in self.buffers]
         shapes = [(buffer.world_size, buffer.slice_numel) for buffer in self.buffers]
         layouts = list(zip(shapes, self.dtypes, strict=True))
-        turns = Turns([layout for layout, stays in zip(layouts, stay, strict=True) if not stays], self.device)
+        copied = [layout for layout, stays in zip(layouts, stay, strict=True) if not stays]
+        turns = Turns(copied, self.device, self._turns)
         return [
             GradientViews(buffer, torch.zeros(shape, dtype=dtype, device=self.device), self._places)
             if stays
@@ -136,7 +156,7 @@ class GradientReducer:
             for buffer, source in zip(self.buffers, self._sources, strict=True)
         ]
         travel = [p for b, own in zip(self.buffers, parts, strict=True) if b.world_size > 1 for p in own]
-        turns = Turns([(part.shape, part.dtype) for part in travel], self.device)
+        turns = Turns([(part.shape, part.dtype) for part in travel], self.device, self._turns)
         for source, buffer, own in zip(self._sources, self.buffers, parts, strict=True):
             for number, part in enumerate(own):
                 received = part if buffer.world_size == 1 else turns.next(part.shape, part.dtype)

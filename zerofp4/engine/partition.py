@@ -49,6 +49,7 @@ def build_buffers(
     shardings: Sequence[Sharding],
     wire: Wire,
     updated: Sequence[Updated] | None = None,
+    as_made: bool = False,
 ) -> list[FlatBuffer]:
     """A buffer for each bucket of NVFP4 weights, then of parameters of each dtype, always in the same order:
     all that are sharded as the first parameter is, then those of the next sharding, and of each what the
@@ -57,16 +58,20 @@ def build_buffers(
     together: by parameter, the number of its amax group, which lies in one bucket. shardings: by parameter.
     updated: by parameter; None for one optimizer that updates any part of them. In a group of one rank
     nothing travels, and each kind has one bucket.
+    as_made: those come first whose gradients a backward pass is expected to make first: the weights of the
+    last layers, by the order of the parameters. Behind all NVFP4 weights come the others, of which one bucket
+    has those of many layers, as a rule with the embedding or the first norm.
     """
     updated = updated or [Updated()] * len(parameters)
     members: dict[Sharding, list[int]] = {}
     for i, sharding in enumerate(shardings):
         members.setdefault(sharding, []).append(i)
-    return [
+    buffers = [
         buffer
         for sharding, positions in members.items()
         for buffer in _buffers_of(positions, parameters, together, sharding, wire, updated)
     ]
+    return sorted(buffers, key=lambda b: (b.kind != "nvfp4", -min(b.indices))) if as_made else buffers
 
 
 def _buffers_of(

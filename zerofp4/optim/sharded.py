@@ -58,12 +58,13 @@ class ShardedParameters:
         wire: Wire,
         updated: Sequence[Updated],
         peers: Peers | None = None,
+        as_made: bool = False,
     ):
         self._world_size = world_size
         self.parameters, self.names, self.updated = list(parameters), list(names), list(updated)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         numbers = amax_group_numbers(self.parameters, amax_groups)
-        self.buffers = build_buffers(self.parameters, numbers, shardings, wire, self.updated)
+        self.buffers = build_buffers(self.parameters, numbers, shardings, wire, self.updated, as_made)
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._views: list[list[torch.Tensor | None] | None] = [None] * len(self.buffers)
         for buffer in self.buffers:

@@ -19,6 +19,7 @@ from zerofp4.optim.loading import check_same_steps, load_error, pieces_of, read,
 from zerofp4.optim.matrices import join_states, split_state
 from zerofp4.optim.names import SavedNames
 from zerofp4.optim.piece import Home, Piece
+from zerofp4.optim.rounds import Rounds
 from zerofp4.optim.sealing import SealedInt, SealedTuple
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import Loan, SpareMemory
@@ -41,6 +42,8 @@ class ShardedState(torch.optim.Optimizer):
     _watch: ParameterWatch
     _spare: SpareMemory
     _reduced: Snapshot | None
+    _rounds: Rounds | None
+    """Where gradients travel before step() is called."""
     _steps: int
     _unheard: Exception | None
     """What went wrong on this rank alone, and the next step is to tell the others."""
@@ -119,10 +122,14 @@ class ShardedState(torch.optim.Optimizer):
             for p, number in zip(group["params"], own, strict=True)
         }
 
+    def _has_reduced(self) -> bool:
+        """Whether the FP32 slices have gradients that a step is to use."""
+        return self._reduced is not None or (self._rounds is not None and self._rounds.is_holding)
+
     def _all_entries(self) -> Iterator[dict[str, Piece]]:
         """What is saved of each trainable parameter."""
         templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
-        loan = Loan(lambda loan: self._spare.lend(loan, is_reduced=self._reduced is not None))
+        loan = Loan(lambda loan: self._spare.lend(loan, is_reduced=self._has_reduced()))
         for i, p in enumerate(self._shards.parameters):
             g, number = numbers[id(p)]
             state = self._state_of(i, templates[g])

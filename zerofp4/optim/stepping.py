@@ -1,5 +1,6 @@
 """A step of a ZeRO optimizer: what is agreed on before it, and what is done then."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from zerofp4.optim.inner import give_gradients
 from zerofp4.optim.nonfinite import NonfiniteGradients
 from zerofp4.optim.options import host_options_hash
 from zerofp4.optim.state import ShardedState
-from zerofp4.optim.votes import Agreement, Intent, Votes
+from zerofp4.optim.votes import NOTHING, Agreement, Intent, Travelled, Votes
 from zerofp4.optim.watch import Snapshot
 
 
@@ -53,11 +54,13 @@ class SteppedOptimizer(ShardedState):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            if self._rounds is not None and self._reduced is None:
+                self._rounds.close()
             gradients = self._gradients()
             if self._reduced is not None:
                 self._reduced.check_unchanged(gradients)
             intent = self._intent(clip=False, reduce=self._reduced is None)
-            word = self._nonfinite.word(gradients) if intent.reduce else None
+            word = self._word(gradients) if intent.reduce else None
             prepared = self._prepare(gradients, intent.reduce)
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
             if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
@@ -84,6 +87,8 @@ class SteppedOptimizer(ShardedState):
             raise
         finally:  # the other ranks, which may have found nothing wrong, count it as well
             self._reduced = None
+            if self._rounds is not None:
+                self._rounds.end_step()
             self._nonfinite.count()
             self._steps += 1
         return loss
@@ -106,12 +111,17 @@ class SteppedOptimizer(ShardedState):
             gradients = self._gradients()
             if self._reduced is not None:
                 self._reduced.check_unwritten()
-            snapshot = Snapshot(gradients)
             reduce = self._reduced is None or self._reduced.changed(gradients)
+            if self._rounds is not None and reduce:
+                self._rounds.close()
+                gradients = self._gradients()
+            snapshot = Snapshot(gradients)
             intent = self._intent(True, reduce, *numbers)
-            word = self._nonfinite.word(gradients) if reduce else None
+            word = self._word(gradients) if reduce else None
             self._shards.make_gradients()
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
+            if getattr(failure, "all_ranks_raise", False):
+                raise
             error = failure
         agreed = self._vote(gradients, intent, error, word)
         failures, squares = Failures(), None
@@ -120,6 +130,8 @@ class SteppedOptimizer(ShardedState):
             self._nonfinite.hear(agreed.nonfinite)
             squares = self._reduce_and_look(gradients, failures)
             self._nonfinite.raise_if_asked()
+            if self._rounds is not None and self._rounds.adds:  # they are not in p.grad any more
+                snapshot = Snapshot(self._gradients())
             self._reduced = None if failures.errors else snapshot
         total = global_norm(self._shards.buffers, intent.norm_type, self.process_group(), squares)
         if failures.errors:  # the others have a norm that is of no use, and hear of it before they use it
@@ -139,7 +151,17 @@ class SteppedOptimizer(ShardedState):
         """
         self._reduced = None
         self._cleared += 1
+        if self._rounds is not None:
+            self._rounds.drop()
         super().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As that of DistributedDataParallel: backward passes under it only accumulate, in p.grad, and the
+        next one outside of it reduces all. Does nothing where gradients travel in step() anyway.
+        """
+        with contextlib.nullcontext() if self._rounds is None else self._rounds.no_sync():
+            yield
 
     # Before the vote
 
@@ -157,7 +179,12 @@ class SteppedOptimizer(ShardedState):
         gradients = self._watch.gradients(self.param_groups)
         self._reducer.check(gradients, self._shards.names)
         self._spare.take_back()
-        return self._reducer.keep_apart(self._shards.parameters, gradients)
+        gradients = self._reducer.keep_apart(self._shards.parameters, gradients)
+        return gradients if self._rounds is None else self._rounds.merged(gradients)
+
+    def _word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        word = self._nonfinite.word(gradients)
+        return word if self._rounds is None else self._rounds.word(word)
 
     def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
         options = 0 if self._votes.world_size == 1 else host_options_hash(self.param_groups)
@@ -176,7 +203,22 @@ class SteppedOptimizer(ShardedState):
 
     def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
         self._cleared = 0  # on every rank, whatever comes of the vote
-        return self._votes.agree(gradients, intent, error, word, self.param_groups, in_sequence)
+        rounds, travelled = self._rounds, NOTHING
+        if rounds is not None:
+            reduce = self._reduced is None if intent is None else intent.reduce
+            again = reduce and rounds.close(discard=True)  # where an error came before it
+            travelled = Travelled(rounds.total, again, self._reducer.error is not None)
+        arguments = gradients, intent, error, word, self.param_groups, in_sequence, travelled
+        try:
+            agreed = self._votes.agree(*arguments)
+        except Exception:
+            if rounds is not None:
+                told = self._votes.travelled
+                rounds.abandon(told.rounds, keep=not told.broken)
+            raise
+        if rounds is not None:
+            rounds.settle(agreed.again)
+        return agreed
 
     # Behind it
 

@@ -35,12 +35,28 @@ class Agreement(NamedTuple):
     """present: which of this rank's parameters have a gradient on any rank that shares them. nonfinite: the
     slot of the first parameter whose gradient holds a NaN or Inf on any rank, as far as the ranks told each
     other; None where none does. in_sequence:
-    whether a rank must do one thing after the other, so that all do: collectives have one order.
+    whether a rank must do one thing after the other, so that all do: collectives have one order. again:
+    whether what has been reduced before the vote is not all, or not right, on some rank.
     """
 
     present: list[bool]
     nonfinite: int | None
     in_sequence: bool
+    again: bool = False
+
+
+class Travelled(NamedTuple):
+    """What a rank has sent of its gradients before a vote.
+
+    rounds: how many rounds of all buckets, ever. again: one more is needed. broken: it is of no use.
+    """
+
+    rounds: int = 0
+    again: bool = False
+    broken: bool = False
+
+
+NOTHING = Travelled()
 
 
 class Votes:
@@ -53,6 +69,8 @@ class Votes:
         self.slots, self._count, self._device = slots, len(slots.labels), device
         self.group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
+        self.travelled = NOTHING
+        """The most rounds that a rank told of in the last vote, and whether what they brought is right."""
 
     def agree(
         self,
@@ -62,6 +80,7 @@ class Votes:
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
         in_sequence: bool = True,
+        travelled: Travelled = NOTHING,
     ) -> Agreement:
         """Collective: one MAX all-reduce; nothing in a world of one.
 
@@ -72,14 +91,19 @@ class Votes:
         GPU: a rank that went on without it would wait in the next collective for one that does not come, or
         update its masters alone.
         """
+        self.travelled = travelled
         if self.world_size == 1:
             if error is not None:
                 raise error
-            return Agreement([gradient is not None for gradient in gradients], None, in_sequence)
-        votes = self._ballot(gradients, intent, error, nonfinite, param_groups, in_sequence)
+            present = [gradient is not None for gradient in gradients]
+            return Agreement(present, None, in_sequence, travelled.again)
+        votes = self._ballot(gradients, intent, error, nonfinite, param_groups, in_sequence, travelled)
         is_clip = intent is not None and intent.clip
         reduce_max(votes, self.group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
-        *words, sequence, tensors, minus_tensors, first, failed = votes.tolist()
+        *words, rounds, minus_rounds, again, broken, sequence, tensors, minus_tensors, first, failed = (
+            votes.tolist()
+        )
+        self.travelled = Travelled(int(rounds), bool(again), bool(broken) or rounds != -minus_rounds)
         width = len(Intent._fields)
         highest = Intent(*words[self._count : self._count + width])
         lowest = Intent(*(-word for word in words[self._count + width :]))
@@ -89,9 +113,15 @@ class Votes:
             message = find_difference(lowest, highest)
             if message is None and (lowest.options != highest.options or tensors != -minus_tensors):
                 message = self._find_different_option(param_groups)
+            if message is None and rounds != -minus_rounds:
+                message = (
+                    "the ranks took part in different numbers of backward passes, some in "
+                    f"{int(rounds + minus_rounds)} more than others, and accumulate='sharded' adds up every "
+                    "one: run as many outside of no_sync() on each of them"
+                )
         if message is None:
             present = [bool(words[slot]) for slot in self.slots.own]
-            return Agreement(present, from_word(first, self._count), bool(sequence))
+            return Agreement(present, from_word(first, self._count), bool(sequence), bool(again))
         error = error or RuntimeError(message)
         error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
         raise error
@@ -104,20 +134,24 @@ class Votes:
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
         in_sequence: bool,
+        travelled: Travelled,
     ) -> torch.Tensor:
-        """float64: which gradients there are, the intent, also negated, in_sequence, the hash of tensor
-        options, also negated, then nonfinite and 1 + the number of a rank with an error.
+        """float64: which gradients there are, the intent, also negated, what travelled, its rounds also
+        negated, in_sequence, the hash of tensor options, also negated, then nonfinite and 1 + the number of a
+        rank with an error.
         """
+        sent = [travelled.rounds, -travelled.rounds, travelled.again, travelled.broken]
         if error is not None:
-            zeros = [0.0] * (self._count + 2 * len(Intent._fields) + 4)
-            return torch.tensor([*zeros, self.rank + 1.0], dtype=torch.float64, device=self._device)
+            zeros = [0.0] * (self._count + 2 * len(Intent._fields))
+            words = [*zeros, *sent, 0.0, 0.0, 0.0, 0.0, self.rank + 1.0]
+            return torch.tensor(words, dtype=torch.float64, device=self._device)
         present = [False] * self._count
         for slot, gradient in zip(self.slots.own, gradients, strict=True):
             present[slot] = gradient is not None
         minus = Intent(*(-word for word in intent))
         if not any(present):  # nothing of this rank's could be taken for another step's
             intent, minus = intent._replace(cleared=-math.inf), minus._replace(cleared=-math.inf)
-        words = [*present, *intent, *minus, in_sequence, 0.0, 0.0, 0.0, 0.0]
+        words = [*present, *intent, *minus, *sent, in_sequence, 0.0, 0.0, 0.0, 0.0]
         votes = torch.tensor(words, dtype=torch.float64, device=self._device)
         tensors = tensor_options_hash(param_groups, self._device)
         if tensors is not None:

@@ -20,6 +20,10 @@ def _attributes(get: attrgetter, tensors: Sequence[torch.Tensor]) -> list:
         return list(map(get, tensors))
 
 
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    return _attributes(_grad, parameters)
+
+
 class ParameterWatch:
     """Notices parameters that others than the optimizer exchanged, moved, wrote to or unfroze."""
 
@@ -55,7 +59,7 @@ class ParameterWatch:
         """
         self.check_places(param_groups)
         self._check_in_use()
-        gradients = _attributes(_grad, self._trainable)
+        gradients = gradients_of(self._trainable)
         message = self._find_written() or self._find_unfrozen() or self._find_bad_gradient(gradients)
         if message is not None:
             raise RuntimeError(message)
@@ -142,6 +146,18 @@ class Snapshot:
     def changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are other gradients, or the same ones with other values."""
         return not all(map(operator.is_, gradients, self._gradients)) or self.written()
+
+    def first_changed(self, gradients: Sequence[torch.Tensor | None]) -> int | None:
+        """The position of one that changed()."""
+        if not self.changed(gradients):
+            return None
+        seen = iter(self._versions)
+        before = [(g, None if g is None else next(seen)) for g in self._gradients]
+        return next(
+            i
+            for i, (now, (g, version)) in enumerate(zip(gradients, before, strict=True))
+            if now is not g or (g is not None and g._version != version)
+        )
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raises RuntimeError if step() would use what is no longer in these gradients."""

@@ -1,5 +1,6 @@
 """ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from zerofp4.distributed import GroupReference, exchange, rank_and_size, resolve_group
 from zerofp4.engine import (
     TRANSPORTS,
+    EarlyReducer,
     GradientReducer,
     PeerReducer,
     Sharding,
@@ -47,6 +49,7 @@ from zerofp4.optim.parameters import (
     describe,
     parameter_names,
 )
+from zerofp4.optim.rounds import Rounds, check_can_overlap, check_overlap
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import SpareMemory
 from zerofp4.optim.stepping import SteppedOptimizer
@@ -89,8 +92,21 @@ class ZeroFP4Optimizer(SteppedOptimizer):
     parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
     they have, and wider ones raise TypeError.
+    overlap: "backward" has the gradients of a bucket travel as soon as a backward pass has made them all;
+    None waits for step(). Buckets begin in one order, which describe() has: NVFP4 weights from the last
+    parameter to the first, as backward passes make them, then the others; so pass parameters in the model's
+    order. What is missing in a step travels in it, unused parameters as zeros. Run all passes before a step
+    but the last in no_sync(), and let no other communication of the group come between a pass and the step:
+    give the optimizer a process group of its own. In a world of one nothing travels. "forward" and "both"
+    raise ValueError.
+    accumulate: "local" adds up micro-batches in p.grad. With "sharded" each backward pass outside of
+    no_sync() is reduced, its means added to this rank's slice in FP32, and p.grad is None afterwards; a step
+    uses them up. Every rank runs as many such passes. What is in p.grad in step() is added there. Both take
+    one process group for all parameters and transport="collective", which "auto" then is; else ValueError.
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
-    all, at least 256 and at most 1024. The memory for what is received is twice as large. Weights are
+    all, at least 256 and at most 1024. The memory for what is received is twice as large (on the CPU with
+    overlap or "sharded", as large as all gradients). Both keep an FP32 slice of gradients, 4 bytes for each
+    element of this rank's share; "sharded" needs no memory for the gradients of a whole model. Weights are
     gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; its moments are not taken.
@@ -129,6 +145,8 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         transport: str = "auto",
         gradient_dtype: torch.dtype | None = None,
         gradient_wire: torch.dtype | None = None,
+        overlap: str | None = None,
+        accumulate: str = "local",
         bucket_mb: float | None = None,
         whole_matrices: bool | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
@@ -141,6 +159,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         announcement, error = None, None
         try:
             check_policy(on_nonfinite)
+            check_overlap(overlap, accumulate)
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
             updated = self._take_arguments(params, optimizer_class, whole_matrices, amax_groups, defaults)
@@ -153,22 +172,29 @@ class ZeroFP4Optimizer(SteppedOptimizer):
                 "optimizer_class": " and ".join(dict.fromkeys(inner.name for inner in self._classes)),
                 "on_nonfinite": on_nonfinite,
                 "transport": transport,
+                "overlap and accumulate": f"{overlap} and {accumulate}",
                 "gradient_dtype, gradient_wire and bucket_mb": str(
                     wire if bucket_mb is not None else wire._replace(bucket_mb=None)
                 ),
             }
+            check_can_overlap(overlap, accumulate, transport, [s.group for s in shardings], group)
             announcement = self._announce(places, updated, amax_groups, held, common, wire.bucket_mb)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
         announced = exchange(announcement, error, group, "building ZeroFP4Optimizer")
         check_announcements(announced)
         transport = check_transport(transport, announced)
+        if (overlap, accumulate) != (None, "local"):
+            transport = "collective"
         rank, size = rank_and_size(group)
         slots = find_slots(announced, rank)
         self._saved_names = find_saved_names(announced, rank)
         wire = wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
         set_gradient_dtype(gradient_dtype, self._trainable)
         self._peers, self._why_collective = join_peers(transport, group, self._trainable[0].device)
+        self._overlap, self._accumulate = overlap, accumulate
+        if masters_from is not None and masters_from._rounds is not None:
+            masters_from._rounds.stop()
         with torch.no_grad():
             self._shards = ShardedParameters(
                 self._trainable,
@@ -179,6 +205,7 @@ class ZeroFP4Optimizer(SteppedOptimizer):
                 wire,
                 updated,
                 self._peers,
+                overlap is not None,
             )
             self._shards.initialize_masters(held)
             self._broadcast_frozen(places)
@@ -231,8 +258,22 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         return updated
 
     def _make_reducer(self, group: dist.ProcessGroup | None, wire: Wire) -> GradientReducer:
-        arguments = self._shards.buffers, group, wire
-        return GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
+        arguments, adds = (self._shards.buffers, group, wire), self._accumulate == "sharded"
+        early, self._rounds = self._overlap is not None and rank_and_size(group)[1] > 1, None
+        if not (early or adds):
+            return (
+                GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
+            )
+        me = weakref.ref(self)  # the parameters hold what holds this
+        reducer = EarlyReducer(*arguments, adds=adds)
+        self._rounds = Rounds(
+            *(self._trainable, self._trainable_names, reducer),
+            early=early,
+            adds=adds,
+            word_of=lambda gradients: me()._nonfinite.word(gradients),
+            is_reduced=lambda: me()._reduced is not None,
+        )
+        return reducer
 
     def _shardings(self, places: Sequence[Place]) -> list[Sharding]:
         """By trainable parameter."""
@@ -292,9 +333,10 @@ class ZeroFP4Optimizer(SteppedOptimizer):
 
         transport: "peer", "collective", or "none" in a world of one, and why_collective. in_buckets: whether
         each bucket is updated as soon as its gradients are here, as the ranks agreed in their last step(),
-        and obstacle why not; before the first as this rank sees it. world_size, bucket_mb. buckets: by bucket
-        its kind, parameters, elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and
-        weights. advice: what would make it faster, or None.
+        and obstacle why not; before the first as this rank sees it. overlap, accumulate, as they were given.
+        world_size, bucket_mb. buckets: in the order in which they travel, each with its kind, parameters,
+        elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and weights. advice: what
+        would make it faster, or None.
         """
         obstacle = self._bucketed.find_obstacle()
         if obstacle is None and self._agreed_in_sequence:
@@ -306,6 +348,8 @@ class ZeroFP4Optimizer(SteppedOptimizer):
             "why_collective": self._why_collective,
             "in_buckets": obstacle is None,
             "obstacle": obstacle,
+            "overlap": self._overlap,
+            "accumulate": self._accumulate,
             "world_size": self._votes.world_size,
             "bucket_mb": self._reducer.bucket_mb,
             **self._shards.describe(self._reducer, self.inners.all),

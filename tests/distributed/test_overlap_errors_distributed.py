@@ -1,0 +1,211 @@
+"""What goes wrong while gradients travel: all ranks hear of it, and the step after it is right."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_bytes_equal
+
+from distributed.checks_optim import check_weights
+from distributed.overlap_cases import CLASSES, SMALL, all_bytes, assert_same, break_off, loss_of, make
+from distributed.run import on_ranks
+from zerofp4.distributed import CollectiveError
+from zerofp4.engine import gradients
+
+
+def make_models(world, name="FusedAdamW", **options):
+    """One that waits for all gradients, and one that does not, in a group of its own: what it has sent in a
+    pass that broke off would arrive in place of what the other sends next.
+    """
+    plain = make(world, name, bucket_mb=SMALL, **options)
+    return [
+        plain,
+        make(world, name, overlap="backward", bucket_mb=SMALL, process_group=dist.new_group(), **options),
+    ]
+
+
+def good_step(world, models, step, what):
+    for net, optimizer in models:
+        loss_of(net, world, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(models, what)
+
+
+def assert_raises_on_all(world, model, call, mine, message, rank=1):
+    """RuntimeErrors: on one rank with the words `mine`, on the others with `message`; nothing has changed."""
+    before = [tensor.clone() for tensor in all_bytes(*model)]
+    with pytest.raises(RuntimeError, match=mine if world.rank == rank else message):
+        call()
+    for i, (now, then) in enumerate(zip(all_bytes(*model), before, strict=True)):
+        assert_bytes_equal(now, then, f"tensor {i}")
+
+
+FOUND = "found an error, and no rank takes this step"
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("how", ["written", "assigned", "backward", "clipped"])
+def test_gradients_that_changed_after_they_had_begun_to_travel(world, how):
+    models = make_models(world)
+    good_step(world, models, 0, "before")
+    net, optimizer = models[1]
+    loss_of(net, world, 1).backward()
+    call = (lambda: optimizer.clip_grad_norm_(1.0)) if how == "clipped" else optimizer.step
+    if world.rank == 1:
+        if how == "backward":
+            loss_of(net, world, 2).backward()
+        elif how == "assigned":
+            net.head.bias.grad = torch.zeros_like(net.head.bias)
+        else:
+            net.rare.weight.grad.mul_(2)
+    assert_raises_on_all(world, models[1], call, "changed after it had begun to travel", FOUND)
+    optimizer.zero_grad()
+    good_step(world, models, 3, "after zero_grad()")
+
+
+@on_ranks(2)
+def test_such_gradients_travel_once_more_in_the_next_step(world):
+    """Nobody has dropped them."""
+    models = make_models(world)
+    for net, optimizer in models:
+        loss_of(net, world, 1).backward()
+        net.rare.weight.grad.mul_(2)
+        if optimizer is models[1][1]:
+            with pytest.raises(RuntimeError, match=r"the gradient of .*rare.* changed after"):
+                optimizer.step()
+        optimizer.step()
+    assert_same(models, "the second attempt")
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize("where", ["head", "norm", "layers.1", "embedding"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_backward_pass_that_breaks_off_on_one_rank(world, where, name):
+    """All drop the gradients, and go on: some have sent all of them, some a part, or none."""
+    models = make_models(world, name)
+    for step in range(2):
+        for net, optimizer in models:
+            place = where if world.rank == (1 + step) % world.world_size else None
+            if place == "embedding":  # its gradients are the last
+                place = "layers.0"
+            if not (step and place == "head"):  # and once not a pass at all
+                break_off(net, world, place)
+            optimizer.zero_grad()
+        good_step(world, models, step, f"step {step}")
+    check_weights(list(models[1][0].parameters()), models[1][1])
+
+
+@on_ranks(2, time_limit=60)
+def test_all_break_off_in_other_places(world):
+    models = make_models(world)
+    for net, optimizer in models:
+        break_off(net, world, "layers.0" if world.rank else "rare")
+        optimizer.zero_grad(set_to_none=False)
+    good_step(world, models, 0, "after")
+
+
+@on_ranks(2, time_limit=60)
+def test_zero_grad_on_one_rank_alone_is_noticed(world):
+    models = make_models(world)
+    for net, optimizer in models:
+        loss_of(net, world, 0).backward()
+        if world.rank == 0:
+            optimizer.zero_grad()
+            loss_of(net, world, 1).backward()
+        with pytest.raises(RuntimeError, match="some ranks called zero_grad"):
+            optimizer.step()
+        optimizer.zero_grad()
+    good_step(world, models, 3, "after")
+
+
+@on_ranks(2, 3, time_limit=60)
+def test_a_rank_that_has_not_reduced_what_the_others_have_clipped(world):
+    """It sends alone; the others take their part before all raise, or it would arrive in the next step."""
+    models = make_models(world)
+    for net, optimizer in models:
+        loss_of(net, world, 0).backward()
+        optimizer.clip_grad_norm_(1.0)
+        if world.rank == 1:
+            optimizer.zero_grad()
+            loss_of(net, world, 1).backward()
+        if (
+            world.device.type == "cpu"
+        ):  # with NCCL the vote waits behind what is sent, for the group's timeout
+            with pytest.raises(RuntimeError, match="some ranks have gradients to reduce and others"):
+                optimizer.step()
+        optimizer.zero_grad()
+    good_step(world, models, 3, "after")
+
+
+@on_ranks(2, 3, time_limit=60)
+def test_a_rank_that_raises_in_step(world):
+    models = make_models(world)
+    good_step(world, models, 0, "before")
+    net, optimizer = models[1]
+    loss_of(net, world, 1).backward()
+
+    def closure():
+        if world.rank == 1:
+            raise RuntimeError("no loss today")
+        return 1.0
+
+    call = lambda: optimizer.step(closure)  # noqa: E731
+    assert_raises_on_all(world, models[1], call, "no loss today", "rank 1 " + FOUND)
+    optimizer.step()  # nothing was dropped
+    loss_of(models[0][0], world, 1).backward()
+    models[0][1].step()
+    assert_same(models, "the same gradients")
+
+
+@on_ranks(2, time_limit=60)
+def test_a_gradient_that_cannot_be_sent(world):
+    """In the middle of a backward pass, whose own rank goes on."""
+    models = make_models(world, gradient_wire=torch.float16)
+    net, optimizer = models[1]
+    take, calls = gradients.FlatGradients.take, []
+
+    def refuse(self, mine):
+        calls.append(self)
+        if world.rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory today")
+        take(self, mine)
+
+    with mock.patch.object(gradients.FlatGradients, "take", refuse):
+        loss_of(net, world, 1).backward()
+        assert_raises_on_all(world, models[1], optimizer.step, "no memory today", "rank 1 " + FOUND)
+    optimizer.zero_grad()
+    good_step(world, models, 3, "after")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_a_nonfinite_gradient(world, accumulate):
+    models = make_models(world, accumulate=accumulate)
+    for net, optimizer in models:
+        hook = net.rare.weight.register_hook(lambda g: g * (math.inf if world.rank == 1 else 1))
+        loss_of(net, world, 0).backward()
+        hook.remove()
+        before = [tensor.clone() for tensor in all_bytes(net, optimizer)]
+        optimizer.step()
+        assert optimizer.skipped_steps == 1 and "rare" in optimizer.first_nonfinite()
+        for i, (now, then) in enumerate(zip(all_bytes(net, optimizer), before, strict=True)):
+            assert_bytes_equal(now, then, f"tensor {i}")
+        optimizer.zero_grad()
+    good_step(world, models, 3, "after")
+
+
+@on_ranks(2, time_limit=60)
+def test_a_rank_that_never_comes_ends_in_the_groups_timeout(world):
+    """The others wait for it in step(), no longer than that."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    net, optimizer = make(world, overlap="backward", bucket_mb=SMALL, process_group=group)
+    if world.rank == 0:
+        loss_of(net, world, 0).backward()
+        with pytest.raises(CollectiveError):
+            optimizer.step()
