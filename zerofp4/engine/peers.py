@@ -202,6 +202,13 @@ class Peers:
             found = self._targets[whole.data_ptr()] = mine, targets
         return found
 
+    def check(self) -> None:
+        """Wait for what is queued on the current stream, and raise take_error()."""
+        torch.cuda.current_stream(self.device).synchronize()
+        error = self.take_error()
+        if error is not None:
+            raise error
+
     def take_error(self) -> RuntimeError | None:
         """What has kept ranks from meeting, as far as the device has come. Waits for nothing."""
         missing = int(self._status[0])

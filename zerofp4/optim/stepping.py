@@ -259,8 +259,20 @@ class SteppedOptimizer(ShardedState):
             torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], factor)
             factor = None
         give_gradients(self._reduced_gradients(present))
-        self.inners.step(found_inf=self._nonfinite.for_update(), clip_factor=factor)
+        self.inners.step(found_inf=self._found_for_update(), clip_factor=factor)
         self._pull_options()
+
+    def _found_for_update(self) -> torch.Tensor | None:
+        """What the optimizers are to read on the device, where they can be told there. Of ranks that share
+        memory whether one did not come, whose gradients are then not what they should be: where they cannot
+        be told, the host waits for that, and raises it.
+        """
+        if self._peers is None:
+            return self._nonfinite.for_update()
+        if self.inners.heed_found_inf():
+            return self._peers.failed
+        self._peers.check()
+        return None
 
     def _reduced_gradients(
         self, present: Sequence[bool]

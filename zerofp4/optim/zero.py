@@ -1,64 +1,16 @@
 """ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, exchange, rank_and_size, resolve_group
-from zerofp4.engine import (
-    TRANSPORTS,
-    EarlyReducer,
-    GradientReducer,
-    PeerReducer,
-    Sharding,
-    Updated,
-    Wire,
-    check_gradient_dtype,
-    join_peers,
-    make_wire,
-    set_gradient_dtype,
-)
-from zerofp4.optim.announcement import (
-    Announcement,
-    announce,
-    check_announcements,
-    check_transport,
-    find_slots,
-)
-from zerofp4.optim.bucketed import BucketedStep
-from zerofp4.optim.classes import (
-    check_amax_groups,
-    check_values,
-    group_classes,
-    how_updated,
-    try_options,
-    without_class,
-)
-from zerofp4.optim.groups import Place, find_places, with_references
-from zerofp4.optim.handover import take_over
-from zerofp4.optim.initial import HeldMaster, broadcast_frozen
-from zerofp4.optim.inner_optimizers import InnerOptimizers
-from zerofp4.optim.names import find_saved_names
-from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
-from zerofp4.optim.parameters import (
-    amax_group_numbers,
-    check_parameters,
-    describe,
-    parameter_names,
-)
-from zerofp4.optim.rounds import Rounds, check_can_overlap, check_overlap
-from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.spare import SpareMemory
-from zerofp4.optim.stepping import SteppedOptimizer
-from zerofp4.optim.votes import Votes
-from zerofp4.optim.watch import ParameterWatch
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.optim.building import BuiltOptimizer, Choices
+from zerofp4.optim.groups import with_references
 
 
-class ZeroFP4Optimizer(SteppedOptimizer):
+class ZeroFP4Optimizer(BuiltOptimizer):
     """Any elementwise torch optimizer, or Muon, over sharded FP32 masters of NVFP4, bf16, fp16 and fp32
     parameters.
 
@@ -153,159 +105,19 @@ class ZeroFP4Optimizer(SteppedOptimizer):
         on_nonfinite: str = "skip_step",
         **defaults: Any,
     ):
-        self._built = False
-        group = resolve_group(process_group)
-        self.process_group = GroupReference(group)
-        announcement, error = None, None
-        try:
-            check_policy(on_nonfinite)
-            check_overlap(overlap, accumulate)
-            if transport not in TRANSPORTS:
-                raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
-            updated = self._take_arguments(params, optimizer_class, whole_matrices, amax_groups, defaults)
-            check_gradient_dtype(gradient_dtype, self._trainable, self._trainable_names)
-            places = find_places(self.param_groups, group)
-            shardings = self._shardings(places)
-            wire = make_wire(gradient_wire, bucket_mb, self._trainable, gradient_dtype)
-            held = take_over(masters_from, self._trainable, self._trainable_names, group, shardings)
-            common = {
-                "optimizer_class": " and ".join(dict.fromkeys(inner.name for inner in self._classes)),
-                "on_nonfinite": on_nonfinite,
-                "transport": transport,
-                "overlap and accumulate": f"{overlap} and {accumulate}",
-                "gradient_dtype, gradient_wire and bucket_mb": str(
-                    wire if bucket_mb is not None else wire._replace(bucket_mb=None)
-                ),
-            }
-            check_can_overlap(overlap, accumulate, transport, [s.group for s in shardings], group)
-            announcement = self._announce(places, updated, amax_groups, held, common, wire.bucket_mb)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = failure
-        announced = exchange(announcement, error, group, "building ZeroFP4Optimizer")
-        check_announcements(announced)
-        transport = check_transport(transport, announced)
-        if (overlap, accumulate) != (None, "local"):
-            transport = "collective"
-        rank, size = rank_and_size(group)
-        slots = find_slots(announced, rank)
-        self._saved_names = find_saved_names(announced, rank)
-        wire = wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
-        set_gradient_dtype(gradient_dtype, self._trainable)
-        self._peers, self._why_collective = join_peers(transport, group, self._trainable[0].device)
-        self._overlap, self._accumulate = overlap, accumulate
-        if masters_from is not None and masters_from._rounds is not None:
-            masters_from._rounds.stop()
-        with torch.no_grad():
-            self._shards = ShardedParameters(
-                self._trainable,
-                self._trainable_names,
-                shardings,
-                size,
-                amax_groups,
-                wire,
-                updated,
-                self._peers,
-                overlap is not None,
-            )
-            self._shards.initialize_masters(held)
-            self._broadcast_frozen(places)
-            self._build_inners()
-            self._reducer = self._make_reducer(group, wire)
-            self._spare = SpareMemory(self._shards, self._reducer)
-            self._bucketed = BucketedStep(self.inners, self._shards, self._reducer, self._peers)
-            self._votes = Votes(slots, self._shards.buffers[0].device, group)
-            self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None
-            self._nonfinite = NonfiniteGradients(
-                on_nonfinite, self._shards, slots, size, self.inners, wire.dtype
-            )
-            self._steps = self._cleared = 0
-            self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
-            self._weights_follow = True
-            self._publish()
-        self._built = True
-
-    # Building
-
-    def _take_arguments(
-        self,
-        params: Any,
-        optimizer_class: type,
-        whole_matrices: bool | None,
-        amax_groups: Sequence | None,
-        defaults: dict,
-    ) -> list[Updated]:
-        """Check what one rank can check alone; the parameters stay as they are. Returns how the masters of
-        the trainable ones are updated.
-        """
-        super().__init__(params, {})
-        self._classes = group_classes(self.param_groups, optimizer_class, whole_matrices, defaults)
-        # What is in them is an option: checkpoints have it, and all ranks must agree on it.
-        self.param_groups = [without_class(group) for group in self.param_groups]
-        self._parameters = [p for group in self.param_groups for p in group["params"]]
-        self._names = parameter_names(self.param_groups)
-        check_parameters(self._parameters, self._names)
-        pairs = [(p, n) for p, n in zip(self._parameters, self._names, strict=True) if p.requires_grad]
-        self._trainable, self._trainable_names = [p for p, _ in pairs], [name for _, name in pairs]
-        if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self._trainable):
-            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
-        device = self._parameters[0].device
-        tried = try_options(self._classes, self.param_groups, device)
-        check_values(self._classes, self.param_groups, device)
-        own = [one.defaults for one in tried if type(one) is optimizer_class]
-        self.defaults = own[0] if own else tried[0].defaults
-        updated = how_updated(self.param_groups, self._classes, tried)
-        check_amax_groups(amax_group_numbers(self._trainable, amax_groups), updated, self._trainable_names)
-        return updated
-
-    def _make_reducer(self, group: dist.ProcessGroup | None, wire: Wire) -> GradientReducer:
-        arguments, adds = (self._shards.buffers, group, wire), self._accumulate == "sharded"
-        early, self._rounds = self._overlap is not None and rank_and_size(group)[1] > 1, None
-        if not (early or adds):
-            return (
-                GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
-            )
-        me = weakref.ref(self)  # the parameters hold what holds this
-        reducer = EarlyReducer(*arguments, adds=adds)
-        self._rounds = Rounds(
-            *(self._trainable, self._trainable_names, reducer),
-            early=early,
-            adds=adds,
-            word_of=lambda gradients: me()._nonfinite.word(gradients),
-            is_reduced=lambda: me()._reduced is not None,
+        choices = Choices(
+            amax_groups,
+            transport,
+            gradient_dtype,
+            gradient_wire,
+            overlap,
+            accumulate,
+            bucket_mb,
+            whole_matrices,
+            masters_from,
+            on_nonfinite,
         )
-        return reducer
-
-    def _shardings(self, places: Sequence[Place]) -> list[Sharding]:
-        """By trainable parameter."""
-        pairs = zip(self.param_groups, places, strict=True)
-        return [place.sharding for group, place in pairs for p in group["params"] if p.requires_grad]
-
-    def _announce(
-        self,
-        places: Sequence[Place],
-        updated: Sequence[Updated],
-        amax_groups: Sequence | None,
-        held: Mapping[int, HeldMaster],
-        common: dict[str, str],
-        bucket_mb: float,
-    ) -> Announcement:
-        numbers = amax_group_numbers(self._trainable, amax_groups)
-        names = [inner.name for inner in self._classes]
-        kinds = describe(self.param_groups, names, updated)
-        return announce(self.param_groups, self._names, kinds, places, numbers, held, common, bucket_mb)
-
-    def _broadcast_frozen(self, places: Sequence[Place]) -> None:
-        for param_group, place in zip(self.param_groups, places, strict=True):
-            for parameter in param_group["params"]:
-                if not parameter.requires_grad:
-                    broadcast_frozen(parameter, place.sharding)
-
-    def _build_inners(self) -> None:
-        optimized = zip(self._trainable, self._shards.optimized, strict=True)
-        self.inners = InnerOptimizers(self._classes, self.param_groups, {id(p): own for p, own in optimized})
-        self._shards.take_amaxes_from(self.inners.all)
-        self.state = self._view_state()
-        self._pull_options()
+        self._build(params, optimizer_class, process_group, choices, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""
