@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(representatives(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    # What waits for other processes comes last: meanwhile these do their work.
+    items.sort(key=lambda item: bool(asked_for(item)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from benchmarking import timeline
 from benchmarking.session import ROOT
+from early import waits_for
 
 EVENTS = [
     {"cat": "cpu_op", "name": "aten::add", "ts": 5.0, "dur": 1.0},
@@ -68,14 +69,18 @@ def test_a_picture(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def step(folder):
+    command = [sys.executable, "scripts/bench.py", "step", "--scale", "64", "--repeats", "1", "--timeline"]
+    arguments = [*command, "--output", str(folder)]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120), folder
+
+
 @pytest.mark.bench
 @pytest.mark.heavy
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_of_a_gpu(tmp_path):
+@waits_for(step)
+def test_of_a_gpu(early):
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "scripts/bench.py", "step", "--scale", "64", "--repeats", "1", "--timeline"]
-    run = subprocess.run(
-        [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    run, folder = early(step)
     assert run.returncode == 0, run.stderr
-    assert (tmp_path / "timeline_collective_1_ranks.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "timeline_collective_1_ranks.png").read_bytes().startswith(b"\x89PNG")

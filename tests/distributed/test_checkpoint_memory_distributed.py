@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from early import waits_for
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.nn import functional as F
@@ -97,11 +98,22 @@ def can_count():
     return True
 
 
-@pytest.mark.parametrize(("world_size", "launcher"), [(1, "alone"), (2, "torchrun")])
-def test_memory_above_the_state(world_size, launcher):
+def alone(_):
+    return run_ranks(save_and_load, 1, "alone", env=UNCACHED)
+
+
+def two_ranks(_):
+    return run_ranks(save_and_load, 2, "torchrun", env=UNCACHED)
+
+
+CASES = [pytest.param(size, run, marks=waits_for(run)) for size, run in ((1, alone), (2, two_ranks))]
+
+
+@pytest.mark.parametrize(("world_size", "run"), CASES)
+def test_memory_above_the_state(early, world_size, run):
     if device_for(world_size) == "cpu" and not can_count():
         pytest.skip("this system does not let a process have its peak of memory counted anew")
-    outcome = run_ranks(save_and_load, world_size, launcher, env=UNCACHED)
+    outcome = early(run)
     for shares in outcome.values:
         assert all(share < MOST for share in shares.values()), outcome.values
 

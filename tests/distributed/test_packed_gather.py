@@ -19,6 +19,12 @@ SHAPES = [(2, 2), (16, 16), (34, 288), (2, 1000), (130, 66), (514, 1030)]
 """The last one has runs of more than one unit of the kernels."""
 
 
+def header_of(hash: int, error: float = 0.0, minus: int | None = None) -> list[float]:
+    """What a step with this hash leaves; minus: another rank's, whose bytes are there negated."""
+    own, others = ([n >> 8 * i & 255 for i in range(3)] for n in (hash, hash if minus is None else minus))
+    return [error, *map(float, own), *(-float(byte) for byte in others), 0.0]
+
+
 class Ranks:
     """One gather per rank over copies of the same weights, of which a rank has its own codes."""
 
@@ -35,7 +41,7 @@ class Ranks:
             pairs = zip(self.whole, mine, strict=True)
             self.buffers.append([_own(whole, shard, offset) for whole, shard in pairs])
             status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-            reduced = torch.tensor([0.0, HASH, -HASH, 0.0], device=device)
+            reduced = torch.tensor(header_of(HASH), device=device)
             by_rank = [list(of_rank) for of_rank in zip(*shards, strict=True)]
             header = ops.GatherHeader(reduced, HASH, status)
             self.gathers.append(PackedGather(self.buffers[rank], by_rank, None, device, header))
@@ -140,12 +146,21 @@ def test_no_rank_takes_anything_where_one_found_an_error(monkeypatch, device, fa
     ranks.check()
 
 
-@pytest.mark.parametrize("header", [[torch.inf, HASH, -HASH], [0, HASH, -HASH + 1], [0, HASH + 1, -HASH - 1]])
+@pytest.mark.parametrize(
+    "header",
+    [
+        header_of(HASH, error=torch.inf),
+        header_of(HASH, minus=HASH + 1),
+        header_of(HASH, minus=HASH + 256),
+        header_of(HASH + 1),
+        header_of(HASH + 65536),
+    ],
+)
 def test_no_rank_takes_anything_after_a_step_that_did_not_take_place(monkeypatch, device, header):
     """Also where one rank only should think so."""
     ranks = Ranks(monkeypatch, device, 3, _split_all(3, "odd"))
     before = ranks.snapshot()
-    ranks.headers[1][:3] = torch.tensor(header)
+    ranks.headers[1].copy_(torch.tensor(header))
     ranks.run()
     for after, expected in zip(ranks.snapshot(), before, strict=True):
         assert_bytes_equal(after, expected, "codes that must not change")
@@ -165,7 +180,7 @@ def test_any_of_hundreds_of_ranks_is_heard(device, refusing):
     """More ranks than a thread block has threads."""
     staging = torch.zeros(300, ops.GATHER_VECTOR, dtype=torch.uint8, device=device)
     status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-    header = ops.GatherHeader(torch.tensor([0.0, HASH, -HASH, 0.0], device=device), HASH, status)
+    header = ops.GatherHeader(torch.tensor(header_of(HASH), device=device), HASH, status)
     stages = ops.GatherStages(staging, 7, header)
     source = torch.arange(64, dtype=torch.uint8, device=device)
     output = torch.full_like(source, POISON)

@@ -6,9 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from early import waits_for
 
 from distributed import peer_checks
 from distributed.processes import device_for
@@ -40,26 +42,26 @@ def environment() -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def launch():
+def all_checks(_) -> Launch:
+    """The checks on two ranks, done."""
     checks = [
         Check(name, f"{body.__module__}:{body.__name__}", arguments, 90.0)
         for name, (body, arguments) in CHECKS.items()
     ]
-    made = Launch(Setting(2), checks, environment())
-    yield made
-    made.stop()
+    launch = Launch(Setting(2), checks, environment())
+    launch.run_ahead(_)
+    return launch
 
 
 @needs_gpu
+@waits_for(all_checks)
 @pytest.mark.parametrize("name", CHECKS)
-def test_two_ranks(launch, name):
-    launch.outcome(name)
+def test_two_ranks(early, name):
+    early(all_checks).outcome(name)
 
 
-@needs_gpu
-def test_a_rank_that_dies(tmp_path):
-    """Its memory can still be read, and the other one's barrier ends by the group's timeout."""
+def one_dies(folder: Path) -> tuple[list[str], list[int]]:
+    """What each of two ranks printed, and how it ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -72,7 +74,7 @@ def test_a_rank_that_dies(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=tmp_path,
+            cwd=folder,
         )
         for rank in range(2)
     ]
@@ -81,8 +83,16 @@ def test_a_rank_that_dies(tmp_path):
     finally:
         for rank in ranks:
             rank.kill()
+    return printed, [rank.returncode for rank in ranks]
+
+
+@needs_gpu
+@waits_for(one_dies)
+def test_a_rank_that_dies(early):
+    """Its memory can still be read, and the other one's barrier ends by the group's timeout."""
+    printed, statuses = early(one_dies)
     assert "then: rank 1 did not come to a barrier" in printed[0], printed
-    assert ranks[1].returncode == -9, printed
+    assert statuses[1] == -9, printed
 
 
 @on_ranks(2, 3)
