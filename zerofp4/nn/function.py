@@ -121,8 +121,14 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: torch.Tensor):
+        # Only here, before gradients are off for what is once differentiable, shows that create_graph is on.
+        out = None if ctx.main_grad is not None else gradient_place(ctx, 1, ctx.dtypes[1])
+        return LinearFunction._backward(ctx, grad, out)
+
+    @staticmethod
+    @once_differentiable
+    def _backward(ctx, grad: torch.Tensor, out: torch.Tensor | None):
         saved = ctx.saved_tensors
         count = 0 if ctx.x is None else ctx.x.count
         x = None if ctx.x is None else ctx.x.record(saved[:count])
@@ -132,7 +138,6 @@ class LinearFunction(torch.autograd.Function):
                 "the weight of a layer was written to between its forward and its backward pass: "
                 "call backward first"
             )
-        out = None if x is None or ctx.main_grad is not None else gradient_place(ctx, 1, ctx.dtypes[1])
         grad_x, grad_weight = gradients(ctx.quantizers, grad, x, weight, ctx.dtypes[:2], ctx.main_grad, out)
         grad_bias = grad.sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
         return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, None

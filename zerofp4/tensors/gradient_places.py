@@ -10,9 +10,10 @@ only where all of this holds, and returns ordinary memory in every other case:
   called, which a product that returned None for a sum of its own would keep from running.
 - No hook of the parameter sees its gradients, which it may keep; and autocast is off, which would choose
   another dtype for the product.
-- Nothing that an earlier product wrote there is on its way: its tensor is still alive where a weight is
-  used twice, and waits for the other gradient, or where an error, or a backward pass inside of another,
-  came in between.
+- Nothing that an earlier product wrote there is on its way: no product of this backward pass has written
+  there, nor is the tensor of one before alive, as where an error, or a backward pass inside of another, came
+  in between. (In one pass the tensor may be gone, and another with its memory, which a hook of the product
+  has made of it, waits for the gradient of another use of the weight.)
 
 Autograd takes the tensor over without a copy. Where it adds another gradient to it first, it does so in new
 memory, since what is written here shares its storage.
@@ -38,6 +39,7 @@ class GradientPlace:
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor, before_write: Callable[[], None]):
         self._parameter, self._view, self._before_write = weakref.ref(parameter), view, before_write
         self._given: TensorWeakRef | None = None
+        self._last_pass = -1
         self._lock = threading.Lock()
         self._key = id(parameter)
         _places[self._key] = self
@@ -56,12 +58,15 @@ class GradientPlace:
         view = self._view
         if self._parameter() is not parameter or view.dtype != dtype or view.device != parameter.device:
             return None
+        number = torch._C._current_graph_task_id()  # that of a pass inside of another is larger
         with self._lock:  # of two threads that go back through the same parameter
+            if number <= self._last_pass:
+                return None
             if self.is_awaited() or parameter.grad is not None:  # in this order: it is that, and then this
                 return None
             self._before_write()
             given = view.data
-            self._given = TensorWeakRef(given)
+            self._given, self._last_pass = TensorWeakRef(given), number
             return given
 
 
