@@ -231,6 +231,45 @@ def test_gradients_that_are_there_stay(world):
 
 
 @on_ranks(2)
+def test_what_was_read_into_memory_of_its_own_is_used(world):
+    """Gradients were there when it was read; they go, and others come, without an effect on it."""
+    folder = shared_folder(world)
+    model, optimizer = small(world)
+    train(world, model, optimizer, range(1))
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    masters = optimizer.gathered_masters()
+    backward(world, model, 1)
+    state_dict = read(optimizer, folder / "c")
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state_dict)
+    for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+        assert_bytes_equal(now, before, f"master {i}")
+
+
+@on_ranks(2)
+def test_a_state_dict_that_is_read_in_two_parts(world):
+    """The first is lost where gradients came in between, whatever is lent to the second."""
+    folder = shared_folder(world)
+    model, optimizer = small(world)
+    train(world, model, optimizer, range(2))
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    state_dict = optimizer.state_dict()
+    keys = list(state_dict["state"])
+    halves = [
+        state_dict | {"state": {k: state_dict["state"][k] for k in own}} for own in (keys[:2], keys[2:])
+    ]
+    dcp.load({"optimizer": halves[0]}, checkpoint_id=folder / "c")
+    train(world, model, optimizer, range(2, 3))
+    dcp.load({"optimizer": halves[1]}, checkpoint_id=folder / "c")
+    error = raised_by(lambda: optimizer.load_state_dict(state_dict))
+    assert isinstance(error, ValueError) and "gradients or another load needed since" in str(error), error
+    assert "first.master" in str(error) and "bias.master" not in str(error)
+    dcp.load({"optimizer": halves[0]}, checkpoint_id=folder / "c")
+    optimizer.load_state_dict(state_dict)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("then", ["backward", "step", "another load"])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_what_was_read_is_not_used_once_it_is_overwritten(world, clipped, then):

@@ -48,6 +48,8 @@ class Piece(torch.Tensor):
     """Whose memory may be read into, and for which parameter."""
     space: torch.Tensor | None
     """Memory that a load has set aside for `loaded`."""
+    ends: int | None
+    """Of the loan, when that memory was lent; None for memory of its own."""
     loaded: torch.Tensor | None
     asked: bool
     received: list[Part] | None
@@ -66,7 +68,7 @@ class Piece(torch.Tensor):
         properties = {"dtype": values.dtype, "device": values.device}
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
-        piece.space, piece.loaded, piece.asked = None, None, False
+        piece.space, piece.ends, piece.loaded, piece.asked = None, None, None, False
         piece.live, piece.label, piece.refusal = live, None, None
         piece.received = []
         return piece
@@ -99,7 +101,7 @@ class Piece(torch.Tensor):
     @property
     def is_lost(self) -> bool:
         """Whether others have written to where it was read."""
-        if self.spare is None or self.space is None or not self.spare[0].ended:
+        if self.space is None or self.ends is None or self.spare[0].ends == self.ends:
             return False
         return self.space is (self.values if self.loaded is None else self.loaded)
 
@@ -168,6 +170,7 @@ class Piece(torch.Tensor):
         if self.spare is not None:
             loan, i = self.spare
             space = loan.memory(i)
+            self.ends = None if space is None else loan.ends
         if space is None:
             space = torch.empty(self.values.shape, dtype=self.dtype, device=self.device)
         return space
@@ -252,7 +255,8 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     if not isinstance(target, Piece):
         return target.copy_(_whole(source, "copy_"), non_blocking)
     if target.loaded is None:
-        target.asked, target.loaded = True, target._make_space()
+        target.asked, target.space = True, target._make_space()
+        target.loaded = target.space
     target.received = None
     if isinstance(source, Piece) and source.shard == target.shard:
         target.present().copy_(source.present(), non_blocking)

@@ -16,20 +16,25 @@ from zerofp4.optim.sharded import ShardedParameters
 
 class Loan:
     """What the masters of one state dict are read into. lend: gives it, by parameter, when it is first asked
-    for.
+    for, and again where it has ended.
 
-    ended: whether others may have written there since. Copies are the same.
+    ends: how often others may have written there by now. Copies are the same.
     """
 
     def __init__(self, lend: Callable[["Loan"], Sequence[torch.Tensor | None]]):
         self._lend, self._memory = lend, None
-        self.ended = False
+        self.ends = 0
 
     def memory(self, i: int) -> torch.Tensor | None:
         """For the master of parameter i; None where there is none to lend."""
-        if self._memory is None or self.ended:  # the same state dict may be read into again
-            self._memory, self.ended = self._lend(self), False
+        if self._memory is None:
+            self._memory = self._lend(self)
         return self._memory[i]
+
+    def end(self) -> None:
+        """The same state dict may be read into again, but what was read of it is lost."""
+        self._memory = None
+        self.ends += 1
 
     def __deepcopy__(self, memo: dict) -> "Loan":
         return self
@@ -69,4 +74,4 @@ class SpareMemory:
 def _end(loan: "weakref.ref[Loan]") -> None:
     found = loan()
     if found is not None:
-        found.ended = True
+        found.end()
