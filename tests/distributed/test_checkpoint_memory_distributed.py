@@ -255,10 +255,8 @@ def test_a_state_dict_that_is_read_in_two_parts(world):
     train(world, model, optimizer, range(2))
     dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
     state_dict = optimizer.state_dict()
-    keys = list(state_dict["state"])
-    halves = [
-        state_dict | {"state": {k: state_dict["state"][k] for k in own}} for own in (keys[:2], keys[2:])
-    ]
+    items = list(state_dict["state"].items())
+    halves = [state_dict | {"state": dict(own)} for own in (items[:2], items[2:])]
     dcp.load({"optimizer": halves[0]}, checkpoint_id=folder / "c")
     train(world, model, optimizer, range(2, 3))
     dcp.load({"optimizer": halves[1]}, checkpoint_id=folder / "c")
@@ -267,6 +265,19 @@ def test_a_state_dict_that_is_read_in_two_parts(world):
     assert "first.master" in str(error) and "bias.master" not in str(error)
     dcp.load({"optimizer": halves[0]}, checkpoint_id=folder / "c")
     optimizer.load_state_dict(state_dict)
+
+
+@on_ranks(2)
+def test_what_was_copied_into_a_state_dict_is_not_used_once_it_is_overwritten(world):
+    model, optimizer = small(world)
+    train(world, model, optimizer, range(2))
+    state_dict = optimizer.state_dict()
+    for master, entries in zip(optimizer.gathered_masters(), state_dict["state"].values(), strict=True):
+        entries["master"].copy_(master)
+    assert all(lies_there(optimizer, state_dict))
+    backward(world, model, 2)
+    error = raised_by(lambda: optimizer.load_state_dict(state_dict))
+    assert isinstance(error, ValueError) and "gradients or another load needed since" in str(error), error
 
 
 @on_ranks(2)
