@@ -109,6 +109,26 @@ def test_what_was_found_is_asked_for_later(device):
     assert (optimizer.skipped_steps, optimizer.found_inf.item()) == (1, 1)
 
 
+def test_what_was_found_is_remembered_where_a_load_takes_the_memory(device):
+    """Until the next step looks, which may find another, or none."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **DEFAULTS)
+    for step, bad in enumerate([(4, 3), (2,), ()]):
+        set_gradients(parameters, make_gradients(parameters, step))
+        for i in bad:
+            parameters[i].grad.view(-1)[-1] = math.nan
+        optimizer.step()
+        optimizer.zero_grad()
+        state_dict = optimizer.state_dict()
+        for piece in [piece for entries in state_dict["state"].values() for piece in entries.values()]:
+            piece.copy_(piece.values.clone().view(piece.shape))
+        for _ in range(2):
+            first = f"param_groups[0]['params'][{min(bad)}]" if bad else None
+            assert optimizer.first_nonfinite() == first
+            assert optimizer.skipped_steps == min(step + 1, 2)
+            optimizer.load_state_dict(state_dict)
+
+
 def test_replays_of_a_cuda_graph_skip_steps(device):
     if device.type != "cuda":
         pytest.skip("CUDA graphs are captured on a GPU")

@@ -175,13 +175,13 @@ class BuiltOptimizer(SteppedOptimizer):
         self._broadcast_frozen(checked.places)
         self._build_inners()
         self._reducer = self._make_reducer(group, wire)
-        self._spare = SpareMemory(self._shards, self._reducer)
         self._bucketed = BucketedStep(self.inners, self._shards, self._reducer, self._peers)
         self._votes = Votes(slots, self._shards.buffers[0].device, group)
         self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None
         self._nonfinite = NonfiniteGradients(
             choices.on_nonfinite, self._shards, slots, size, self.inners, wire.dtype
         )
+        self._spare = SpareMemory(self._shards, self._reducer, self._nonfinite.remember)
         self._steps = self._cleared = 0
         self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
         self._weights_follow = True

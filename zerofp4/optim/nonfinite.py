@@ -14,6 +14,11 @@ from zerofp4.optim.sharded import ShardedParameters
 POLICIES = ("skip_step", "raise")
 """What on_nonfinite may be."""
 
+PACKED, REMEMBERED = 1.0, 2.0
+"""What `found` may be in a world of one, where there are some: they are where they were packed, or the host
+knows which is the first. It is on the device since a CUDA graph that is replayed writes it.
+"""
+
 
 class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
@@ -23,9 +28,9 @@ class NonfiniteGradients:
     the masters. wire: what gradients are rounded to on their way, None for their own dtype: one
     that this rounds to infinity is infinite, in a world of any size.
 
-    found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
-    there. In a world of one the host does not know it, and what it counts and names is read when somebody
-    asks; several ranks have heard it in their vote.
+    found: float32 [] on the device, not 0 where the gradients of any rank hold a NaN or Inf. An update reads
+    it there. In a world of one the host does not know it, and what it counts and names is read when somebody
+    asks, or wants to write to where the gradients were packed; several ranks have heard it in their vote.
     """
 
     def __init__(
@@ -54,11 +59,19 @@ class NonfiniteGradients:
         """What messages call the first parameter whose gradient held a NaN or Inf; None if none did. In a
         world of one it waits for the device.
         """
-        first = self._first
-        if self._alone and self.found.item():
-            # They are still where they were packed: whatever writes there looks at them.
-            first = from_word(first_nonfinite(self._shards.gradients).item(), len(self._words))
+        found = self.found.item() if self._alone else REMEMBERED
+        first = self._look() if found == PACKED else self._first if found else None
         return None if first is None else self._slots.labels[first]
+
+    def remember(self) -> None:
+        """Before others write to where gradients were packed. In a world of one it waits for the device."""
+        if self._alone and self.found.item() == PACKED:
+            self._first = self._look()
+            self.found.fill_(REMEMBERED)
+
+    def _look(self) -> int | None:
+        """They are still where they were packed: a step that writes there looks at them."""
+        return from_word(first_nonfinite(self._shards.gradients).item(), len(self._words))
 
     def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """What this rank votes. None in a world of one, which looks at what was packed instead."""
