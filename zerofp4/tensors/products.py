@@ -127,7 +127,8 @@ class AddMM(torch.autograd.Function):
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return F.linear(plain(input), plain(weight), bias)
+        # What is not quantized stays as it is: it may have a tangent of forward AD, which detach() drops.
+        return F.linear(*(plain(x) if is_quantized(x) else x for x in (input, weight)), bias)
     return Linear.apply(input, weight, bias)
 
 
