@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from zerofp4.nn.convert import CONV1D, LAYERS
+from zerofp4.nn.choice import CONV1D
+from zerofp4.nn.convert import LAYERS
 from zerofp4.nn.function import LinearCall, LinearFunction
 from zerofp4.nn.linear import refuse_shared
 from zerofp4.nn.quantizers import check_primary, quantizers_of, weight_state, with_columns

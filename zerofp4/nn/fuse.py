@@ -6,7 +6,8 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn import functional as F
 
-from zerofp4.nn.convert import FUSIONS, Chosen, ConversionReport, FilterFn, join
+from zerofp4.nn.choice import Chosen, ConversionReport, FilterFn, join
+from zerofp4.nn.convert import FUSIONS
 from zerofp4.nn.layer_norm import NORMALIZATIONS, LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
 

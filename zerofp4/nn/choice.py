@@ -1,0 +1,221 @@
+"""Which weights convert_model converts, and why not the others."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.tensors import NVFP4Tensor
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+CONV1D = "Conv1D"
+"""What transformers calls its linear layer with a weight [in, out]."""
+
+SHARDED = (
+    "sharded before the conversion: for fully_shard, call zerofp4.integrations.fsdp2.prepare before it and "
+    "in place of convert_model"
+)
+
+
+class Chosen(NamedTuple):
+    """A parameter to convert: what the report calls it, whose it is, and what its module calls it."""
+
+    name: str
+    module: nn.Module
+    parameter_name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.module._parameters[self.parameter_name]
+
+
+@dataclasses.dataclass
+class ConversionReport:
+    """What convert_model did, and did not, with every parameter that has a matrix.
+
+    converted: names of the modules whose weight was converted, and of stacked weights in other modules.
+    skipped: why another parameter was not, by its name. shares: by name, the elements of each of them in all
+    elements of the model's parameters; a tied one has its share under each of its names. layers: names of the
+    converted modules that became layers of zerofp4.nn. fused: by the name of a LayerNormLinear or
+    LayerNormMLP, those that its parts had before; all other names are those of the model as it is now.
+    unfused: why a norm went into no such layer, by its name; empty without filter_fn.
+    """
+
+    converted: list[str] = dataclasses.field(default_factory=list)
+    layers: list[str] = dataclasses.field(default_factory=list)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    fused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    unfused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Elements of the converted weights in all elements of the model's parameters."""
+        names = [name if name in self.shares else join(name, "weight") for name in self.converted]
+        return sum(self.shares[name] for name in names)
+
+
+def choose_weights(
+    model: nn.Module, filter_fn: FilterFn | None, *, tensor_parallel: bool = False
+) -> tuple[ConversionReport, list[Chosen]]:
+    """The weights that convert_model would convert, and a report of all others. Changes nothing.
+
+    tensor_parallel: also those that are DTensors, by the shape of this rank's slice.
+    """
+    report = ConversionReport()
+    owners, heads = _owners(model), _output_heads(model)
+    total = _count_elements(model)
+    chosen = []
+    for module, module_name, parameter_name, parameter in _matrices(model):
+        name = join(module_name, parameter_name)
+        tied = [other for other in owners[_address(parameter)] if other != name]
+        is_head = id(module) in heads
+        reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
+        report.shares[name] = _numel(parameter) / max(total, 1)
+        if reason is None:
+            chosen.append(Chosen(_called(module, module_name, parameter_name), module, parameter_name))
+        else:
+            report.skipped[name] = reason
+    return report, chosen
+
+
+def join(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
+
+
+def _called(module: nn.Module, module_name: str, parameter_name: str) -> str:
+    """What filter_fn and the report call a weight: by its module, or by itself where that is no layer."""
+    return module_name if is_layer(module, parameter_name) else join(module_name, parameter_name)
+
+
+def is_layer(module: nn.Module, parameter_name: str) -> bool:
+    """Whether the parameter is the weight of a linear layer, or of several in one."""
+    known = linear_forward(module) is not None or getattr(module, "takes_nvfp4_weight", False)
+    return known and parameter_name == "weight"
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """(module, its name, the parameter's name in it, the parameter) of all that have, or may have, a matrix.
+    A module used in several places counts once.
+    """
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not _is_initialized(parameter) or parameter.dim() >= 2:
+                yield module, module_name, name, parameter
+
+
+def _is_initialized(parameter: nn.Parameter) -> bool:
+    return not nn.parameter.is_lazy(parameter)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return parameter.numel() if _is_initialized(parameter) else 0
+
+
+def _count_elements(model: nn.Module) -> int:
+    return sum({_address(p): _numel(p) for p in model.parameters()}.values())
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """Names of the parameters that start at each address. A module used in several places counts once."""
+    owners = collections.defaultdict(list)
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            owners[_address(parameter)].append(name)
+    return owners
+
+
+def _address(parameter: nn.Parameter) -> int:
+    in_memory = type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta
+    return parameter.data_ptr() if in_memory else id(parameter)
+
+
+def _output_heads(model: nn.Module) -> set[int]:
+    """The ids of the modules that make logits: those that a model names itself, else those called lm_head."""
+    named = set()
+    for module in model.modules():
+        if hasattr(module, "get_output_embeddings"):
+            head = module.get_output_embeddings()
+            if isinstance(head, nn.Module):
+                named.add(id(head))
+    return named or {id(m) for name, m in model.named_modules() if name.rpartition(".")[2] == "lm_head"}
+
+
+def linear_forward(module: nn.Module) -> Callable | None:
+    """The forward of the linear layer that a module is; None for one that is none.
+
+    transformers' Conv1D is known by its name and its attribute nf, so that transformers need not be there.
+    """
+    if isinstance(module, nn.Linear):
+        return nn.Linear.forward
+    bases = [base for base in type(module).__mro__ if base.__name__ == CONV1D and hasattr(module, "nf")]
+    return bases[0].forward if bases else None
+
+
+def _why_not(
+    module: nn.Module,
+    module_name: str,
+    parameter_name: str,
+    tied: list[str],
+    is_head: bool,
+    filter_fn: FilterFn | None,
+    tensor_parallel: bool,
+) -> str | None:
+    """Why a parameter is not converted; None when it is."""
+    kind, parameter = type(module).__name__, module._parameters[parameter_name]
+    forward = linear_forward(module)
+    if isinstance(parameter, NVFP4Tensor):
+        return "it is an NVFP4Tensor already"
+    if hasattr(parameter, "to_local"):
+        if not tensor_parallel:
+            return f"it is a DTensor, {SHARDED}"
+        parameter = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+    if _may_be_experts(module, parameter_name, filter_fn):
+        name = _called(module, module_name, parameter_name)
+        return _why_not_quantized(parameter, 3, tied) or _why_not_chosen(filter_fn, module, name)
+    if forward is None or parameter_name != "weight":
+        what = "" if not _is_initialized(parameter) or parameter.dim() == 2 else _dimensions(parameter)
+        return f"{kind} is not an nn.Linear{what}" if forward is None else f"it is not the weight of {kind}"
+    if type(module).forward is not forward and not getattr(module, "takes_nvfp4_weight", False):
+        return f"{kind} has a forward of its own"
+    reason = _why_not_quantized(parameter, 2, tied)
+    if reason is not None:
+        return reason
+    if is_head and (filter_fn is None or not filter_fn(module, module_name)):
+        return "it is the output head, which is converted only where filter_fn is true for it"
+    return None if is_head else _why_not_chosen(filter_fn, module, module_name)
+
+
+def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn | None) -> bool:
+    """Whether a parameter of three dimensions is a stack of matrices: our own layer's, or one that there is
+    a filter_fn to say so of. Those of torch's own modules, convolutions above all, are not.
+    """
+    parameter = module._parameters[parameter_name]
+    if not _is_initialized(parameter) or parameter.dim() != 3 or linear_forward(module) is not None:
+        return False
+    if is_layer(module, parameter_name):
+        return True
+    return filter_fn is not None and not type(module).__module__.startswith("torch.nn.")
+
+
+def _why_not_quantized(parameter: nn.Parameter, dimensions: int, tied: list[str]) -> str | None:
+    """Why a parameter cannot be that of a weight in NVFP4."""
+    if type(parameter) is not nn.Parameter:
+        return f"it is not an ordinary parameter, but of {type(parameter).__name__}"
+    if parameter.dtype not in WEIGHT_DTYPES:
+        return f"dtype {parameter.dtype} is not one of {WEIGHT_DTYPES}"
+    if parameter.dim() != dimensions or parameter.shape[-2] % 2 or parameter.shape[-1] % 2:
+        return f"a weight of shape {tuple(parameter.shape)} does not have two even sizes"
+    return f"it is tied to {tied[0]}" if tied else None
+
+
+def _why_not_chosen(filter_fn: FilterFn | None, module: nn.Module, name: str) -> str | None:
+    return None if filter_fn is None or filter_fn(module, name) else "filter_fn is false for it"
+
+
+def _dimensions(parameter: nn.Parameter) -> str:
+    return f", and shape {tuple(parameter.shape)} is no matrix"
