@@ -77,10 +77,12 @@ class EarlyReducer(GradientReducer):
         with self._aside():
             for number in self._numbers(b):
                 stretch = self._stretches[number]
+                if stretch.first == 0 and b == 0:
+                    if not self._adds:  # what an earlier round, which no step has used, still brings
+                        self._age += 1
+                    self._squares.zero_()
                 self._make_room(stretch)
                 if stretch.first == 0:
-                    if b == 0:
-                        self._squares.zero_()
                     if gradients is not None:
                         self._take(stretch, gradients)
                 works = [] if stretch.buffer.world_size == 1 else self._send(stretch)
@@ -96,8 +98,9 @@ class EarlyReducer(GradientReducer):
     def clear(self) -> None:
         """The sums of no round: zeros. Does nothing where there was a round since drop()."""
         if self._rounds == 0:
-            for buffer in self.buffers:
-                buffer.gradients.zero_()
+            with self._aside():  # behind averages of rounds before drop()
+                for buffer in self.buffers:
+                    buffer.gradients.zero_()
 
     def drain(self) -> None:
         """Have nothing on its way any more."""

@@ -227,6 +227,7 @@ class BuiltOptimizer(SteppedOptimizer):
             adds=adds,
             word_of=lambda gradients: me()._nonfinite.word(gradients),
             is_reduced=lambda: me()._reduced is not None,
+            take_back=lambda: me()._spare.take_back(),
         )
         return reducer
 

@@ -29,6 +29,12 @@ def take_over(
         raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(source).__name__}")
     if not source.process_group.refers_to(group):
         raise ValueError("masters_from must shard its masters over the same process group")
+    rounds = source._rounds
+    if rounds is not None and rounds.adds and rounds.is_holding:
+        raise ValueError(
+            "masters_from holds gradients of backward passes that no step has used, which would be lost: "
+            "call its step() or zero_grad() first"
+        )
     all_held = source._shards.held_masters()
     held = {id(p): all_held[id(p)] for p in parameters if id(p) in all_held}
     if not held:

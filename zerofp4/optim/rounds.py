@@ -60,7 +60,7 @@ class Rounds:
     added to the FP32 slices, and p.grad is None afterwards. `early` says whether buckets begin before that.
 
     word_of: what a rank votes of a NaN or Inf in gradients. is_reduced: whether clip_grad_norm_ has reduced
-    what the next step uses; then nothing is sent.
+    what the next step uses; then nothing is sent. take_back: ends a loan of memory that gradients need.
     """
 
     def __init__(
@@ -73,10 +73,11 @@ class Rounds:
         adds: bool,
         word_of: Callable[[Sequence[torch.Tensor | None]], torch.Tensor | None],
         is_reduced: Callable[[], bool],
+        take_back: Callable[[], None],
     ):
         self._parameters, self._names, self._reducer = list(parameters), list(names), reducer
         self._early, self.adds = early, adds
-        self._word_of, self._is_reduced = word_of, is_reduced
+        self._word_of, self._is_reduced, self._take_back = word_of, is_reduced, take_back
         self._members = [[parameters[i] for i in buffer.indices] for buffer in reducer.buffers]
         self._bucket_of = {i: b for b, buffer in enumerate(reducer.buffers) for i in buffer.indices}
         self.total = 0
@@ -172,7 +173,6 @@ class Rounds:
             return self._again
         changed = None if self.adds or self._stale else self._find_changed()
         if not self.adds or self._broke_off:
-            self._reducer.keep_apart(self._parameters, gradients_of(self._parameters))
             self._complete(discard or self._stale or changed is not None)
         self._closed, self._again = True, self._stale
         if self._reducer.error is not None:
@@ -261,9 +261,11 @@ class Rounds:
 
     def _start(self, discard: bool = False) -> None:
         b = self._next
+        self._take_back()
         if discard:
             self._reducer.start(b, None)
         else:
+            self._keep_apart()
             gradients = gradients_of(self._members[b])
             indices = self._reducer.buffers[b].indices
             if self.adds:
@@ -272,6 +274,13 @@ class Rounds:
             if not self.adds:
                 self._snapshots.append(Snapshot(gradients))
         self._next += 1
+
+    def _keep_apart(self) -> None:
+        """What lies in the place of another that is to be sent."""
+        try:
+            self._reducer.keep_apart(self._parameters, gradients_of(self._parameters))
+        except Exception as error:  # no memory for a clone: told in the vote
+            self._reducer.error = self._reducer.error or error
 
     def _note(self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """What a vote is to know of gradients that are gone by then; p.grad is None from now on."""
