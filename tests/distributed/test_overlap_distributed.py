@@ -13,7 +13,7 @@ from distributed.checks_optim import check_weights
 from distributed.overlap_cases import CLASSES, OPTIONS, SMALL, assert_same, loss_of, make
 from distributed.run import on_ranks
 from zerofp4.engine import EarlyReducer
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, building
 
 
 @on_ranks(1, 2, 3)
@@ -72,7 +72,7 @@ def test_micro_batches_under_no_sync(world, options):
 def test_what_is_received_in_two_places(world):
     """As on a GPU, whatever the buckets are: a place is used again when what was there has been averaged."""
     for bucket_mb in (1e-4, SMALL, None):
-        with mock.patch.object(zero, "EarlyReducer", functools.partial(EarlyReducer, turns=2)):
+        with mock.patch.object(building, "EarlyReducer", functools.partial(EarlyReducer, turns=2)):
             early = make(world, overlap="backward", bucket_mb=bucket_mb)
         models = [make(world, bucket_mb=bucket_mb), early]
         for step in range(3):

@@ -13,7 +13,7 @@ from helpers import assert_bytes_equal
 from distributed.overlap_cases import SMALL, assert_same, loss_of, make
 from distributed.run import on_ranks
 from zerofp4.engine import EarlyReducer
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, building
 
 
 @on_ranks(1, 2)
@@ -23,7 +23,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 @pytest.mark.parametrize("options", [{}, {"gradient_wire": torch.float16}])
 def test_a_backward_pass_between_a_read_and_its_load(world, overlap, accumulate, options):
     """What was read is not mixed with gradients: the load is refused, or right."""
-    with mock.patch.object(zero, "EarlyReducer", functools.partial(EarlyReducer, turns=2)):  # as on a GPU
+    with mock.patch.object(building, "EarlyReducer", functools.partial(EarlyReducer, turns=2)):  # as on a GPU
         net, optimizer = make(world, overlap=overlap, accumulate=accumulate, bucket_mb=SMALL, **options)
     loss_of(net, world, 0).backward()
     optimizer.step()
