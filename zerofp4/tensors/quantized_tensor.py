@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 
 from zerofp4.storage import Storage, note_rebinding
-from zerofp4.tensors import dispatch, products, transfer
+from zerofp4.tensors import backward_passes, dispatch, products, transfer
 from zerofp4.tensors.held import gradient_of
 
 
@@ -34,6 +34,8 @@ class QuantizedTensor(torch.Tensor):
     - empty_like and new_empty of its size, with a device given (as Module.to_empty and checkpoints' stagers
       give one), make a tensor of the same format; other tensors made like it are plain.
     - F.linear, matmul, mm, addmm and @ save the quantized tensor for backward and dequantize it again there.
+    - A backward pass that is given such tensors, as autograd.grad(loss, weights) and backward(inputs=weights)
+      are, calls checkpoints, hooks and autograd functions of others as loss.backward() does.
     - clone, deepcopy, pickling, pin_memory and `.to(device)` copy every buffer. detach (so nn.Parameter(t),
       p.data, p.detach(), state_dict()) shares the record: what is written or rebound through one is seen
       through all.
@@ -197,6 +199,7 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
 
 
 _FUNCTIONS = {
+    **backward_passes.FUNCTIONS,
     **products.FUNCTIONS,
     torch.Tensor.data.__set__: _set_data,
     torch.Tensor.grad.__get__: gradient_of,
