@@ -231,6 +231,22 @@ def test_gradients_that_are_there_stay(world):
 
 
 @on_ranks(2)
+def test_gradients_that_moved_together_stay(world):
+    """On a CPU share_memory_() of one takes the memory of all along."""
+    folder = shared_folder(world)
+    model, optimizer = small(world)
+    train(world, model, optimizer, range(1))
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    backward(world, model, 1)
+    before = [p.grad.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad.share_memory_()
+    optimizer.load_state_dict(read(optimizer, folder / "c"))
+    for i, (p, gradient) in enumerate(zip(model.parameters(), before, strict=True)):
+        assert_bytes_equal(p.grad, gradient, f"gradient {i}")
+
+
+@on_ranks(2)
 def test_what_was_read_into_memory_of_its_own_is_used(world):
     """Gradients were there when it was read; they go, and others come, without an effect on it."""
     folder = shared_folder(world)

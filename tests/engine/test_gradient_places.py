@@ -89,14 +89,17 @@ class Twice(nn.Module):
 
 
 class Square(nn.Module):
-    """A layer that is used twice."""
+    """Layers that are used twice."""
 
-    def __init__(self):
+    def __init__(self, pairs=1):
         super().__init__()
-        self.layer = zerofp4.nn.Linear(32, 32, bias=False, dtype=BF16, primary_weights=True)
+        options = {"bias": False, "dtype": BF16, "primary_weights": True}
+        self.layers = nn.ModuleList([zerofp4.nn.Linear(32, 32, **options) for _ in range(pairs)])
 
     def forward(self, x):
-        return self.layer(self.layer(x))
+        for layer in self.layers:
+            x = layer(layer(x))
+        return x
 
 
 @pytest.fixture
@@ -322,6 +325,17 @@ def test_what_a_user_assigned_is_added_to(device, models, given, assigned):
         back(model, device, 1)
     models.check()
     assert given == [True, False]
+
+
+def test_gradients_that_moved_and_were_exchanged(device):
+    """On a CPU share_memory_() of one takes the memory of all along."""
+    models = made(Square(pairs=2), device)
+    for model in models[:2]:
+        back(model, device)
+        first, second = model.parameters()
+        first.grad.share_memory_()
+        first.grad, second.grad = second.grad, first.grad
+    models.check()
 
 
 def test_a_gradient_of_another_dtype(device, given):

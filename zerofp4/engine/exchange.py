@@ -207,6 +207,7 @@ class GradientReducer:
         it until they are told its end; nothing where some p.grad lies there, nor of a group of one rank,
         where gradients of two bytes have half as much.
         """
+        self._places.follow()
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [parameter.grad for buffer in self.buffers for parameter in buffer.parameters]
         if any(gradient is not None and self._places.hold(gradient) for gradient in gradients):

@@ -31,6 +31,10 @@ def is_same_memory(view: torch.Tensor, gradient: torch.Tensor) -> bool:
     return gradient.data_ptr() == view.data_ptr() and is_sendable(gradient, view.dtype)
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class GradientPlaces:
     """Of all trainable parameters, the flat memory in which p.grad of each stays between two steps.
 
@@ -42,20 +46,31 @@ class GradientPlaces:
     """
 
     def __init__(self):
+        self._views: dict[int, torch.Tensor] = {}
+        self._of_storages: list[torch.Tensor] = []
         self._homes: dict[int, tuple[int, torch.dtype]] = {}
         self._addresses: list[int | None] = []
         self._storages: set[int] = set()
 
     def add(self, indices: Sequence[int], views: Sequence[torch.Tensor]) -> None:
         """views: the places of the gradients of parameters, whose positions among all are `indices`."""
-        for index, view in zip(indices, views, strict=True):
-            self._homes[index] = view.data_ptr(), view.dtype
-            self._storages.add(view.untyped_storage().data_ptr())
+        self._views |= dict(zip(indices, views, strict=True))
+        self._of_storages.append(views[0])
+        self._take_addresses()
+
+    def follow(self) -> None:
+        """This memory may have moved since, in place: share_memory_() of a p.grad takes all of it along."""
+        if any(storage_address(view) not in self._storages for view in self._of_storages):
+            self._take_addresses()
+
+    def _take_addresses(self) -> None:
+        self._homes = {index: (view.data_ptr(), view.dtype) for index, view in self._views.items()}
+        self._storages = {storage_address(view) for view in self._of_storages}
         self._addresses = [self._homes.get(i, (None,))[0] for i in range(max(self._homes, default=-1) + 1)]
 
     def hold(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient lies in this memory, in its own place or in that of another."""
-        return not dispatches(gradient) and gradient.untyped_storage().data_ptr() in self._storages
+        return not dispatches(gradient) and storage_address(gradient) in self._storages
 
     def keep_apart(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -63,6 +78,7 @@ class GradientPlaces:
         """p.grad of all trainable parameters, with clones where they lay in the place of another: these are
         p.grad from then on.
         """
+        self.follow()
         if not self._storages or self._are_at_home(gradients):
             return gradients
         kept = list(gradients)
