@@ -338,6 +338,28 @@ def test_gradients_that_moved_and_were_exchanged(device):
     models.check()
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_gradient_that_was_handed_on_is_not_written_over(device, given, moved):
+    """moved: it was in other memory when it was made."""
+    models = made(nn.Sequential(Twice(False), Twice(False)), device)
+    for model in models.plain, models.placed:
+        if moved:
+            for p in model.parameters():
+                p.grad = torch.ones(32, 32, dtype=BF16, device=device)
+        back(model, device)
+        first, second = model.parameters()
+        second.grad, first.grad = first.grad, None
+        back(model, device, seed=1)
+    assert moved or given[-2:] == [False, False]
+    models.check()
+    for model in models.plain, models.placed:
+        for p in model.parameters():
+            p.grad = None
+        back(model, device, seed=2)
+    assert given[-2:] == [True, True]
+    models.check()
+
+
 def test_a_gradient_of_another_dtype(device, given):
     models = made(Twice(bias=False), device, torch.float32)
     for model in models[:2]:

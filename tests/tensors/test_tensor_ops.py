@@ -101,6 +101,8 @@ def test_a_write_after_forward_is_noticed_in_backward():
         (lambda t: torch.add(torch.ones(48, 80), 1, out=t), "aten.add.out"),
         (lambda t: torch.mm(torch.ones(48, 2), torch.ones(2, 80), out=t), "aten.mm.out"),
         (lambda t: torch.optim.SGD([t], lr=1.0).step(), "aten.add_"),
+        (lambda t: t.apply_(lambda x: x), "apply_"),
+        (lambda t: t.map2_(torch.ones(48, 80), torch.ones(48, 80), lambda x, y, z: x), "map2_"),
     ],
 )
 def test_other_writes_are_refused_and_say_what_to_do(act, name):

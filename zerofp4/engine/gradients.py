@@ -151,15 +151,19 @@ def _move(
         gradient, memory = parameter.grad, owner()
         if memory is None or gradient is None or gradient.requires_grad:
             return
-        if is_same_memory(view, gradient) or not is_sendable(gradient, view.dtype):
+        if is_same_memory(view, gradient):
+            place.note(gradient)
+            return
+        if not is_sendable(gradient, view.dtype):
             return
         # What lies in other places stays: what belongs here may be another's, who would lose it.
-        if not places.hold(gradient) and not place.is_awaited():
+        if not places.hold(gradient) and not place.is_awaited() and not place.is_kept(gradient):
             memory.end_loan()
             with torch.no_grad():
                 view.copy_(gradient)
             # Another object each time, with a version of its own: it is another gradient.
             parameter.grad = view.data
+            place.note(parameter.grad)
 
 
 def _remove(handles: Sequence[torch.utils.hooks.RemovableHandle], places: Sequence[GradientPlace]) -> None:

@@ -10,6 +10,7 @@ only where all of this holds, and returns ordinary memory in every other case:
   called, which a product that returned None for a sum of its own would keep from running.
 - No hook of the parameter sees its gradients, which it may keep; and autocast is off, which would choose
   another dtype for the product.
+- Nobody else has the gradient that lay there last: `b.grad = a.grad` makes it that of another parameter.
 - Nothing that an earlier product wrote there is on its way: no product of this backward pass has written
   there, nor is the tensor of one before alive, as where an error, or a backward pass inside of another, came
   in between. (In one pass the tensor may be gone, and another with its memory, which a hook of the product
@@ -39,6 +40,7 @@ class GradientPlace:
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor, before_write: Callable[[], None]):
         self._parameter, self._view, self._before_write = weakref.ref(parameter), view, before_write
         self._given: TensorWeakRef | None = None
+        self._last: TensorWeakRef | None = None
         self._last_pass = -1
         self._lock = threading.Lock()
         self._key = id(parameter)
@@ -53,6 +55,17 @@ class GradientPlace:
         """Whether a gradient is here that has not become p.grad yet: nothing may be written over it."""
         return self._given is not None and self._given() is not None
 
+    def note(self, gradient: torch.Tensor) -> None:
+        """It lies here, and is p.grad."""
+        self._last = TensorWeakRef(gradient)
+
+    def is_kept(self, gradient: torch.Tensor | None) -> bool:
+        """Whether somebody has the gradient that lay here last, beside the parameter, whose p.grad this is:
+        it may be that of another one by now, and nothing is to be written over it.
+        """
+        last = None if self._last is None else self._last()
+        return last is not None and last is not gradient
+
     def give(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory as a new tensor, with a version of its own; None where nothing may be written there."""
         view = self._view
@@ -63,6 +76,8 @@ class GradientPlace:
             if number <= self._last_pass:
                 return None
             if self.is_awaited() or parameter.grad is not None:  # in this order: it is that, and then this
+                return None
+            if self.is_kept(None):
                 return None
             self._before_write()
             given = view.data

@@ -198,10 +198,17 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
     note_rebinding()
 
 
+def _refuse_to_apply(tensor: torch.Tensor, *_) -> None:
+    """torch writes past every operator there, to memory that is not there."""
+    raise RuntimeError(f"apply_ and map2_: this{dispatch.writes(tensor)}")
+
+
 _FUNCTIONS = {
     **backward_passes.FUNCTIONS,
     **products.FUNCTIONS,
     torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.apply_: _refuse_to_apply,
+    torch.Tensor.map2_: _refuse_to_apply,
     torch.Tensor.grad.__get__: gradient_of,
 }
 
