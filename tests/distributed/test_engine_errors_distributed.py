@@ -82,6 +82,22 @@ def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
         check_weights(parameters, optimizer)
 
 
+@on_ranks(2)
+def test_the_same_error_again(world):
+    """It is told again: that the ranks have heard of it before says nothing of this step."""
+    parameters, optimizer = build(world)
+    error = ValueError("no batch today")
+
+    def closure():
+        if world.rank == 1:
+            raise error
+
+    for _ in range(2):
+        assert_told(world, raised_by(lambda: optimizer.step(closure)), error, FOUND)
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
 @on_ranks(2, 3)
 def test_an_error_behind_the_vote_holds_up_nobody(world):
     """The weights of that bucket stay, on every rank; those of the others are their masters."""

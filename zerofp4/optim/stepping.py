@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zerofp4.distributed import CollectiveError
 from zerofp4.engine import Failures, GradientReducer, Peers
 from zerofp4.optim.bucketed import BucketedStep, PreparedStep
 from zerofp4.optim.clipping import clip_arguments, global_norm
@@ -48,6 +49,7 @@ class SteppedOptimizer(ShardedState):
         on_nonfinite="raise", for gradients with a NaN or Inf.
         """
         loss, gradients, intent, word, prepared, error = None, [], None, None, None, None
+        held = self._votes.held
         self._follow_masters()
         try:
             self._tell_unheard()
@@ -63,7 +65,8 @@ class SteppedOptimizer(ShardedState):
             word = self._word(gradients) if intent.reduce else None
             prepared = self._prepare(gradients, intent.reduce)
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
-            if getattr(failure, "all_ranks_raise", False):  # they have: clip_grad_norm_ in the closure
+            told = getattr(failure, "all_ranks_raise", False) and self._votes.held > held
+            if told or isinstance(failure, CollectiveError):  # clip_grad_norm_ in the closure has told them
                 raise
             error = failure
         agreed = self._vote(gradients, intent, error, word, prepared is None)
@@ -119,9 +122,9 @@ class SteppedOptimizer(ShardedState):
             intent = self._intent(True, reduce, *numbers)
             word = self._word(gradients) if reduce else None
             self._shards.make_gradients()
+        except CollectiveError:  # of what travels since a backward pass: there is nobody left to hear of it
+            raise
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
-            if getattr(failure, "all_ranks_raise", False):
-                raise
             error = failure
         agreed = self._vote(gradients, intent, error, word)
         failures, squares = Failures(), None

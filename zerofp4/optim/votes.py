@@ -69,6 +69,7 @@ class Votes:
         self.slots, self._count, self._device = slots, len(slots.labels), device
         self.group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
+        self.held = 0  # votes, so far
         self.travelled = NOTHING
         """The most rounds that a rank told of in the last vote, and whether what they brought is right."""
 
@@ -92,6 +93,7 @@ class Votes:
         update its masters alone.
         """
         self.travelled = travelled
+        self.held += 1
         if self.world_size == 1:
             if error is not None:
                 raise error
