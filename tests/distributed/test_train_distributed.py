@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from train_cases import flip, read_numbers, train_here
 
 from distributed.cases import shared_folder
@@ -79,6 +80,7 @@ def test_a_folder_in_use(world):
     said = train(world, out, "--steps", "2", "--seed", "3", "--resume", "auto", status=1)
     assert not first or "is of another run: its seed is 0 and this run's 3" in said
     assert metrics.read_bytes() == before
+    dist.barrier()  # the next run deletes it
     train(world, out, "--steps", "1", "--overwrite")
     assert len(read_numbers(out)) == 1 and not (out / "checkpoints-nvfp4").exists()
 
