@@ -7,6 +7,7 @@ import torch.distributed as dist
 from helpers import assert_bytes_equal
 from optim_cases import (
     assert_weights_follow,
+    make_gradients,
     make_parameters,
 )
 from torch import nn
@@ -32,6 +33,17 @@ SPECIFICATIONS = [
 
 def parameters_of(world, seed: int = 0) -> list[nn.Parameter]:
     return make_parameters(world.device, seed, SPECIFICATIONS)
+
+
+def gradients_of(world, parameters, step):
+    """Other ones on each rank; some ranks lack some, and some are not as they travel."""
+    gradients = make_gradients(parameters, 10 * step + world.rank)
+    for i in range(len(gradients)):
+        if (i + step + world.rank) % 4 == 0 or (i + step) % 7 == 0:
+            gradients[i] = None
+    if gradients[0] is not None:
+        gradients[0] = gradients[0].t().contiguous().t()
+    return gradients
 
 
 def model_bytes(parameters: list[nn.Parameter]) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
-from distributed.checks_optim import SPECIFICATIONS, model_bytes
+from distributed.checks_optim import SPECIFICATIONS, gradients_of, model_bytes
 from zerofp4 import launch
 from zerofp4.engine.peers import Peers
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -43,17 +43,6 @@ def all_bytes(parameters, optimizer):
     """Of weights, and of what this rank has of masters and moments."""
     state = [entry.present() for p in parameters for _, entry in sorted(optimizer.state[p].items())]
     return [tensor.cpu() for tensor in (*model_bytes(parameters), *state)]
-
-
-def gradients_of(world, parameters, step):
-    """Other ones on each rank; some ranks lack some, and some are not as they are read."""
-    gradients = make_gradients(parameters, 10 * step + world.rank)
-    for i in range(len(gradients)):
-        if (i + step + world.rank) % 4 == 0 or (i + step) % 7 == 0:
-            gradients[i] = None
-    if gradients[0] is not None:
-        gradients[0] = gradients[0].t().contiguous().t()
-    return gradients
 
 
 def equal_steps(world, inner, bucket_mb, wire=None):

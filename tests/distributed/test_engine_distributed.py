@@ -9,7 +9,7 @@ import torch
 from helpers import assert_bytes_equal
 from optim_cases import make_gradients, set_gradients
 
-from distributed.checks_optim import averaged, check_weights, model_bytes, parameters_of
+from distributed.checks_optim import averaged, check_weights, gradients_of, model_bytes, parameters_of
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -44,17 +44,6 @@ def assert_same(models, step):
     for bucket, found in zip(BUCKETS, others, strict=True):
         for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             assert_bytes_equal(mine, theirs, f"{bucket}, step {step}: tensor {i}")
-
-
-def gradients_of(world, parameters, step):
-    """Other ones on each rank; some ranks lack some, and some are not as they travel."""
-    gradients = make_gradients(parameters, 10 * step + world.rank)
-    for i in range(len(gradients)):
-        if (i + step + world.rank) % 4 == 0 or (i + step) % 7 == 0:
-            gradients[i] = None
-    if gradients[0] is not None:
-        gradients[0] = gradients[0].t().contiguous().t()
-    return gradients
 
 
 @on_ranks(1, 2, 3, 4)
