@@ -102,9 +102,10 @@ def backward_passes(world):
         zerofp4.convert_model(model)
     plain, flat = models
     optimizers = [
-        ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, transport="peer", bucket_mb=mb, lr=0.01)
-        for model, mb in ((plain, 0.02), (flat, None))
+        ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, transport=transport, bucket_mb=mb, lr=0.01)
+        for model, transport, mb in ((plain, "peer", 0.02), (flat, "auto", None))
     ]
+    assert optimizers[1].describe()["transport"] == "peer"
     for step in range(30):
         generator = torch.Generator().manual_seed(100 * step + world.rank)
         x = torch.randn(64, 128, generator=generator).to(device, torch.bfloat16)

@@ -89,9 +89,13 @@ def one_dies(folder: Path) -> tuple[list[str], list[int]]:
 @needs_gpu
 @waits_for(one_dies)
 def test_a_rank_that_dies(early):
-    """Its memory can still be read, and the other one's barrier ends by the group's timeout."""
+    """Its memory can still be read, and the other one's barrier ends by the group's timeout; so does what
+    waits for a reduction of amaxes behind it, with NCCL by the end of the process.
+    """
     printed, statuses = early(one_dies)
-    assert "then: rank 1 did not come to a barrier" in printed[0], printed
+    named = "then: rank 1 did not come to a barrier" in printed[0]
+    ended = device_for(2) == "cuda" and "Watchdog caught collective operation timeout" in printed[0]
+    assert named or ended, printed
     assert statuses[1] == -9, printed
 
 

@@ -30,12 +30,18 @@ class Recorder:
 ERROR, LATE = RuntimeError("this rank's own"), RuntimeError("of an earlier step")
 
 
-def publish(*plans, dense=None, error=None, prepare=None):
-    """Three buckets of which the last is rounded: what was done, the buffers, and what was raised."""
+def publish(*plans, dense=None, error=None, prepare=None, shared=False):
+    """Three buckets of which the last is rounded: what was done, the buffers, and what was raised. shared:
+    by ranks that share memory.
+    """
     done = []
     plans = [Recorder(str(i), done, **faults) for i, faults in enumerate(plans)]
     buffers = [Recorder(str(i), done) for i in range(len(plans))]
     buffers.append(Recorder(str(len(plans)), done, **(dense or {})))
+    if shared:
+        peers = Recorder("peers", done)
+        for buffer in buffers:
+            buffer.peers = peers
     raised = None
     try:
         Publication(buffers, [*plans, None], prepare, error).run()
@@ -55,6 +61,19 @@ def test_all_is_well():
     done, buffers, raised = publish({}, {})
     assert raised is None and collectives(done) == WHOLE
     assert "cast 2" in done and "complete 1" in done and buffers[2].parameters[0]._version == 1
+
+
+def test_between_gpus_codes_leave_before_an_update_reads_gradients():
+    entries, _, raised = publish({}, {}, shared=True)
+    assert raised is None and sorted(collectives(entries)) == sorted(WHOLE)
+    assert entries[0] == "open peers" and "wait_until_sent peers" not in entries  # without an update
+    entries, _, raised = publish({}, {}, prepare=lambda b: None, shared=True)
+    assert raised is None and sorted(collectives(entries)) == sorted(WHOLE)
+    for b, cast in enumerate(("finish_step 0", "finish_step 1", "cast 2")):
+        assert entries[entries.index(cast) + 1] == f"start_gather {b}"
+    updates = [i for i, entry in enumerate(entries) if entry == "wait_until_sent peers"]
+    assert len(updates) == 3 and updates[2] > entries.index("start_gather 0")
+    assert entries.index("complete 0") > entries.index("start_gather 1")
 
 
 @pytest.mark.parametrize("fault", ["leave_amaxes", "prepare", "start_step", "finish_step", "complete"])

@@ -230,6 +230,9 @@ class GradientReducer:
         failures.raise_first()
         return None if self._is_in_place else self._squares
 
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Before a vote, what begin() of the same list has nobody else to wait for in: it may fail here."""
+
     def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Of all trainable parameters: those of the first buffer are on their way."""
         while self._flight:  # of a step that was left in the middle: its messages would arrive in this one's

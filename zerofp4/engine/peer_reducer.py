@@ -29,6 +29,7 @@ class PeerReducer(GradientReducer):
         super().__init__(buffers, group, wire)
         self._rows = [peers.peer_rows(source.flat, self.rank) for source in self._sources]
         self._failures = [Failures() for _ in buffers]
+        self._taken: Sequence[torch.Tensor | None] | None = None
 
     def _make_sources(self) -> list[FlatGradients]:
         sources = []
@@ -49,11 +50,18 @@ class PeerReducer(GradientReducer):
         finally:
             self._peers.arrive()  # all have read them: p.grad may be written to again
 
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for source in self._sources:
+            source.take(gradients)
+        self._taken = gradients
+
     def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._failures = [Failures() for _ in self.buffers]
         for source, failures in zip(self._sources, self._failures, strict=True):
-            with failures:
-                source.take(gradients)
+            if self._taken is not gradients:
+                with failures:
+                    source.take(gradients)
+        self._taken = None
         self._peers.arrive()
 
     def finish(self, b: int, squares: torch.Tensor | None = None) -> None:

@@ -19,11 +19,6 @@ TRANSPORTS = ("auto", "collective", "peer")
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """An environment variable of torch: with "1" two ranks may use one GPU, as tests do."""
 
-WHY_COLLECTIVE = (
-    'transport "auto" takes the collective one: the ranks could share memory, but that is yet to be measured '
-    "between two GPUs"
-)
-
 
 class Seat(NamedTuple):
     """Where a rank runs. reachable: the indices of the GPUs whose memory its own can access. obstacle: what
@@ -49,13 +44,20 @@ def join_peers(
         return None, "a world of one has nobody to share memory with"
     if transport == "collective":
         return None, "it was asked for"
-    seats = exchange(_seat(device), None, group, "comparing where ranks run")
-    obstacle = find_obstacle(seats)
+    obstacle = find_obstacle(exchange(_seat(device), None, group, "comparing where ranks run"))
     if transport == "auto":
-        return None, obstacle or WHY_COLLECTIVE
+        return _try_to_join(group, device) if obstacle is None else (None, obstacle)
     if obstacle is not None:
         raise ValueError(f'transport="peer" cannot be: {obstacle}; "collective" works everywhere')
     return Peers(group, device), None
+
+
+def _try_to_join(group: dist.ProcessGroup, device: torch.device) -> tuple["Peers | None", str | None]:
+    """A system may keep processes from each other's memory, as containers do; torch finds out in trying."""
+    peers, error = attempt(Peers, group, device)
+    found = exchange(None if error is None else str(error), None, group, "sharing memory")
+    obstacles = [f"on rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+    return (None, obstacles[0]) if obstacles else (peers, None)
 
 
 def _seat(device: torch.device) -> Seat:
@@ -135,6 +137,7 @@ class Peers:
         self._arrivals, self._gathers = (Barrier(self.rows(flags), *arguments) for flags in self._flags)
         # What is copied to other ranks travels beside what is computed, and is not to wait behind it.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._sent = torch.cuda.Event()
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -185,10 +188,15 @@ class Peers:
         with torch.cuda.stream(self._stream):
             for target in targets:
                 target.copy_(mine, non_blocking=True)
+            self._sent.record(self._stream)
             self._gathers.run()
             done = torch.cuda.Event()
             done.record(self._stream)
         return PeerGather(done)
+
+    def wait_until_sent(self) -> None:
+        """The current stream waits until all that start_gather() was given has left this rank."""
+        self._sent.wait()
 
     def _targets_of(self, whole: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """This rank's slice, and the same in the memory of the others, beginning with its neighbour."""

@@ -106,19 +106,20 @@ def check_announcements(by_rank: Sequence[Announcement]) -> None:
     _check_copies(by_rank)
 
 
-def check_transport(transport: str, by_rank: Sequence[Announcement]) -> str:
-    """The transport that is to be tried: ranks share memory with all ranks that step together, or with none.
+def check_transport(transport: str, by_rank: Sequence[Announcement]) -> tuple[str, str | None]:
+    """The transport that is to be tried, and why it is the collective one where nobody asked for that: ranks
+    share memory with all ranks that step together, or with none.
 
     Raises ValueError, the same on every rank, where "peer" was asked for and some hold other parameters.
     """
     if transport == "collective" or _all_share_all(by_rank):
-        return transport
+        return transport, None
     if transport == "peer":
         raise ValueError(
             'transport="peer" cannot be where parameter groups name a process_group of some ranks: '
             '"collective" works everywhere'
         )
-    return "collective"
+    return "collective", "parameter groups name a process_group of some ranks"
 
 
 def _all_share_all(by_rank: Sequence[Announcement]) -> bool:

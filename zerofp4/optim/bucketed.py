@@ -67,6 +67,8 @@ class BucketedStep:
             there = [i for i in buffer.indices if gradients[i] is not None]
             masters = [self._shards.masters[i] for i in there]
             update.expect(b, {master: dtype for master in masters if master is not None})
+        if reduce:
+            self._reducer.prepare(gradients)
         return PreparedStep(update, gradients if reduce else None, brought)
 
     def run(

@@ -110,12 +110,13 @@ class BuiltOptimizer(SteppedOptimizer):
         announcement = None if checked is None else checked.announcement
         announced = exchange(announcement, error, group, "building ZeroFP4Optimizer")
         check_announcements(announced)
-        transport = check_transport(choices.transport, announced)
+        transport, why_collective = check_transport(choices.transport, announced)
         if (choices.overlap, choices.accumulate) != (None, "local"):
-            transport = "collective"
+            transport, why_collective = "collective", "gradients travel before a step"
         self._saved_names = find_saved_names(announced, rank_and_size(group)[0])
         set_gradient_dtype(choices.gradient_dtype, self._trainable)
-        self._peers, self._why_collective = join_peers(transport, group, self._trainable[0].device)
+        self._peers, obstacle = join_peers(transport, group, self._trainable[0].device)
+        self._why_collective = why_collective or obstacle
         self._overlap, self._accumulate = choices.overlap, choices.accumulate
         earlier = choices.masters_from
         if earlier is not None and earlier._rounds is not None:

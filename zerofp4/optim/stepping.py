@@ -61,9 +61,10 @@ class SteppedOptimizer(ShardedState):
             gradients = self._gradients()
             if self._reduced is not None:
                 self._reduced.check_unchanged(gradients)
-            intent = self._intent(clip=False, reduce=self._reduced is None)
-            word = self._word(gradients) if intent.reduce else None
-            prepared = self._prepare(gradients, intent.reduce)
+            reduce = self._reduced is None
+            word = self._word(gradients) if reduce else None  # a GPU is at work while the rest is prepared
+            intent = self._intent(clip=False, reduce=reduce)
+            prepared = self._prepare(gradients, reduce)
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
             told = getattr(failure, "all_ranks_raise", False) and self._votes.held > held
             if told or isinstance(failure, CollectiveError):  # clip_grad_norm_ in the closure has told them

@@ -146,7 +146,7 @@ class Votes:
         if error is not None:
             zeros = [0.0] * (self._count + 2 * len(Intent._fields))
             words = [*zeros, *sent, 0.0, 0.0, 0.0, 0.0, self.rank + 1.0]
-            return torch.tensor(words, dtype=torch.float64, device=self._device)
+            return self._to_device(words)
         present = [False] * self._count
         for slot, gradient in zip(self.slots.own, gradients, strict=True):
             present[slot] = gradient is not None
@@ -154,13 +154,19 @@ class Votes:
         if not any(present):  # nothing of this rank's could be taken for another step's
             intent, minus = intent._replace(cleared=-math.inf), minus._replace(cleared=-math.inf)
         words = [*present, *intent, *minus, *sent, in_sequence, 0.0, 0.0, 0.0, 0.0]
-        votes = torch.tensor(words, dtype=torch.float64, device=self._device)
+        votes = self._to_device(words)
         tensors = tensor_options_hash(param_groups, self._device)
         if tensors is not None:
             votes[-4], votes[-3] = tensors, -tensors
         if nonfinite is not None:
             votes[-2] = nonfinite
         return votes
+
+    def _to_device(self, words: list[float]) -> torch.Tensor:
+        """Queued behind what a GPU does by then; only the answer is waited for."""
+        on_gpu = self._device.type == "cuda"
+        votes = torch.tensor(words, dtype=torch.float64, pin_memory=on_gpu)
+        return votes.to(self._device, non_blocking=True)
 
     def _find_different_option(self, param_groups: Sequence[dict]) -> str | None:
         """Collective, after a vote that told all ranks that there is one. None where only the bits of a NaN

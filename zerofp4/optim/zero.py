@@ -38,8 +38,8 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     transport: how gradients and weights travel. "collective": by NCCL or gloo. "peer": the ranks share memory
     (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and codes are
     copied into the weights of every rank; for GPUs of one host that can access each other's memory, each of
-    another index, else ValueError. "auto": the collective one, until peer has been measured between GPUs.
-    All give the same bytes.
+    another index, else ValueError. "auto": peer where that can be, else the collective one. All give the same
+    bytes.
     gradient_dtype: what p.grad is, and micro-batches are added up in: torch.float32, or None for the
     parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
