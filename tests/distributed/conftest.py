@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from early import is_skipped, waits_for
 
-from distributed.processes import device_for, why_not
+from distributed.processes import NotRun, device_for, why_not
 from distributed.run import Check, Launch, Outcome, Setting
 
 
@@ -52,4 +52,13 @@ def run_on_ranks(request) -> Callable[[], Outcome]:
     setting = _setting(request.node)
     if (reason := why_not(setting.launcher)) is not None:
         pytest.skip(reason)
-    return lambda: request.config.stash[_LAUNCHES][setting].outcome(request.node.nodeid)
+
+    def run() -> Outcome:
+        outcome = request.config.stash[_LAUNCHES][setting].outcome(request.node.nodeid)
+        left_out = [value.reason for value in outcome.values if isinstance(value, NotRun)]
+        if left_out and len(left_out) == len(outcome.values):  # else a rank has waited for others
+            pytest.skip(left_out[0])
+        assert not left_out, f"some ranks left out what others did: {left_out}"
+        return outcome
+
+    return run

@@ -77,6 +77,26 @@ def take_step(world, parameters, optimizer, step):
     return norms
 
 
+def an_optimizer_of_torch(world):
+    """It is told on the device that no rank failed. Equal gradients have that mean: the bytes of one rank."""
+    device, options = gpu_of(world), {"lr": 0.02, "fused": True}
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    models = []
+    for group, transport in ((None, "peer"), (alone, "auto")):
+        parameters = make_parameters(device, 0, SPECIFICATIONS)
+        arguments = parameters, torch.optim.AdamW, group
+        models.append((parameters, ZeroFP4Optimizer(*arguments, transport=transport, **options)))
+    for step in range(3):
+        for parameters, optimizer in models:
+            set_gradients(parameters, make_gradients(parameters, step))
+            if step == 1:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        pairs = zip(*([*model_bytes(ps), *o.gathered_masters()] for ps, o in models), strict=True)
+        for i, (mine, theirs) in enumerate(pairs):
+            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+
+
 class Model(nn.Module):
     def __init__(self, device):
         super().__init__()
@@ -192,15 +212,16 @@ def barriers(world):
 
 def refusals(world):
     """What cannot be is refused on every rank, before anything is allocated."""
+    group = dist.new_group(backend="gloo")
     parameters = make_parameters(torch.device("cpu"), 0, SPECIFICATIONS)
     with pytest.raises(ValueError, match="only GPUs read each other's memory"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, transport="peer")
-    auto = ZeroFP4Optimizer(parameters, FusedAdamW, transport="auto").describe()
+        ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="peer")
+    auto = ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="auto").describe()
     assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
     with pytest.raises(ValueError, match="transport must be one of"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, transport="nvlink")
+        ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="nvlink")
     with pytest.raises(ValueError, match="transport"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, transport="peer" if world.rank else "collective")
+        ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="peer" if world.rank else "collective")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,13 @@ _MARK = "ZEROFP4_TEST_LAUNCH"
 
 
 @dataclasses.dataclass(frozen=True)
+class NotRun:
+    """What a check returned that called pytest.skip."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Finished:
     """The launcher's exit status, and everything that it and the ranks printed."""
 

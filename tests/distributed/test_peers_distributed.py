@@ -25,6 +25,7 @@ CHECKS = {
     "one bucket": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": None}),
     "in sequence": (peer_checks.equal_steps, {"inner": "in sequence", "bucket_mb": 0.003}),
     "rounded": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.01, "wire": torch.float32}),
+    "torch's": (peer_checks.an_optimizer_of_torch, {}),
     "backward": (peer_checks.backward_passes, {}),
     "late": (peer_checks.a_rank_that_does_not_come, {}),
 }

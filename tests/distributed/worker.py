@@ -27,6 +27,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
+from distributed.processes import NotRun
+
 # How long the ranks stay, after one has failed, for the others to say what they saw.
 _GRACE_SECONDS = 3.0
 
@@ -115,6 +119,8 @@ def _run(function: str, arguments: dict, world) -> tuple[str, bytes]:
         body = getattr(importlib.import_module(module), name)
         body = getattr(body, "on_each_rank", body)  # a test made by on_ranks carries the function to run here
         return "passed", pickle.dumps(body(world, **arguments))
+    except pytest.skip.Exception as skipped:
+        return "passed", pickle.dumps(NotRun(skipped.msg))
     except BaseException:  # also what pytest.raises and pytest.fail raise
         return "failed", traceback.format_exc().encode()
 

@@ -102,6 +102,10 @@ def find_obstacle(seats: Sequence[Seat]) -> str | None:
     return None
 
 
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Targets in the memory of other ranks, and what is copied there."""
+
+
 class PeerGather:
     """Slices that are on their way to all ranks."""
 
@@ -118,7 +122,7 @@ class Peers:
 
     Building it is collective, and so is zeros(). What is queued waits for other ranks on the device only, in
     the same order on every rank, and at most as long as the group's timeout: a rank that has not come by then
-    is named by take_error(), `failed` (float32 [1] on the device) becomes 1, and updates that heed it change
+    is named by take_error(), `failed` (float32 [] on the device) becomes 1, and updates that heed it change
     nothing.
 
     The memory stays where it is, and is freed with the tensors that zeros() gave and their views.
@@ -130,15 +134,16 @@ class Peers:
         # Multicast is for sums in the switch, and its objects have been seen to outlive their processes.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._handles: list[tuple[int, int, Any]] = []  # first and last address of this rank's, and torch's
-        self.failed = torch.zeros(1, dtype=torch.float32, device=device)
+        self.failed = torch.zeros((), dtype=torch.float32, device=device)
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._flags = self.zeros((2, self.size), torch.int32)
         arguments = self.rank, self._status, self.failed, timeout_seconds(group, device)
         self._arrivals, self._gathers = (Barrier(self.rows(flags), *arguments) for flags in self._flags)
-        # What is copied to other ranks travels beside what is computed, and is not to wait behind it.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        # What is copied to other ranks travels beside what is computed, and is not to wait behind it: in two
+        # halves, as one copy engine does not fill NVLink.
+        self._stream, self._other_stream = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._sent = torch.cuda.Event()
-        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._halves: dict[int, tuple[Copies, Copies]] = {}
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Collective: zeros of this shape on every rank, in memory that all can access.
@@ -183,11 +188,14 @@ class Peers:
         """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
         current stream is here: by the GPUs' copy engines, beside what is computed.
         """
-        mine, targets = self._targets_of(whole)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        halves = self._halves_of(whole)
+        for stream, copies in zip((self._other_stream, self._stream), halves, strict=True):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                for target, own in copies:
+                    target.copy_(own, non_blocking=True)
+        self._stream.wait_stream(self._other_stream)
         with torch.cuda.stream(self._stream):
-            for target in targets:
-                target.copy_(mine, non_blocking=True)
             self._sent.record(self._stream)
             self._gathers.run()
             done = torch.cuda.Event()
@@ -198,16 +206,22 @@ class Peers:
         """The current stream waits until all that start_gather() was given has left this rank."""
         self._sent.wait()
 
-    def _targets_of(self, whole: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """This rank's slice, and the same in the memory of the others, beginning with its neighbour."""
-        found = self._targets.get(whole.data_ptr())
+    def _halves_of(self, whole: torch.Tensor) -> tuple[Copies, Copies]:
+        """This rank's slice in the memory of the others, beginning with its neighbour, and here: the first
+        half of it and the second.
+        """
+        found = self._halves.get(whole.data_ptr())
         if found is None:
             mine = whole.chunk(self.size)[self.rank]
             first, handle = self._find(mine)
             offset = (mine.data_ptr() - first) // mine.itemsize
             others = [(self.rank + step) % self.size for step in range(1, self.size)]
             targets = [handle.get_buffer(r, mine.shape, mine.dtype, offset) for r in others]
-            found = self._targets[whole.data_ptr()] = mine, targets
+            middle = mine.numel() // 2
+            found = self._halves[whole.data_ptr()] = (
+                [(target[:middle], mine[:middle]) for target in targets],
+                [(target[middle:], mine[middle:]) for target in targets],
+            )
         return found
 
     def check(self) -> None:

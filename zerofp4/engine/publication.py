@@ -86,8 +86,6 @@ class Publication:
 
     def _leave_amaxes(self, b: int) -> None:
         if self._prepare is not None:
-            if self._peers is not None:
-                self._peers.wait_until_sent()
             self._attempt(b, self._own, self._prepare, b)
         if self._plans[b] is not None and len(self._buffers) > 1 and self._failed[b] is None:
             # Now, so that they are reduced while the next bucket is worked on.
@@ -115,9 +113,8 @@ class Publication:
             self._attempt(b, self._heard, self._plans[b].finish_step)
 
     def _cast_and_send(self, b: int) -> None:
-        """What is copied to other ranks and an update, which reads their gradients, share NVLink, where each
-        makes the other several times slower: codes leave at once, beside what the one before is completed
-        with, and the next update waits until they have left.
+        """Codes leave at once, beside what completes the bucket before: an update that reads gradients of other
+        ranks waits until NVLink is its own (Peers.wait_until_sent).
         """
         self._cast(b)
         self._start_gather(b)
