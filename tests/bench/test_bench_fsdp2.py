@@ -1,26 +1,35 @@
 """scripts/bench.py fsdp2: training steps of several ranks. Never how fast anything is."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from benchmarking.session import ROOT
 from benchmarking.targets import KINDS
+from early import waits_for
 
 SIZES = ["--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
 
 
-@pytest.mark.bench
-@pytest.mark.heavy
-def test_both_ways_to_gather(tmp_path):
+def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    arguments = [*launcher, "scripts/bench.py", "fsdp2", *SIZES, "--output", str(tmp_path)]
-    run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    arguments = [*launcher, "scripts/bench.py", "fsdp2", *SIZES, "--output", str(folder)]
+    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True), folder
+
+
+@pytest.mark.bench
+@pytest.mark.heavy
+@waits_for(two_ranks)
+def test_both_ways_to_gather(early):
+    run, folder = early(two_ranks)
     assert run.returncode == 0, run.stderr
-    result = json.loads((tmp_path / "fsdp2_2_ranks_cpu.json").read_text())
+    result = json.loads((folder / "fsdp2_2_ranks_cpu.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
     assert result["settings"] == {"scale": 64, "repeats": 1, "layers": 2, "tokens": 4}
     shapes = {
@@ -40,4 +49,4 @@ def test_both_ways_to_gather(tmp_path):
         held = rows[f"resident/{name}/2xcpu"]["bytes_per_parameter"]
         assert held == pytest.approx(nbytes, abs=1e-3), name
     assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
-    assert (tmp_path / "fsdp2_2_ranks_cpu.png").exists()
+    assert (folder / "fsdp2_2_ranks_cpu.png").exists()

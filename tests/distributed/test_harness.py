@@ -6,16 +6,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from early import waits_for
+from early import Work, waits_for
 
 from distributed.processes import run_script
-from distributed.run import Check, Launch, RanksFailed, Setting, on_ranks, run_ranks
+from distributed.run import Check, Launch, Outcome, RanksFailed, Setting, on_ranks, run_ranks
 
 
 @on_ranks(2, 3)
@@ -61,7 +60,7 @@ def check(function, time_limit: float = 20.0, name: str | None = None, **argumen
 
 
 # A failure ends its ranks and new ones take seconds: what no other check need be beside has ranks of its own,
-# on the CPU, which run ahead. Only a hang must not wait until somebody asks.
+# on the CPU.
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 BESIDE = [
     check(rank_times, name="first", factor=1),
@@ -69,48 +68,61 @@ BESIDE = [
     check(rank_times, name="last", factor=3),
     check(one_dies),
 ]
-BAD = Launch(Setting(2), BESIDE)
-HANGS = Launch(Setting(2), [check(one_hangs, 2.0)], CPU)
-KEEPS = Launch(Setting(1, "alone"), [check(keeps_a_group)], CPU)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def launches_end() -> Iterator[None]:
-    yield
-    for launch in (BAD, HANGS, KEEPS):
-        launch.stop()
+def told_by(setting: Setting, checks: list[Check], env: dict[str, str] | None = None) -> Work:
+    """Work that returns, by name, what came of each check: its Outcome or the RanksFailed."""
+
+    def run(_: Path) -> dict[str, Outcome | RanksFailed]:
+        launch, told = Launch(setting, checks, env), {}
+        try:
+            for each in checks:
+                try:
+                    told[each.name] = launch.outcome(each.name)
+                except RanksFailed as failure:
+                    told[each.name] = failure
+        finally:
+            launch.stop()
+        return told
+
+    return run
+
+
+BAD = told_by(Setting(2), BESIDE)
+HANGS = told_by(Setting(2), [check(one_hangs, 5.0)], CPU)
+KEEPS = told_by(Setting(1, "alone"), [check(keeps_a_group)], CPU)
 
 
 @pytest.mark.heavy
-@waits_for(BAD.run_ahead)
+@waits_for(BAD, HANGS)
 @pytest.mark.parametrize(
-    ("launch", "name", "messages"),
+    ("work", "name", "messages"),
     [
         (BAD, "one_fails_the_other_waits", ["rank 1: Traceback", "DID NOT RAISE", "rank 0: "]),
-        (HANGS, "one_hangs", ["rank 0: hangs: not done in 2 s", "in one_hangs", "rank 1: passed"]),
+        (HANGS, "one_hangs", ["rank 0: hangs: not done in 5 s", "in one_hangs", "rank 1: passed"]),
         (BAD, "one_dies", ["rank 1: ended early"]),
     ],
 )
-def test_what_went_wrong_is_said(launch, name, messages):
-    with pytest.raises(RanksFailed) as caught:
-        launch.outcome(name)
+def test_what_went_wrong_is_said(early, work, name, messages):
+    failure = early(work)[name]
+    assert isinstance(failure, RanksFailed)
     for message in messages:
-        assert message in str(caught.value)
+        assert message in str(failure)
 
 
 @pytest.mark.heavy
-def test_checks_beside_a_failure_still_run():
-    first, last = BAD.outcome("first"), BAD.outcome("last")
+@waits_for(BAD)
+def test_checks_beside_a_failure_still_run(early):
+    first, last = (early(BAD)[name] for name in ("first", "last"))
     assert (first.values, last.values) == ([0, 1], [0, 3])
     assert ["this is rank 0" in text for text in last.outputs] == [True, False]
     assert ["this is rank 1" in text for text in last.outputs] == [False, True]
 
 
 @pytest.mark.heavy
-def test_a_rank_that_hung_is_gone():
-    with pytest.raises(RanksFailed) as caught:
-        HANGS.outcome("one_hangs")
-    pid = re.search(r"I am process (\d+)", str(caught.value))[1]
+@waits_for(HANGS)
+def test_a_rank_that_hung_is_gone(early):
+    pid = re.search(r"I am process (\d+)", str(early(HANGS)["one_hangs"]))[1]
     command = Path(f"/proc/{pid}/cmdline")
     assert not command.exists() or command.read_bytes() == b""  # empty: dead, and not yet waited for
 
@@ -134,7 +146,7 @@ def test_an_unknown_launcher():
 
 
 @pytest.mark.heavy
-@waits_for(KEEPS.run_ahead)
-def test_a_group_that_outlives_the_launch_is_named():
-    with pytest.raises(RanksFailed, match=r"every check passed, then .*(?s:.*)outlived .* still run: \['"):
-        KEEPS.outcome("keeps_a_group")
+@waits_for(KEEPS)
+def test_a_group_that_outlives_the_launch_is_named(early):
+    message = r"every check passed, then .*(?s:.*)outlived .* still run: \['"
+    assert re.search(message, str(early(KEEPS)["keeps_a_group"]))

@@ -48,9 +48,14 @@ def test_mpirun(world):
     check_world(world)
 
 
+def alone(_):
+    return run_ranks(check_world, 1, "alone")
+
+
 @pytest.mark.heavy
-def test_alone():
-    run_ranks(check_world, 1, "alone")
+@waits_for(alone)
+def test_alone(early):
+    assert early(alone).values == [None]
 
 
 def join_ten_times():
@@ -94,14 +99,22 @@ def local_rank_and_sum(world):
     return world.local_rank, total.item()
 
 
-@pytest.mark.heavy
-@needs_mpirun
-def test_ranks_on_several_hosts():
+def on_several_hosts(_):
+    """None where that cannot be pretended."""
     version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
     if "HYDRA" not in version:
-        pytest.skip("only MPICH can pretend that each rank has a host of its own")
+        return None
     env = {"MPIR_CVAR_NOLOCAL": "1", "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
-    assert run_ranks(local_rank_and_sum, 2, "mpirun", env=env).values == [(0, 2.0), (0, 2.0)]
+    return run_ranks(local_rank_and_sum, 2, "mpirun", env=env)
+
+
+@pytest.mark.heavy
+@needs_mpirun
+@waits_for(on_several_hosts)
+def test_ranks_on_several_hosts(early):
+    if early(on_several_hosts) is None:
+        pytest.skip("only MPICH can pretend that each rank has a host of its own")
+    assert early(on_several_hosts).values == [(0, 2.0), (0, 2.0)]
 
 
 def program(text):
@@ -204,12 +217,17 @@ def test_a_rank_that_fails_later_does_not_leave_the_job_hanging(early):
     assert "rank 1 has had enough" in finished.output
 
 
-@pytest.mark.heavy
-@needs_mpirun
-def test_mpirun_without_mpi4py_says_what_to_install(tmp_path):
-    package = tmp_path / "mpi4py"
+def without_mpi4py(folder):
+    package = folder / "mpi4py"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('no mpi4py for this test')")
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    env = {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    return run_ranks(check_world, 2, "mpirun", env=env)
+
+
+@pytest.mark.heavy
+@needs_mpirun
+@waits_for(without_mpi4py)
+def test_mpirun_without_mpi4py_says_what_to_install(early):
     with pytest.raises(RanksFailed, match=r"no mpi4py for this test.*pip install mpi4py"):
-        run_ranks(check_world, 2, "mpirun", env=env)
+        early(without_mpi4py)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from early import waits_for
 
 import zerofp4
 from zerofp4.inspect import info, main
@@ -43,10 +44,15 @@ def shown(capsys, *arguments) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-@pytest.mark.heavy
-def test_the_module_runs():
+def version(_):
     command = [sys.executable, "-m", "zerofp4", "--version"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.heavy
+@waits_for(version)
+def test_the_module_runs(early):
+    run = early(version)
     assert (run.returncode, run.stdout) == (0, f"zerofp4 {zerofp4.__version__}\n"), run.stderr
 
 
