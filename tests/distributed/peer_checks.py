@@ -84,8 +84,8 @@ def an_optimizer_of_torch(world):
     models = []
     for group, transport in ((None, "peer"), (alone, "auto")):
         parameters = make_parameters(device, 0, SPECIFICATIONS)
-        arguments = parameters, torch.optim.AdamW, group
-        models.append((parameters, ZeroFP4Optimizer(*arguments, transport=transport, **options)))
+        options |= {"process_group": group, "transport": transport}
+        models.append((parameters, ZeroFP4Optimizer(parameters, torch.optim.AdamW, **options)))
     for step in range(3):
         for parameters, optimizer in models:
             set_gradients(parameters, make_gradients(parameters, step))
@@ -215,13 +215,15 @@ def refusals(world):
     group = dist.new_group(backend="gloo")
     parameters = make_parameters(torch.device("cpu"), 0, SPECIFICATIONS)
     with pytest.raises(ValueError, match="only GPUs read each other's memory"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="peer")
-    auto = ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="auto").describe()
+        ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="peer")
+    auto = ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="auto").describe()
     assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
     with pytest.raises(ValueError, match="transport must be one of"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="nvlink")
+        ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="nvlink")
     with pytest.raises(ValueError, match="transport"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, group, transport="peer" if world.rank else "collective")
+        ZeroFP4Optimizer(
+            parameters, FusedAdamW, process_group=group, transport="peer" if world.rank else "collective"
+        )
 
 
 if __name__ == "__main__":

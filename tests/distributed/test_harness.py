@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from early import Work, waits_for
 
-from distributed.processes import run_script
+from distributed.processes import NotRun, run_script
 from distributed.run import Check, Launch, Outcome, RanksFailed, Setting, on_ranks, run_ranks
 
 
@@ -44,6 +44,10 @@ def one_hangs(world):
         time.sleep(1000)
 
 
+def leaves_out(world):
+    pytest.skip("not here")
+
+
 def one_dies(world):
     if world.rank == 1:
         os._exit(7)
@@ -65,6 +69,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}
 BESIDE = [
     check(rank_times, name="first", factor=1),
     check(one_fails_the_other_waits),
+    check(leaves_out),
     check(rank_times, name="last", factor=3),
     check(one_dies),
 ]
@@ -117,6 +122,12 @@ def test_checks_beside_a_failure_still_run(early):
     assert (first.values, last.values) == ([0, 1], [0, 3])
     assert ["this is rank 0" in text for text in last.outputs] == [True, False]
     assert ["this is rank 1" in text for text in last.outputs] == [False, True]
+
+
+@pytest.mark.heavy
+@waits_for(BAD)
+def test_a_check_may_leave_itself_out(early):
+    assert early(BAD)["leaves_out"].values == [NotRun("not here")] * 2
 
 
 @pytest.mark.heavy

@@ -113,8 +113,8 @@ class Publication:
             self._attempt(b, self._heard, self._plans[b].finish_step)
 
     def _cast_and_send(self, b: int) -> None:
-        """Codes leave at once, beside what completes the bucket before: an update that reads gradients of other
-        ranks waits until NVLink is its own (Peers.wait_until_sent).
+        """Codes leave at once, beside what completes the bucket before: an update that reads gradients of
+        other ranks waits until NVLink is its own (Peers.wait_until_sent).
         """
         self._cast(b)
         self._start_gather(b)
