@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from memory import describe as describe_memory
+from phases import describe as describe_phases
 from text import Text
 
 from zerofp4.launch.process_group import World
@@ -203,5 +204,6 @@ def describe(kind: str, result: dict, text: Text, world: World) -> str:
         f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
         f"{others} others the rounded FP32 masters\n"
         f"  all-gathered per step: {traffic}\n"
+        f"  {describe_phases(result['milliseconds_per_step'], result['sent_bytes_per_step'])}\n"
         f"  {describe_memory(result['peak_memory_mb'])}"
     )

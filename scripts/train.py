@@ -36,6 +36,7 @@ from checkpoints import CheckpointError, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
 from hugging_face import ConfigError, layers_of, loss_of, make_model
 from memory import Memory
+from phases import Phases, bytes_sent
 from progress import Progress
 from report import KINDS, Recorder, describe, draw, ranks, write_summary
 from sharded import shard, sharded
@@ -181,11 +182,12 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     progress.resume()
     start = time.perf_counter() - progress.seconds
     skipped_in_a_row = 0
-    memory = Memory(world.device, options.steps)
+    memory, phases = Memory(world.device, options.steps), Phases(world.device)
     with Recorder(options.out, kind, options.steps, world.rank == 0, progress.step) as recorder:
         for step in range(progress.step + 1, options.steps + 1):
             step_start = time.perf_counter()
             loss = 0.0
+            phases.mark()
             for index in range(options.micro_batches):
                 # With a recipe, the first micro-batch quantizes weights that are not.
                 first = () if options.recipe == "none" else (index == 0,)
@@ -197,9 +199,12 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                 with optimizer.no_sync() if waits else contextlib.nullcontext():
                     micro_loss.backward()
                 loss += micro_loss.item()
+            phases.mark()
             norm, skipped = optimizer.clip_grad_norm_(options.clip or math.inf), optimizer.skipped_steps
+            phases.mark()
             lr = optimizer.param_groups[0]["lr"]
             optimizer.step()
+            phases.mark()
             skipped_in_a_row = skipped_in_a_row + 1 if optimizer.skipped_steps > skipped else 0
             scheduler.step()
             optimizer.zero_grad()
@@ -213,6 +218,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                     f"that of {optimizer.first_nonfinite()} first: try a lower --lr than {options.lr}"
                 )
             seconds = time.perf_counter() - step_start
+            phases.count()
             progress.count(step, seconds, time.perf_counter() - start)
             row = {"step": step, "loss": loss, "lr": lr, "grad_norm": float(norm)}
             row |= {"tokens_per_second": tokens / seconds, "seconds": progress.seconds}
@@ -230,6 +236,8 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "verified": optimizer.verify() if options.parallel == "fsdp2" else verify_model(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
+        "milliseconds_per_step": phases.of_step(),
+        "sent_bytes_per_step": bytes_sent(optimizer),
         "peak_memory_mb": memory.of_all_ranks(),
     }
 

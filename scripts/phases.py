@@ -1,0 +1,59 @@
+"""What a step of scripts/train.py takes its time for, and the bytes that a rank sends in it."""
+
+import time
+
+import torch
+
+PHASES = {
+    "passes": "forward and backward",
+    "clip_grad_norm_": "clip_grad_norm_, with the reduction of gradients",
+    "step": "step",
+}
+"""By name in the summary, what people read."""
+
+
+class Phases:
+    """Milliseconds of each phase, in the mean of all steps but the first, which loads kernels and opens
+    connections. On a GPU by its own clock, so that nothing waits for it.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+        self._totals = dict.fromkeys(PHASES, 0.0)
+        self._steps = -1  # the first does not count
+
+    def mark(self) -> None:
+        """A step begins, or one of its phases ends, in their order."""
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def count(self) -> None:
+        """A step is done, on the device too."""
+        self._steps += 1
+        marks, self._marks = self._marks, []
+        if self._steps:
+            for name, begin, end in zip(PHASES, marks[:-1], marks[1:], strict=True):
+                self._totals[name] += begin.elapsed_time(end) if self._on_gpu else (end - begin) * 1e3
+
+    def of_step(self) -> dict[str, float]:
+        """Empty where no step counts."""
+        return {name: total / self._steps for name, total in self._totals.items()} if self._steps > 0 else {}
+
+
+def bytes_sent(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """By this rank in a step of a ZeroFP4Optimizer; empty for optimizers that do not say it."""
+    describe = getattr(optimizer, "describe", None)
+    return {} if describe is None else describe()["bytes_sent"]
+
+
+def describe(milliseconds: dict[str, float], sent: dict[str, int]) -> str:
+    times = ", ".join(f"{PHASES[name]} {value:,.1f} ms" for name, value in milliseconds.items())
+    text = f"a step of rank 0: {times or 'there was one only'}"
+    if any(sent.values()):
+        text += "; it sends " + ", ".join(f"{nbytes:,} bytes of {what}" for what, nbytes in sent.items())
+    return text
