@@ -1,5 +1,7 @@
 """Tokens in groups, options of quantize_grouped, and what every byte of a storage must be."""
 
+import functools
+
 import torch
 from helpers import assert_bytes_equal
 from op_cases import draw_values
@@ -80,8 +82,18 @@ def expected_storage(x, splits, hadamard=False, random_signs=True) -> dict[str, 
     return expected | amaxes
 
 
+@functools.cache
+def expected_of_values(splits: tuple[int, ...], cols: int, hadamard: bool, random_signs: bool):
+    """expected_storage of values(splits, cols, ...), for every device and choice of copies."""
+    return expected_storage(values(splits, cols, "cpu"), splits, hadamard, random_signs)
+
+
 def assert_storage(grouped, x, splits, what: str) -> None:
-    expected = expected_storage(x, splits, grouped.hadamard, grouped.random_signs)
+    assert_buffers(grouped, expected_storage(x, splits, grouped.hadamard, grouped.random_signs), what)
+
+
+def assert_buffers(grouped, expected: dict[str, torch.Tensor], what: str) -> None:
+    expected = dict(expected)
     if grouped.rowwise_data is None and grouped.hadamard:
         expected["amax"] = expected["columnwise_amax"]
     if not grouped.hadamard:

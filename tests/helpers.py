@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +14,7 @@ from zerofp4.testing import assert_bytes_equal, first_difference
 
 __all__ = [
     "assert_bytes_equal",
+    "assert_each_equal",
     "assert_values_equal",
     "first_difference",
     "needs_gpu",
@@ -44,6 +45,16 @@ def without_nan_payloads(tensor: torch.Tensor) -> torch.Tensor:
 def assert_values_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Bytes, except that a NaN equals any other."""
     assert_bytes_equal(without_nan_payloads(actual), without_nan_payloads(expected), what)
+
+
+def assert_each_equal(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:
+    """assert_values_equal of many, at once: to copy each from a GPU takes longer than what is tested."""
+    lists = (actual, expected)
+    kinds = [[(each.dtype, each.shape) for each in tensors] for tensors in lists]
+    whole = [without_nan_payloads(torch.cat([each.flatten() for each in tensors]).cpu()) for tensors in lists]
+    if kinds[0] != kinds[1] or first_difference(*whole) is not None:
+        for i, (mine, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_values_equal(mine, other, f"{what}: tensor {i}, {tuple(other.shape)}")
 
 
 @functools.cache

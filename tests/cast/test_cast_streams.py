@@ -75,11 +75,10 @@ def test_a_step_waits_for_a_refresh_on_another_stream():
 
 
 @needs_gpu
-def test_the_status_word_outlives_its_plan(request):
+def test_the_status_word_outlives_its_plan():
     """A queued step that finds an error writes to pinned memory, which nobody else may have by then."""
     gc.collect()
     gc.freeze()  # what lives already: looking through all of it would take longer than the stream sleeps
-    request.addfinalizer(gc.unfreeze)
     plan, *_, side = warm_plan()
     words = lambda: [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(64)]  # noqa: E731
     words()  # pinning memory may wait for the device: later ones come from torch's cache

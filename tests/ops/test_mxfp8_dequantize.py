@@ -1,8 +1,10 @@
 """dequantize_mxfp8 and dequantize_mxfp8_many on every backend against the specification, byte for byte."""
 
+import functools
+
 import pytest
 import torch
-from helpers import assert_values_equal, poisoned_allocations
+from helpers import assert_each_equal, assert_values_equal, poisoned_allocations
 from mxfp8_cases import SHAPES, Guarded, random_bytes, swizzled_bytes
 from op_cases import DTYPES, marked
 
@@ -84,6 +86,10 @@ class Case:
         return reference.dequantize_mxfp8(*formats, self.columnwise, dtype)
 
 
+case_of = functools.cache(Case)
+expected_of = functools.cache(Case.expected)  # of a case_of(), whatever the layout and the device
+
+
 def arguments_of(cases, layout: str, device) -> list[list]:
     return [list(column) for column in zip(*(c.arguments(layout, device) for c in cases), strict=True)]
 
@@ -94,16 +100,14 @@ def arguments_of(cases, layout: str, device) -> list[list]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many(device, count, dtype, layout):
     shapes = [*SHAPES, *EMPTY, (16, 2056)]
-    cases = [Case(shapes[i % len(shapes)], i) for i in range(min(count, 100))]
+    cases = [case_of(shapes[i % len(shapes)], i) for i in range(min(count, 100))]
     arguments = [column * (count // len(cases)) for column in arguments_of(cases, layout, device)]
     with poisoned_allocations():
         actual = ZEROFP4.dequantize_mxfp8_many(*arguments, layout, dtype)
     assert len(actual) == count
-    expected = [case.expected(dtype) for case in cases]
-    for i, value in enumerate(actual):
-        case = cases[i % len(cases)]
-        what = f"item {i}, {tuple(case.data.shape)}, columnwise {case.columnwise}"
-        assert_values_equal(value.cpu(), expected[i % len(cases)], what)
+    expected = [expected_of(case, dtype) for case in cases]
+    for first in range(0, count, len(cases)):
+        assert_each_equal(actual[first : first + len(cases)], expected, f"from item {first}")
 
 
 # The operators in torch.library
