@@ -69,7 +69,7 @@ struct AdamWTable {
     AdamWStep* steps;
     int64_t count;
     int64_t strip_units;
-    const int32_t* strip_items;  // CUDA: by thread block, the tensor that its first strip belongs to
+    const int32_t* strip_items;  // CUDA: by kBlockStrips strips, the tensor that the first belongs to
     float* reduced;              // of the cast plan that wants the amaxes, or null
     GradientPieces pieces;
 };

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
                         const __grid_constant__ WeightDescriptor single) {
     wait_for_previous_kernel();
     ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(
-        table.weights, table.count, table.strip_units, table.strip_items, single);
+        table.weights, table.count, table.strip_units, table.strip_items + blockIdx.x, single);
     float* group = nullptr;
     float group_amax = 0.0f;  // of this lane's tiles
     const Share share = block_share<kShareStrips<kSingle>>(table.strip_units);

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     wait_for_previous_kernel();
     if (header_status(table) != kOk) return;
     ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(
-        table.weights, table.count, table.strip_units, table.strip_items, single);
+        table.weights, table.count, table.strip_units, table.strip_items + blockIdx.x, single);
     bool skipped = false;
     TensorScale tensor = {};
     const Share share = block_share<kShareStrips<kSingle>>(table.strip_units);

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kScaleBlocksPerSm)
     const Share share = block_share<kBlockScales>(table.scale_units);
     if (share.begin >= share.end) return;  // a table without units has a block for the status only
     ItemCursor<WeightDescriptor, &WeightDescriptor::scale_begin, kSingle> cursor(
-        table.weights, table.count, table.scale_units, table.scale_items, single);
+        table.weights, table.count, table.scale_units, table.scale_items + blockIdx.x, single);
     for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
         cursor.seek(unit);
         scale_unit(table, cursor.item(), unit - cursor.item().scale_begin);

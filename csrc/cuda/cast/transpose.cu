@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
     __shared__ Tile tile;
     wait_for_previous_kernel();
     ItemCursor<TransposeDescriptor, &TransposeDescriptor::tile_begin, kSingle> cursor(
-        table.items, table.count, table.tiles, table.tile_items, single);
+        table.items, table.count, table.tiles, table.tile_items + blockIdx.x, single);
     cursor.seek(blockIdx.x);
     const TransposeDescriptor& item = cursor.item();
     const TilePlace at = place_of(item, blockIdx.x);

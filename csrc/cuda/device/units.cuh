@@ -56,18 +56,18 @@ __device__ __forceinline__ int64_t find_item(const Item* items, int64_t first, i
 }
 
 // Follows a rising sequence of units through a table. An item has the units from its own kBegin up to the
-// next item's, the last one those up to `units`; items without units are passed over. first_items[blockIdx.x]
-// is the item of the block's first unit. A table of one is in the kernel's arguments (kSingle). All lanes of
-// a warp must make the same calls.
+// next item's, the last one those up to `units`; items without units are passed over. *first_item is
+// one at or before that of the first unit. A table of one is in the kernel's arguments (kSingle). All lanes
+// of a warp must make the same calls.
 template <typename Item, auto kBegin, bool kSingle>
 class ItemCursor {
   public:
     __device__ __forceinline__ ItemCursor(const Item* items, int64_t count, int64_t units,
-                                          const int32_t* first_items, const Item& single)
+                                          const int32_t* first_item, const Item& single)
         : items_(kSingle ? &single : items),
           count_(kSingle ? 1 : count),
           units_(units),
-          index_(kSingle ? 0 : first_items[blockIdx.x]) {}
+          index_(kSingle ? 0 : *first_item) {}
 
     // True when the unit belongs to another item than the unit before it, as the first one does.
     __device__ __forceinline__ bool seek(int64_t unit) {

@@ -1,7 +1,11 @@
 // AdamW on a list of tensors in one pass over their memory, and the tile amaxes of the masters as they are
-// then. A warp takes a strip of 16 rows by 128 columns, each lane 4 neighbouring columns, as in partial_amax.
-// Unlike there, what lies at another alignment than a vector's is accessed element by element, never as
-// shifted vectors: four arrays would each be shifted by another number of elements, and three of them stored.
+// then. A thread block takes a strip of 16 rows by 128 columns, each of its warps two rows: memory that is
+// both read and written is fastest where what all blocks have on their way lies close together, in short work
+// that is done once. For the same reason nothing is marked as used for the last time.
+//
+// Unlike in partial_amax, what lies at another alignment than a vector's is accessed element by element,
+// never as shifted vectors: four arrays would each be shifted by another number of elements, and three of
+// them stored.
 
 #include <algorithm>
 
@@ -13,10 +17,10 @@
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kUpdateBlocksPerSm = 2;
-constexpr int kUpdateRows = 2;  // rows of the four arrays that are loaded before the first is used
-constexpr int kReadRows = 8;    // the same where only the master is read
-static_assert(kBlock % kUpdateRows == 0 && kBlock % kReadRows == 0);
+constexpr int kUpdateBlocksPerSm = 4;
+constexpr int kWarpRows = kBlock / kWarps;
+constexpr int kStripTiles = kLanes / kTileLanes;
+static_assert(kBlock % kWarps == 0);
 
 constexpr int kGradientsPerLaunch = 480;  // kernel arguments may take 4 KB
 
@@ -73,16 +77,8 @@ struct Values {
     float gradient[kLaneColumns];
 };
 
-template <typename T>
-__device__ __forceinline__ void load_last_use(const T* p, float (&values)[kLaneColumns]) {
-    uint32_t words[kLaneColumns / kPerWord<T>];
-    load_words<true>(p, words);
-    unpack<T>(words, values);
-}
-
-// Not a plain load, which the compiler would put off until the master is needed, behind the arithmetic.
-__device__ __forceinline__ void load_master(const float* p, float (&values)[kLaneColumns]) {
-    const float4 x = __ldcg(reinterpret_cast<const float4*>(p));
+__device__ __forceinline__ void load_vector(const float* p, float (&values)[kLaneColumns]) {
+    const float4 x = *reinterpret_cast<const float4*>(p);
     values[0] = x.x, values[1] = x.y, values[2] = x.z, values[3] = x.w;
 }
 
@@ -90,9 +86,9 @@ template <typename Gradient>
 __device__ __forceinline__ void load_vectors(const LaneArrays<Gradient>& arrays, int64_t offset,
                                              typename Gradient::Words& words, Values& values) {
     arrays.gradient.load(offset, words);
-    load_last_use(arrays.exp_avg_sq + offset, values.exp_avg_sq);
-    load_last_use(arrays.exp_avg + offset, values.exp_avg);
-    load_master(arrays.master + offset, values.master);
+    load_vector(arrays.exp_avg_sq + offset, values.exp_avg_sq);
+    load_vector(arrays.exp_avg + offset, values.exp_avg);
+    load_vector(arrays.master + offset, values.master);
 }
 
 template <typename Gradient>
@@ -112,14 +108,13 @@ __device__ __forceinline__ float4 vector_of(const float (&values)[kLaneColumns])
     return make_float4(values[0], values[1], values[2], values[3]);
 }
 
-// The moments leave the cache first, the master is what a cast reads next. (A plain store of a vector made of
-// floats is split into stores of its floats.)
+// (A plain store of a vector made of floats is split into stores of its floats.)
 template <typename Gradient>
 __device__ __forceinline__ void store_vectors(const LaneArrays<Gradient>& arrays, int64_t offset,
                                               const Values& values) {
-    __stcs(reinterpret_cast<float4*>(arrays.exp_avg_sq + offset), vector_of(values.exp_avg_sq));
-    __stcs(reinterpret_cast<float4*>(arrays.exp_avg + offset), vector_of(values.exp_avg));
-    __stcg(reinterpret_cast<float4*>(arrays.master + offset), vector_of(values.master));
+    __stwb(reinterpret_cast<float4*>(arrays.exp_avg_sq + offset), vector_of(values.exp_avg_sq));
+    __stwb(reinterpret_cast<float4*>(arrays.exp_avg + offset), vector_of(values.exp_avg));
+    __stwb(reinterpret_cast<float4*>(arrays.master + offset), vector_of(values.master));
 }
 
 template <typename Gradient>
@@ -142,7 +137,7 @@ __device__ __forceinline__ void update_values(const AdamWStep& step, Values& val
 
 // The largest magnitude bits of a lane's owned elements of a row.
 __device__ __forceinline__ uint32_t raised(uint32_t bits, const float (&values)[kLaneColumns],
-                                           const LaneRange& owned = {0, kLaneColumns}) {
+                                           const LaneRange& owned) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) bits = max(bits, owned.has(k) ? magnitude_bits(values[k]) : 0u);
     return bits;
@@ -155,36 +150,20 @@ __device__ __forceinline__ bool is_whole(const ShardGeometry& tensor, int64_t ro
            first + (kBlock - 1) * tensor.cols + kStripColumns <= tensor.numel;
 }
 
-// Both return the largest magnitude bits of the lane's owned elements of a strip, as they are afterwards.
+// Both do this warp's rows of the strip at (row, col), from `row` on, and return the largest magnitude bits
+// of the lane's owned elements, as they are afterwards.
 template <typename Gradient>
-__device__ __forceinline__ uint32_t update_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
-                                                 const AdamWStep& step, int64_t row, int64_t col,
-                                                 int64_t lane_col) {
+__device__ __forceinline__ uint32_t update_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                                const AdamWStep& step, int64_t row, int64_t lane_col,
+                                                bool whole) {
     const LaneArrays<Gradient> arrays = arrays_of<Gradient>(table, tensor, step, row, lane_col);
     const bool aligned = has_vectors(tensor, arrays);
     const int64_t pitch = tensor.cols;
     uint32_t bits = 0;
-    if (aligned && is_whole(tensor, row, col)) {
-#pragma unroll 1
-        for (int first = 0; first < kBlock; first += kUpdateRows) {
-            Values values[kUpdateRows];
-            typename Gradient::Words words[kUpdateRows];
-#pragma unroll
-            for (int r = 0; r < kUpdateRows; ++r)
-                load_vectors(arrays, (first + r) * pitch, words[r], values[r]);
-#pragma unroll
-            for (int r = 0; r < kUpdateRows; ++r) {
-                arrays.gradient.take((first + r) * pitch, words[r], values[r].gradient);
-                update_values(step, values[r]);
-                bits = raised(bits, values[r].master);
-                store_vectors(arrays, (first + r) * pitch, values[r]);
-            }
-        }
-        return bits;
-    }
-#pragma unroll 1
-    for (int r = 0; r < kBlock; ++r) {
-        const LaneRange owned = lane_range(tensor, arrays.index + r * pitch, lane_col);
+#pragma unroll 1  // more rows at once, and with them fewer blocks, or registers spilled, are slower
+    for (int r = 0; r < kWarpRows; ++r) {
+        const LaneRange owned =
+            whole ? LaneRange{0, kLaneColumns} : lane_range(tensor, arrays.index + r * pitch, lane_col);
         const bool vectors = aligned && owned.begin == 0 && owned.end == kLaneColumns;
         Values values;
         if (vectors) {
@@ -205,31 +184,35 @@ __device__ __forceinline__ uint32_t update_strip(const AdamWTable& table, const 
     return bits;
 }
 
-__device__ __forceinline__ uint32_t read_strip(const AdamWDescriptor& tensor, int64_t row, int64_t col,
-                                               int64_t lane_col) {
+__device__ __forceinline__ uint32_t read_rows(const AdamWDescriptor& tensor, int64_t row, int64_t lane_col,
+                                              bool whole) {
     const int64_t pitch = tensor.cols;
     const int64_t index = row * pitch + lane_col - tensor.start;
     const float* master = in_global(tensor.master) + index;
-    const bool aligned = pitch % kLaneColumns == 0 && is_aligned(master, 16);
     uint32_t bits = 0;
-    if (aligned && is_whole(tensor, row, col)) {
-#pragma unroll 1
-        for (int first = 0; first < kBlock; first += kReadRows) {
-            float values[kReadRows][kLaneColumns];
 #pragma unroll
-            for (int r = 0; r < kReadRows; ++r) load_master(master + (first + r) * pitch, values[r]);
-#pragma unroll
-            for (int r = 0; r < kReadRows; ++r) bits = raised(bits, values[r]);
-        }
-        return bits;
-    }
-#pragma unroll 1
-    for (int r = 0; r < kBlock; ++r) {
-        const LaneRange owned = lane_range(tensor, index + r * pitch, lane_col);
+    for (int r = 0; r < kWarpRows; ++r) {
+        const LaneRange owned =
+            whole ? LaneRange{0, kLaneColumns} : lane_range(tensor, index + r * pitch, lane_col);
 #pragma unroll
         for (int k = 0; k < kLaneColumns; ++k)
             bits = max(bits, owned.has(k) ? magnitude_bits(master[r * pitch + k]) : 0u);
     }
+    return bits;
+}
+
+// By tile of the strip, the largest bits of all warps' lanes; what the first warp returns counts.
+__device__ __forceinline__ uint32_t bits_of_tile(uint32_t lane_bits) {
+    __shared__ uint32_t of_warps[kWarps][kStripTiles];
+#pragma unroll
+    for (int mask = 1; mask < kTileLanes; mask *= 2)
+        lane_bits = max(lane_bits, __shfl_xor_sync(kAllLanes, lane_bits, mask));
+    const int tile = lane_index() / kTileLanes;
+    if (lane_index() % kTileLanes == 0) of_warps[warp_index()][tile] = lane_bits;
+    __syncthreads();
+    uint32_t bits = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) bits = max(bits, of_warps[warp][tile]);
     return bits;
 }
 
@@ -238,36 +221,31 @@ template <template <typename, int> class Gradient>
 __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
     adamw_update_kernel(const __grid_constant__ AdamWTable table) {
     wait_for_previous_kernel();
+    const int64_t unit = blockIdx.x;
     ItemCursor<AdamWDescriptor, &AdamWDescriptor::strip_begin, false> cursor(
-        table.tensors, table.count, table.strip_units, table.strip_items, *table.tensors);
-    float* group = nullptr;  // the word of the tensor's amax group, null when it wants no amaxes
-    float group_amax = 0.0f;
-    const Share share = block_share<kBlockStrips>(table.strip_units);
-    for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
-        const bool moved = cursor.seek(unit);
-        const AdamWDescriptor& tensor = cursor.item();
-        if (moved) {
-            if (group != nullptr) raise_group(group, group_amax);
-            group = tensor.tile_offset < 0 ? nullptr : table.reduced + tensor.amax_offset;
-            group_amax = 0.0f;
-        }
-        const auto [row, col] = strip_at(tensor, unit);
-        const int64_t lane_col = col + lane_index() * kLaneColumns;
-        const AdamWStep step = table.steps[&tensor - table.tensors];
-        uint32_t bits = 0;
-        if (step.gradient == nullptr) {
-            if (group != nullptr) bits = read_strip(tensor, row, col, lane_col);
-        } else if (tensor.gradient_dtype == DType::kBFloat16) {
-            bits = update_strip<Gradient<BFloat16, kLaneColumns>>(table, tensor, step, row, col, lane_col);
-        } else {
-            bits = update_strip<Gradient<float, kLaneColumns>>(table, tensor, step, row, col, lane_col);
-        }
-        if (group == nullptr) continue;
-        const float amax = tile_amax_of(tensor.weight_dtype, bits);
-        group_amax = amax > group_amax ? amax : group_amax;
-        publish_tile(table.reduced, tensor, row, lane_col, amax);
+        table.tensors, table.count, table.strip_units, table.strip_items + unit / kBlockStrips,
+        *table.tensors);
+    cursor.seek(unit);
+    const AdamWDescriptor& tensor = cursor.item();
+    const auto [first_row, col] = strip_at(tensor, unit);
+    const bool whole = is_whole(tensor, first_row, col);
+    const int64_t row = first_row + warp_index() * kWarpRows, lane_col = col + lane_index() * kLaneColumns;
+    const AdamWStep step = table.steps[&tensor - table.tensors];
+    const bool wants_amaxes = tensor.tile_offset >= 0;
+    uint32_t bits = 0;
+    if (step.gradient == nullptr) {
+        if (wants_amaxes) bits = read_rows(tensor, row, lane_col, whole);
+    } else if (tensor.gradient_dtype == DType::kBFloat16) {
+        bits = update_rows<Gradient<BFloat16, kLaneColumns>>(table, tensor, step, row, lane_col, whole);
+    } else {
+        bits = update_rows<Gradient<float, kLaneColumns>>(table, tensor, step, row, lane_col, whole);
     }
-    if (group != nullptr) raise_group(group, group_amax);
+    if (!wants_amaxes) return;
+    bits = bits_of_tile(bits);
+    if (warp_index() != 0) return;
+    const float amax = tile_amax_of(tensor.weight_dtype, bits);
+    publish_tile(table.reduced, tensor, first_row, lane_col, amax);
+    raise_group(table.reduced + tensor.amax_offset, amax);
 }
 
 }  // namespace
@@ -285,7 +263,7 @@ void adamw_begin(const AdamWTable& table, const AdamWOptions& options, int64_t f
 
 void adamw_update(const AdamWTable& table, cudaStream_t stream) {
     if (table.strip_units == 0) return;
-    const int64_t blocks = ceil_div(table.strip_units, kBlockStrips);
+    const int64_t blocks = table.strip_units;
     if (table.pieces.count == 0) {
         launch("adamw_update", adamw_update_kernel<GivenGradient>, blocks, stream, table);
     } else if (table.pieces.received != nullptr) {

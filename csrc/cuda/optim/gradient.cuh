@@ -22,7 +22,7 @@ struct GivenGradient {
         return is_aligned(own, kCount * static_cast<int>(sizeof(G)));
     }
     __device__ __forceinline__ void load(int64_t offset, Words& words) const {
-        load_words<true>(own + offset, words);
+        load_words<false>(own + offset, words);
     }
     __device__ __forceinline__ void take(int64_t, Words& words, float (&values)[kCount]) const {
         unpack<G>(words, values);
@@ -91,7 +91,7 @@ struct MeanGradient {
     __device__ __forceinline__ void load(int64_t offset, Words& words) const {
 #pragma unroll
         for (int r = 0; r < kAhead; ++r) {
-            if (r < pieces.count) load_words<true>(rows.of_rank(r) + offset, words[r]);
+            if (r < pieces.count) load_words<false>(rows.of_rank(r) + offset, words[r]);
         }
     }
     __device__ __forceinline__ void take(int64_t offset, Words& words, float (&values)[kCount]) const {
@@ -102,7 +102,7 @@ struct MeanGradient {
         }
 #pragma unroll 1
         for (int r = kAhead; r < pieces.count; ++r) {
-            load_words<true>(rows.of_rank(r) + offset, words[0]);
+            load_words<false>(rows.of_rank(r) + offset, words[0]);
             add(words[0], values);
         }
         const float by = static_cast<float>(pieces.count);
