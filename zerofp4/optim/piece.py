@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import GroupReference
+from zerofp4.optim.host_memory import keep_freed_buffers
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part, checksum
 from zerofp4.optim.spare import Loan
 from zerofp4.shard import Shard, rectangles
@@ -150,6 +151,7 @@ class Piece(torch.Tensor):
         It is made here, for all pieces before anything is read: between the buffers that torch reads files
         into, and frees, they would leave holes in the host's memory that nothing fits in.
         """
+        keep_freed_buffers()
         self.asked, self.loaded, self.received = True, None, []
         self.space = self._make_space()
         return self._chunks()
