@@ -10,16 +10,15 @@ import random
 import pytest
 import torch
 
+from zerofp4.optim import checksums
+from zerofp4.optim.checksums import BLOCK, COLUMNS, begin_checksum, checksum
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.sealing import (
     ATTRIBUTE,
-    BLOCK,
-    COLUMNS,
     Chunk,
     DamagedFileError,
     SealedInt,
     SealedTuple,
-    checksum,
 )
 
 SIZES = [1, BLOCK // 4 - 1, BLOCK // 4, 3 * BLOCK // 4 + 6 * COLUMNS + 3]
@@ -51,6 +50,14 @@ def test_any_dtype_layout_and_place_in_memory(dtype):
     base = torch.randn(40, 33).mul(9).to(dtype)
     for view in (base, base.t(), base[1:, 1:], base.view(-1)[3:], base[0, 0], base[:0]):
         assert checksum(view) == checksum(view.contiguous().clone())
+
+
+def test_a_gpu_takes_as_many_blocks_at_a_time_as_it_likes(device, monkeypatch):
+    base = torch.randn(5 * BLOCK // 4 + 7, device=device)
+    monkeypatch.setattr(checksums, "GPU_BLOCKS", 2)
+    for values in (base, base[1:], base[: 4 * BLOCK // 4]):  # from 4 bytes on words are not aligned
+        later = begin_checksum(values, "w")
+        assert later() == checksum(values.cpu(), "w") == later()
 
 
 def written(values, label="a.master", shape=(4, 6), start=3) -> io.BytesIO:
@@ -155,7 +162,7 @@ def test_a_chunk_on_a_cpu_is_no_part_of_a_larger_storage():
 def test_a_copy_from_a_gpu_gives_its_memory_away_when_it_is_written():
     values = torch.arange(12, dtype=torch.float32)
     chunk = Chunk.of(values, "w", (12,), 0).clone()
-    chunk.place = chunk.place._replace(checksum=checksum(values, "w", (12,), 0))  # as a GPU takes it
+    chunk.place = chunk.place._replace(checksum=begin_checksum(values, "w", (12,), 0))  # as a GPU takes it
     file = io.BytesIO()
     torch.save(chunk, file)
     assert chunk.untyped_storage().nbytes() == 0

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import GroupReference
+from zerofp4.optim.checksums import checksum
 from zerofp4.optim.host_memory import keep_freed_buffers
-from zerofp4.optim.sealing import Chunk, DamagedFileError, Part, checksum
+from zerofp4.optim.sealing import Chunk, DamagedFileError, Part
 from zerofp4.optim.spare import Loan
 from zerofp4.shard import Shard, rectangles
 

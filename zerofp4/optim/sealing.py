@@ -6,55 +6,19 @@ pickle.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from zerofp4.optim.checksums import begin_checksum, checksum
+
 ATTRIBUTE = "zerofp4_seal"
 """Of a tensor in a file: (label, shape of the parameter, flat index of its first element, checksum)."""
-
-COLUMNS, ROWS = 512, 64
-BLOCK = 8 * COLUMNS * ROWS
-"""Bytes whose sums are taken together: 256 KB, which stay in a core's cache."""
-
-GPU_BLOCKS = 256
-"""That a GPU takes at a time."""
 
 
 class DamagedFileError(ValueError):
     """What was read is not what was written."""
-
-
-def checksum(values: torch.Tensor, *about: Any) -> int:
-    """Of the elements of a tensor in their order, and of what is said about them.
-
-    In each block sums of rows and of columns of words, modulo 2**64, and a CRC of these: as fast as memory,
-    where a CRC of all bytes would take longer than to write them. Any change within 8 bytes is found, and any
-    two words that changed places. A CPU and a GPU find the same.
-    """
-    flat = values.detach().reshape(-1).contiguous()
-    data = flat.view(torch.uint8)
-    whole = data.numel() - data.numel() % BLOCK
-    columns = rows = 0
-    for by_column, by_row in (_sums_on_gpu if data.is_cuda else _sums_on_cpu)(data[:whole]):
-        columns, rows = zlib.crc32(by_column, columns), zlib.crc32(by_row, rows)
-    found = zlib.crc32(repr((str(values.dtype), *about, columns, rows)).encode())
-    return zlib.crc32(data[whole:].cpu().numpy(), found)
-
-
-def _sums_on_cpu(data: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-    """In numpy, where a sum of a block costs a fifth of torch's threads."""
-    for block in data.numpy().view("int64").reshape(-1, ROWS, COLUMNS):
-        yield block.sum(0), block.sum(1)
-
-
-def _sums_on_gpu(data: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-    for part in data.split(BLOCK * GPU_BLOCKS):
-        if part.storage_offset() % 8:
-            part = part.clone()  # words are read where they are aligned
-        blocks = part.view(torch.int64).view(-1, ROWS, COLUMNS)
-        yield blocks.sum(1).cpu().numpy(), blocks.sum(2).cpu().numpy()
 
 
 # Tensors
@@ -82,8 +46,8 @@ class Place(NamedTuple):
     """Where a box of a parameter lies, whose elements are [start, start + numel) of the flat order.
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
-    received: where is noted what was read into it. checksum: of its elements, where it was taken on a GPU.
-    written: whether it is in a file, and no longer here.
+    received: where is noted what was read into it. checksum: what returns that of its elements, where a GPU
+    takes it. written: whether it is in a file, and no longer here.
     """
 
     label: str | None
@@ -91,7 +55,7 @@ class Place(NamedTuple):
     start: int
     origin: int
     received: list[Part] | None
-    checksum: int | None = None
+    checksum: Callable[[], int] | None = None
     written: bool = False
 
     def first(self, view: torch.Tensor) -> int:
@@ -142,7 +106,7 @@ class Chunk(torch.Tensor):
                 return result
             place = args[0].place
             if args[0].is_cuda and not result.is_cuda:  # where that takes no time
-                place = place._replace(checksum=_checksum_at(args[0], place))
+                place = place._replace(checksum=begin_checksum(args[0], *place[:3]))
             return _placed(result, place)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -153,11 +117,14 @@ class Chunk(torch.Tensor):
                 raise RuntimeError(
                     f"{place.label or 'a tensor'} was written already, and its memory given away"
                 )
-            found = _checksum_at(plain, place) if place.checksum is None else place.checksum
+            found = checksum(plain, *place[:3]) if place.checksum is None else place.checksum()
             seal = (place.label, place.shape, place.start, found)
             rebuild, arguments = plain.__reduce_ex__(protocol)
             if place.checksum is not None:
-                self.place, self.data = place._replace(written=True), torch.empty(0, dtype=plain.dtype)
+                self.place, self.data = (
+                    place._replace(written=True, checksum=None),
+                    torch.empty(0, dtype=plain.dtype),
+                )
         return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, {ATTRIBUTE: seal})
 
 
@@ -177,10 +144,6 @@ def _placed(values: torch.Tensor, place: Place) -> Chunk:
     chunk = values.as_subclass(Chunk)
     chunk.place = place
     return chunk
-
-
-def _checksum_at(values: torch.Tensor, place: Place) -> int:
-    return checksum(values, place.label, place.shape, place.start)
 
 
 def _read(target: Chunk, source: torch.Tensor, *args: Any, **kwargs: Any) -> Chunk:
