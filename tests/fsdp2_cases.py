@@ -124,12 +124,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that layers compute with, by name, from an unshard() of all modules until the next."""
+    """What layers compute with in place of prepared weights, by name, from an unshard() of all modules until
+    the next.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    found = {name: p for name, p in model.named_parameters() if isinstance(p, zerofp4.NVFP4Tensor)}
-    return found
+    return {weight.name: module._parameters[name] for module, name, weight in fsdp2.prepared_weights(model)}
 
 
 def reshard(model: nn.Module) -> None:
@@ -139,11 +140,20 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_gathered(
-    model: nn.Module, dtype=torch.float32, *, names=CONVERTED, amax: dict | None = None, columnwise=()
+    model: nn.Module,
+    dtype=torch.float32,
+    *,
+    names=CONVERTED,
+    amax: dict | None = None,
+    columnwise=(),
+    as_values: bool = True,
 ) -> None:
-    """What is gathered is quantize() of the whole master, byte for byte."""
+    """What is gathered is quantize() of the whole master, byte for byte: the codes of this rank's rows, the
+    scales, and what layers compute with, which is an NVFP4Tensor, or, as_values, plain.
+    """
     state = model.state_dict()
     masters = {name: whole(state[name]) for name in names}
+    weights = {weight.name: weight for *_, weight in fsdp2.prepared_weights(model)}
     found = gathered(model)
     assert sorted(found) == sorted(names)
     for name, tensor in found.items():
@@ -151,12 +161,28 @@ def check_gathered(
         expected = zerofp4.quantize(
             masters[name].to(tensor.device, dtype), columnwise=name in columnwise, amax=(amax or {}).get(name)
         )
+        check_own(weights[name], expected)
+        if as_values:
+            assert type(tensor) is nn.Parameter, name
+            assert_bytes_equal(tensor.detach(), expected.dequantize(), f"{name}: values")
+            continue
         buffers = dict(tensor.record.buffers())
         assert buffers.keys() >= dict(expected.record.buffers()).keys()
         assert (tensor.columnwise_data is not None) == (name in columnwise)
         for buffer_name, buffer in expected.record.buffers():
             assert_bytes_equal(buffers[buffer_name], buffer, f"{name}: {buffer_name}")
     reshard(model)
+
+
+def check_own(weight: fsdp2.weight.Weight, expected: zerofp4.NVFP4Tensor) -> None:
+    """What a rank has of a weight before it is gathered: codes of its own rows, and all scales."""
+    first, rows = weight.placement.first_row, weight.placement.rows
+    own = expected.rowwise_data[first : first + rows].to(weight.codes.device)
+    assert_bytes_equal(weight.own_codes(), own.flatten(), f"{weight.name}: own codes")
+    for name, buffer in weight.record.buffers():
+        given = expected.record.buffer(name)
+        if given is not None:
+            assert_bytes_equal(buffer, given.to(buffer.device), f"{weight.name}: own {name}")
 
 
 class Collectives(TorchDispatchMode):

@@ -32,12 +32,12 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_what_is_gathered_is_the_whole_master_quantized(world, reshard_after_forward):
     run = start(world, reshard_after_forward=reshard_after_forward)
-    check_gathered(run.model)
+    check_gathered(run.model, as_values=reshard_after_forward)
     first = run.model.state_dict()["experts.stack"]
     before = whole(first).clone()
     for step in range(3):
         run.step(batch_of(world, step))
-        check_gathered(run.model)
+        check_gathered(run.model, as_values=reshard_after_forward)
     assert not torch.equal(whole(run.model.state_dict()["experts.stack"]), before)
 
 
@@ -103,7 +103,8 @@ def test_quantized_layers_multiply_what_is_gathered(world, columnwise, reshard_a
     zerofp4.convert_model(expected)
     run = start(world, model=model, columnwise=columnwise, reshard_after_forward=reshard_after_forward)
     names = ("up.weight", "down.weight")
-    check_gathered(run.model, names=names, columnwise=names if columnwise else ())
+    codes = {"names": names, "columnwise": names if columnwise else (), "as_values": False}
+    check_gathered(run.model, **codes)
     batch = batch_of(world, 0, everywhere=True)
     loss = run.backward(batch)
     expected_loss = expected(batch).float().square().mean()
@@ -112,7 +113,7 @@ def test_quantized_layers_multiply_what_is_gathered(world, columnwise, reshard_a
     for name, p in run.model.named_parameters():
         torch.testing.assert_close(whole(p.grad), expected.get_parameter(name).grad, msg=name)
     run.optimizer.step()
-    check_gathered(run.model, names=names, columnwise=names if columnwise else ())
+    check_gathered(run.model, **codes)
 
 
 @on_ranks(2)

@@ -8,7 +8,13 @@ from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register o
 from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
-from zerofp4.ops.dequantize import neutral_amax, stacked_values_of, values_of, values_of_many
+from zerofp4.ops.dequantize import (
+    neutral_amax,
+    stacked_values_of,
+    values_of,
+    values_of_many,
+    write_values,
+)
 from zerofp4.ops.device import (
     check_cuda,
     current_stream,
@@ -125,4 +131,5 @@ __all__ = [
     "values_of",
     "values_of_many",
     "write_scaled_product",
+    "write_values",
 ]

@@ -112,17 +112,20 @@ def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, .
 
 def _run(items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
     outputs = [torch.empty(item.shape, dtype=dtype, device=item.data.device) for item in items]
-    code = SCALE_LAYOUTS.index(layout)
-    words = [_words(item, out, code) for item, out in zip(items, outputs, strict=True) if out.numel()]
+    _write(items, outputs, SCALE_LAYOUTS.index(layout))
+    return outputs
+
+
+def _write(items: Sequence[DequantizeItem], outputs: Sequence[torch.Tensor], layout: int) -> None:
+    words = [_words(item, out, layout) for item, out in zip(items, outputs, strict=True) if out.numel()]
     if words:
-        device = items[0].data.device
+        dtype, device = outputs[0].dtype, outputs[0].device
         flat = list(itertools.chain.from_iterable(words))
         count = len(flat) // FIELDS
         if len(words) == 1:
             run_stack(lambda part: _native(part, dtype, device), flat, count, device)
         else:
             run_list(_native(flat, dtype, device), count, device)
-    return outputs
 
 
 def _native(words: Sequence[int], dtype: torch.dtype, device: torch.device) -> _C.DequantizeList:
@@ -153,18 +156,25 @@ def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> tor
     if not is_plain_call(data):
         options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
         return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
-    if data.dim() == 3:
-        item = DequantizeItem(data, scale, amax, block_rows, e4m3_max, columnwise)
-        return _run([item], dtype, "compact")[0]
-    rows, half = data.shape
-    rows, cols = (2 * half, rows) if columnwise else (rows, 2 * half)
-    out = data.new_empty(rows, cols, dtype=dtype)  # what costs the host least
-    if rows and cols:
-        target = target_of(data.device)
-        addresses = data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr()
-        options = columnwise, block_rows, _COMPACT, e4m3_max, DTYPE_CODES[dtype]
-        _C.dequantize(target, *addresses, rows, cols, *options)
+    *stack, rows, half = data.shape
+    matrix = (2 * half, rows) if columnwise else (rows, 2 * half)
+    out = data.new_empty(*stack, *matrix, dtype=dtype)  # what costs the host least
+    write_values(data, scale, amax, block_rows, e4m3_max, columnwise, out)
     return out
+
+
+def write_values(data, scale, amax, block_rows, e4m3_max, columnwise, out) -> None:
+    """The same, to where out lies: contiguous, of that shape and of one of WEIGHT_DTYPES. By the native call
+    alone: a write to memory that FSDP2 gives and frees, of which autograd and tracing must not hear.
+    """
+    if out.dim() == 3:
+        _write([DequantizeItem(data, scale, amax, block_rows, e4m3_max, columnwise)], [out], _COMPACT)
+        return
+    rows, cols = out.shape
+    if rows and cols:
+        addresses = data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr()
+        options = columnwise, block_rows, _COMPACT, e4m3_max, DTYPE_CODES[out.dtype]
+        _C.dequantize(target_of(data.device), *addresses, rows, cols, *options)
 
 
 def values_of_many(copies: Sequence[tuple], dtype: torch.dtype) -> list[torch.Tensor]:

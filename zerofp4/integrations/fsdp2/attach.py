@@ -25,7 +25,8 @@ def attach(
 
     model: what prepare was called with, or a module around it, once fully_shard and the optimizer have it;
     its forward is what a training loop calls. optimizer: that of its parameters, or the list of those that
-    share them. Collective: every rank of the mesh must call it.
+    share them. Collective: every rank of the mesh must call it. Forward and backward passes gather the codes;
+    prepare says what modules compute with.
 
     A step makes one all-reduce over the ranks that the weights are sharded over. Frozen weights are cast
     once. Where masters were written to in another way (load_state_dict, torch.distributed.checkpoint), the
@@ -169,30 +170,37 @@ class Caster:
             return []
         handles = [self.optimizer.register_step_post_hook(lambda *_: self.cast())]
         if self._leaves_amaxes:  # it knows masters by their places
-            handles.append(self.optimizer.register_step_pre_hook(lambda *_: self._follow_masters()))
+            handles.append(self.optimizer.register_step_pre_hook(self._before_update))
         return handles
+
+    def _before_update(self, *_) -> None:
+        self._follow_masters()
 
     @torch.no_grad()
     def cast(self) -> None:
         """Collective. Raises RuntimeError as CastPlan.step."""
-        _, error = attempt(self._follow_masters)
+        masters, error = attempt(self._follow_masters)
         for weight in self.weights:
             weight.wait_for_copy()
         if self._leaves_amaxes and self.optimizer.amaxes_outdated():
             self.plan.begin_update()  # takes them back
         late = self.plan.run(error)
-        for weight in self.weights:
-            weight.note_cast()
+        for weight, master in zip(self.weights, masters or (), strict=error is None):
+            weight.note_cast(master)
         if late is not None:
             raise late
 
-    def _follow_masters(self) -> None:
-        """FSDP2 moves a shard when it pads it, and with assign=True a load brings another."""
-        places = [weight.master().data_ptr() for weight in self.weights]
+    def _follow_masters(self) -> list[torch.Tensor]:
+        """Where the masters are: FSDP2 moves a shard when it pads it, and with assign=True a load brings
+        another.
+        """
+        masters = [weight.master() for weight in self.weights]
+        places = [master.data_ptr() for master in masters]
         if places != self._places:
             self.plan.refresh(self._flat_masters())
             self._places = places
             self._offer()
+        return masters
 
 
 Share = tuple[torch.optim.Optimizer | None, dist.ProcessGroup, list[Weight], list[list[NVFP4Storage]]]

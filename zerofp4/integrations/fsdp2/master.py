@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ class MasterShard(torch.Tensor):
             device=local.device,
         )
         tensor.local, tensor.weight = local, weight
-        tensor.fsdp_pre_all_gather = _PreAllGather(weight)  # FSDP2 looks at it three times a gather
+        tensor.fsdp_pre_all_gather = _PreAllGather(weight, local)  # FSDP2 looks at it three times a gather
         return tensor
 
     @classmethod
@@ -66,6 +67,8 @@ class MasterShard(torch.Tensor):
             return _pin_memory(*args, **kwargs)
         result = func(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
         _note_writes(func, args, kwargs)
+        if result is None:
+            return None
         if func in _KEPT and (func is not _aten._to_copy.default or result.dtype == torch.float32):
             return tree_map_only(torch.Tensor, lambda tensor: cls(tensor, masters[0].weight), result)
         own = {id(master.local): master for master in masters}  # what is written in place is returned
@@ -115,14 +118,14 @@ class _PreAllGather:
     of each weight: the signature is there, as to derive that of a method costs the host eight times as much.
     """
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_local", "_weight")
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
-    def __init__(self, weight: Weight):
-        self._weight = weight
+    def __init__(self, weight: Weight, local: torch.Tensor):
+        self._weight, self._local = weight, local
 
     def __call__(self, mesh):
-        return self._weight.all_gather_input()
+        return self._weight.all_gather_input(self._local)
 
 
 def _masters_in(argument: Any) -> list[MasterShard]:
@@ -153,7 +156,7 @@ def _set_data(master: torch.Tensor, value: torch.Tensor) -> None:
             f"{type(value).__name__}: give a model its dtype before prepare"
         )
     torch.Tensor.data.__set__(master, value)
-    master.local = value.local
+    master.local, master.fsdp_pre_all_gather = value.local, _PreAllGather(master.weight, value.local)
     master.weight.writes += 1
 
 
@@ -185,11 +188,16 @@ def _pin_memory(master: MasterShard, device=None) -> MasterShard:
 
 
 def _note_writes(func, args: tuple, kwargs: dict) -> None:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[index] if index < len(args) else kwargs.get(argument.name)
-            for master in _masters_in(written):
-                master.note_write()
+    for index, name in _written(func):
+        for master in _masters_in(args[index] if index < len(args) else kwargs.get(name)):
+            master.note_write()
+
+
+@functools.cache
+def _written(func) -> list[tuple[int, str]]:
+    """The arguments that an operator writes to: by its schema, which is slow to read."""
+    arguments = enumerate(func._schema.arguments)
+    return [(index, one.name) for index, one in arguments if one.alias_info and one.alias_info.is_write]
 
 
 def _not_to_compute_with(weight: Weight) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,29 +21,51 @@ class Sharded:
     """What fully_shard made of a model: FSDP2's records of parameters, by module and name."""
 
     def __init__(self, model: nn.Module):
-        self._params: dict[tuple[int, str], tuple[Any, Any]] = {}
-        for module in model.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            for group in _param_groups(module._get_fsdp_state()):
+        self._params: dict[tuple[int, str], _Found] = {}
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        inner = {child for module in sharded for child in module.modules() if child is not module}
+        for module in sharded:
+            state = module._get_fsdp_state()
+            for group in _param_groups(state):
+                reshards = functools.partial(
+                    _reshards, weakref.ref(state), weakref.ref(group), module not in inner
+                )
                 for param in group.fsdp_params:
                     info = param._module_info
-                    self._params[id(info.module), info.param_name] = group, param
-        self.groups = {id(group): group for group, _ in self._params.values()}.values()
+                    self._params[id(info.module), info.param_name] = _Found(group, param, reshards)
+        self.groups = {id(found.group): found.group for found in self._params.values()}.values()
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """All that parameters are sharded or replicated over, in the order of the model."""
         found = {}
-        for _, param in self._params.values():
+        for one in self._params.values():
             for kind in ("shard", "replicate"):
-                group = getattr(param.mesh_info, f"{kind}_process_group", None)
+                group = getattr(one.param.mesh_info, f"{kind}_process_group", None)
                 if group is not None:
                     found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         return list(found.values())
 
-    def find(self, module: nn.Module, name: str) -> tuple[Any, Any] | None:
-        """(FSDP2's group of parameters, its record) of a module's parameter."""
+    def find(self, module: nn.Module, name: str) -> _Found | None:
+        """What FSDP2 has of a module's parameter."""
         return self._params.get((id(module), name))
+
+
+class _Found(NamedTuple):
+    """FSDP2's group of parameters, its record of one of them, and whether it reshards them after the forward
+    pass, which may change.
+    """
+
+    group: Any
+    param: Any
+    reshards: Callable[[], bool]
+
+
+def _reshards(state_of: weakref.ref, group_of: weakref.ref, is_outermost: bool) -> bool:
+    """As FSDP2 is set up now. Where fully_shard was not told, the outermost module keeps its own; FSDP2
+    decides that in the first forward pass, and what is gathered before is to be the same.
+    """
+    keeps = is_outermost and state_of()._auto_reshard_after_forward
+    return group_of()._reshard_after_forward and not keeps
 
 
 def _param_groups(state) -> list:
@@ -59,7 +83,7 @@ def placement_of(sharded: Sharded, module: nn.Module, name: str, weight: Weight)
         raise RuntimeError(
             f"{weight.name!r} was prepared, but is not sharded: call fully_shard before attach"
         )
-    group, param = found
+    group, param, reshards = found
     _check_supported(weight, group, param)
     local = param._sharded_local_tensor
     if not isinstance(local, MasterShard):
@@ -83,6 +107,7 @@ def placement_of(sharded: Sharded, module: nn.Module, name: str, weight: Weight)
         padded_rows=padded,
         device=param.device,
         dtype=dtype,
+        reshards=reshards,
     )
 
 

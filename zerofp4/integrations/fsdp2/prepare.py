@@ -29,8 +29,14 @@ def prepare(
     Taken are the weights that zerofp4.convert_model would convert, filter_fn likewise; all others, tied ones
     among them, stay what they are, and the report says why. A weight may be on the meta device, frozen, or,
     after parallelize_module, a DTensor: then this rank's slice is a weight of its own. Each becomes an FP32
-    master: what FSDP2 shards, the optimizer trains and state_dict() holds. In forward and backward passes it
-    is an NVFP4Tensor, of the dtype of MixedPrecisionPolicy or else of that which it has now.
+    master: what FSDP2 shards, the optimizer trains and state_dict() holds. It is gathered in 4 bits, and in
+    forward and backward passes it has the dtype of MixedPrecisionPolicy, or else that which it has now:
+
+    - a plain tensor of the values, dequantize() of the whole weight, for a module that FSDP2 reshards after
+      its forward pass, and under tensor parallelism;
+    - an NVFP4Tensor for a module that says takes_nvfp4_weight = True, as the layers of zerofp4.nn do, and
+      where the weight stays gathered, as with reshard_after_forward=False. So do the weights of the outermost
+      module of fully_shard that is not told otherwise. The first gather decides for good.
 
     amax_groups: lists of weights of the model, as they are now, that share one amax.
     columnwise: layers of zerofp4.nn, which multiply the transposed codes in their backward pass, get them,
@@ -44,9 +50,9 @@ def prepare(
     weights = {}
     for name, module, parameter_name in chosen:
         parameter = module._parameters[parameter_name]
-        takes_columns = columnwise and getattr(module, "takes_nvfp4_weight", False)
-        dtype_name = name if name.endswith(parameter_name) else f"{name}.{parameter_name}"
-        weights[id(parameter)] = Weight(dtype_name, parameter.dtype, takes_columns)
+        takes_codes = getattr(module, "takes_nvfp4_weight", False)
+        full_name = name if name.endswith(parameter_name) else f"{name}.{parameter_name}"
+        weights[id(parameter)] = Weight(full_name, parameter.dtype, takes_codes, takes_codes and columnwise)
     _set_amax_groups(weights, amax_groups)
     for name, module, parameter_name in chosen:
         parameter = module._parameters[parameter_name]
