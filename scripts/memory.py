@@ -16,10 +16,12 @@ MEGABYTES = 1e6
 class Memory:
     """The most memory in each tenth of a run's steps, on the rank that had most: `device`, what torch
     allocated on a GPU, and `host`, what the process had in memory, where Linux says it.
+
+    shared: bytes on the GPU that other ranks can access, all the time, which torch does not count.
     """
 
-    def __init__(self, device: torch.device, steps: int):
-        self.device, self.steps = device, steps
+    def __init__(self, device: torch.device, steps: int, shared: int = 0):
+        self.device, self.steps, self._shared = device, steps, shared
         self.peaks: dict[str, list[float]] = {}
         if device.type == "cuda":
             self.peaks["device"] = []
@@ -38,7 +40,8 @@ class Memory:
             self.peaks["host"].append(self._host / MEGABYTES)
             self._host = 0
         if "device" in self.peaks:
-            self.peaks["device"].append(torch.cuda.max_memory_allocated(self.device) / MEGABYTES)
+            held = torch.cuda.max_memory_allocated(self.device) + self._shared
+            self.peaks["device"].append(held / MEGABYTES)
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def of_all_ranks(self) -> dict[str, list[float]]:

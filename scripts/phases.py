@@ -46,14 +46,23 @@ class Phases:
 
 
 def bytes_sent(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """By this rank in a step of a ZeroFP4Optimizer; empty for optimizers that do not say it."""
+    """By this rank in a step of a ZeroFP4Optimizer, or read there by others; empty for optimizers that do not
+    say it.
+    """
     describe = getattr(optimizer, "describe", None)
     return {} if describe is None else describe()["bytes_sent"]
+
+
+def shared_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """On this rank's GPU, which other ranks can access."""
+    describe = getattr(optimizer, "describe", None)
+    return 0 if describe is None else describe()["shared_bytes"]
 
 
 def describe(milliseconds: dict[str, float], sent: dict[str, int]) -> str:
     times = ", ".join(f"{PHASES[name]} {value:,.1f} ms" for name, value in milliseconds.items())
     text = f"a step of rank 0: {times or 'there was one only'}"
     if any(sent.values()):
-        text += "; it sends " + ", ".join(f"{nbytes:,} bytes of {what}" for what, nbytes in sent.items())
+        shares = ", ".join(f"{nbytes:,} bytes of {what}" for what, nbytes in sent.items())
+        text += f"; others get from it {shares}"
     return text

@@ -36,7 +36,7 @@ from checkpoints import CheckpointError, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
 from hugging_face import ConfigError, layers_of, loss_of, make_model
 from memory import Memory
-from phases import Phases, bytes_sent
+from phases import Phases, bytes_sent, shared_bytes
 from progress import Progress
 from report import KINDS, Recorder, describe, draw, ranks, write_summary
 from sharded import shard, sharded
@@ -182,7 +182,8 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     progress.resume()
     start = time.perf_counter() - progress.seconds
     skipped_in_a_row = 0
-    memory, phases = Memory(world.device, options.steps), Phases(world.device)
+    memory = Memory(world.device, options.steps, shared_bytes(optimizer))
+    phases = Phases(world.device)
     with Recorder(options.out, kind, options.steps, world.rank == 0, progress.step) as recorder:
         for step in range(progress.step + 1, options.steps + 1):
             step_start = time.perf_counter()

@@ -129,14 +129,16 @@ class Timer:
         self.session.count(f"{part}_over_bf16/{self.places}", "ratio", ours / theirs, rule, target=target)
 
     @contextlib.contextmanager
-    def peak(self, name: str, beside: str, before: int = 0) -> Iterator[None]:
-        """Report the most memory that was allocated meanwhile. before: bytes of something else in it."""
+    def peak(self, name: str, beside: str, before: int = 0, shared: int = 0) -> Iterator[None]:
+        """Report the most memory that was allocated meanwhile. before: bytes of something else in it. shared:
+        those that other ranks can access, which torch does not count.
+        """
         if self.device.type == "cpu":
             yield
             return
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        held = (torch.cuda.max_memory_allocated(self.device) - before) / MEGABYTES
+        held = (torch.cuda.max_memory_allocated(self.device) + shared - before) / MEGABYTES
         self.session.count(f"{name}/{self.places}", "megabytes", held, f"peak on rank 0, {beside}")
 
 
@@ -173,12 +175,14 @@ def measure_ours(
             optimizer._reduce_gradients(gradients)
         optimizer._step_in_sequence(present, Failures())
 
-    found = {}
-    with torch.no_grad(), timer.peak(f"{prefix}memory", "weights, gradients and state included"):
+    found, shared = {}, optimizer.describe()["shared_bytes"]
+    beside = "weights, gradients and state included"
+    with torch.no_grad(), timer.peak(f"{prefix}memory", beside, shared=shared):
         found["step"] = timer.ms(
             f"{prefix}step", optimizer.step, f"ZeroFP4Optimizer.step() with FusedAdamW, {transport}"
         )
-    with torch.no_grad(), timer.peak(f"{prefix}memory_clipped", "the same where gradients are clipped"):
+    beside = "the same where gradients are clipped"
+    with torch.no_grad(), timer.peak(f"{prefix}memory_clipped", beside, shared=shared):
         found["step_clipped"] = timer.ms(f"{prefix}step_clipped", clipped, "clip_grad_norm_ and step()")
         timer.host_ms(
             f"{prefix}host_step",

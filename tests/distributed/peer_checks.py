@@ -77,9 +77,11 @@ def take_step(world, parameters, optimizer, step):
     return norms
 
 
-def an_optimizer_of_torch(world):
-    """It is told on the device that no rank failed. Equal gradients have that mean: the bytes of one rank."""
-    device, options = gpu_of(world), {"lr": 0.02, "fused": True}
+def an_optimizer_of_torch(world, fused):
+    """With fused=True it is told on the device that no rank failed. Equal gradients have that mean: the bytes
+    of one rank.
+    """
+    device, options = gpu_of(world), {"lr": 0.02, "fused": fused}
     alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
     models = []
     for group, transport in ((None, "peer"), (alone, "auto")):

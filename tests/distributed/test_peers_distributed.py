@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from early import waits_for
 
 from distributed import peer_checks
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks
+from zerofp4.engine import peers
 from zerofp4.engine.peers import Seat, find_obstacle
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -25,7 +27,8 @@ CHECKS = {
     "one bucket": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": None}),
     "in sequence": (peer_checks.equal_steps, {"inner": "in sequence", "bucket_mb": 0.003}),
     "rounded": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.01, "wire": torch.float32}),
-    "torch's": (peer_checks.an_optimizer_of_torch, {}),
+    "torch's": (peer_checks.an_optimizer_of_torch, {"fused": False}),
+    "torch's fused": (peer_checks.an_optimizer_of_torch, {"fused": True}),
     "backward": (peer_checks.backward_passes, {}),
     "late": (peer_checks.a_rank_that_does_not_come, {}),
 }
@@ -58,7 +61,7 @@ def all_checks(_) -> Launch:
 @waits_for(all_checks)
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_ranks(early, name):
-    early(all_checks).outcome(name)
+    assert early(all_checks).outcome(name).values == [None, None]
 
 
 def one_dies(folder: Path) -> tuple[list[str], list[int]]:
@@ -103,6 +106,21 @@ def test_a_rank_that_dies(early):
 @on_ranks(2, 3)
 def test_what_is_refused(world):
     peer_checks.refusals(world)
+
+
+@on_ranks(2)
+def test_auto_without_the_permission_to_share_memory(world):
+    """What one rank finds as it tries, all hear of."""
+
+    def share(*_):
+        if world.rank == 1:
+            raise RuntimeError("no permission")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "_seat", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
+        patch.setattr(peers, "Peers", share)
+        found = peers.join_peers("auto", dist.group.WORLD, world.device)
+    assert found == (None, "on rank 1: no permission")
 
 
 @pytest.mark.parametrize(

@@ -55,44 +55,48 @@ def collectives(done):
 
 
 WHOLE = ["start_step 0", "start_step 1", "start_gather 0", "start_gather 1", "start_gather 2"]
+SHARED = ["start_step 0", "start_gather 0", "start_step 1", "start_gather 1", "start_gather 2"]
+BOTH = pytest.mark.parametrize(("shared", "whole"), [(False, WHOLE), (True, SHARED)])
 
 
-def test_all_is_well():
-    done, buffers, raised = publish({}, {})
-    assert raised is None and collectives(done) == WHOLE
+@BOTH
+def test_all_is_well(shared, whole):
+    done, buffers, raised = publish({}, {}, shared=shared)
+    assert raised is None and collectives(done) == whole
     assert "cast 2" in done and "complete 1" in done and buffers[2].parameters[0]._version == 1
 
 
 def test_between_gpus_codes_leave_behind_the_cast():
-    entries, _, raised = publish({}, {}, shared=True)
-    assert raised is None and sorted(collectives(entries)) == sorted(WHOLE)
+    entries, _, _ = publish({}, {}, shared=True)
     assert entries[0] == "open peers"
     for b, cast in enumerate(("finish_step 0", "finish_step 1", "cast 2")):
         assert entries[entries.index(cast) + 1] == f"start_gather {b}"
     assert entries.index("start_gather 1") < entries.index("complete 0")
 
 
+@BOTH
 @pytest.mark.parametrize("fault", ["leave_amaxes", "prepare", "start_step", "finish_step", "complete"])
-def test_a_bucket_that_fails_takes_its_part(fault):
+def test_a_bucket_that_fails_takes_its_part(fault, shared, whole):
     def prepare(b):
         if fault == "prepare" and b == 1:
             raise ERROR
 
-    done, buffers, raised = publish({}, {fault: ERROR}, prepare=prepare)
+    done, buffers, raised = publish({}, {fault: ERROR}, prepare=prepare, shared=shared)
     assert raised is ERROR and not hasattr(raised, "unheard")
     joined = fault in ("start_step", "finish_step", "complete")  # a start_step() that raises has joined
     assert collectives(done) == [
-        entry if joined else entry.replace("start_step 1", "abstain 1") for entry in WHOLE
+        entry if joined else entry.replace("start_step 1", "abstain 1") for entry in whole
     ]
     assert ("finish_step 1" in done) == (fault in ("finish_step", "complete"))
     assert ("complete 1" in done) == (fault == "complete") and "complete 0" in done and "cast 2" in done
     assert buffers[2].parameters[0]._version == 1
 
 
-def test_what_failed_before_publishes_nothing():
-    done, _, raised = publish({}, {}, error=ERROR)
+@BOTH
+def test_what_failed_before_publishes_nothing(shared, whole):
+    done, _, raised = publish({}, {}, error=ERROR, shared=shared)
     assert raised is ERROR and not hasattr(raised, "unheard")
-    assert collectives(done) == [entry.replace("start_step", "abstain") for entry in WHOLE]
+    assert collectives(done) == [entry.replace("start_step", "abstain") for entry in whole]
     assert not {entry.split()[0] for entry in done} & {"cast", "finish_step", "complete", "leave_amaxes"}
 
 

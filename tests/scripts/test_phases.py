@@ -20,7 +20,7 @@ def test_the_mean_of_all_steps_but_the_first(monkeypatch):
     assert clock.of_step() == {"passes": 375.0, "clip_grad_norm_": 375.0, "step": 625.0}
     said = phases.describe(clock.of_step(), {"gradients": 4000, "weights": 1000})
     assert "forward and backward 375.0 ms" in said
-    assert said.endswith("step 625.0 ms; it sends 4,000 bytes of gradients, 1,000 bytes of weights")
+    assert said.endswith("step 625.0 ms; others get from it 4,000 bytes of gradients, 1,000 bytes of weights")
 
 
 def test_a_run_of_one_step_and_one_rank():

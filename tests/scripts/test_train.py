@@ -45,7 +45,7 @@ def test_two_ranks_and_both_kinds_of_weights(early):
     sent = nvfp4["sent_bytes_per_step"]
     assert 2 * sent["weights"] == gathered["nvfp4"] + gathered["high_precision"] and sent["gradients"] > 0
     assert all(min(run["milliseconds_per_step"].values()) > 0 for run in (nvfp4, bf16))
-    assert f"it sends {sent['gradients']:,} bytes of gradients" in finished.output
+    assert f"others get from it {sent['gradients']:,} bytes of gradients" in finished.output
     assert "the same bytes on 2 ranks; 8 NVFP4 weights equal the quantized and 8 others" in finished.output
     check_picture(out)
 

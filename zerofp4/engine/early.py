@@ -108,7 +108,7 @@ class EarlyReducer(GradientReducer):
             while self._underway:
                 self._land()
 
-    def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
         """Nothing: they have been begun with."""
 
     def can_bring(self, b: int) -> bool:

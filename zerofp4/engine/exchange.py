@@ -231,10 +231,12 @@ class GradientReducer:
         return None if self._is_in_place else self._squares
 
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Before a vote, what begin() of the same list has nobody else to wait for in: it may fail here."""
+        """Before a vote, what begin(prepared=True) need not do then: what may fail on this rank alone."""
 
-    def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Of all trainable parameters: those of the first buffer are on their way."""
+    def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
+        """Of all trainable parameters: those of the first buffer are on their way. prepared: prepare() was
+        called with the same list, and nothing has happened to the gradients since.
+        """
         while self._flight:  # of a step that was left in the middle: its messages would arrive in this one's
             for work in self._flight.pop().works:
                 work.wait()

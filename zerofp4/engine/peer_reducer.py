@@ -31,7 +31,6 @@ class PeerReducer(GradientReducer):
         super().__init__(buffers, group, wire)
         self._rows = [peers.peer_rows(source.flat, self.rank) for source in self._sources]
         self._failures = [Failures() for _ in buffers]
-        self._taken: Sequence[torch.Tensor | None] | None = None
 
     def _make_sources(self) -> list[FlatGradients]:
         sources = []
@@ -55,19 +54,18 @@ class PeerReducer(GradientReducer):
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for source in self._sources:
             source.take(gradients)
-        self._taken = gradients
 
-    def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
         self._failures = [Failures() for _ in self.buffers]
         for source, failures in zip(self._sources, self._failures, strict=True):
-            if self._taken is not gradients:
+            if not prepared:
                 with failures:
                     source.take(gradients)
-        self._taken = None
         self._peers.arrive()
 
     def finish(self, b: int, squares: torch.Tensor | None = None) -> None:
         self._failures[b].raise_first()
+        self._peers.wait_until_sent()
         ops.average_rows(self._rows[b], self.buffers[b].gradients, squares)
 
     def can_bring(self, b: int) -> bool:

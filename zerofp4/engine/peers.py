@@ -53,9 +53,15 @@ def join_peers(
 
 
 def _try_to_join(group: dist.ProcessGroup, device: torch.device) -> tuple["Peers | None", str | None]:
-    """A system may keep processes from each other's memory, as containers do; torch finds out in trying."""
-    peers, error = attempt(Peers, group, device)
-    found = exchange(None if error is None else str(error), None, group, "sharing memory")
+    """A system may keep processes from each other's memory, as containers do; torch finds out in trying.
+    (Where it keeps one rank alone, the others wait in torch's rendezvous for as long as its store lets them.)
+    """
+    peers, obstacle = None, None
+    try:
+        peers = Peers(group, device)
+    except RuntimeError as error:
+        obstacle = str(error)
+    found = exchange(obstacle, None, group, "sharing memory")
     obstacles = [f"on rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
     return (None, obstacles[0]) if obstacles else (peers, None)
 
@@ -145,6 +151,11 @@ class Peers:
         self._sent = torch.cuda.Event()
         self._halves: dict[int, tuple[Copies, Copies]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory of this rank that others can access: torch.cuda's counts leave it out."""
+        return sum(last - first for first, last, _ in self._handles)
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Collective: zeros of this shape on every rank, in memory that all can access.
 
@@ -188,9 +199,9 @@ class Peers:
         """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
         current stream is here: by the GPUs' copy engines, beside what is computed.
         """
-        halves = self._halves_of(whole)
-        for stream, copies in zip((self._other_stream, self._stream), halves, strict=True):
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._other_stream.wait_stream(self._stream)  # behind open(), too
+        for stream, copies in zip((self._other_stream, self._stream), self._halves_of(whole), strict=True):
             with torch.cuda.stream(stream):
                 for target, own in copies:
                     target.copy_(own, non_blocking=True)
@@ -204,7 +215,7 @@ class Peers:
 
     def wait_until_sent(self) -> None:
         """The current stream waits until all that start_gather() was given has left this rank."""
-        self._sent.wait()
+        self._sent.wait(torch.cuda.current_stream(self.device))
 
     def _halves_of(self, whole: torch.Tensor) -> tuple[Copies, Copies]:
         """This rank's slice in the memory of the others, beginning with its neighbour, and here: the first
@@ -217,19 +228,12 @@ class Peers:
             offset = (mine.data_ptr() - first) // mine.itemsize
             others = [(self.rank + step) % self.size for step in range(1, self.size)]
             targets = [handle.get_buffer(r, mine.shape, mine.dtype, offset) for r in others]
-            middle = mine.numel() // 2
+            middle = mine.numel() // 32 * 16
             found = self._halves[whole.data_ptr()] = (
                 [(target[:middle], mine[:middle]) for target in targets],
                 [(target[middle:], mine[middle:]) for target in targets],
             )
         return found
-
-    def check(self) -> None:
-        """Wait for what is queued on the current stream, and raise take_error()."""
-        torch.cuda.current_stream(self.device).synchronize()
-        error = self.take_error()
-        if error is not None:
-            raise error
 
     def take_error(self) -> RuntimeError | None:
         """What has kept ranks from meeting, as far as the device has come. Waits for nothing."""

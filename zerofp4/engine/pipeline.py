@@ -5,7 +5,8 @@ gather of codes) and ends with what this rank does with the outcome. The first i
 stream, behind everything that is on the current stream by then; the second waits for it on the current
 stream, never on the host. So while bucket i is updated, the amaxes of bucket i - 1 are reduced and the codes
 of bucket i - 2 gathered, all from one thread, in an order that only depends on the number of buckets: ranks
-that agree on that cannot wait for each other's collectives crosswise.
+that agree on that cannot wait for each other's collectives crosswise. (Ranks that share memory send codes at
+the end of the cast, in the same order.)
 """
 
 from collections.abc import Callable, Sequence

@@ -57,7 +57,7 @@ class Barrier:
 
     flags: by rank, where its uint32 [ranks] flags are, zeros at first, in memory that all ranks can write.
     status: int32 [1], pinned, which becomes 1 + the number of a rank that did not come within the time; from
-    then on nothing is waited for, and `failed` is not 0. failed: float32 [1] on the device.
+    then on nothing is waited for, and `failed` is not 0. failed: float32 [] on the device.
 
     Of barriers with the same flags every rank must run as many, one after the other. Holds addresses: whoever
     built it keeps the flags alive. A CUDA graph may hold any number of them.

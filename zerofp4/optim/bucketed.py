@@ -84,7 +84,7 @@ class BucketedStep:
         """
         update, gradients, brought = prepared
         if gradients is not None:
-            self._reducer.begin(gradients)
+            self._reducer.begin(gradients, prepared=True)
 
         def update_bucket(b: int) -> None:
             if b in brought:

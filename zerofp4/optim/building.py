@@ -111,12 +111,12 @@ class BuiltOptimizer(SteppedOptimizer):
         announced = exchange(announcement, error, group, "building ZeroFP4Optimizer")
         check_announcements(announced)
         transport, why_collective = check_transport(choices.transport, announced)
-        if (choices.overlap, choices.accumulate) != (None, "local"):
+        if transport == "auto" and (choices.overlap, choices.accumulate) != (None, "local"):
             transport, why_collective = "collective", "gradients travel before a step"
         self._saved_names = find_saved_names(announced, rank_and_size(group)[0])
         set_gradient_dtype(choices.gradient_dtype, self._trainable)
         self._peers, obstacle = join_peers(transport, group, self._trainable[0].device)
-        self._why_collective = why_collective or obstacle
+        self._why_collective = obstacle if len(announced) == 1 else why_collective or obstacle
         self._overlap, self._accumulate = choices.overlap, choices.accumulate
         earlier = choices.masters_from
         if earlier is not None and earlier._rounds is not None:

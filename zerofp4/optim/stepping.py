@@ -268,15 +268,11 @@ class SteppedOptimizer(ShardedState):
 
     def _found_for_update(self) -> torch.Tensor | None:
         """What the optimizers are to read on the device, where they can be told there. Of ranks that share
-        memory whether one did not come, whose gradients are then not what they should be: where they cannot
-        be told, the host waits for that, and raises it.
+        memory whether one did not come, whose gradients are then not what they should be.
         """
         if self._peers is None:
             return self._nonfinite.for_update()
-        if self.inners.heed_found_inf():
-            return self._peers.failed
-        self._peers.check()
-        return None
+        return self._peers.failed if self.inners.heed_found_inf() else None
 
     def _reduced_gradients(
         self, present: Sequence[bool]

@@ -38,8 +38,8 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     transport: how gradients and weights travel. "collective": by NCCL or gloo. "peer": the ranks share memory
     (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and codes are
     copied into the weights of every rank; for GPUs of one host that can access each other's memory, each of
-    another index, else ValueError. "auto": peer where that can be, else the collective one. All give the same
-    bytes.
+    another index, else ValueError. It turns multicast off (TORCH_SYMM_MEM_DISABLE_MULTICAST), unless that is
+    set. "auto": peer where that can be, else the collective one. All give the same bytes.
     gradient_dtype: what p.grad is, and micro-batches are added up in: torch.float32, or None for the
     parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
@@ -147,8 +147,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         each bucket is updated as soon as its gradients are here, as the ranks agreed in their last step(),
         and obstacle why not; before the first as this rank sees it. overlap, accumulate, as they were given.
         world_size, bucket_mb. buckets: in the order in which they travel, each with its kind, parameters,
-        elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and weights. advice: what
-        would make it faster, or None.
+        elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and weights; with "peer"
+        other ranks read the gradients. shared_bytes: of memory that other ranks can access, which torch.cuda
+        does not count. advice: what would make it faster, or None.
         """
         obstacle = self._bucketed.find_obstacle()
         if obstacle is None and self._agreed_in_sequence:
@@ -164,6 +165,7 @@ class ZeroFP4Optimizer(BuiltOptimizer):
             "accumulate": self._accumulate,
             "world_size": self._votes.world_size,
             "bucket_mb": self._reducer.bucket_mb,
+            "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
             **self._shards.describe(self._reducer, self.inners.all),
         }
 

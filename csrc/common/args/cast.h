@@ -17,8 +17,8 @@ constexpr int kHeaderWords = 8;
 
 constexpr int kWarpSquares = 32;  // squares of a unit of scale on CUDA; on the CPU it is one
 
-// On CUDA a thread block takes this many consecutive units, a multiple of its 8 warps, so that none is idle.
-// Host code tells every block in which item of its table they begin.
+// On CUDA a thread block of a cast takes this many consecutive units, a multiple of its 8 warps, so that none
+// is idle. Host code says in which item of a table every so many units begin.
 constexpr int kBlockStrips = 32;
 constexpr int kBlockScales = 8;
 

@@ -189,14 +189,20 @@ __device__ __forceinline__ uint32_t read_rows(const AdamWDescriptor& tensor, int
     const int64_t pitch = tensor.cols;
     const int64_t index = row * pitch + lane_col - tensor.start;
     const float* master = in_global(tensor.master) + index;
+    const bool vectors = whole && pitch % kLaneColumns == 0 && is_aligned(master, 16);
     uint32_t bits = 0;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
         const LaneRange owned =
             whole ? LaneRange{0, kLaneColumns} : lane_range(tensor, index + r * pitch, lane_col);
+        float values[kLaneColumns];
+        if (vectors) {
+            load_vector(master + r * pitch, values);
+        } else {
 #pragma unroll
-        for (int k = 0; k < kLaneColumns; ++k)
-            bits = max(bits, owned.has(k) ? magnitude_bits(master[r * pitch + k]) : 0u);
+            for (int k = 0; k < kLaneColumns; ++k) values[k] = owned.has(k) ? master[r * pitch + k] : 0.0f;
+        }
+        bits = raised(bits, values, owned);
     }
     return bits;
 }
@@ -204,11 +210,9 @@ __device__ __forceinline__ uint32_t read_rows(const AdamWDescriptor& tensor, int
 // By tile of the strip, the largest bits of all warps' lanes; what the first warp returns counts.
 __device__ __forceinline__ uint32_t bits_of_tile(uint32_t lane_bits) {
     __shared__ uint32_t of_warps[kWarps][kStripTiles];
-#pragma unroll
-    for (int mask = 1; mask < kTileLanes; mask *= 2)
-        lane_bits = max(lane_bits, __shfl_xor_sync(kAllLanes, lane_bits, mask));
     const int tile = lane_index() / kTileLanes;
-    if (lane_index() % kTileLanes == 0) of_warps[warp_index()][tile] = lane_bits;
+    const uint32_t of_warp = most_of_tile(lane_bits);
+    if (lane_index() % kTileLanes == 0) of_warps[warp_index()][tile] = of_warp;
     __syncthreads();
     uint32_t bits = 0;
 #pragma unroll
@@ -243,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
     if (!wants_amaxes) return;
     bits = bits_of_tile(bits);
     if (warp_index() != 0) return;
-    const float amax = tile_amax_of(tensor.weight_dtype, bits);
+    const float amax = round_to(tensor.weight_dtype, amax_of_bits(bits));
     publish_tile(table.reduced, tensor, first_row, lane_col, amax);
     raise_group(table.reduced + tensor.amax_offset, amax);
 }

@@ -6,14 +6,19 @@
 
 namespace zerofp4::cuda {
 
+// The largest bits of all lanes of this lane's tile.
+__device__ __forceinline__ uint32_t most_of_tile(uint32_t lane_bits) {
+#pragma unroll
+    for (int mask = 1; mask < kTileLanes; mask *= 2)
+        lane_bits = max(lane_bits, __shfl_xor_sync(kAllLanes, lane_bits, mask));
+    return lane_bits;
+}
+
 // The amax of this lane's tile from the largest magnitude bits of each lane's elements. Rounding to the
 // weight's dtype never reverses an order, so that rounding the largest magnitude is the same as taking the
 // largest of rounded ones.
 __device__ __forceinline__ float tile_amax_of(DType weight_dtype, uint32_t lane_bits) {
-#pragma unroll
-    for (int mask = 1; mask < kTileLanes; mask *= 2)
-        lane_bits = max(lane_bits, __shfl_xor_sync(kAllLanes, lane_bits, mask));
-    return round_to(weight_dtype, amax_of_bits(lane_bits));
+    return round_to(weight_dtype, amax_of_bits(most_of_tile(lane_bits)));
 }
 
 // Writes the amax of this lane's tile of a strip that starts in `row`; `lane_col` is the lane's first column.
