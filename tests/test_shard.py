@@ -11,6 +11,7 @@ from zerofp4.shard import (
     Shard,
     byte_range,
     check_bounds,
+    cut,
     equal_slices,
     find_gap,
     find_overlap,
@@ -97,3 +98,22 @@ def test_rectangles_cover_a_range_once_and_in_order():
                     covered += part.reshape(-1).tolist()
                     assert part.reshape(-1)[0] == box.start and part.numel() == box.numel
                 assert covered == list(range(start, end))
+
+
+@given(st.data())
+def test_a_box_is_cut_in_order_where_those_of_other_shards_are(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
+    numel, most = math.prod(shape), data.draw(st.integers(1, 30))
+    start = data.draw(st.integers(0, numel))
+    shard = Shard(start, data.draw(st.integers(0, numel - start)))
+    index = torch.arange(numel).view(shape)
+    parts = [part for box in rectangles(shape, shard) for part in cut(box, most)]
+    covered = []
+    for offsets, sizes, first in parts:
+        elements = index[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(-1)
+        assert 0 < len(elements) <= most and elements[0] == first
+        covered += elements.tolist()
+    assert covered == list(range(shard.start, shard.end))
+    whole = {part.start for box in rectangles(shape, Shard(0, numel)) for part in cut(box, most)}
+    ends = {box.start for box in rectangles(shape, shard)}
+    assert whole & set(covered) <= {part.start for part in parts} <= whole | ends

@@ -140,3 +140,24 @@ def _boxes(
         yield Rectangle((*outer, top, *inner), (*ones, bottom - top, *shape[1:]), base + top * row)
     if bottom * row < last:
         yield from _boxes(shape[1:], 0, last - bottom * row, (*outer, bottom), base + bottom * row)
+
+
+def cut(box: Rectangle, most: int) -> Iterator[Rectangle]:
+    """Boxes of `most` elements at most that a box of rectangles() consists of, in its order.
+
+    They end where those of any other shard of the tensor do, but for the ends of the shards.
+    """
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None:
+        yield box
+        return
+    row = math.prod(box.sizes[dim + 1 :])
+    rows, first = max(most // row, 1), box.offsets[dim]
+    at, end = first, first + box.sizes[dim]
+    while at < end:
+        stop = min((at // rows + 1) * rows, end)
+        offsets = (*box.offsets[:dim], at, *box.offsets[dim + 1 :])
+        sizes = (*box.sizes[:dim], stop - at, *box.sizes[dim + 1 :])
+        part = Rectangle(offsets, sizes, box.start + (at - first) * row)
+        yield from cut(part, most) if row > most else (part,)
+        at = stop

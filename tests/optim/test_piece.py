@@ -62,6 +62,33 @@ def test_memory_for_all_that_is_read_is_there_before_the_first_read(tmp_path):
     assert all(torch.equal(piece.loaded, piece.values) for piece in state.values())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_has_chunks_of_a_limited_size_and_each_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("zerofp4.optim.piece.CHUNK", 4 * 12)  # two rows
+    asked = []
+
+    class Reader(dcp.FileSystemReader):
+        def read_data(self, plan, planner):
+            asked.extend(tuple(item.storage_offsets) + tuple(item.lengths) for item in plan.items)
+            return super().read_data(plan, planner)
+
+    reader, (piece, whole) = Reader(tmp_path), make_piece(0, 24)
+    dcp.save({"w": piece}, checkpoint_id=tmp_path, no_dist=True)
+    chunks = reader.read_metadata().state_dict_metadata["w"].chunks
+    assert [(*c.offsets, *c.sizes) for c in chunks] == [(0, 0, 2, 6), (2, 0, 2, 6)]
+    piece.values = torch.zeros(24)
+    dcp.load({"w": piece}, storage_reader=reader, no_dist=True)
+    assert torch.equal(piece.present(), whole.view(-1)) and not piece.has_unread()
+    part, _ = make_piece(3, 17)
+    part.values = torch.zeros(14)
+    dcp.load({"w": part}, storage_reader=reader, no_dist=True)
+    assert torch.equal(part.present(), whole.view(-1)[3:17]) and not part.has_unread()
+    assert asked[:2] == [(0, 0, 2, 6)] * 2 and len(asked) == 5
+    dcp.save({"w": part}, checkpoint_id=tmp_path / "part", no_dist=True)  # asked for otherwise than by a load
+    chunks = dcp.FileSystemReader(tmp_path / "part").read_metadata().state_dict_metadata["w"].chunks
+    assert [(*c.offsets, *c.sizes) for c in chunks] == [(0, 3, 1, 3), (1, 0, 1, 6), (2, 0, 1, 5)]
+
+
 def test_elements_that_no_file_had_are_noticed():
     """As torch.distributed.checkpoint reads: a box, or a part of it that a file has."""
     piece, _ = make_piece()

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,12 @@ from zerofp4.optim.checksums import checksum
 from zerofp4.optim.host_memory import keep_freed_buffers
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part
 from zerofp4.optim.spare import Loan
-from zerofp4.shard import Shard, rectangles
+from zerofp4.shard import Rectangle, Shard, cut, rectangles
+
+CHUNK = 2**24
+"""Bytes of a file's chunk, at most: torch reads each into a new buffer, of which two are there at a time, and
+whose pages keep_freed_buffers() can keep.
+"""
 
 
 class Home:
@@ -48,6 +53,8 @@ class Piece(torch.Tensor):
     home: Home | None
     spare: tuple[Loan, int] | None
     """Whose memory may be read into, and for which parameter."""
+    boxes: dict[tuple[int, ...], Rectangle]
+    """By their offsets, those that a save or a load has asked for."""
     space: torch.Tensor | None
     """Memory that a load has set aside for `loaded`."""
     ends: int | None
@@ -70,7 +77,7 @@ class Piece(torch.Tensor):
         properties = {"dtype": values.dtype, "device": values.device}
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
-        piece.space, piece.ends, piece.loaded, piece.asked = None, None, None, False
+        piece.boxes, piece.space, piece.ends, piece.loaded, piece.asked = {}, None, None, None, False
         piece.live, piece.label, piece.refusal = live, None, None
         piece.received = []
         return piece
@@ -122,28 +129,31 @@ class Piece(torch.Tensor):
 
     # torch.distributed.checkpoint
 
-    def _chunks(self) -> list:
+    def _rectangles(self) -> Iterator[Rectangle]:
+        return rectangles(self.shape, self.shard)
+
+    def _chunks(self, boxes: Iterable[Rectangle]) -> list:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if not self.numel():  # nobody owns an element, and it must be in the checkpoint
             return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
         if self.refusal is not None:
             raise ValueError(self.refusal)
-        boxes = rectangles(self.shape, self.shard)
-        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
+        self.boxes = {box.offsets: box for box in boxes}
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self.boxes.values()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self.present())
+        properties, most = TensorProperties.create_from_tensor(self.present()), CHUNK // self.dtype.itemsize
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self._chunks()
+            for chunk in self._chunks(part for box in self._rectangles() for part in cut(box, most))
         ]
 
     def __create_chunk_list__(self) -> list:
@@ -151,19 +161,20 @@ class Piece(torch.Tensor):
 
         It is made here, for all pieces before anything is read: between the buffers that torch reads files
         into, and frees, they would leave holes in the host's memory that nothing fits in.
+
+        Boxes are whole: a chunk of a file that several of them had a part of would be read once for each.
         """
         keep_freed_buffers()
         self.asked, self.loaded, self.received = True, None, []
         self.space = self._make_space()
-        return self._chunks()
+        return self._chunks(self._rectangles())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if self.asked and self.loaded is None:
             self.loaded = self.space
         if not self.numel():
             return self.present().view(self.shape)
-        offsets = tuple(index.offset)
-        box = next(b for b in rectangles(self.shape, self.shard) if b.offsets == offsets)
+        box = self.boxes[tuple(index.offset)]
         first = box.start - self.start
         values = self.present()[first : first + box.numel].view(box.sizes)
         return Chunk.of(values, self.label, self.shape, box.start, self.received)
