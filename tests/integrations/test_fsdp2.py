@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import Model, shard, take_experts
+from fsdp2_cases import Model, check_gathered, shard, take_experts
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -184,6 +184,22 @@ def test_attach_needs_prepare_fully_shard_and_the_optimizer(mesh):
     with pytest.raises(RuntimeError, match=r"'first.weight' has no codes yet"):
         model(torch.ones(2, 48))
     model._get_fsdp_state()._training_state = type(model._get_fsdp_state()._training_state).IDLE
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_model_is_attached_again(mesh, reshards):
+    """FSDP2 goes on with the tensors that it has."""
+    model = shard(prepared(), mesh, reshard_after_forward=reshards)
+    optimizer = sgd(model)
+    for _ in range(2):
+        attachment = fsdp2.attach(model, optimizer)
+        check_gathered(model, as_values=reshards)
+        model(torch.ones(2, 48)).sum().backward()
+        optimizer.step()
+        check_gathered(model, as_values=reshards)
+        attachment.detach()
+        with torch.no_grad():
+            model.first.weight.mul_(2)
 
 
 def test_one_dtype_for_all_parameters_of_a_group(mesh):

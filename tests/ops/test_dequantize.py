@@ -296,3 +296,16 @@ def test_stacked_values_are_exact(device, count, in_a_row, rows):
     for values, tensor in zip(actual, tensors, strict=True):
         expected = reference.nvfp4_operand(tensor.rowwise_data.cpu(), tensor.rowwise_scale.cpu(), 16)
         assert_bytes_equal(values.cpu(), expected.bfloat16(), "values")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(34, 66), (0, 66), (3, 34, 66), (40, 18, 34)])
+def test_values_are_written_to_given_memory(device, shape, dtype):
+    """As memory that nobody has written to: no version counts it."""
+    tensor = zerofp4.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device))
+    side = tensor.record.rowwise
+    out = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    version = out._version
+    ops.write_values(side.data, side.scales["compact"], side.amax, 16, 448, False, out)
+    assert_bytes_equal(out, tensor.dequantize(dtype), "values")
+    assert out._version == version

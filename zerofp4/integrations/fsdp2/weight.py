@@ -63,6 +63,8 @@ class Weight:
         self.name, self.dtype, self.takes_codes, self.columnwise = name, dtype, takes_codes, columnwise
         self.placement: Placement | None = None
         self._place: tuple[int, int] | None = None
+        self._gathered: Gathered | None = None
+        self._casts = self._gathered_casts = 0
         self.writes = 0
         """How often its master was written to, through whichever tensor."""
         self.amax_group: list[Weight] | None = None
@@ -79,9 +81,9 @@ class Weight:
 
     def place(self, placement: Placement) -> None:
         """Make room for the scales of the whole weight and the codes of this rank's rows."""
-        self.placement, self._param_of, self._place, self._casts = placement, placement.param_of, None, 0
-        self._gathered: Gathered | None = None
-        self._gathered_casts = 0
+        self.placement, self._param_of, self._place = placement, placement.param_of, None
+        if self._gathered is not None:  # attached before: FSDP2 has tensors over the scales of that record
+            return
         shape, local = placement.shape, self.master()
         layouts = ("compact", "swizzled") if has_fp4_tensor_cores(placement.device) else ("compact",)
         self.record = NVFP4Storage(shape, placement.dtype, (BLOCK, BLOCK), name=self.name)
