@@ -10,7 +10,7 @@ import torch
 
 PHASES = {
     "gradients travel": ("SendRecv", "#d98c3f"),
-    "amaxes travel": ("AllReduce", "#c8352b"),
+    "votes and amaxes travel": ("AllReduce", "#c8352b"),
     "codes travel": ("AllGather", "#7b4fa3"),
     "copies to peers and within": ("Memcpy", "#a98bc9"),
     "barriers": ("barrier_kernel", "#444444"),
