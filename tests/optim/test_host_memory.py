@@ -7,6 +7,8 @@ import sys
 import pytest
 from early import waits_for
 
+from zerofp4.optim import host_memory
+
 SCRIPT = """
 import resource
 
@@ -40,3 +42,15 @@ def test_a_buffer_has_the_pages_of_those_before_it(early):
     assert done.returncode == 0, done.stderr
     new, all_pages = map(int, done.stdout.split())
     assert new < all_pages / 100
+
+
+def test_a_load_goes_on_where_there_are_no_such_addresses(monkeypatch):
+    asked = []
+
+    def refuse(size, dtype):
+        asked.append(size)
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(host_memory.torch, "empty", refuse)
+    host_memory.keep_freed_buffers.__wrapped__()
+    assert asked == [host_memory.LARGEST]
