@@ -19,8 +19,8 @@ def keep_freed_buffers() -> None:
     glibc hands what is freed to the kernel at once where it was larger than any block before, and the end of
     its heap where that is twice as long. Two buffers are there at a time, which is about so much: then each
     page of a file is read into a new one, and that takes as long again. What it has seen freed once it keeps,
-    up to 64 MB. These buffers are never written to, so they take addresses and no memory; where the system does
-    not even give those, a load is as slow as it was.
+    up to 64 MB. These buffers are never written to, so they take addresses and no memory; where the system
+    does not even give those, a load is as slow as it was.
     """
     held = []
     with contextlib.suppress(RuntimeError):
