@@ -119,6 +119,18 @@ def test_amax_groups_are_in_one_bucket(world):
 
 
 @on_ranks(1, 2)
+def test_why_gradients_travel_by_collectives(world):
+    reasons = {
+        "it was asked for": {"transport": "collective"},
+        "gradients travel before a step": {"overlap": "backward"},
+    }
+    for reason, options in reasons.items():
+        _, optimizer = build(world, FusedAdamW, **options)
+        alone = "a world of one has nobody to share memory with"
+        assert optimizer.describe()["why_collective"] == (reason if world.world_size > 1 else alone)
+
+
+@on_ranks(1, 2)
 def test_describe(world):
     """What a step does, and the bytes of it."""
     parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.01)
