@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from benchmarking.session import ROOT
+from bench_cases import bench_on_two_ranks
 from benchmarking.targets import KINDS
 from early import waits_for
 
@@ -17,10 +15,7 @@ SIZES = ["--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
 
 
 def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    arguments = [*launcher, "scripts/bench.py", "fsdp2", *SIZES, "--output", str(folder)]
-    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True), folder
+    return bench_on_two_ranks(folder, "fsdp2", *SIZES)
 
 
 @pytest.mark.bench

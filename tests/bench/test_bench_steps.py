@@ -1,14 +1,12 @@
 """scripts/bench.py step: a step of several ranks. Never how fast anything is."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from bench_cases import bench_on_two_ranks
 from benchmarking import tables
-from benchmarking.session import ROOT
 from benchmarking.targets import KINDS
 from early import waits_for
 
@@ -16,11 +14,7 @@ PARTS = ("step", "step_clipped", "reduce", "update", "publish")
 
 
 def step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["scripts/bench.py", "step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    arguments = [*launcher, *command, "--output", str(folder)]
-    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True), folder
+    return bench_on_two_ranks(folder, "step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01")
 
 
 @pytest.mark.bench

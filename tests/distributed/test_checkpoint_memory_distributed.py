@@ -159,6 +159,15 @@ def train(world, model, optimizer, steps, clip=None):
     return norms
 
 
+def saved(world, steps, clip=None):
+    """A model and its optimizer after so many steps, and the folder of a checkpoint of these."""
+    folder = shared_folder(world) / "c"
+    model, optimizer = small(world)
+    train(world, model, optimizer, range(steps), clip)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder)
+    return model, optimizer, folder
+
+
 def memory_of_gradients(optimizer):
     ranges = []
     for source in optimizer._reducer._sources:
@@ -217,13 +226,10 @@ def test_steps_after_masters_waited_where_gradients_travel(world, loaded):
 
 @on_ranks(2)
 def test_gradients_that_are_there_stay(world):
-    folder = shared_folder(world)
-    model, optimizer = small(world)
-    train(world, model, optimizer, range(1))
-    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    model, optimizer, folder = saved(world, steps=1)
     backward(world, model, 1)
     before = [p.grad.clone() for p in model.parameters()]
-    state_dict = read(optimizer, folder / "c")
+    state_dict = read(optimizer, folder)
     assert not any(lies_there(optimizer, state_dict))
     optimizer.load_state_dict(state_dict)
     for i, (p, gradient) in enumerate(zip(model.parameters(), before, strict=True)):
@@ -233,15 +239,12 @@ def test_gradients_that_are_there_stay(world):
 @on_ranks(2)
 def test_gradients_that_moved_together_stay(world):
     """On a CPU share_memory_() of one takes the memory of all along."""
-    folder = shared_folder(world)
-    model, optimizer = small(world)
-    train(world, model, optimizer, range(1))
-    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    model, optimizer, folder = saved(world, steps=1)
     backward(world, model, 1)
     before = [p.grad.clone() for p in model.parameters()]
     for p in model.parameters():
         p.grad.share_memory_()
-    optimizer.load_state_dict(read(optimizer, folder / "c"))
+    optimizer.load_state_dict(read(optimizer, folder))
     for i, (p, gradient) in enumerate(zip(model.parameters(), before, strict=True)):
         assert_bytes_equal(p.grad, gradient, f"gradient {i}")
 
@@ -249,13 +252,10 @@ def test_gradients_that_moved_together_stay(world):
 @on_ranks(2)
 def test_what_was_read_into_memory_of_its_own_is_used(world):
     """Gradients were there when it was read; they go, and others come, without an effect on it."""
-    folder = shared_folder(world)
-    model, optimizer = small(world)
-    train(world, model, optimizer, range(1))
-    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    model, optimizer, folder = saved(world, steps=1)
     masters = optimizer.gathered_masters()
     backward(world, model, 1)
-    state_dict = read(optimizer, folder / "c")
+    state_dict = read(optimizer, folder)
     optimizer.step()
     optimizer.zero_grad()
     optimizer.load_state_dict(state_dict)
@@ -266,20 +266,17 @@ def test_what_was_read_into_memory_of_its_own_is_used(world):
 @on_ranks(2)
 def test_a_state_dict_that_is_read_in_two_parts(world):
     """The first is lost where gradients came in between, whatever is lent to the second."""
-    folder = shared_folder(world)
-    model, optimizer = small(world)
-    train(world, model, optimizer, range(2))
-    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
+    model, optimizer, folder = saved(world, steps=2)
     state_dict = optimizer.state_dict()
     items = list(state_dict["state"].items())
     halves = [state_dict | {"state": dict(own)} for own in (items[:2], items[2:])]
-    dcp.load({"optimizer": halves[0]}, checkpoint_id=folder / "c")
+    dcp.load({"optimizer": halves[0]}, checkpoint_id=folder)
     train(world, model, optimizer, range(2, 3))
-    dcp.load({"optimizer": halves[1]}, checkpoint_id=folder / "c")
+    dcp.load({"optimizer": halves[1]}, checkpoint_id=folder)
     error = raised_by(lambda: optimizer.load_state_dict(state_dict))
     assert isinstance(error, ValueError) and "gradients or another load needed since" in str(error), error
     assert "first.master" in str(error) and "bias.master" not in str(error)
-    dcp.load({"optimizer": halves[0]}, checkpoint_id=folder / "c")
+    dcp.load({"optimizer": halves[0]}, checkpoint_id=folder)
     optimizer.load_state_dict(state_dict)
 
 
@@ -301,18 +298,15 @@ def test_what_was_copied_into_a_state_dict_is_not_used_once_it_is_overwritten(wo
 @pytest.mark.parametrize("clipped", [False, True])
 def test_what_was_read_is_not_used_once_it_is_overwritten(world, clipped, then):
     """On every rank, also where the memory is that of reduced gradients; nothing changes."""
-    folder = shared_folder(world)
-    model, optimizer = small(world)
-    train(world, model, optimizer, range(2), clip=0.5 if clipped else None)
-    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "c")
-    state_dict = read(optimizer, folder / "c")
+    model, optimizer, folder = saved(world, steps=2, clip=0.5 if clipped else None)
+    state_dict = read(optimizer, folder)
     label = "first.master"
     if then == "backward" and world.rank == 0:
         backward(world, model, 2)
     elif then == "step":
         train(world, model, optimizer, range(2, 3))
     elif then == "another load":
-        other = read(optimizer, folder / "c")
+        other = read(optimizer, folder)
     masters = optimizer.gathered_masters()
     error = raised_by(lambda: optimizer.load_state_dict(state_dict))
     if then == "backward" and clipped:  # the memory of reduced gradients is not that of p.grad

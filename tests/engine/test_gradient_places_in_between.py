@@ -1,0 +1,219 @@
+"""Places of gradients, and what comes in between: hooks, users, checkpoints, errors, threads, loans."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from gradient_place_cases import BF16, Models, Square, Twice, back, inputs, made, memory_of
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_a_hook_of_the_tensor_may_keep_its_gradient(device, models, given, scales):
+    seen = []
+
+    def hook(grad):
+        seen.append(grad)
+        return 2 * grad if scales else None
+
+    for model in models[:2]:
+        handle = model.weight.register_hook(hook)
+        back(model, device)
+        model.zero_grad()
+        handle.remove()
+        back(model, device, 1)
+    assert_bytes_equal(*seen, "what the hook has kept")
+    models.check()
+    assert given == [True]
+
+
+def test_a_hook_after_accumulation_sees_the_gradient(device, models):
+    seen = []
+    for model in models[:2]:
+        model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for step in range(2):
+            back(model, device, step)
+    assert_bytes_equal(seen[2], seen[0], "first")
+    assert_bytes_equal(seen[3], seen[1], "second")
+
+
+@pytest.mark.parametrize("assigned", ["other memory", "turned", "its own"])
+def test_what_a_user_assigned_is_added_to(device, models, given, assigned):
+    for model in models[:2]:
+        back(model, device)
+        grad = model.weight.grad
+        if assigned == "other memory":
+            model.weight.grad = grad.clone()
+        elif assigned == "turned":
+            model.weight.grad = grad.t()
+        else:
+            model.weight.grad = grad.detach()
+        back(model, device, 1)
+    models.check()
+    assert given == [True, False]
+
+
+def test_gradients_that_moved_and_were_exchanged(device):
+    """On a CPU share_memory_() of one takes the memory of all along."""
+    models = made(Square(pairs=2), device)
+    for model in models[:2]:
+        back(model, device)
+        first, second = model.parameters()
+        first.grad.share_memory_()
+        first.grad, second.grad = second.grad, first.grad
+    models.check()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_gradient_that_was_handed_on_is_not_written_over(device, given, moved):
+    """moved: it was in other memory when it was made."""
+    models = made(nn.Sequential(Twice(False), Twice(False)), device)
+    for model in models.plain, models.placed:
+        if moved:
+            for p in model.parameters():
+                p.grad = torch.ones(32, 32, dtype=BF16, device=device)
+        back(model, device)
+        first, second = model.parameters()
+        second.grad, first.grad = first.grad, None
+        back(model, device, seed=1)
+    assert moved or given[-2:] == [False, False]
+    models.check()
+    for model in models.plain, models.placed:
+        for p in model.parameters():
+            p.grad = None
+        back(model, device, seed=2)
+    assert given[-2:] == [True, True]
+    models.check()
+
+
+def test_a_gradient_of_another_dtype(device, given):
+    models = made(Twice(bias=False), device, torch.float32)
+    for model in models[:2]:
+        back(model, device)
+    assert given == [False]
+    assert_bytes_equal(models.placed.weight.grad, models.plain.weight.grad, "weight")
+
+
+def test_autocast_in_the_backward_pass(device, models, given):
+    for model in models[:2]:
+        with torch.autocast(device.type, torch.bfloat16):
+            back(model, device)
+    models.check()
+    assert given == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(device, models, given, reentrant):
+    for model in models[:2]:
+        for seed in range(2):
+            y = checkpoint(model, inputs(device, seed), 2, use_reentrant=reentrant)
+            y.float().square().mean().backward()
+    models.check()
+    assert given[:2] == [True, False] and not any(given[2:])
+
+
+@pytest.mark.parametrize("outside", [1, 2])
+def test_a_backward_pass_inside_of_another(device, models, outside):
+    """A reentrant checkpoint accumulates while a gradient of the same weight is on its way outside of it."""
+    for model in models[:2]:
+        x = inputs(device)
+        if outside == 2:
+            x = model(x)
+        x = checkpoint(model, x, 2, use_reentrant=True)
+        model(x).float().square().mean().backward()
+    models.check()
+    for model in models[:2]:
+        model.zero_grad()
+        back(model, device, 1)
+    models.check()
+    assert models.are_there() == [True]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in between")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_after_an_error_in_between(device, models, given, keeps):
+    kept = []
+    for model in models[:2]:
+        loss = model(Fails.apply(model(inputs(device)))).float().square().mean()
+        try:
+            loss.backward()
+        except ArithmeticError as error:
+            kept += [error] * keeps
+        del loss
+        back(model, device, 1)
+    models.check()
+    assert models.are_there() == [True] and given == [True, True]
+
+
+def test_a_step_in_the_middle_of_a_gradient_raises(device, models):
+    _, placed, memory, _ = models
+    errors = []
+
+    def step(grad):
+        try:
+            memory.check([placed.weight.grad], ["weight"])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    hidden = placed(inputs(device))
+    hidden.register_hook(step)
+    placed(hidden).float().square().mean().backward()
+    assert len(errors) == 1 and "has made part of the gradient of weight" in errors[0]
+    handle = placed.weight.register_post_accumulate_grad_hook(lambda p: step(None))
+    placed.zero_grad()
+    back(placed, device, times=2)
+    handle.remove()
+    assert len(errors) == 1
+
+
+def test_memory_that_was_lent_is_given_back_before(device, models, given):
+    seen = []
+    lent = models.memory.lend(lambda: seen.append(lent.clone()))
+    lent.fill_(5)
+    for model in models[:2]:
+        back(model, device)
+    assert len(seen) == 1 and (seen[0] == 5).all() and given == [True]
+    models.check()
+
+
+def test_threads(device, models):
+    """Two gradients at a time: their sum does not depend on who comes first."""
+    for _ in range(20):
+        for model in models[:2]:
+            model.zero_grad()
+            threads = [threading.Thread(target=back, args=(model, device, seed)) for seed in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        models.check()
+
+
+def test_places_end_with_their_owner(device, given):
+    plain, placed, memory, places = made(Twice(bias=False), device)
+    second = memory_of([placed.weight], places)
+    del memory
+    for model in (plain, placed):
+        back(model, device)
+    assert given == [True]
+    models = Models(plain, placed, second, places)
+    models.check()
+    del second, models
+    for model in (plain, placed):
+        model.zero_grad()
+        back(model, device, 1)
+    assert given == [True]
+    assert_bytes_equal(placed.weight.grad, plain.weight.grad, "weight")

@@ -1,0 +1,98 @@
+"""Models whose gradients have places that products write to, beside the same ones without."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from zerofp4.engine import DenseBuffer, GradientPlaces, GradientViews
+
+BF16 = torch.bfloat16
+
+
+def values(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Models(NamedTuple):
+    """A model, the same one whose gradients have places, and these."""
+
+    plain: nn.Module
+    placed: nn.Module
+    memory: GradientViews
+    places: GradientPlaces
+
+    def check(self):
+        for (name, expected), p in zip(self.plain.named_parameters(), self.placed.parameters(), strict=True):
+            assert (p.grad is None) == (expected.grad is None), name
+            if p.grad is not None:
+                assert_bytes_equal(p.grad.detach(), expected.grad.detach(), name)
+        parameters = list(self.placed.parameters())
+        gradients = self.places.keep_apart(parameters, [p.grad for p in parameters])
+        self.memory.check(gradients, [name for name, _ in self.placed.named_parameters()])
+        self.memory.take([None if g is None else g.detach() for g in gradients])
+        for (name, expected), view in zip(self.plain.named_parameters(), self.memory._views, strict=True):
+            grad = torch.zeros_like(view) if expected.grad is None else expected.grad.detach()
+            assert_bytes_equal(view, grad, f"what travels of {name}")
+
+    def are_there(self):
+        views = self.memory._views
+        return [
+            p.grad.data_ptr() == v.data_ptr() for p, v in zip(self.placed.parameters(), views, strict=True)
+        ]
+
+
+def made(model, device, dtype=BF16):
+    plain = model.to(device)
+    placed = copy.deepcopy(plain)
+    parameters = list(placed.parameters())
+    places = GradientPlaces()
+    return Models(plain, placed, memory_of(parameters, places, dtype), places)
+
+
+def memory_of(parameters, places, dtype=BF16):
+    buffer = DenseBuffer(range(len(parameters)), parameters, None)
+    shape = buffer.world_size, buffer.slice_numel
+    return GradientViews(buffer, torch.zeros(shape, dtype=dtype, device=buffer.device), places)
+
+
+class Twice(nn.Module):
+    """A weight in NVFP4, and what it is for: one product, or more."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(zerofp4.quantize(values(32, 32).to(BF16), columnwise=True))
+        self.bias = nn.Parameter(values(32, seed=1).to(BF16)) if bias else None
+
+    def forward(self, x, times=1):
+        for _ in range(times):
+            x = F.linear(x, self.weight, self.bias)
+        return x
+
+
+class Square(nn.Module):
+    """Layers that are used twice."""
+
+    def __init__(self, pairs=1):
+        super().__init__()
+        options = {"bias": False, "dtype": BF16, "primary_weights": True}
+        self.layers = nn.ModuleList([zerofp4.nn.Linear(32, 32, **options) for _ in range(pairs)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(layer(x))
+        return x
+
+
+def inputs(device, seed=0):
+    return values(8, 32, seed=seed + 5).to(device, BF16).requires_grad_()
+
+
+def back(model, device, seed=0, **options):
+    model(inputs(device, seed), **options).float().square().mean().backward()
