@@ -21,7 +21,7 @@ class PeerReducer(GradientReducer):
     Behind begin() the device waits until all ranks have come; from then on nothing is written there before
     every rank has read it, which reduce() waits for, and a publication after finish() or bring(). What reads
     it waits until codes of other buckets have left: copies and reads that share NVLink make each other
-    several times slower.
+    slower.
     """
 
     def __init__(
