@@ -3,9 +3,9 @@
 // both read and written is fastest where what all blocks have on their way lies close together, in short work
 // that is done once. For the same reason nothing is marked as used for the last time.
 //
-// Unlike in partial_amax, what lies at another alignment than a vector's is accessed element by element,
-// never as shifted vectors: four arrays would each be shifted by another number of elements, and three of
-// them stored.
+// Unlike in partial_amax, what lies at another alignment than a vector's is never accessed as shifted
+// vectors: four arrays would each be shifted by another number of elements, and three of them stored. There a
+// lane's elements are not neighbours: each access of a warp is to 32 elements side by side.
 
 #include <algorithm>
 
@@ -20,6 +20,10 @@ namespace {
 constexpr int kUpdateBlocksPerSm = 4;
 constexpr int kWarpRows = kBlock / kWarps;
 constexpr int kStripTiles = kLanes / kTileLanes;
+
+// How many columns a lane's elements of a row are apart: neighbours, read as one vector, or one of each 32.
+constexpr int kNeighbours = 1, kSpread = kLanes;
+static_assert(kSpread * kLaneColumns == kStripColumns);
 static_assert(kBlock % kWarps == 0);
 
 constexpr int kGradientsPerLaunch = 480;  // kernel arguments may take 4 KB
@@ -91,16 +95,17 @@ __device__ __forceinline__ void load_vectors(const LaneArrays<Gradient>& arrays,
     load_vector(arrays.master + offset, values.master);
 }
 
-template <typename Gradient>
+template <int kApart, typename Gradient>
 __device__ __forceinline__ void load_masked(const LaneArrays<Gradient>& arrays, int64_t offset,
                                             const LaneRange& owned, Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
         const bool has = owned.has(k);
-        values.gradient[k] = has ? arrays.gradient.at(offset + k) : 0.0f;
-        values.exp_avg_sq[k] = has ? arrays.exp_avg_sq[offset + k] : 0.0f;
-        values.exp_avg[k] = has ? arrays.exp_avg[offset + k] : 0.0f;
-        values.master[k] = has ? arrays.master[offset + k] : 0.0f;
+        const int64_t at = offset + k * kApart;
+        values.gradient[k] = has ? arrays.gradient.at(at) : 0.0f;
+        values.exp_avg_sq[k] = has ? arrays.exp_avg_sq[at] : 0.0f;
+        values.exp_avg[k] = has ? arrays.exp_avg[at] : 0.0f;
+        values.master[k] = has ? arrays.master[at] : 0.0f;
     }
 }
 
@@ -117,15 +122,16 @@ __device__ __forceinline__ void store_vectors(const LaneArrays<Gradient>& arrays
     __stwb(reinterpret_cast<float4*>(arrays.master + offset), vector_of(values.master));
 }
 
-template <typename Gradient>
+template <int kApart, typename Gradient>
 __device__ __forceinline__ void store_masked(const LaneArrays<Gradient>& arrays, int64_t offset,
                                              const LaneRange& owned, const Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
         if (!owned.has(k)) continue;
-        arrays.exp_avg_sq[offset + k] = values.exp_avg_sq[k];
-        arrays.exp_avg[offset + k] = values.exp_avg[k];
-        arrays.master[offset + k] = values.master[k];
+        const int64_t at = offset + k * kApart;
+        arrays.exp_avg_sq[at] = values.exp_avg_sq[k];
+        arrays.exp_avg[at] = values.exp_avg[k];
+        arrays.master[at] = values.master[k];
     }
 }
 
@@ -135,12 +141,37 @@ __device__ __forceinline__ void update_values(const AdamWStep& step, Values& val
         adamw_element(step, values.gradient[k], values.master[k], values.exp_avg[k], values.exp_avg_sq[k]);
 }
 
-// The largest magnitude bits of a lane's owned elements of a row.
-__device__ __forceinline__ uint32_t raised(uint32_t bits, const float (&values)[kLaneColumns],
-                                           const LaneRange& owned) {
+// The largest magnitude bits of a lane's owned elements, of each tile: neighbours are in one.
+template <int kApart>
+struct LaneBits {
+    static constexpr int kTiles = kApart == kNeighbours ? 1 : kLaneColumns;
+    uint32_t of[kTiles] = {};
+
+    __device__ __forceinline__ void raise(const float (&values)[kLaneColumns], const LaneRange& owned) {
 #pragma unroll
-    for (int k = 0; k < kLaneColumns; ++k) bits = max(bits, owned.has(k) ? magnitude_bits(values[k]) : 0u);
-    return bits;
+        for (int k = 0; k < kLaneColumns; ++k) {
+            uint32_t& bits = of[kTiles == 1 ? 0 : k];
+            bits = max(bits, owned.has(k) ? magnitude_bits(values[k]) : 0u);
+        }
+    }
+};
+
+// A lane's first column of a strip.
+template <int kApart>
+__device__ __forceinline__ int lane_column() {
+    return kApart == kNeighbours ? lane_index() * kLaneColumns : lane_index();
+}
+
+// As lane_range, of a lane's elements that are so far apart.
+template <int kApart>
+__device__ __forceinline__ LaneRange range_of(const ShardGeometry& tensor, int64_t index, int64_t col) {
+    if constexpr (kApart == kNeighbours) {
+        return lane_range(tensor, index, col);
+    } else {
+        const int existing = clamp_count(ceil_div(tensor.cols - col, kApart), kLaneColumns);
+        return {clamp_count(ceil_div(-index, kApart), kLaneColumns),
+                clamp_count(ceil_div(tensor.numel - index, kApart), existing)};
+    }
 }
 
 // Whether all elements of the strip at (row, col) are owned.
@@ -150,47 +181,59 @@ __device__ __forceinline__ bool is_whole(const ShardGeometry& tensor, int64_t ro
            first + (kBlock - 1) * tensor.cols + kStripColumns <= tensor.numel;
 }
 
-// Both do this warp's rows of the strip at (row, col), from `row` on, and return the largest magnitude bits
-// of the lane's owned elements, as they are afterwards.
-template <typename Gradient>
-__device__ __forceinline__ uint32_t update_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
-                                                const AdamWStep& step, int64_t row, int64_t lane_col,
-                                                bool whole) {
-    const LaneArrays<Gradient> arrays = arrays_of<Gradient>(table, tensor, step, row, lane_col);
-    const bool aligned = has_vectors(tensor, arrays);
+// The largest bits that each warp has found, by tile of the strip.
+using WarpBits = uint32_t[kWarps][kStripTiles];
+
+template <int kApart>
+__device__ __forceinline__ void leave(const LaneBits<kApart>& bits, WarpBits& of_warps) {
+    constexpr int kSideBySide = kApart == kNeighbours ? kTileLanes : kBlock;
+#pragma unroll
+    for (int k = 0; k < LaneBits<kApart>::kTiles; ++k) {
+        const uint32_t most = most_of_lanes<kSideBySide>(bits.of[k]);
+        const int tile = (lane_column<kApart>() + k * kApart) / kBlock;
+        if (lane_index() % kSideBySide == 0) of_warps[warp_index()][tile] = most;
+    }
+}
+
+// Both do this warp's rows of the strip at (row, col), from `row` on, and leave the largest magnitude bits of
+// what is owned, as it is afterwards.
+template <int kApart, typename Gradient>
+__device__ __forceinline__ void update_rows(const AdamWDescriptor& tensor, const AdamWStep& step,
+                                            const LaneArrays<Gradient>& arrays, int64_t lane_col, bool whole,
+                                            WarpBits& of_warps) {
     const int64_t pitch = tensor.cols;
-    uint32_t bits = 0;
+    LaneBits<kApart> bits;
 #pragma unroll 1  // more rows at once, and with them fewer blocks, or registers spilled, are slower
     for (int r = 0; r < kWarpRows; ++r) {
         const LaneRange owned =
-            whole ? LaneRange{0, kLaneColumns} : lane_range(tensor, arrays.index + r * pitch, lane_col);
-        const bool vectors = aligned && owned.begin == 0 && owned.end == kLaneColumns;
+            whole ? LaneRange{0, kLaneColumns} : range_of<kApart>(tensor, arrays.index + r * pitch, lane_col);
+        const bool vectors = kApart == kNeighbours && owned.begin == 0 && owned.end == kLaneColumns;
         Values values;
         if (vectors) {
             typename Gradient::Words words;
             load_vectors(arrays, r * pitch, words, values);
             arrays.gradient.take(r * pitch, words, values.gradient);
         } else {
-            load_masked(arrays, r * pitch, owned, values);
+            load_masked<kApart>(arrays, r * pitch, owned, values);
         }
         update_values(step, values);
-        bits = raised(bits, values.master, owned);
+        bits.raise(values.master, owned);
         if (vectors) {
             store_vectors(arrays, r * pitch, values);
         } else {
-            store_masked(arrays, r * pitch, owned, values);
+            store_masked<kApart>(arrays, r * pitch, owned, values);
         }
     }
-    return bits;
+    if (tensor.tile_offset >= 0) leave(bits, of_warps);
 }
 
-__device__ __forceinline__ uint32_t read_rows(const AdamWDescriptor& tensor, int64_t row, int64_t lane_col,
-                                              bool whole) {
+__device__ __forceinline__ void read_rows(const AdamWDescriptor& tensor, int64_t row, int64_t lane_col,
+                                          bool whole, WarpBits& of_warps) {
     const int64_t pitch = tensor.cols;
     const int64_t index = row * pitch + lane_col - tensor.start;
     const float* master = in_global(tensor.master) + index;
     const bool vectors = whole && pitch % kLaneColumns == 0 && is_aligned(master, 16);
-    uint32_t bits = 0;
+    LaneBits<kNeighbours> bits;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
         const LaneRange owned =
@@ -202,22 +245,24 @@ __device__ __forceinline__ uint32_t read_rows(const AdamWDescriptor& tensor, int
 #pragma unroll
             for (int k = 0; k < kLaneColumns; ++k) values[k] = owned.has(k) ? master[r * pitch + k] : 0.0f;
         }
-        bits = raised(bits, values, owned);
+        bits.raise(values, owned);
     }
-    return bits;
+    leave(bits, of_warps);
 }
 
-// By tile of the strip, the largest bits of all warps' lanes; what the first warp returns counts.
-__device__ __forceinline__ uint32_t bits_of_tile(uint32_t lane_bits) {
-    __shared__ uint32_t of_warps[kWarps][kStripTiles];
-    const int tile = lane_index() / kTileLanes;
-    const uint32_t of_warp = most_of_tile(lane_bits);
-    if (lane_index() % kTileLanes == 0) of_warps[warp_index()][tile] = of_warp;
-    __syncthreads();
-    uint32_t bits = 0;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) bits = max(bits, of_warps[warp][tile]);
-    return bits;
+template <typename Gradient>
+__device__ __forceinline__ void update_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                             const AdamWStep& step, int64_t row, int64_t col, bool whole,
+                                             WarpBits& of_warps) {
+    const int64_t lane_col = col + lane_column<kNeighbours>();
+    const LaneArrays<Gradient> arrays = arrays_of<Gradient>(table, tensor, step, row, lane_col);
+    if (has_vectors(tensor, arrays)) {
+        update_rows<kNeighbours>(tensor, step, arrays, lane_col, whole, of_warps);
+    } else {
+        const int64_t spread_col = col + lane_column<kSpread>();
+        update_rows<kSpread>(tensor, step, arrays_of<Gradient>(table, tensor, step, row, spread_col),
+                             spread_col, whole, of_warps);
+    }
 }
 
 // Gradient: GivenGradient, BroughtGradient or PeerGradient.
@@ -233,20 +278,24 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
     const AdamWDescriptor& tensor = cursor.item();
     const auto [first_row, col] = strip_at(tensor, unit);
     const bool whole = is_whole(tensor, first_row, col);
-    const int64_t row = first_row + warp_index() * kWarpRows, lane_col = col + lane_index() * kLaneColumns;
+    const int64_t row = first_row + warp_index() * kWarpRows;
+    const int64_t lane_col = col + lane_column<kNeighbours>();
     const AdamWStep step = table.steps[&tensor - table.tensors];
     const bool wants_amaxes = tensor.tile_offset >= 0;
-    uint32_t bits = 0;
+    __shared__ WarpBits of_warps;
     if (step.gradient == nullptr) {
-        if (wants_amaxes) bits = read_rows(tensor, row, lane_col, whole);
+        if (wants_amaxes) read_rows(tensor, row, lane_col, whole, of_warps);
     } else if (tensor.gradient_dtype == DType::kBFloat16) {
-        bits = update_rows<Gradient<BFloat16, kLaneColumns>>(table, tensor, step, row, lane_col, whole);
+        update_strip<Gradient<BFloat16, kLaneColumns>>(table, tensor, step, row, col, whole, of_warps);
     } else {
-        bits = update_rows<Gradient<float, kLaneColumns>>(table, tensor, step, row, lane_col, whole);
+        update_strip<Gradient<float, kLaneColumns>>(table, tensor, step, row, col, whole, of_warps);
     }
     if (!wants_amaxes) return;
-    bits = bits_of_tile(bits);
+    __syncthreads();
     if (warp_index() != 0) return;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) bits = max(bits, of_warps[warp][lane_index() / kTileLanes]);
     const float amax = round_to(tensor.weight_dtype, amax_of_bits(bits));
     publish_tile(table.reduced, tensor, first_row, lane_col, amax);
     raise_group(table.reduced + tensor.amax_offset, amax);

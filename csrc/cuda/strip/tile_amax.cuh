@@ -6,10 +6,11 @@
 
 namespace zerofp4::cuda {
 
-// The largest bits of all lanes of this lane's tile.
-__device__ __forceinline__ uint32_t most_of_tile(uint32_t lane_bits) {
+// The largest bits of this lane's group of so many lanes.
+template <int kCount>
+__device__ __forceinline__ uint32_t most_of_lanes(uint32_t lane_bits) {
 #pragma unroll
-    for (int mask = 1; mask < kTileLanes; mask *= 2)
+    for (int mask = 1; mask < kCount; mask *= 2)
         lane_bits = max(lane_bits, __shfl_xor_sync(kAllLanes, lane_bits, mask));
     return lane_bits;
 }
@@ -18,7 +19,7 @@ __device__ __forceinline__ uint32_t most_of_tile(uint32_t lane_bits) {
 // weight's dtype never reverses an order, so that rounding the largest magnitude is the same as taking the
 // largest of rounded ones.
 __device__ __forceinline__ float tile_amax_of(DType weight_dtype, uint32_t lane_bits) {
-    return round_to(weight_dtype, amax_of_bits(most_of_tile(lane_bits)));
+    return round_to(weight_dtype, amax_of_bits(most_of_lanes<kTileLanes>(lane_bits)));
 }
 
 // Writes the amax of this lane's tile of a strip that starts in `row`; `lane_col` is the lane's first column.
