@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import zerofp4
 from benchmarking.decoder import LLAMA_8B, QWEN_1_5B, Decoder, Shape
 from benchmarking.session import Session
 from benchmarking.steps import MEGABYTES, Timer, free_memory
+from benchmarking.timeline import record
 from zerofp4.integrations import fsdp2 as integration
 from zerofp4.launch import World
 
@@ -37,14 +39,18 @@ RESIDENT = {"rows": 0.51, "rows_and_columns": 1.02}
 
 
 class TimedGather(DefaultAllGather):
-    """torch's all-gather, which says how long each took on its stream, and counts what they brought."""
+    """torch's all-gather, which says how long each took on its stream, and counts what they brought. calls:
+    what is to know in which order several of them were called.
+    """
 
-    def __init__(self):
+    def __init__(self, calls: list["TimedGather"]):
         self.bytes = 0
+        self._calls = calls
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any):
         self.bytes += output_tensor.nbytes
+        self._calls.append(self)
         if not output_tensor.is_cuda:
             return super().__call__(output_tensor, *args, **kwargs)
         events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -58,23 +64,41 @@ class TimedGather(DefaultAllGather):
         self._events, self.bytes = [], 0
 
     def milliseconds(self) -> float:
-        """All of them together, each on the rank that came to it last: the others' times have their waiting
-        in them. The device is done with them.
+        """All of them together, from when the stream came to each until it was done. The device is done with
+        them.
         """
-        if not self._events:
-            return 0.0
-        times = [begin.elapsed_time(end) for begin, end in self._events]
-        shortest = torch.tensor(times, dtype=torch.float64, device="cuda")
-        dist.all_reduce(shortest, dist.ReduceOp.MIN)
-        return shortest.sum().item()
+        return where_last([begin.elapsed_time(end) for begin, end in self._events])
+
+
+def where_last(times: list[float]) -> float:
+    """The sum of the times of collectives, each on the rank that came to it last: the others' times have
+    their waiting in them.
+    """
+    if not times:
+        return 0.0
+    shortest = torch.tensor(times, dtype=torch.float64, device="cuda")
+    dist.all_reduce(shortest, dist.ReduceOp.MIN)
+    return shortest.sum().item()
+
+
+def in_kernels(run: Callable[[], object], calls: list[TimedGather], gather: TimedGather) -> float:
+    """Milliseconds that NCCL's kernels of one of the gathers take in one call of run(). Raises RuntimeError
+    where the profiler has not seen one kernel for each of all calls.
+    """
+    spans = [span for span in record(run) if "AllGather" in span.name]
+    if len(spans) != len(calls):
+        raise RuntimeError(f"{len(calls)} all-gathers, and {len(spans)} kernels of NCCL that are ones")
+    return where_last([span.ms for span, call in zip(spans, calls, strict=True) if call is gather])
 
 
 def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
     """Steps of a sharded model of Llama-3-8B's layers, gathered in 4 bits and in bf16, resharded or kept.
 
     FP32 masters, bf16 parameters and products, gradients reduced in FP32, torch's fused AdamW. `gather` is
-    the time in the all-gathers of the layers in one step, on their stream, and `gather_total` in those of all
-    parameters. 1.5b is a whole model of smaller layers.
+    the time that NCCL's kernels take for the all-gathers of the layers in one step, from a profile.
+    `gather_stream` is the time from when their stream comes to each until it is done, in which it waits for
+    the host and for multiprocessors that products use, and `gather_total` the same of all parameters. 1.5b is
+    a whole model of smaller layers.
     """
     timer = Timer(session, world, options.repeats)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
@@ -97,7 +121,8 @@ def measure(
     with device:
         model = Decoder(shape)
     x = batch_of(shape, tokens, device)
-    blocks, others = TimedGather(), TimedGather()
+    calls: list[TimedGather] = []
+    blocks, others = TimedGather(calls), TimedGather(calls)
     optimizer = shard(model, mesh, reshards, is_ours)
     for block in model.blocks:
         block.set_custom_all_gather(blocks)
@@ -105,7 +130,7 @@ def measure(
     times: list[tuple[float, float]] = []
 
     def steps() -> None:
-        blocks.clear(), others.clear()
+        blocks.clear(), others.clear(), calls.clear()
         for _ in range(STEPS):
             model(x).square().mean().backward()
             optimizer.step()
@@ -128,9 +153,12 @@ def measure(
     if is_cuda:
         peak = (torch.cuda.max_memory_allocated(device) - before) / MEGABYTES
         found["peak"] = count("peak", "megabytes", peak, "allocated for model, optimizer and steps")
-        of_blocks = statistics.median(part for part, _ in times)
-        rule = "in the all-gathers of the layers in a step, without waiting for other ranks"
+        of_blocks = in_kernels(steps, calls, blocks) / STEPS if timer.world.world_size > 1 else 0.0
+        rule = "in NCCL's kernels for the layers in a step, without waiting for other ranks"
         found["gather"] = count("gather", "milliseconds", of_blocks, rule)
+        on_stream = statistics.median(part for part, _ in times)
+        rule = "from when the stream comes to such an all-gather until it is done"
+        found["gather_stream"] = count("gather_stream", "milliseconds", on_stream, rule)
         if shape.vocabulary:
             of_all = statistics.median(map(sum, times))
             found["gather_total"] = count(

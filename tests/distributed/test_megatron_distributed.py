@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from megatron_wheel import megatron_groups, why_no_megatron
 
 from distributed.run import on_ranks
@@ -107,8 +108,6 @@ def test_bytes_are_gathered_from_the_rank_that_cast_them(world):
 
 @on_ranks(2, time_limit=LIMIT)
 def test_100_steps_are_those_of_zerofp4_optimizer_with_the_same_gradients(world):
-    import torch
-
     from zerofp4.optim import ZeroFP4Optimizer
 
     with megatron_groups() as gpt:
@@ -166,7 +165,8 @@ class Rows:
     """Of a benchmark's Session, without its copy ceiling, what the benchmark uses."""
 
     def __init__(self, device):
-        self.device, self.clock = device, types.SimpleNamespace(synchronize=lambda: None)
+        synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.device, self.clock = device, types.SimpleNamespace(synchronize=synchronize)
         self.rows = {}
 
     def count(self, name, kind, value, rule, target=None):
