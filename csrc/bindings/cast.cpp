@@ -55,6 +55,8 @@ void bind_cast(py::module_& m) {
         .def("amax", &CastPlan::amax, NoGil())
         .def("scale", &CastPlan::scale, NoGil())
         .def("cast", &CastPlan::cast, NoGil())
+        .def("cast_before", &CastPlan::cast_before, NoGil())
+        .def("cast_from", &CastPlan::cast_from, NoGil())
         .def("begin_amax", &CastPlan::begin_amax, NoGil())
         .def("scale_cast", &CastPlan::scale_cast, NoGil());
     py::class_<TransposePlan>(m, "TransposePlan")

@@ -1,5 +1,8 @@
 #include "dispatch/plan.h"
 
+#include <algorithm>
+#include <stdexcept>
+
 #include "dispatch/blocks.h"
 
 namespace zerofp4 {
@@ -84,12 +87,30 @@ void CastPlan::scale(const Target& target) const {
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.fused_scale(table_, weights_.data(), stream); });
 }
 
-void CastPlan::cast(const Target& target) const {
+void CastPlan::cast(const Target& target) const { cast_strips(target, 0, table_.strip_units); }
+
+void CastPlan::cast_before(const Target& target, int64_t weight) const {
+    cast_strips(target, 0, strips_before(weight));
+}
+
+void CastPlan::cast_from(const Target& target, int64_t weight) const {
+    cast_strips(target, strips_before(weight), table_.strip_units);
+}
+
+// Whole thread blocks, with the strips of all weights before that one.
+int64_t CastPlan::strips_before(int64_t weight) const {
+    if (weight < 0 || weight > table_.count) throw std::out_of_range("no weight of this plan");
+    if (weight == table_.count) return table_.strip_units;
+    return std::min(round_up(weights_[weight].strip_begin, kBlockStrips), table_.strip_units);
+}
+
+void CastPlan::cast_strips(const Target& target, int64_t begin, int64_t end) const {
+    CastTable table = table_;
+    table.cast_begin = begin;
+    table.cast_end = end;
     dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.partial_cast(table_, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) {
-            k.partial_cast(table_, weights_.data(), stream);
-        });
+        target, [&](const cpu::Kernels& k, int threads) { k.partial_cast(table, threads); },
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.partial_cast(table, weights_.data(), stream); });
 }
 
 void CastPlan::begin_amax(const Target& target) const {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cast_cases import check, make
+from helpers import assert_bytes_equal
 
 import zerofp4
 
@@ -28,6 +29,41 @@ def test_halves_of_two_plans_beside_each_other(device):
             plan.post()
         for weights, masters, _ in made:
             check(weights, masters)
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_codes_in_two_parts(device, position):
+    """Those of the weights before a position are there halfway, also of weights that have no owned elements,
+    a stack and one that a thread block takes together with its neighbours.
+    """
+    stack = zerofp4.empty((3, 32, 48), dtype=torch.float32, device=device)
+    weights, masters, starts = make(device, ((34, 288), (16, 16), (48, 512)))
+    masters[1], starts[1] = None, None
+    values = torch.randn(stack.numel(), device=device)
+    weights, masters, starts = (
+        [kept[0], new, *kept[1:]] for kept, new in ((weights, stack), (masters, values), (starts, 0))
+    )
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    found = []
+    plan.start_step()
+    plan.finish_step((position, lambda: found.extend(w.rowwise_data.clone() for w in weights)))
+    plan.post()
+    owned = [0, 1, 3]
+    for i in owned:
+        expected = zerofp4.quantize(masters[i].view(weights[i].shape).to(weights[i].dtype))
+        assert_bytes_equal(weights[i].rowwise_data, expected.rowwise_data, f"codes {i}")
+        if i < position:
+            assert_bytes_equal(found[i], expected.rowwise_data, f"codes {i} halfway")
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("position", [-1, 3])
+def test_there_is_no_such_part(device, position):
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    plan.start_step()
+    with pytest.raises(IndexError, match="no weight of this plan"):
+        plan._stages.scale_cast_in_two(plan._stages.target(), position, lambda: None)
 
 
 def test_amaxes_are_left_once(device):

@@ -54,28 +54,43 @@ def queued(monkeypatch):
     count = iter(range(10))
     peers._gathers = SimpleNamespace(run=lambda: queue(f"barrier {next(count)}"))
     copy = SimpleNamespace
-    peers._halves_of = lambda whole: tuple(
-        [(copy(copy_=lambda own, non_blocking, half=half: queue(f"{whole} {half}")), None)] for half in "ab"
-    )
+    peers.size = 2
+    peers._copies_of = lambda whole, first, last: [
+        (copy(copy_=lambda own, non_blocking: queue(f"{whole} {first}:{last}")), None)
+    ]
     return peers, before, current
 
 
-def test_nothing_is_written_before_all_ranks_are_there(queued):
+FIRST = SimpleNamespace(numel=lambda: 128)
+"""Two ranks' slices of 64 elements."""
+
+
+def _text(of):
+    return f"{FIRST} {of}"
+
+
+@pytest.mark.parametrize("count", [0, 48])
+def test_nothing_is_written_before_all_ranks_are_there(queued, count):
     peers, before, current = queued
     current.done.add("update")
     peers.open()
     current.done.add("cast")
-    peers.start_gather("first")
-    for half in ("first a", "first b"):
-        assert {"barrier 0", "update", "cast"} <= before[half]
-    assert {"first a", "first b"} <= before["barrier 1"]
+    if count:
+        peers.start_sending(FIRST, count)
+    current.done.add("rest")
+    peers.start_gather(FIRST, count)
+    parts = [_text(of) for of in (("0:48", "48:64") if count else ("0:32", "32:64"))]
+    for part in parts:
+        assert {"barrier 0", "update", "cast"} <= before[part]
+    assert ("rest" in before[parts[0]]) == (count == 0) and "rest" in before[parts[1]]
+    assert set(parts) <= before["barrier 1"]
 
 
 def test_an_update_waits_until_codes_have_left_and_not_for_other_ranks(queued):
     peers, _, current = queued
     peers.open()
-    gather = peers.start_gather("first")
+    gather = peers.start_gather(FIRST)
     peers.wait_until_sent()
-    assert {"first a", "first b"} <= current.done and "barrier 1" not in current.done
+    assert {_text("0:32"), _text("32:64")} <= current.done and "barrier 1" not in current.done
     gather._done.wait(current)
     assert "barrier 1" in current.done

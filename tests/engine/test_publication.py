@@ -7,6 +7,7 @@ import torch
 
 from zerofp4.distributed import CollectiveError
 from zerofp4.engine import Publication
+from zerofp4.engine.flat import Halfway
 
 
 class Recorder:
@@ -14,25 +15,28 @@ class Recorder:
 
     def __init__(self, name, done, **faults):
         self.name, self.done, self.faults = name, done, faults
-        self.parameters, self.peers = [torch.zeros(2)], None
+        self.parameters, self.peers, self.halfway = [torch.zeros(2)], None, None
 
-    def _do(self, what):
+    def _do(self, what, *arguments):
         self.done.append(f"{what} {self.name}")
+        for position, between in arguments if what == "finish_step" else ():
+            self.done.append(f"part {position}")
+            between()
         outcome = self.faults.get(what)
         if isinstance(outcome, BaseException) and outcome is not LATE:
             raise outcome
         return outcome
 
     def __getattr__(self, what):
-        return lambda *_: self._do(what)
+        return lambda *arguments: self._do(what, *arguments)
 
 
 ERROR, LATE = RuntimeError("this rank's own"), RuntimeError("of an earlier step")
 
 
-def publish(*plans, dense=None, error=None, prepare=None, shared=False):
+def publish(*plans, dense=None, error=None, prepare=None, shared=False, halfway=None):
     """Three buckets of which the last is rounded: what was done, the buffers, and what was raised. shared:
-    by ranks that share memory.
+    by ranks that share memory. halfway: of the first bucket.
     """
     done = []
     plans = [Recorder(str(i), done, **faults) for i, faults in enumerate(plans)]
@@ -42,6 +46,7 @@ def publish(*plans, dense=None, error=None, prepare=None, shared=False):
         peers = Recorder("peers", done)
         for buffer in buffers:
             buffer.peers = peers
+    buffers[0].halfway = halfway
     raised = None
     try:
         Publication(buffers, [*plans, None], prepare, error).run()
@@ -72,6 +77,13 @@ def test_between_gpus_codes_leave_behind_the_cast():
     for b, cast in enumerate(("finish_step 0", "finish_step 1", "cast 2")):
         assert entries[entries.index(cast) + 1] == f"start_gather {b}"
     assert entries.index("start_gather 1") < entries.index("complete 0")
+
+
+def test_between_gpus_codes_leave_while_others_are_made():
+    entries, _, _ = publish({}, {}, shared=True, halfway=Halfway(3, 128))
+    first = entries.index("finish_step 0")
+    assert entries[first:][:4] == ["finish_step 0", "part 3", "start_sending 0", "start_gather 0"]
+    assert entries.count("start_sending 0") == 1 and "start_sending 1" not in entries
 
 
 @BOTH

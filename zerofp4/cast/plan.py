@@ -1,6 +1,6 @@
 """Casting sharded master weights to NVFP4: CastPlan, a step of it stage by stage."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -161,10 +161,13 @@ class CastPlan(PlanParts):
             self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
         return late
 
-    def finish_step(self) -> None:
-        """What is queued after it on the current stream finds the scales and this rank's codes."""
+    def finish_step(self, halfway: tuple[int, Callable[[], object]] | None = None) -> None:
+        """What is queued after it on the current stream finds the scales and this rank's codes.
+
+        halfway: the position of a weight, and what to call where the codes of those before it are queued.
+        """
         self._settle()
-        self._write()
+        self._write(halfway)
 
     def _settle(self) -> None:
         """Wait for a reduction that was begun: where a step was left between its halves, too, nothing may be
@@ -198,9 +201,14 @@ class CastPlan(PlanParts):
         self._amaxes = Amaxes.NONE
         return late
 
-    def _write(self) -> None:
+    def _write(self, halfway: tuple[int, Callable[[], object]] | None = None) -> None:
         """Scales and codes, from the reduced vector."""
-        self._stages.scale_cast(self._stages.target())
+        if halfway is None:
+            self._stages.scale_cast(self._stages.target())
+        else:
+            position, between = halfway
+            before = sum(record.experts or 1 for record in self.records[:position])
+            self._stages.scale_cast_in_two(self._stages.target(), before, between)
         if not self._status.is_capturing():
             self._status.queued()
         if self._request.on_nonfinite == "raise":

@@ -10,6 +10,7 @@ Slices end wherever they end, or, for optimizers that look at whole matrices, be
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,15 @@ from zerofp4.shard import equal_slices, intersect, whole_slices
 ALIGNMENT = 256
 """Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
 and no vector load of a kernel is shared by two weights or two ranks."""
+
+
+class Halfway(NamedTuple):
+    """A place in a slice of weights: position is that of the first parameter behind it, sent the elements (of
+    `weights`) before it.
+    """
+
+    position: int
+    sent: int
 
 
 class FlatBuffer:
@@ -123,12 +133,19 @@ class FlatBuffer:
             return self.peers.zeros((numel,), dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
+    @property
+    def halfway(self) -> Halfway | None:
+        """Where start_sending() is called in a cast of two parts; None where it is cast at once."""
+        return None
+
     def start_gather(self) -> Pending | PeerGather | None:
-        """Begin to fill in the other ranks' slices of the weights."""
+        """Begin to fill in the other ranks' slices of the weights, behind start_sending() where there is a
+        halfway.
+        """
         if self.world_size == 1:
             return None
         if self.peers is not None:
-            return self.peers.start_gather(self.weights)
+            return self.peers.start_gather(self.weights, 0 if self.halfway is None else self.halfway.sent)
         return all_gather_slices(self.weights, self.group(), async_op=True, stage="gathering weights")
 
 
@@ -192,6 +209,21 @@ class PackedBuffer(FlatBuffer):
         """Copy the codes of the weights into the buffer."""
         for codes, weight in zip(self._codes(), self.parameters, strict=True):
             codes.copy_(weight.rowwise_data)
+
+    @functools.cached_property
+    def halfway(self) -> Halfway | None:
+        """Of ranks that share memory; the beginning of a weight, near the middle of this rank's codes."""
+        if self.peers is None or self.world_size == 1:
+            return None
+        spans = zip(self.offsets, self.shards, strict=True)
+        firsts = [offset + shard.start - self.begin if shard.numel else 0 for offset, shard in spans]
+        position = min(range(len(firsts)), key=lambda i: abs(2 * firsts[i] - self.slice_numel))
+        return Halfway(position, firsts[position] // 2) if firsts[position] else None
+
+    def start_sending(self) -> None:
+        """Begin to give the other ranks the codes that a cast has made by halfway."""
+        assert self.halfway is not None
+        self.peers.start_sending(self.weights, self.halfway.sent)
 
     def bind(self) -> None:
         """Make the weights' codes views of the buffer, with its bytes."""

@@ -146,10 +146,10 @@ class Peers:
         arguments = self.rank, self._status, self.failed, timeout_seconds(group, device)
         self._arrivals, self._gathers = (Barrier(self.rows(flags), *arguments) for flags in self._flags)
         # What is copied to other ranks travels beside what is computed, and is not to wait behind it: in two
-        # halves, as one copy engine does not fill NVLink.
+        # parts, of which one may leave while the other is computed.
         self._stream, self._other_stream = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._sent = torch.cuda.Event()
-        self._halves: dict[int, tuple[Copies, Copies]] = {}
+        self._copies: dict[tuple[int, int, int], Copies] = {}
 
     @property
     def nbytes(self) -> int:
@@ -195,16 +195,22 @@ class Peers:
         with torch.cuda.stream(self._stream):
             self._gathers.run()
 
-    def start_gather(self, whole: torch.Tensor) -> PeerGather:
-        """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
-        current stream is here: by the GPUs' copy engines, beside what is computed.
-        """
+    def start_sending(self, whole: torch.Tensor, count: int) -> None:
+        """The beginning of start_gather(): the first `count` elements of the slice, as they are now."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._other_stream.wait_stream(self._stream)  # behind open(), too
-        for stream, copies in zip((self._other_stream, self._stream), self._halves_of(whole), strict=True):
-            with torch.cuda.stream(stream):
-                for target, own in copies:
-                    target.copy_(own, non_blocking=True)
+        self._send(self._other_stream, whole, 0, count)
+
+    def start_gather(self, whole: torch.Tensor, sent: int = 0) -> PeerGather:
+        """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
+        current stream is here: by the GPUs' copy engines, beside what is computed. sent: how much of it
+        start_sending() was given.
+        """
+        if sent == 0:
+            sent = whole.numel() // self.size // 32 * 16
+            self.start_sending(whole, sent)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._send(self._stream, whole, sent, whole.numel() // self.size)
         self._stream.wait_stream(self._other_stream)
         with torch.cuda.stream(self._stream):
             self._sent.record(self._stream)
@@ -213,27 +219,28 @@ class Peers:
             done.record(self._stream)
         return PeerGather(done)
 
+    def _send(self, stream: torch.cuda.Stream, whole: torch.Tensor, first: int, last: int) -> None:
+        with torch.cuda.stream(stream):
+            for target, own in self._copies_of(whole, first, last):
+                target.copy_(own, non_blocking=True)
+
     def wait_until_sent(self) -> None:
         """The current stream waits until all that start_gather() was given has left this rank."""
         self._sent.wait(torch.cuda.current_stream(self.device))
 
-    def _halves_of(self, whole: torch.Tensor) -> tuple[Copies, Copies]:
-        """This rank's slice in the memory of the others, beginning with its neighbour, and here: the first
-        half of it and the second.
+    def _copies_of(self, whole: torch.Tensor, first: int, last: int) -> Copies:
+        """These elements of this rank's slice in the memory of the others, beginning with its neighbour, and
+        here.
         """
-        found = self._halves.get(whole.data_ptr())
-        if found is None:
-            mine = whole.chunk(self.size)[self.rank]
-            first, handle = self._find(mine)
-            offset = (mine.data_ptr() - first) // mine.itemsize
+        key = whole.data_ptr(), first, last
+        if key not in self._copies:
+            mine = whole.chunk(self.size)[self.rank][first:last]
+            address, handle = self._find(mine)
+            offset = (mine.data_ptr() - address) // mine.itemsize
             others = [(self.rank + step) % self.size for step in range(1, self.size)]
             targets = [handle.get_buffer(r, mine.shape, mine.dtype, offset) for r in others]
-            middle = mine.numel() // 32 * 16
-            found = self._halves[whole.data_ptr()] = (
-                [(target[:middle], mine[:middle]) for target in targets],
-                [(target[middle:], mine[middle:]) for target in targets],
-            )
-        return found
+            self._copies[key] = [(target, mine) for target in targets]
+        return self._copies[key]
 
     def take_error(self) -> RuntimeError | None:
         """What has kept ranks from meeting, as far as the device has come. Waits for nothing."""

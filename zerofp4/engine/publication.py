@@ -104,19 +104,21 @@ class Publication:
         if late is not None:
             self._late.append(late)
 
-    def _cast(self, b: int) -> None:
+    def _cast(self, b: int, *halfway: tuple[int, Callable[[], None]]) -> None:
         if self._failed[b] is not None:
             return
         if self._plans[b] is None:
             self._attempt(b, self._own, self._buffers[b].cast)
         else:
-            self._attempt(b, self._heard, self._plans[b].finish_step)
+            self._attempt(b, self._heard, self._plans[b].finish_step, *halfway)
 
     def _cast_and_send(self, b: int) -> None:
-        """Codes leave at once, beside what completes the bucket before: an update that reads gradients of
-        other ranks waits until NVLink is its own (Peers.wait_until_sent).
+        """Codes leave at once, the first while the others are made and those beside what completes the bucket
+        before: an update that reads gradients of other ranks waits until NVLink is its own
+        (Peers.wait_until_sent).
         """
-        self._cast(b)
+        buffer = self._buffers[b]
+        self._cast(b, *([] if buffer.halfway is None else [(buffer.halfway.position, buffer.start_sending)]))
         self._start_gather(b)
 
     def _start_gather(self, b: int) -> None:

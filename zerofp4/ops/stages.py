@@ -3,7 +3,7 @@
 They are not torch operators: a schema cannot declare writes through a table of addresses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -155,6 +155,15 @@ class CastStages:
     def scale_cast(self, target: _C.Target) -> None:
         """scale() and cast() in one call."""
         self._plan.scale_cast(target)
+
+    def scale_cast_in_two(self, target: _C.Target, weight: int, between: Callable[[], object]) -> None:
+        """scale_cast() that calls between() where codes of the weights before this one are queued, and most
+        of the others are not.
+        """
+        self._plan.scale(target)
+        self._plan.cast_before(target, weight)
+        between()
+        self._plan.cast_from(target, weight)
 
 
 def transpose_pairs(records: Sequence[NVFP4Storage]) -> list[tuple[torch.Tensor, torch.Tensor]]:

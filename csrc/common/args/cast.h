@@ -68,6 +68,7 @@ struct CastTable {
     const WeightDescriptor* weights;  // `count` of them, on the device that runs the stage
     int64_t count;
     int64_t strip_units;
+    int64_t cast_begin, cast_end;  // of these the cast takes; on a GPU cast_begin is a thread block's first
     int64_t scale_units;
     const int32_t* strip_items;  // CUDA: by thread block, the weight that its first strip belongs to
     const int32_t* scale_items;  // the same for the scale stage

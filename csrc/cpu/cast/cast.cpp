@@ -52,15 +52,15 @@ void cast_units(const CastTable& table, const WeightDescriptor& weight, int64_t 
 
 void partial_cast(const CastTable& table, int threads) {
     if (header_status(table) != kOk) return;
-    parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.strip_units, threads,
-                   kPatchGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
-                       if (is_skipped(group_amax(table, weight))) return;
-                       with_dtype(weight.master_dtype, [&](auto t) {
-                           with_dtype(weight.weight_dtype, [&](auto w) {
-                               cast_units<decltype(t), decltype(w)>(table, weight, begin, end);
-                           });
-                       });
-                   });
+    const auto cast_some = [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
+        if (is_skipped(group_amax(table, weight))) return;
+        with_dtype(weight.master_dtype, [&](auto t) {
+            with_dtype(weight.weight_dtype,
+                       [&](auto w) { cast_units<decltype(t), decltype(w)>(table, weight, begin, end); });
+        });
+    };
+    parallel_items(table.weights, table.count, &WeightDescriptor::strip_begin, table.cast_end, threads,
+                   kPatchGrain, cast_some, table.cast_begin);
 }
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -49,11 +49,12 @@ int64_t find_item(const Item* items, int64_t count, int64_t Base::* first_unit, 
 
 // Shares out the units of `count` items and calls body(item, begin, end) with the item's own unit numbers,
 // for every item that a share touches; `first_unit` may be a member of a base of Item. Many small items and
-// one large one both keep all threads busy.
+// one large one both keep all threads busy. Those before `begin` are left out.
 template <class Item, class Base, class Body>
 void parallel_items(const Item* items, int64_t count, int64_t Base::* first_unit, int64_t units, int threads,
-                    int64_t grain, const Body& body) {
-    parallel_shares(units, threads, grain, [&](int64_t unit, int64_t end) {
+                    int64_t grain, const Body& body, int64_t begin = 0) {
+    parallel_shares(units - begin, threads, grain, [&](int64_t unit, int64_t end) {
+        unit += begin, end += begin;
         for (int64_t i = find_item(items, count, first_unit, unit); unit < end; ++i) {
             const int64_t next = i + 1 < count ? items[i + 1].*first_unit : units;
             const int64_t stop = least(next, end);

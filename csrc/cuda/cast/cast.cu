@@ -68,11 +68,13 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
                         const __grid_constant__ WeightDescriptor single) {
     wait_for_previous_kernel();
     if (header_status(table) != kOk) return;
+    constexpr int kShare = kShareStrips<kSingle>;
+    const int64_t block = table.cast_begin / kShare + blockIdx.x;
     ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(
-        table.weights, table.count, table.strip_units, table.strip_items + blockIdx.x, single);
+        table.weights, table.count, table.strip_units, table.strip_items + block, single);
     bool skipped = false;
     TensorScale tensor = {};
-    const Share share = block_share<kShareStrips<kSingle>>(table.strip_units);
+    const Share share = block_share<kShare>(table.cast_end, block);
     for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
         const bool moved = cursor.seek(unit);
         const WeightDescriptor& weight = cursor.item();
@@ -100,11 +102,12 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
 }  // namespace
 
 void partial_cast(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
-    if (table.strip_units == 0) return;
+    const int64_t units = table.cast_end - table.cast_begin;
+    if (units == 0) return;
     const bool single = table.count == 1;
     const auto kernel = single ? partial_cast_kernel<true> : partial_cast_kernel<false>;
     const int share = single ? kShareStrips<true> : kShareStrips<false>;
-    launch("partial_cast", kernel, ceil_div(table.strip_units, share), stream, table, host[0]);
+    launch("partial_cast", kernel, ceil_div(units, share), stream, table, host[0]);
 }
 
 }  // namespace zerofp4::cuda

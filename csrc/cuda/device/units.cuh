@@ -34,9 +34,9 @@ struct Share {
 };
 
 template <int kPerBlock>
-__device__ __forceinline__ Share block_share(int64_t units) {
+__device__ __forceinline__ Share block_share(int64_t units, int64_t block = blockIdx.x) {
     static_assert(kPerBlock % kWarps == 0, "as many turns for every warp");
-    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPerBlock;
+    const int64_t begin = block * kPerBlock;
     return {begin, min(begin + kPerBlock, units)};
 }
 
