@@ -148,7 +148,7 @@ class Peers:
         # What is copied to other ranks travels beside what is computed, and is not to wait behind it: in two
         # parts, of which one may leave while the other is computed.
         self._stream, self._other_stream = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self._sent = torch.cuda.Event()
+        self._sent: torch.cuda.Event | None = None
         self._copies: dict[tuple[int, int, int], Copies] = {}
 
     @property
@@ -185,6 +185,8 @@ class Peers:
 
     def arrive(self) -> None:
         """What is queued next on the current stream finds what the others have queued before theirs, done."""
+        # Whoever comes has waited for what was sent: an event of one CUDA graph is not for another, or none.
+        self._sent = None
         self._arrivals.run()
 
     def open(self) -> None:
@@ -213,6 +215,7 @@ class Peers:
         self._send(self._stream, whole, sent, whole.numel() // self.size)
         self._stream.wait_stream(self._other_stream)
         with torch.cuda.stream(self._stream):
+            self._sent = torch.cuda.Event()
             self._sent.record(self._stream)
             self._gathers.run()
             done = torch.cuda.Event()
@@ -226,7 +229,8 @@ class Peers:
 
     def wait_until_sent(self) -> None:
         """The current stream waits until all that start_gather() was given has left this rank."""
-        self._sent.wait(torch.cuda.current_stream(self.device))
+        if self._sent is not None:
+            self._sent.wait(torch.cuda.current_stream(self.device))
 
     def _copies_of(self, whole: torch.Tensor, first: int, last: int) -> Copies:
         """These elements of this rank's slice in the memory of the others, beginning with its neighbour, and

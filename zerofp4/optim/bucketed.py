@@ -27,6 +27,7 @@ class BucketedStep:
         self._inners, self._shards, self._reducer = inners, shards, reducer
         # A rank that did not come may have left gradients that are not what they should be.
         self._failed = None if peers is None else peers.failed
+        self._left_out = None if peers is None else torch.zeros_like(peers.failed)
         self._added_up_in_update = frozenset(
             b
             for b in range(len(shards.buffers))
@@ -49,16 +50,22 @@ class BucketedStep:
         )
 
     def prepare(
-        self, gradients: Sequence[torch.Tensor | None], reduce: bool, factor: torch.Tensor | None
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        reduce: bool,
+        factor: torch.Tensor | None,
+        found: torch.Tensor | None = None,
     ) -> "PreparedStep":
         """What a step needs, before it is agreed on: all that may fail on one rank alone is done here.
 
         gradients: of the parameters. reduce: whether they are still to be reduced. factor: what those that
-        have been reduced are multiplied by as they are read.
+        have been reduced are multiplied by as they are read. found: float32 [] on the device, 1 where the
+        step is to be skipped; None where the host knows.
         """
         brought = self._added_up_in_update if reduce else frozenset()
         (inner,) = self._inners.all
-        with holding(inner, clip_factor=factor, found_inf=self._failed):
+        skip = self._failed if found is None else found if self._failed is None else self._left_out
+        with holding(inner, clip_factor=factor, found_inf=skip):
             update = inner.start_update()
         for b, buffer in enumerate(self._shards.buffers):
             dtype = self._reducer.dtypes[b] if b in brought else torch.float32
@@ -69,7 +76,7 @@ class BucketedStep:
             update.expect(b, {master: dtype for master in masters if master is not None})
         if reduce:
             self._reducer.prepare(gradients)
-        return PreparedStep(update, gradients if reduce else None, brought)
+        return PreparedStep(update, gradients if reduce else None, brought, found)
 
     def run(
         self,
@@ -82,9 +89,11 @@ class BucketedStep:
         present: which parameters have a gradient on any rank. publish: publishes each bucket after the
         function that it is given has updated it.
         """
-        update, gradients, brought = prepared
+        update, gradients, brought, found = prepared
         if gradients is not None:
             self._reducer.begin(gradients, prepared=True)
+        if found is not None and self._left_out is not None:
+            torch.maximum(found, self._failed, out=self._left_out)
 
         def update_bucket(b: int) -> None:
             if b in brought:
@@ -109,9 +118,10 @@ class BucketedStep:
 
 class PreparedStep(NamedTuple):
     """gradients: those to be reduced, None where that is done. brought: the buckets in which the update adds
-    them up.
+    them up. found: as prepare() was given.
     """
 
     update: Update
     gradients: Sequence[torch.Tensor | None] | None
     brought: frozenset[int]
+    found: torch.Tensor | None

@@ -48,6 +48,8 @@ class NonfiniteGradients:
         self.found = torch.zeros((), dtype=torch.float32, device=self._device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=self._device)
         self._first: int | None = None
+        self._heard: torch.Tensor | None = None
+        """float64 []: the word that all ranks heard last, once a CUDA graph may write it."""
 
     @property
     def skipped(self) -> int:
@@ -56,9 +58,11 @@ class NonfiniteGradients:
 
     @property
     def first_name(self) -> str | None:
-        """What messages call the first parameter whose gradient held a NaN or Inf; None if none did. In a
-        world of one it waits for the device.
+        """What messages call the first parameter whose gradient held a NaN or Inf; None if none did. Waits
+        for the device in a world of one, and where steps of several ranks were captured.
         """
+        if self._heard is not None:
+            self._first = from_word(self._heard.item(), len(self._slots.labels))
         found = self.found.item() if self._alone else REMEMBERED
         first = self._look() if found == PACKED else self._first if found else None
         return None if first is None else self._slots.labels[first]
@@ -82,6 +86,15 @@ class NonfiniteGradients:
         if not self._alone:
             self._first = first
             self.found.fill_(first is not None)
+            if self._heard is not None:
+                self._heard.fill_(0 if first is None else len(self._slots.labels) - first)
+
+    def hear_on_device(self, word: torch.Tensor) -> None:
+        """As hear(), of several ranks in a CUDA graph: the word of that parameter, [] on the device."""
+        if self._heard is None:
+            self._heard = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._heard.copy_(word)
+        self.found.copy_(word != 0)
 
     def look_at_packed(self) -> None:
         """In a world of one these are the rank's own gradients. Waits for nothing: where a CUDA graph is

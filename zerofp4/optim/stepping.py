@@ -8,17 +8,16 @@ import torch
 
 from zerofp4.distributed import CollectiveError
 from zerofp4.engine import Failures, GradientReducer, Peers
-from zerofp4.optim.bucketed import BucketedStep, PreparedStep
+from zerofp4.optim.bucketed import PreparedStep
+from zerofp4.optim.captured import CapturedSteps
 from zerofp4.optim.clipping import clip_arguments, global_norm
 from zerofp4.optim.inner import give_gradients
-from zerofp4.optim.nonfinite import NonfiniteGradients
 from zerofp4.optim.options import host_options_hash
-from zerofp4.optim.state import ShardedState
-from zerofp4.optim.votes import NOTHING, Agreement, Intent, Travelled, Votes
+from zerofp4.optim.votes import NOTHING, Agreement, Intent, Travelled
 from zerofp4.optim.watch import Snapshot
 
 
-class SteppedOptimizer(ShardedState):
+class SteppedOptimizer(CapturedSteps):
     """An optimizer whose masters are sharded: the half of ZeroFP4Optimizer that takes steps.
 
     A rank that finds something wrong says so in the vote, and no rank takes the step. What goes wrong behind
@@ -28,16 +27,10 @@ class SteppedOptimizer(ShardedState):
 
     _peers: Peers | None
     _reducer: GradientReducer
-    _bucketed: BucketedStep
-    _votes: Votes
-    _nonfinite: NonfiniteGradients
-    _cleared: int
     _factor: torch.Tensor | None
     """float32 []: what the reduced gradients are still to be multiplied by, None where nothing was clipped.
     It holds as long as `_reduced`.
     """
-    _agreed_in_sequence: bool | None
-    """What the ranks agreed on in the last step; None before the first."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -47,7 +40,15 @@ class SteppedOptimizer(ShardedState):
         Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
         of parameters, or a parameter that was moved, written to or unfrozen; FloatingPointError, with
         on_nonfinite="raise", for gradients with a NaN or Inf.
+
+        A CUDA graph of several ranks may capture it where masters are updated in buckets (describe()), after
+        an eager step with gradients of the same parameters; every rank captures and replays alike, which
+        nobody compares. RuntimeError says what cannot be captured. In a replay a NaN or Inf skips the step on
+        every rank, whatever on_nonfinite is.
         """
+        if self._is_captured():
+            self._capture_step(closure)
+            return None
         loss, gradients, intent, word, prepared, error = None, [], None, None, None, None
         held = self._votes.held
         self._follow_masters()
@@ -107,6 +108,10 @@ class SteppedOptimizer(ShardedState):
         Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
         FloatingPointError as step() does.
         """
+        if self._is_captured():
+            raise RuntimeError(
+                "clip_grad_norm_ of several ranks cannot be captured: the host reads their vote"
+            )
         gradients, intent, word, snapshot, error = [], None, None, None, None
         self._follow_masters()
         try:

@@ -70,6 +70,8 @@ class Votes:
         self.group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
         self.held = 0  # votes, so far
+        self._last: tuple[list[bool], list[bool]] | None = None
+        """Of the last agreement, which gradients this rank had, and which were present."""
         self.travelled = NOTHING
         """The most rounds that a rank told of in the last vote, and whether what they brought is right."""
 
@@ -123,10 +125,30 @@ class Votes:
                 )
         if message is None:
             present = [bool(words[slot]) for slot in self.slots.own]
+            self._last = [gradient is not None for gradient in gradients], present
             return Agreement(present, from_word(first, self._count), bool(sequence), bool(again))
         error = error or RuntimeError(message)
         error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
         raise error
+
+    def repeat(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Which parameters have a gradient on any rank, where that is as in the last agreement. Not
+        collective. Raises RuntimeError where this rank knows that it is not.
+        """
+        if self._last is None or self._last[0] != [gradient is not None for gradient in gradients]:
+            raise RuntimeError(
+                "which parameters have gradients is not what the ranks agreed on last: take a step with "
+                "these, and capture the next one in a CUDA graph"
+            )
+        return self._last[1]
+
+    def agree_on_device(self, nonfinite: torch.Tensor | None) -> torch.Tensor:
+        """Collective: the largest of what the ranks vote of a NaN or Inf, int32 []. Nothing is read."""
+        words = torch.zeros(1, dtype=torch.int32, device=self._device)
+        if nonfinite is not None:
+            words.copy_(nonfinite)
+        reduce_max(words, self.group(), "agreeing on step()")
+        return words[0]
 
     def _ballot(
         self,
