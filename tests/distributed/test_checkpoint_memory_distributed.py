@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ import torch.distributed.checkpoint as dcp
 from early import waits_for
 from helpers import assert_bytes_equal
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.nn import functional as F
 
 import zerofp4
 from distributed.checks_optim import check_weights
 from distributed.processes import device_for
 from distributed.run import on_ranks, run_ranks
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, arrivals
+from zerofp4.optim.arrivals import Arrivals
 
 MOST = 0.05  # of the state of a rank
 COUNT, SIZE = 96, 512
@@ -318,3 +321,35 @@ def test_what_was_read_is_not_used_once_it_is_overwritten(world, clipped, then):
         assert_bytes_equal(now, before, f"master {i}")
     if then == "another load":
         optimizer.load_state_dict(other)
+
+
+@on_ranks(2)
+def test_gradients_wait_for_a_chunk_that_is_on_its_way_to_their_memory(world):
+    """As a load leaves one that failed; nobody has its state dict any more."""
+    optimizers = [small(world) for _ in range(2)]
+    for model, optimizer in optimizers:
+        train(world, model, optimizer, range(1))
+    model, optimizer = optimizers[0]
+    asked, found = threading.Event(), []
+    abandon = Arrivals.abandon
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrivals, "LARGE", 0)
+        patch.setattr(Arrivals, "abandon", lambda self: (asked.set(), abandon(self)))
+        entries = optimizer.state_dict()["state"].values()
+        piece = next(own["master"] for own in entries if own["master"].values.numel())
+        first = piece.__create_chunk_list__()[0]
+        target = piece.__get_tensor_shard__(MetadataIndex("first", first.offsets))
+        assert any(target.data_ptr() in own for own in memory_of_gradients(optimizer))
+
+        def arrive(target=target):
+            found.append(asked.wait(20))
+            target.fill_(9e9)
+
+        one_element = torch.empty(1)  # of more that the load expects
+        target.place.arrivals.bring(one_element, arrive, nobody_else_writes=True)
+        del entries, piece, target, arrive
+        for own, _ in optimizers:
+            backward(world, own, 1)
+    assert found == [True]
+    for i, (p, q) in enumerate(zip(*(own.parameters() for own, _ in optimizers), strict=True)):
+        assert_bytes_equal(p.grad, q.grad, f"gradient {i}")

@@ -82,17 +82,17 @@ def read(file, target, offset=0, first=0, length=12):
 
 def test_what_is_read_is_looked_at(device):
     values, here = torch.arange(12.0, device=device), torch.zeros(20, device=device)
-    read(written(values), Chunk.of(here[2:14], "a.master", (4, 6), 3))
+    read(written(values), Chunk.into(here[2:14], "a.master", (4, 6), 3))
     assert torch.equal(here[2:14], values) and here.sum() == values.sum()
     halves = torch.zeros(12, dtype=torch.bfloat16, device=device)
-    read(written(values), Chunk.of(halves, "a.master", (4, 6), 3))
+    read(written(values), Chunk.into(halves, "a.master", (4, 6), 3))
     assert torch.equal(halves, values.bfloat16())
-    read(written(values), Chunk.of(here[2:14], "a.master", (4, 6), 5), offset=4, first=2, length=3)
-    read(written(values), Chunk.of(here[:12], None, (4, 6), 3))
+    read(written(values), Chunk.into(here[2:14], "a.master", (4, 6), 5), offset=4, first=2, length=3)
+    read(written(values), Chunk.into(here[:12], None, (4, 6), 3))
     plain = io.BytesIO()
     torch.save(values, plain)
     plain.seek(0)
-    read(plain, Chunk.of(here[:12], "a.master", (4, 6), 9))  # another optimizer's
+    read(plain, Chunk.into(here[:12], "a.master", (4, 6), 9))  # another optimizer's
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_is_read_is_looked_at(device):
 def test_what_lies_in_the_wrong_place_is_found(place, message):
     here = torch.zeros(12)
     with pytest.raises(DamagedFileError, match=message):
-        read(written(torch.arange(12.0)), Chunk.of(here, *place))
+        read(written(torch.arange(12.0)), Chunk.into(here, *place))
     assert not here.any()
 
 
@@ -118,11 +118,25 @@ def test_other_elements_are_found(device):
     at = content.index(torch.arange(12.0).numpy().tobytes())
     content[at + 13] ^= 1
     received = []
-    for part in ({}, {"length": 5}):  # a GPU looks at a whole chunk, once it is there
+    for part in ({}, {"length": 5}):
         here = torch.zeros(12, device=device)
         with pytest.raises(DamagedFileError, match=r"elements of a.master are not those that were saved"):
-            read(io.BytesIO(content), Chunk.of(here, "a.master", (4, 6), 3, received), **part)
-    assert not received and not here.any()
+            read(io.BytesIO(content), Chunk.into(here, "a.master", (4, 6), 3, received), **part)
+        assert not received and not here.any()
+
+
+def test_other_elements_of_a_large_chunk_are_found(device):
+    """At which a GPU looks, once it is there."""
+    count, received = BLOCK // 4 + 2, []
+    shape, values = (2, count), torch.arange(float(count))
+    content = bytearray(written(values, shape=shape).getvalue())
+    here = torch.zeros(count, device=device)
+    read(io.BytesIO(content), Chunk.into(here, "a.master", shape, 3, received), length=count)
+    assert torch.equal(here.cpu(), values) and len(received) == 1
+    content[content.index(values.numpy().tobytes()) + BLOCK // 2] ^= 1
+    with pytest.raises(DamagedFileError, match=r"elements of a.master are not those that were saved"):
+        read(io.BytesIO(content), Chunk.into(here, "a.master", shape, 3, received), length=count)
+    assert len(received) == 1
 
 
 def test_pieces_of_a_pickle():

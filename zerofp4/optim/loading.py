@@ -31,6 +31,8 @@ def read(
     check_form(state_dict)
     ids = parameter_ids(param_groups)
     match = Match(state_dict, [[number.name for number in own] for own in ids])
+    for piece in pieces_of(state_dict):
+        piece.wait()
     check_seals(state_dict)
     was_in_file, anothers = was_read(state_dict), is_anothers(state_dict, homes)
     problems, found = Problems(), {}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import GroupReference
+from zerofp4.optim.arrivals import Arrivals
 from zerofp4.optim.checksums import checksum
 from zerofp4.optim.host_memory import keep_freed_buffers
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part
@@ -69,6 +70,14 @@ class Piece(torch.Tensor):
     """Of the parameter and the entry, as a file has it."""
     refusal: str | None
     """Why no file can have it under its name: other ranks have other tensors of that name."""
+    arrivals: Arrivals | None
+    """Of the state dict that it is in; None where what is read is there at once."""
+
+    # What it is, asked for often: of a tensor's own these would be functions of torch, each through a mode.
+    shape = property(lambda self: self._shape)
+    dtype = property(lambda self: self.values.dtype)
+    device = property(lambda self: self.values.device)
+    ndim = property(lambda self: len(self._shape))
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -78,12 +87,21 @@ class Piece(torch.Tensor):
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
         piece.boxes, piece.space, piece.ends, piece.loaded, piece.asked = {}, None, None, None, False
-        piece.live, piece.label, piece.refusal = live, None, None
-        piece.received = []
+        piece.live, piece.label, piece.refusal, piece.arrivals = live, None, None, None
+        piece.received, piece._shape = [], torch.Size(shape)
         return piece
 
     def __init__(self, *_: Any, **__: Any):
         pass
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self._shape if dim is None else self._shape[dim]
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    def numel(self) -> int:
+        return self._shape.numel()
 
     @property
     def shard(self) -> Shard:
@@ -99,13 +117,25 @@ class Piece(torch.Tensor):
         return piece
 
     def present(self) -> torch.Tensor:
-        """What was loaded into it, or else its values. Raises RuntimeError where it is lost."""
+        """What was loaded into it, or else its values. Raises RuntimeError where it is lost, and
+        DamagedFileError where the last chunk that was read is not what was written.
+        """
+        self.wait()
+        return self._memory()
+
+    def _memory(self) -> torch.Tensor:
+        """present(), also while chunks of it are on their way."""
         if self.is_lost:
             raise RuntimeError(
                 f"{self.label or 'a tensor'} was read from a checkpoint into memory that gradients or "
                 "another load needed since: give a state dict to load_state_dict() right after it was read"
             )
         return self.values if self.loaded is None else self.loaded
+
+    def wait(self) -> None:
+        """Until all that was read is there."""
+        if self.arrivals is not None:
+            self.arrivals.wait()
 
     @property
     def is_lost(self) -> bool:
@@ -118,6 +148,7 @@ class Piece(torch.Tensor):
         """Whether a checkpoint that it was loaded from lacks some of its elements."""
         if not self.asked or self.received is None:
             return False
+        self.wait()
         boxes = list(dict.fromkeys(part.box for part in self.received))
         overlap = any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
         return overlap or sum(math.prod(box.sizes) for box in boxes) != self.values.numel()
@@ -167,6 +198,8 @@ class Piece(torch.Tensor):
         keep_freed_buffers()
         self.asked, self.loaded, self.received = True, None, []
         self.space = self._make_space()
+        if self.arrivals is not None:
+            self.arrivals.expect(self.values.numel())
         return self._chunks(self._rectangles())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
@@ -175,9 +208,11 @@ class Piece(torch.Tensor):
         if not self.numel():
             return self.present().view(self.shape)
         box = self.boxes[tuple(index.offset)]
-        first = box.start - self.start
-        values = self.present()[first : first + box.numel].view(box.sizes)
-        return Chunk.of(values, self.label, self.shape, box.start, self.received)
+        own = slice(box.start - self.start, box.start - self.start + box.numel)
+        if self.asked:
+            values = self._memory()[own].view(box.sizes)
+            return Chunk.into(values, self.label, self.shape, box.start, self.received, self.arrivals)
+        return Chunk.of(self.present()[own].view(box.sizes), self.label, self.shape, box.start)
 
     def _make_space(self) -> torch.Tensor:
         space = None

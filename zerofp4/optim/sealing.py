@@ -5,13 +5,15 @@ one as an attribute, which any torch can read and leave alone; a value that is p
 pickle.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.optim.checksums import begin_checksum, checksum
+from zerofp4.optim.arrivals import Arrivals
+from zerofp4.optim.checksums import BLOCK, begin_checksum, checksum
 
 ATTRIBUTE = "zerofp4_seal"
 """Of a tensor in a file: (label, shape of the parameter, flat index of its first element, checksum)."""
@@ -46,15 +48,17 @@ class Place(NamedTuple):
     """Where a box of a parameter lies, whose elements are [start, start + numel) of the flat order.
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
-    received: where is noted what was read into it. checksum: what returns that of its elements, where a GPU
-    takes it. written: whether it is in a file, and no longer here.
+    received: where is noted what was read into it. arrivals: of the state dict that is read, None where each
+    chunk is read at once. checksum: what returns that of its elements, where a GPU takes it. written: whether
+    it is in a file, and no longer here.
     """
 
     label: str | None
     shape: tuple[int, ...]
     start: int
     origin: int
-    received: list[Part] | None
+    received: list[Part] | None = None
+    arrivals: Arrivals | None = None
     checksum: Callable[[], int] | None = None
     written: bool = False
 
@@ -84,52 +88,66 @@ class Chunk(torch.Tensor):
     """
 
     place: Place
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def of(
+    def of(values: torch.Tensor, label: str | None, shape: Sequence[int], start: int) -> "Chunk":
+        """To be written."""
+        values = _alone(values)
+        return _placed(values, Place(label, tuple(shape), start, values.storage_offset()))
+
+    @staticmethod
+    def into(
         values: torch.Tensor,
         label: str | None,
         shape: Sequence[int],
         start: int,
         received: list[Part] | None = None,
+        arrivals: Arrivals | None = None,
     ) -> "Chunk":
-        values = _alone(values)
-        return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received))
+        """To be read into."""
+        return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received, arrivals))
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.copy_ and isinstance(args[0], Chunk):
-                return _read(*args, **(kwargs or {}))
-            result = func(*args, **(kwargs or {}))
-            if func not in _KEEP_PLACE:
-                return result
-            place = args[0].place
-            if args[0].is_cuda and not result.is_cuda:  # where that takes no time
-                place = place._replace(checksum=begin_checksum(args[0], *place[:3]))
-            return _placed(result, place)
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Chunk":
+        seal, whole = _seal_of(source)
+        arrive = functools.partial(_read, self, source, whole, seal, non_blocking)
+        if self.place.arrivals is None:
+            arrive()
+        else:  # a tensor with a seal was made from a pickle, for nobody else
+            self.place.arrivals.bring(self, arrive, nobody_else_writes=seal is not None)
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.as_subclass(torch.Tensor)
-            place = self.place
-            if place.written:
-                raise RuntimeError(
-                    f"{place.label or 'a tensor'} was written already, and its memory given away"
-                )
-            found = checksum(plain, *place[:3]) if place.checksum is None else place.checksum()
-            seal = (place.label, place.shape, place.start, found)
-            rebuild, arguments = plain.__reduce_ex__(protocol)
-            if place.checksum is not None:
-                self.place, self.data = (
-                    place._replace(written=True, checksum=None),
-                    torch.empty(0, dtype=plain.dtype),
-                )
+        plain, place = self.as_subclass(torch.Tensor), self.place
+        if place.written:
+            raise RuntimeError(f"{place.label or 'a tensor'} was written already, and its memory given away")
+        found = checksum(plain, *place[:3]) if place.checksum is None else place.checksum()
+        seal = (place.label, place.shape, place.start, found)
+        rebuild, arguments = plain.__reduce_ex__(protocol)
+        if place.checksum is not None:
+            self.place, self.data = (
+                place._replace(written=True, checksum=None),
+                torch.empty(0, dtype=plain.dtype),
+            )
         return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, {ATTRIBUTE: seal})
 
 
-_KEEP_PLACE = {getattr(torch.Tensor, name) for name in ("clone", "cpu", "detach", "narrow", "to")}
-"""What torch.distributed.checkpoint does with a tensor before it writes it or reads into it."""
+def _keeping_place(name: str) -> Callable[..., Chunk]:
+    function = getattr(torch.Tensor, name)
+
+    @functools.wraps(function)
+    def method(self: Chunk, *args: Any, **kwargs: Any) -> Chunk:
+        result, place = function(self, *args, **kwargs), self.place
+        if self.is_cuda and not result.is_cuda:  # where that takes no time
+            place = place._replace(checksum=begin_checksum(self.as_subclass(torch.Tensor), *place[:3]))
+        return _placed(result, place)
+
+    return method
+
+
+for _name in ("clone", "cpu", "detach", "narrow", "to"):
+    # What torch.distributed.checkpoint does with a tensor before it writes it or reads into it.
+    setattr(Chunk, _name, _keeping_place(_name))
 
 
 def _alone(values: torch.Tensor) -> torch.Tensor:
@@ -146,22 +164,27 @@ def _placed(values: torch.Tensor, place: Place) -> Chunk:
     return chunk
 
 
-def _read(target: Chunk, source: torch.Tensor, *args: Any, **kwargs: Any) -> Chunk:
-    """copy_, of what was found to be right: on a GPU after it is there, where all of a chunk is read."""
+def _seal_of(source: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The seal of what a file had, None where it had none, and all that was written with it."""
     whole = source if source._base is None else source._base
-    seal = vars(whole).get(ATTRIBUTE)
+    return vars(whole).get(ATTRIBUTE), whole
+
+
+def _read(target: Chunk, source: torch.Tensor, whole: torch.Tensor, seal: Any, non_blocking: bool) -> None:
+    """copy_, of what was found to be right: on a GPU after it is there, where all of a chunk is read that is
+    no less than what a CPU has looked at meanwhile.
+    """
     if seal is not None:
         expected = _check_place(target, source, whole, seal)
         same = (target.shape, target.dtype) == (whole.shape, whole.dtype)
-        on_gpu = target.is_cuda and target.is_contiguous() and same
+        on_gpu = target.is_cuda and target.is_contiguous() and same and target.nbytes >= BLOCK
         if not on_gpu:
             _check_elements(target, whole, seal, expected)
-    torch.Tensor.copy_(target, source, *args, **kwargs)
+    torch.Tensor.copy_(target, source, non_blocking)
     if seal is not None and on_gpu:
-        _check_elements(target, target, seal, expected)
+        _check_elements(target, target.as_subclass(torch.Tensor), seal, expected)
     if target.place.received is not None and target.numel():
         target.place.received.append(Part(target.place.box(target), seal is not None))
-    return target
 
 
 def _check_place(target: Chunk, source: torch.Tensor, whole: torch.Tensor, seal: Any) -> int:

@@ -26,12 +26,6 @@ class _AsPieces(TorchDispatchMode):
         return Piece.__torch_dispatch__(func, types, args, kwargs)
 
 
-_OF_A_WRAPPER = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "shape")),
-    *(getattr(torch.Tensor, name) for name in ("dim", "numel", "size")),
-}
-
-
 @functools.cache
 def _sharded_piece() -> type[Piece]:
     from torch.distributed.tensor import DTensor, Replicate
@@ -57,11 +51,8 @@ def _sharded_piece() -> type[Piece]:
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             """torch 2.11 takes every DTensor past its __torch_dispatch__, to operators that know no pieces. A
-            mode comes before both. What a wrapper knows of itself is no operator, and asked for often.
+            mode comes before both.
             """
-            if func in _OF_A_WRAPPER:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
             with _AsPieces(), torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
