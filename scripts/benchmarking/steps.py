@@ -55,9 +55,10 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
     for transport, parts in ours.items():
         for part, most in TARGETS[transport].items():
             timer.ratio(PREFIXES[transport] + part, parts[part], theirs[part], most)
-    free_memory(timer.device)
-    if world.world_size > 1:
-        measure_hiding(timer, shapes, options.bucket_mb, ours[options.transport[0]]["reduce"])
+    for transport, parts in ours.items() if world.world_size > 1 else ():
+        free_memory(timer.device)
+        arguments = options.bucket_mb, transport, PREFIXES[transport], parts["reduce"]
+        measure_hiding(timer, shapes, *arguments)
 
 
 class Timer:

@@ -11,10 +11,13 @@ from torch.utils.checkpoint import checkpoint
 import zerofp4
 from distributed.checks_optim import model_bytes
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.sharded_piece import gathered
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 SMALL = 0.003
 """bucket_mb for several buckets."""
+TINY = 1e-4
+"""For each parameter alone, and in several stretches where gradients travel in messages."""
 
 CLASSES = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
 
@@ -39,6 +42,8 @@ class Net(nn.Module):
 
 
 def make(world, name="FusedAdamW", kind=ZeroFP4Optimizer, **options):
+    """By collectives, unless another transport is named: early_peer_checks has ranks that share memory."""
+    options.setdefault("transport", "collective")
     torch.manual_seed(3)
     net = Net().to(world.device)
     zerofp4.convert_model(net)
@@ -53,10 +58,10 @@ def loss_of(net, world, seed, **options):
 
 
 def all_bytes(net, optimizer):
-    """Of weights, masters and moments, whole on every rank."""
+    """Of weights, masters and moments, whole on every rank; without full_tensor(), which makes a mesh."""
     parameters = list(net.parameters())
     state = [
-        entry.full_tensor() if hasattr(entry, "full_tensor") else entry.present()
+        gathered(entry) if hasattr(entry, "full_tensor") else entry.present()
         for p in parameters
         for _, entry in sorted(optimizer.state[p].items())
     ]

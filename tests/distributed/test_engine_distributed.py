@@ -122,7 +122,7 @@ def test_amax_groups_are_in_one_bucket(world):
 def test_why_gradients_travel_by_collectives(world):
     reasons = {
         "it was asked for": {"transport": "collective"},
-        "gradients travel before a step": {"overlap": "backward"},
+        "accumulate='sharded' adds up every backward pass": {"accumulate": "sharded"},
     }
     for reason, options in reasons.items():
         _, optimizer = build(world, FusedAdamW, **options)

@@ -165,7 +165,8 @@ def test_describe(world):
         ({"overlap": "both"}, "overlap='both' is not supported"),
         ({"overlap": True}, "overlap must be one of"),
         ({"accumulate": None}, "accumulate must be one of"),
-        ({"overlap": "backward", "transport": "peer"}, "is not supported with transport"),
+        ({"accumulate": "sharded", "transport": "peer"}, "is not supported with transport"),
+        ({"accumulate": "sharded", "overlap": "backward", "transport": "peer"}, "is not supported with"),
         ({"gradient_dtype": torch.float16}, "gradient_dtype must be None or"),
     ],
 )

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from early import waits_for
 
 from distributed import peer_checks
+from distributed.early_peer_checks import on_gpu as early_check
+from distributed.overlap_cases import SMALL, TINY
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks
 from zerofp4.engine import peers
@@ -30,6 +32,22 @@ CHECKS = {
     "torch's": (peer_checks.an_optimizer_of_torch, {"fused": False}),
     "torch's fused": (peer_checks.an_optimizer_of_torch, {"fused": True}),
     "backward": (peer_checks.backward_passes, {}),
+    "early": (early_check, {"check": "whole_steps", "bucket_mb": SMALL}),
+    "early, clipped": (early_check, {"check": "whole_steps", "clip": True, "bucket_mb": SMALL}),
+    "early, torch's": (early_check, {"check": "whole_steps", "name": "AdamW", "bucket_mb": TINY}),
+    "early, one bucket": (early_check, {"check": "whole_steps", "bucket_mb": None}),
+    "early micro-batches": (early_check, {"check": "micro_batches", "bucket_mb": SMALL}),
+    "early, rounded": (
+        early_check,
+        {"check": "micro_batches", "bucket_mb": TINY, "gradient_wire": torch.float16},
+    ),
+    "early, not taken": (early_check, {"check": "nothing_comes_of_it", "bucket_mb": TINY}),
+    "early, not taken by torch's": (early_check, {"check": "nothing_comes_of_it", "name": "AdamW"}),
+    "early, rounded, not taken": (
+        early_check,
+        {"check": "nothing_comes_of_it", "bucket_mb": TINY, "gradient_wire": torch.float16},
+    ),
+    "early, one after another": (early_check, {"check": "one_after_another", "bucket_mb": SMALL}),
     "late": (peer_checks.a_rank_that_does_not_come, {}),
 }
 

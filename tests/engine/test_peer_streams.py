@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zerofp4.engine.peers import Peers
+from zerofp4.engine.peers import Peers, halves
 
 
 class Stream:
@@ -94,3 +94,45 @@ def test_an_update_waits_until_codes_have_left_and_not_for_other_ranks(queued):
     assert {_text("0:32"), _text("32:64")} <= current.done and "barrier 1" not in current.done
     gather._done.wait(current)
     assert "barrier 1" in current.done
+
+
+def start_copies(peers, name):
+    return peers.start_copies(peers._copies_of(name, 0, 32), peers._copies_of(name, 32, 64))
+
+
+def parts_of(*names):
+    return {f"{name} {part}" for name in names for part in ("0:32", "32:64")}
+
+
+def test_gradients_leave_behind_codes_and_what_was_sent_before(queued):
+    """In any order, those of a round are where the last one's were read."""
+    peers, before, current = queued
+    peers.open()
+    peers.start_gather(FIRST)
+    for name in ("early", "late"):
+        current.done.add(f"backward of {name}")
+        sent = start_copies(peers, name)
+    for part in parts_of("early"):
+        assert {*parts_of(FIRST), "barrier 1", "backward of early"} <= before[part]
+        assert "backward of late" not in before[part]
+    for part in parts_of("late"):
+        assert {*parts_of("early"), "backward of late"} <= before[part]
+    assert not parts_of("early") & current.done
+    sent.wait(current)
+    assert parts_of("early", "late") <= current.done
+
+
+def test_other_ranks_are_told_once_all_gradients_have_left(queued):
+    peers, _, current = queued
+    start_copies(peers, "gradients")
+    peers.wait_until_sent()
+    assert parts_of("gradients") <= current.done
+
+
+def test_halves():
+    target, source = torch.zeros(600), torch.arange(600.0)
+    for copies in halves([(target, source)]):
+        for there, own in copies:
+            assert own.data_ptr() % 64 == source.data_ptr() % 64
+            there.copy_(own)
+    assert target.equal(source)

@@ -6,6 +6,7 @@ exchange, its weights one gather in place, and a step works on one bucket while 
 
 from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.early import EarlyReducer
+from zerofp4.engine.early_peer import EarlyPeerReducer
 from zerofp4.engine.exchange import Brought, GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
@@ -23,6 +24,7 @@ __all__ = [
     "TRANSPORTS",
     "Brought",
     "DenseBuffer",
+    "EarlyPeerReducer",
     "EarlyReducer",
     "Failures",
     "FlatBuffer",

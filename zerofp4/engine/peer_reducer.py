@@ -12,16 +12,15 @@ from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.peers import Peers
 from zerofp4.engine.wire import Wire
+from zerofp4.ops import PeerRows
 
 
-class PeerReducer(GradientReducer):
-    """GradientReducer of ranks that share memory: the gradients of all buffers lie there, each rank's own
-    whole, and the owner of a slice reads that of every rank as it adds them up, in FP32 and in rank order.
+class RowReducer(GradientReducer):
+    """GradientReducer of ranks that share memory, whose gradients of a slice are, of every rank, a row that
+    this one can read where it is: nothing of them travels in messages.
 
-    Behind begin() the device waits until all ranks have come; from then on nothing is written there before
-    every rank has read it, which reduce() waits for, and a publication after finish() or bring(). What reads
-    it waits until codes of other buckets have left: copies and reads that share NVLink make each other
-    slower.
+    Behind begin() the device waits until all ranks have come. From then on the rows stay as they are until
+    every rank has read its own: reduce() waits for that, and behind bring() and finish() a publication.
     """
 
     def __init__(
@@ -29,7 +28,49 @@ class PeerReducer(GradientReducer):
     ):
         self._peers = peers
         super().__init__(buffers, group, wire)
-        self._rows = [peers.peer_rows(source.flat, self.rank) for source in self._sources]
+        self._rows = self._make_rows()
+
+    def _make_rows(self) -> list[PeerRows]:
+        """By buffer. Collective."""
+        raise NotImplementedError
+
+    def _before_reading(self, b: int) -> None:
+        """What the rows of buffer b wait for; raises what went wrong on this rank with its own."""
+        raise NotImplementedError
+
+    def _make_stretches(self) -> None:
+        """There are none."""
+
+    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        try:
+            return super().reduce(gradients)
+        finally:
+            self._peers.arrive()  # all have read them, which may be written to again
+
+    def finish(self, b: int, squares: torch.Tensor | None = None) -> None:
+        self._before_reading(b)
+        ops.average_rows(self._rows[b], self.buffers[b].gradients, squares)
+
+    def can_bring(self, b: int) -> bool:
+        return True
+
+    def bring(self, b: int) -> Brought:
+        self._before_reading(b)
+        return Brought(self._rows[b], self._own[b])
+
+
+class PeerReducer(RowReducer):
+    """RowReducer of ranks that have the gradients of all buffers in shared memory, each its own whole: the
+    owner of a slice reads it in the memory of every rank as it adds them up, in FP32 and in rank order.
+
+    What reads there waits until codes of other buckets have left: copies and reads that share NVLink make
+    each other slower.
+    """
+
+    def __init__(
+        self, buffers: Sequence[FlatBuffer], group: dist.ProcessGroup | None, wire: Wire, peers: Peers
+    ):
+        super().__init__(buffers, group, wire, peers)
         self._failures = [Failures() for _ in buffers]
 
     def _make_sources(self) -> list[FlatGradients]:
@@ -42,14 +83,8 @@ class PeerReducer(GradientReducer):
             )
         return sources
 
-    def _make_stretches(self) -> None:
-        """There are none: nothing travels."""
-
-    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        try:
-            return super().reduce(gradients)
-        finally:
-            self._peers.arrive()  # all have read them: p.grad may be written to again
+    def _make_rows(self) -> list[PeerRows]:
+        return [self._peers.peer_rows(source.flat, self.rank) for source in self._sources]
 
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for source in self._sources:
@@ -63,15 +98,6 @@ class PeerReducer(GradientReducer):
                     source.take(gradients)
         self._peers.arrive()
 
-    def finish(self, b: int, squares: torch.Tensor | None = None) -> None:
+    def _before_reading(self, b: int) -> None:
         self._failures[b].raise_first()
         self._peers.wait_until_sent()
-        ops.average_rows(self._rows[b], self.buffers[b].gradients, squares)
-
-    def can_bring(self, b: int) -> bool:
-        return True
-
-    def bring(self, b: int) -> Brought:
-        self._failures[b].raise_first()
-        self._peers.wait_until_sent()
-        return Brought(self._rows[b], self._own[b])

@@ -112,6 +112,16 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Targets in the memory of other ranks, and what is copied there."""
 
 
+def halves(copies: Copies) -> tuple[Copies, Copies]:
+    """Of each, 1D, the first half and the second: one copy engine does not fill NVLink."""
+    middles = [source.numel() // 32 * 16 for _, source in copies]
+    pairs = list(zip(copies, middles, strict=True))
+    return (
+        [(target[:middle], source[:middle]) for (target, source), middle in pairs],
+        [(target[middle:], source[middle:]) for (target, source), middle in pairs],
+    )
+
+
 class PeerGather:
     """Slices that are on their way to all ranks."""
 
@@ -152,6 +162,11 @@ class Peers:
         self._copies: dict[tuple[int, int, int], Copies] = {}
 
     @property
+    def others(self) -> list[int]:
+        """All ranks but this one, beginning with its neighbour, so that not all write to one at a time."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    @property
     def nbytes(self) -> int:
         """Of the memory of this rank that others can access: torch.cuda's counts leave it out."""
         return sum(last - first for first, last, _ in self._handles)
@@ -179,6 +194,11 @@ class Peers:
         """Of own, [n, m] in shared memory, row number `row` of every rank."""
         return PeerRows(self.rows(own[row]), own.shape[1], own.dtype)
 
+    def at(self, rank: int, own: torch.Tensor) -> torch.Tensor:
+        """What is, in the shared memory of another rank, `own` here; contiguous."""
+        first, handle = self._find(own)
+        return handle.get_buffer(rank, own.shape, own.dtype, (own.data_ptr() - first) // own.itemsize)
+
     def _find(self, own: torch.Tensor) -> tuple[int, Any]:
         address = own.data_ptr()
         return next((first, handle) for first, last, handle in self._handles if first <= address <= last)
@@ -197,11 +217,20 @@ class Peers:
         with torch.cuda.stream(self._stream):
             self._gathers.run()
 
+    def start_copies(self, first: Copies, second: Copies) -> torch.cuda.Event:
+        """Begin to copy into the memory of other ranks what is there once the current stream is here: by the
+        GPUs' copy engines, beside what is computed, and behind all copies and gathers of before. Both lists
+        at once. A stream that waits for what this returns finds all of them done.
+        """
+        self._follow()
+        self._send(self._other_stream, first)
+        self._send(self._stream, second)
+        return self._note_sent()
+
     def start_sending(self, whole: torch.Tensor, count: int) -> None:
         """The beginning of start_gather(): the first `count` elements of the slice, as they are now."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._other_stream.wait_stream(self._stream)  # behind open(), too
-        self._send(self._other_stream, whole, 0, count)
+        self._follow()
+        self._send(self._other_stream, self._copies_of(whole, 0, count))
 
     def start_gather(self, whole: torch.Tensor, sent: int = 0) -> PeerGather:
         """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
@@ -212,23 +241,33 @@ class Peers:
             sent = whole.numel() // self.size // 32 * 16
             self.start_sending(whole, sent)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._send(self._stream, whole, sent, whole.numel() // self.size)
-        self._stream.wait_stream(self._other_stream)
+        self._send(self._stream, self._copies_of(whole, sent, whole.numel() // self.size))
+        self._note_sent()
         with torch.cuda.stream(self._stream):
-            self._sent = torch.cuda.Event()
-            self._sent.record(self._stream)
             self._gathers.run()
             done = torch.cuda.Event()
             done.record(self._stream)
         return PeerGather(done)
 
-    def _send(self, stream: torch.cuda.Stream, whole: torch.Tensor, first: int, last: int) -> None:
+    def _follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._other_stream.wait_stream(self._stream)  # behind open(), too
+
+    def _send(self, stream: torch.cuda.Stream, copies: Copies) -> None:
         with torch.cuda.stream(stream):
-            for target, own in self._copies_of(whole, first, last):
+            for target, own in copies:
                 target.copy_(own, non_blocking=True)
 
+    def _note_sent(self) -> torch.cuda.Event:
+        self._stream.wait_stream(self._other_stream)
+        self._sent = torch.cuda.Event()
+        self._sent.record(self._stream)
+        return self._sent
+
     def wait_until_sent(self) -> None:
-        """The current stream waits until all that start_gather() was given has left this rank."""
+        """The current stream waits until all that start_copies() and start_gather() were given has left this
+        rank.
+        """
         if self._sent is not None:
             self._sent.wait(torch.cuda.current_stream(self.device))
 
@@ -239,11 +278,7 @@ class Peers:
         key = whole.data_ptr(), first, last
         if key not in self._copies:
             mine = whole.chunk(self.size)[self.rank][first:last]
-            address, handle = self._find(mine)
-            offset = (mine.data_ptr() - address) // mine.itemsize
-            others = [(self.rank + step) % self.size for step in range(1, self.size)]
-            targets = [handle.get_buffer(r, mine.shape, mine.dtype, offset) for r in others]
-            self._copies[key] = [(target, mine) for target in targets]
+            self._copies[key] = [(self.at(r, mine), mine) for r in self.others]
         return self._copies[key]
 
     def take_error(self) -> RuntimeError | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from zerofp4.distributed import GroupReference, exchange, rank_and_size, resolve_group
 from zerofp4.engine import (
     TRANSPORTS,
+    EarlyPeerReducer,
     EarlyReducer,
     GradientReducer,
     PeerReducer,
@@ -111,8 +112,8 @@ class BuiltOptimizer(SteppedOptimizer):
         announced = exchange(announcement, error, group, "building ZeroFP4Optimizer")
         check_announcements(announced)
         transport, why_collective = check_transport(choices.transport, announced)
-        if transport == "auto" and (choices.overlap, choices.accumulate) != (None, "local"):
-            transport, why_collective = "collective", "gradients travel before a step"
+        if transport == "auto" and choices.accumulate == "sharded":
+            transport, why_collective = "collective", "accumulate='sharded' adds up every backward pass"
         self._saved_names = find_saved_names(announced, rank_and_size(group)[0])
         set_gradient_dtype(choices.gradient_dtype, self._trainable)
         self._peers, obstacle = join_peers(transport, group, self._trainable[0].device)
@@ -221,7 +222,11 @@ class BuiltOptimizer(SteppedOptimizer):
                 GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
             )
         me = weakref.ref(self)  # the parameters hold what holds this
-        reducer = EarlyReducer(*arguments, adds=adds)
+        reducer = (
+            EarlyReducer(*arguments, adds=adds)
+            if self._peers is None
+            else EarlyPeerReducer(*arguments, self._peers)
+        )
         self._rounds = Rounds(
             *(self._trainable, self._trainable_names, reducer),
             early=early,

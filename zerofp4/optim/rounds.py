@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from zerofp4.engine import EarlyReducer
+from zerofp4.engine import EarlyPeerReducer, EarlyReducer
 from zerofp4.optim.watch import Snapshot, gradients_of
 
 OVERLAPS = (None, "backward")
@@ -41,8 +41,12 @@ def check_can_overlap(
     if (overlap, accumulate) == (None, "local"):
         return
     asked = f"overlap={overlap!r}, accumulate={accumulate!r}"
-    if transport == "peer":
-        raise ValueError(f'{asked} is not supported with transport="peer"')
+    if (transport, accumulate) == ("peer", "sharded"):
+        raise ValueError(
+            f'{asked} is not supported with transport="peer": what ranks write into memory that they share '
+            'is added up in step(), once; accumulate="local" adds up micro-batches in p.grad, and '
+            'transport="collective" takes "sharded"'
+        )
     if any(other is not group for other in groups):
         raise ValueError(f"{asked} is not supported where parameter groups name a process_group of their own")
 
@@ -67,7 +71,7 @@ class Rounds:
         self,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
-        reducer: EarlyReducer,
+        reducer: EarlyReducer | EarlyPeerReducer,
         *,
         early: bool,
         adds: bool,

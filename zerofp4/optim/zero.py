@@ -36,10 +36,11 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     are sharded over, and these means, in FP32, over the replicas in the first.
     amax_groups: lists of NVFP4 weights of params that share one amax.
     transport: how gradients and weights travel. "collective": by NCCL or gloo. "peer": the ranks share memory
-    (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and codes are
-    copied into the weights of every rank; for GPUs of one host that can access each other's memory, each of
-    another index, else ValueError. It turns multicast off (TORCH_SYMM_MEM_DISABLE_MULTICAST), unless that is
-    set. "auto": peer where that can be, else the collective one. All give the same bytes.
+    (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and copy
+    engines write codes into the weights of every rank, and with overlap gradients to their owners; for GPUs
+    of one host that can access each other's memory, each of another index, else ValueError. It turns
+    multicast off (TORCH_SYMM_MEM_DISABLE_MULTICAST), unless that is set. "auto": peer where that can be, else
+    the collective one. All give the same bytes.
     gradient_dtype: what p.grad is, and micro-batches are added up in: torch.float32, or None for the
     parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
@@ -54,12 +55,15 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     accumulate: "local" adds up micro-batches in p.grad. With "sharded" each backward pass outside of
     no_sync() is reduced, its means added to this rank's slice in FP32, and p.grad is None afterwards; a step
     uses them up. Every rank runs as many such passes. What is in p.grad in step() is added there. Both take
-    one process group for all parameters and transport="collective", which "auto" then is; else ValueError.
+    one process group for all parameters, and "sharded" transport="collective", which "auto" then is; else
+    ValueError.
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
     all, at least 256 and at most 1024. The memory for what is received is twice as large (on the CPU with
     overlap or "sharded", as large as all gradients). Both keep an FP32 slice of gradients, 4 bytes for each
-    element of this rank's share; "sharded" needs no memory for the gradients of a whole model. Weights are
-    gathered by the same buckets.
+    element of this rank's share; "sharded" needs no memory for the gradients of a whole model. With overlap
+    and transport="peer" there is none, unless gradients are clipped or FusedAdamW does not update, but of
+    every bucket what the others have of this rank's share (its own too where gradients are rounded): in a
+    world of W, (W - 1) / W of a model's gradients as they travel. Weights are gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; its moments are not taken.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
@@ -148,8 +152,8 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         and obstacle why not; before the first as this rank sees it. overlap, accumulate, as they were given.
         world_size, bucket_mb. buckets: in the order in which they travel, each with its kind, parameters,
         elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and weights; with "peer"
-        other ranks read the gradients. shared_bytes: of memory that other ranks can access, which torch.cuda
-        does not count. advice: what would make it faster, or None.
+        and no overlap other ranks read the gradients. shared_bytes: of memory that other ranks can access,
+        which torch.cuda does not count. advice: what would make it faster, or None.
         """
         obstacle = self._bucketed.find_obstacle()
         if obstacle is None and self._agreed_in_sequence:

@@ -1,0 +1,176 @@
+"""What ranks that share memory do with gradients that travel in backward passes, on GPUs or, with FilePeers,
+on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_bytes_equal
+from optim_cases import make_gradients
+
+from distributed.checks_optim import check_weights, model_bytes
+from distributed.overlap_cases import OPTIONS, assert_same, break_off, loss_of, make
+from distributed.peer_checks import all_bytes, gpu_of
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+FOUND = "found an error, and no rank takes this step"
+
+
+def on_gpu(world, check, **options):
+    alike = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=gpu_of(world))
+    globals()[check](alike, **options)
+
+
+def make_models(world, name="FusedAdamW", **options):
+    """One that waits for all gradients, and one that does not, where ranks share memory; and one by
+    collectives, where they have such on their device.
+    """
+    ways = [{"transport": "peer"}, {"transport": "peer", "overlap": "backward"}]
+    if world.device.type == "cpu" or dist.get_backend() == "nccl":
+        ways.append({"transport": "collective"})
+    models = [make(world, name, **way, **options) for way in ways]
+    described = models[1][1].describe()
+    assert (described["transport"], described["overlap"]) == ("peer", "backward")
+    return models
+
+
+def assert_same_weights(models, what):
+    """Of this rank: a wrong mean of one step is in its masters at the end, and a wrong weight need not be."""
+    expected, *others = [model_bytes(list(net.parameters())) for net, _ in models]
+    for found in others:
+        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert_bytes_equal(mine, theirs, f"{what}: buffer {i}")
+
+
+def whole_steps(world, name="FusedAdamW", clip=False, **options):
+    """Of real gradients: a weight used twice, one that only some ranks use, recomputed activations, and
+    autograd.grad in between; gradients that are dropped before a step, and one of zeros in place of None.
+    """
+    models = make_models(world, name, **options)
+    for step in range(5):
+        norms = []
+        for net, optimizer in models:
+            how = {"rare": (step + world.rank) % 3 > 0, "checkpointed": step % 2 > 0}
+            torch.autograd.grad(loss_of(net, world, 50 + step), list(net.parameters()))
+            if step in (1, 3):  # sent, and dropped
+                loss_of(net, world, 70 + step).backward()
+                optimizer.zero_grad(set_to_none=step == 1)
+            loss_of(net, world, step, **how).backward()
+            if clip:
+                norms.append(optimizer.clip_grad_norm_(0.1).item())
+            if clip and step == 2:  # what was reduced is read no more, on no rank
+                optimizer.zero_grad()
+                loss_of(net, world, 90).backward()
+                norms.append(optimizer.clip_grad_norm_(0.05).item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 3 != 0)
+        count = len(norms) // len(models)
+        assert all(norms[i : i + count] == norms[:count] for i in range(0, len(norms), count or 1))
+        assert_same_weights(models, f"step {step}")
+    assert_same(models, "the end")
+    check_weights(list(models[1][0].parameters()), models[1][1])
+
+
+def micro_batches(world, **options):
+    """Under no_sync(), which leaves some gradients in places of others; and a step of injected gradients."""
+    models = make_models(world, **options)
+    for step in range(4):
+        for net, optimizer in models:
+            if step == 2:
+                parameters = list(net.parameters())
+                gradients = make_gradients(parameters, world.rank)
+                for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+                    p.grad = g.to(options.get("gradient_dtype", p.dtype)) if i % 4 else None
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            with optimizer.no_sync():
+                for micro in range(2):
+                    loss_of(net, world, 10 * step + micro, rare=micro == 0).backward()
+            for a, b in ((net.layers[0].weight, net.layers[3].weight), (net.layers[1].bias, net.rare.bias)):
+                a.grad, b.grad = b.grad, a.grad
+            net.layers[2].weight.grad = net.layers[2].weight.grad.clone()
+            loss_of(net, world, 10 * step + 2, rare=False).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+        assert_same_weights(models, f"step {step}")
+    assert_same(models, "the end")
+
+
+def nothing_comes_of_it(world, name="FusedAdamW", **options):
+    """Steps that no rank takes, for a NaN, for an error of one rank, for a gradient that changed, and passes
+    that break off: what was sent for them is in no later step.
+    """
+    models = make_models(world, name, **options)
+    last = world.rank == world.world_size - 1
+    for step, event in enumerate(["nan", "closure", "changed", "broken", "once more", "nan", "kept"]):
+        for net, optimizer in models:
+            if event == "broken":
+                break_off(net, world, "layers.1" if last else None)
+                optimizer.zero_grad()
+            else:
+                fail(world, net, optimizer, event, last)
+            if event not in ("once more", "kept"):
+                optimizer.zero_grad(set_to_none=step % 2 > 0)
+                loss_of(net, world, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(models, f"step {step}, after {event}")
+    assert_same(models, "the end")
+    check_weights(list(models[1][0].parameters()), models[1][1])
+
+
+def fail(world, net, optimizer, event, last):
+    """A backward pass, and a step that comes to nothing."""
+    hook = net.rare.weight.register_hook(lambda g: g * (math.inf if event == "nan" and last else 1))
+    loss_of(net, world, 20).backward()
+    hook.remove()
+    parameters = list(net.parameters())
+    before = [tensor.clone() for tensor in all_bytes(parameters, optimizer)]
+    if event == "nan":
+        skipped = optimizer.skipped_steps
+        optimizer.step()
+        assert optimizer.skipped_steps == skipped + 1 and "rare" in optimizer.first_nonfinite()
+    elif event in ("changed", "once more"):
+        if last:
+            net.head.weight.grad.mul_(2)
+        if optimizer.describe()["overlap"] is not None:
+            with pytest.raises(RuntimeError, match="changed after it had begun" if last else FOUND):
+                optimizer.step()
+    else:
+
+        def closure():
+            if last:
+                raise RuntimeError("no loss today")
+
+        with pytest.raises(RuntimeError, match="no loss today" if last else FOUND):
+            optimizer.step(closure)
+    for i, (now, then) in enumerate(zip(all_bytes(parameters, optimizer), before, strict=True)):
+        assert_bytes_equal(now, then, f"{event}: tensor {i}")
+
+
+def one_after_another(world, **options):
+    """An optimizer goes on from another, which has sent what no step uses, and sends nothing any more."""
+    models = []
+    for net, first in make_models(world, **options):
+        loss_of(net, world, 0).backward()
+        first.step()
+        first.zero_grad()
+        loss_of(net, world, 1).backward()
+        described = first.describe()
+        ways = {name: described[name] for name in ("transport", "overlap")}
+        second = ZeroFP4Optimizer(
+            net.named_parameters(), FusedAdamW, **OPTIONS, **ways, **options, masters_from=first
+        )
+        second.zero_grad()
+        models.append((net, second))
+        for step in range(2, 4):
+            loss_of(net, world, step).backward()
+            second.step()
+            second.zero_grad()
+    assert_same(models, "the end")
