@@ -76,7 +76,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     micro_batches = ("--micro-batches", "--grad-accumulation")
     add(*micro_batches, type=at_least(int, 1), default=1, help="per step (default: 1)")
     add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
-    add("--overlap", choices=["backward"], help="gradients travel in backward passes (default: in the step)")
+    overlap = "gradients travel in backward passes, weights in forward passes (default: in the step)"
+    add("--overlap", choices=["backward", "forward", "both"], help=overlap)
     sums = "micro-batches: in gradients, or as means in FP32 slices (default: local)"
     add("--accumulate", choices=["local", "sharded"], default="local", help=sums)
     add("--gradient-dtype", choices=["float32"], help="what micro-batches add up in (default: the weights')")

@@ -161,9 +161,8 @@ def test_describe(world):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overlap": "forward"}, "overlap='forward' is not supported"),
-        ({"overlap": "both"}, "overlap='both' is not supported"),
         ({"overlap": True}, "overlap must be one of"),
+        ({"overlap": "forwards"}, "overlap must be one of"),
         ({"accumulate": None}, "accumulate must be one of"),
         ({"accumulate": "sharded", "transport": "peer"}, "is not supported with transport"),
         ({"accumulate": "sharded", "overlap": "backward", "transport": "peer"}, "is not supported with"),

@@ -102,17 +102,18 @@ def test_ranks_share_a_tokenizer(world):
 
 @pytest.mark.heavy
 @on_ranks(2, time_limit=120.0)
-def test_gradients_that_travel_in_backward_passes_are_the_same_run(world):
+def test_what_travels_in_backward_and_forward_passes_makes_the_same_run(world):
     """Of two micro-batches; sums in FP32 slices are another one."""
     runs = []
     for options in (
         [],
         ["--overlap", "backward"],
-        ["--overlap", "backward", "--accumulate", "sharded", "--gradient-dtype", "float32"],
+        ["--overlap", "both"],
+        ["--overlap", "both", "--accumulate", "sharded", "--gradient-dtype", "float32"],
     ):
         out = shared_folder(world)
         train(world, out, "--steps", "4", "--micro-batches", "2", *options)
         runs.append(read_numbers(out) if world.rank == 0 else None)
     if world.rank == 0:
-        assert runs[0] == runs[1]
-        assert len(runs[2]) == len(runs[0])
+        assert runs[0] == runs[1] == runs[2]
+        assert len(runs[3]) == len(runs[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ class Recorder:
     def __init__(self, name, done, **faults):
         self.name, self.done, self.faults = name, done, faults
         self.parameters, self.peers, self.halfway = [torch.zeros(2)], None, None
+        self.world_size, self.indices = 2, [-ord(name[0])]  # the last bucket has the first parameters
 
     def _do(self, what, *arguments):
         self.done.append(f"{what} {self.name}")
@@ -34,22 +37,36 @@ class Recorder:
 ERROR, LATE = RuntimeError("this rank's own"), RuntimeError("of an earlier step")
 
 
-def publish(*plans, dense=None, error=None, prepare=None, shared=False, halfway=None):
+def publish(
+    *plans,
+    dense=None,
+    error=None,
+    prepare=None,
+    shared=False,
+    halfway=None,
+    arrivals=None,
+    gathers=None,
+    alone=False,
+):
     """Three buckets of which the last is rounded: what was done, the buffers, and what was raised. shared:
-    by ranks that share memory. halfway: of the first bucket.
+    by ranks that share memory. halfway: of the first bucket. arrivals: (what was done) to what gathers are
+    left, which are `gathers`. alone: in groups of one rank.
     """
     done = []
     plans = [Recorder(str(i), done, **faults) for i, faults in enumerate(plans)]
-    buffers = [Recorder(str(i), done) for i in range(len(plans))]
+    buffers = [Recorder(str(i), done, start_gather=gathers) for i in range(len(plans))]
     buffers.append(Recorder(str(len(plans)), done, **(dense or {})))
     if shared:
         peers = Recorder("peers", done)
         for buffer in buffers:
             buffer.peers = peers
     buffers[0].halfway = halfway
+    if alone:
+        for buffer in buffers:
+            buffer.world_size = 1
     raised = None
     try:
-        Publication(buffers, [*plans, None], prepare, error).run()
+        Publication(buffers, [*plans, None], prepare, error, arrivals and arrivals(done)).run()
     except RuntimeError as failure:
         raised = failure
     return done, buffers, raised
@@ -134,3 +151,64 @@ def test_a_collective_that_fails_ends_it():
     assert raised is ERROR and raised.__cause__ is gone
     assert "start_gather 2" not in done and buffers[2].parameters[0]._version == 1
     assert publish({}, {"finish_step": gone})[2] is gone
+
+
+class Left:
+    """Stands for arrivals: what was left to them, and what they are to do then."""
+
+    def __init__(self, done):
+        self.done, self.completions = done, {}
+
+    def add(self, buffer, gather, complete):
+        self.done.append(f"add {buffer.name}")
+        self.completions[buffer.name] = complete
+
+
+def publish_late(*plans, **options):
+    """Where gathers of codes are left to arrivals: what they are to do besides."""
+    left = []
+
+    def arrivals(done):
+        left.append(Left(done))
+        return left[0]
+
+    dense = {"start_gather": SimpleNamespace(wait=lambda: left[0].done.append("wait 2"))}
+    options = {"gathers": object(), **options}
+    return *publish(*plans, dense=dense, arrivals=arrivals, **options), left[0].completions
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gathers_of_codes_are_left_to_arrivals(shared):
+    """They begin when nothing else is to travel, those of the first parameters first. Of what is rounded the
+    gather is waited for, and versions advance at once.
+    """
+    halfway = SimpleNamespace(position=7) if shared else None
+    done, buffers, raised, completions = publish_late({}, {}, shared=shared, halfway=halfway)
+    assert raised is None
+    assert collectives(done) == ["start_step 0", "start_step 1", *(f"start_gather {b}" for b in (2, 1, 0))]
+    assert not {"part 7", "complete 0", "derive_columns 0"} & set(done)
+    begin = ["start_sending 0", "start_gather 0"] if shared else ["start_gather 0"]
+    assert done[done.index("start_gather 1") :] == [
+        *("start_gather 1", "add 1", "note_written 1"),
+        *(*begin, "add 0", "note_written 0"),
+    ]
+    assert done.index("wait 2") < done.index("start_gather 1") and buffers[2].parameters[0]._version == 1
+    completions["1"]()
+    assert done[-1] == "derive_columns 1"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("fault", ["start_step", "finish_step"])
+def test_a_bucket_that_failed_is_gathered_as_it_is(fault, shared):
+    done, _, raised, completions = publish_late({}, {fault: ERROR}, shared=shared)
+    assert raised is ERROR
+    assert [entry for entry in done if entry.startswith("add")] == ["add 1", "add 0"]
+    assert "note_written 1" not in done and "note_written 0" in done
+    completions["1"]()
+    assert "derive_columns 1" not in done
+
+
+def test_a_group_of_one_rank_leaves_nothing():
+    done, _, raised, completions = publish_late({}, alone=True, gathers=None)
+    assert raised is None and not completions
+    assert "complete 0" in done and "start_gather 0" in done

@@ -318,5 +318,13 @@ class CastPlan(PlanParts):
         """post() of a caller that has looked at all addresses before the step, and saw nobody since who could
         have moved anything.
         """
+        self.derive_columns()
+        self.note_written()
+
+    def derive_columns(self) -> None:
+        """The first half of complete(): what is queued, for which others need not wait here."""
         self._transposes.run()
+
+    def note_written(self) -> None:
+        """The other half: a backward pass through the old values fails from now on."""
         increment_version(self._request.versioned)

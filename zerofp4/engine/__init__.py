@@ -4,6 +4,7 @@ Parameters of one kind that are neighbours make a bucket, sharded over all ranks
 exchange, its weights one gather in place, and a step works on one bucket while the ranks exchange another.
 """
 
+from zerofp4.engine.arrivals import Arrivals
 from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.early import EarlyReducer
 from zerofp4.engine.early_peer import EarlyPeerReducer
@@ -22,6 +23,7 @@ from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make
 __all__ = [
     "ALIGNMENT",
     "TRANSPORTS",
+    "Arrivals",
     "Brought",
     "DenseBuffer",
     "EarlyPeerReducer",

@@ -20,6 +20,7 @@ from zerofp4.engine.peers import PeerGather, Peers
 from zerofp4.engine.sharding import Sharding
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.shard import equal_slices, intersect, whole_slices
+from zerofp4.storage import Gate
 
 ALIGNMENT = 256
 """Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
@@ -189,9 +190,16 @@ class DenseBuffer(FlatBuffer):
 
 
 class PackedBuffer(FlatBuffer):
-    """NVFP4 weights; their rowwise_data become views of the buffer, uint8 [numel / 2]."""
+    """NVFP4 weights; their rowwise_data become views of the buffer, uint8 [numel / 2].
+
+    gate: before the codes of all of them, for a gather that readers wait for (Arrivals).
+    """
 
     kind = "nvfp4"
+
+    @functools.cached_property
+    def gate(self) -> Gate:
+        return Gate()
 
     def allocate(self) -> None:
         self.weights = self._whole_zeros(self.numel // 2, torch.uint8)
@@ -229,3 +237,5 @@ class PackedBuffer(FlatBuffer):
         """Make the weights' codes views of the buffer, with its bytes."""
         for codes, weight in zip(self._codes(), self.parameters, strict=True):
             weight.rowwise_data = codes
+            for _, side in weight.record.sides():
+                side.gate = self.gate

@@ -50,6 +50,7 @@ def build_buffers(
     wire: Wire,
     updated: Sequence[Updated] | None = None,
     as_made: bool = False,
+    rounded_first: bool = False,
 ) -> list[FlatBuffer]:
     """A buffer for each bucket of NVFP4 weights, then of parameters of each dtype, always in the same order:
     all that are sharded as the first parameter is, then those of the next sharding, and of each what the
@@ -61,6 +62,8 @@ def build_buffers(
     as_made: those come first whose gradients a backward pass is expected to make first: the weights of the
     last layers, by the order of the parameters. Behind all NVFP4 weights come the others, of which one bucket
     has those of many layers, as a rule with the embedding or the first norm.
+    rounded_first: of each sharding the NVFP4 weights come behind the others, for which alone a step waits
+    then.
     """
     updated = updated or [Updated()] * len(parameters)
     members: dict[Sharding, list[int]] = {}
@@ -69,7 +72,10 @@ def build_buffers(
     buffers = [
         buffer
         for sharding, positions in members.items()
-        for buffer in _buffers_of(positions, parameters, together, sharding, wire, updated)
+        for buffer in sorted(
+            _buffers_of(positions, parameters, together, sharding, wire, updated),
+            key=lambda b: rounded_first and b.kind == "nvfp4",
+        )
     ]
     return sorted(buffers, key=lambda b: (b.kind != "nvfp4", -min(b.indices))) if as_made else buffers
 

@@ -7,10 +7,14 @@ import torch
 
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import CollectiveError, Pending
+from zerofp4.engine.arrivals import Arrivals
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.peers import PeerGather
 from zerofp4.engine.pipeline import Stage, run_in_turns
+
+
+def _nothing() -> None: ...
 
 
 class Publication:
@@ -19,7 +23,10 @@ class Publication:
 
     plans: by buffer, what casts it; None for one that is rounded. prepare: what is to be done with each
     buffer first, such as the update of its masters; where a plan has no amaxes by then, it takes them. error:
-    what has gone wrong on this rank before, so that it gives no bucket anything new.
+    what has gone wrong on this rank before, so that it gives no bucket anything new. arrivals: what the
+    gathers of NVFP4 weights are left to, which begin at the end, those of the first parameters first: a
+    network takes one thing after the other, and nothing that is waited for may come behind them. None where
+    all weights are complete for what is queued behind a publication.
 
     An error is raised at the end: this rank's part in what the others do must go on, or they would wait for
     it. No rank changes an NVFP4 weight of a bucket that a rank could not take part in, and of a bucket that
@@ -33,8 +40,10 @@ class Publication:
         plans: Sequence[CastPlan | None],
         prepare: Callable[[int], None] | None,
         error: Exception | None = None,
+        arrivals: Arrivals | None = None,
     ):
         self._buffers, self._plans, self._prepare = buffers, plans, prepare
+        self._arrivals = arrivals
         self._peers = buffers[0].peers
         self._gathers: list[Pending | PeerGather | None] = [None] * len(buffers)
         self._own = Failures()
@@ -57,6 +66,9 @@ class Publication:
             if self._peers is not None:
                 self._peers.open()
             run_in_turns(len(self._buffers), stages)
+            left = filter(self._is_left, range(len(self._buffers)))
+            for b in sorted(left, key=lambda b: min(self._buffers[b].indices)):
+                self._leave(b)
         except CollectiveError as error:
             # What went wrong here came first, and may be why the others have gone.
             self._raise_first(from_error=error)
@@ -118,17 +130,37 @@ class Publication:
         (Peers.wait_until_sent).
         """
         buffer = self._buffers[b]
+        if self._is_left(b):
+            self._cast(b)
+            return
         self._cast(b, *([] if buffer.halfway is None else [(buffer.halfway.position, buffer.start_sending)]))
         self._start_gather(b)
 
     def _start_gather(self, b: int) -> None:
-        self._gathers[b] = self._buffers[b].start_gather()
+        if not self._is_left(b):
+            self._gathers[b] = self._buffers[b].start_gather()
 
     def _complete(self, b: int) -> None:
+        if self._is_left(b):
+            return
         if self._gathers[b] is not None:
             self._gathers[b].wait()
         if self._plans[b] is not None and self._failed[b] is None:
             self._attempt(b, self._own, self._plans[b].complete)
+
+    def _is_left(self, b: int) -> bool:
+        """Whether others wait for the gather of bucket b."""
+        return self._arrivals is not None and self._plans[b] is not None and self._buffers[b].world_size > 1
+
+    def _leave(self, b: int) -> None:
+        """Begin to gather bucket b, and leave the rest to arrivals."""
+        buffer, plan = self._buffers[b], self._plans[b]
+        complete = plan.derive_columns if self._failed[b] is None else _nothing
+        if buffer.halfway is not None:
+            buffer.start_sending()
+        self._attempt(b, self._own, self._arrivals.add, buffer, buffer.start_gather(), complete)
+        if self._failed[b] is None:
+            plan.note_written()
 
     def _attempt(self, b: int, failures: Failures, work: Callable, *arguments: Any) -> Any:
         with failures:

@@ -55,7 +55,7 @@ class GroupedOperand:
         sides = [getattr(each, side) for each in copies]
         if any(each is None for each in sides):
             raise ValueError(f"the {side} copies of all weights are to be multiplied, but some have none")
-        self._data, self._scales = [each.data for each in sides], [each.scales["compact"] for each in sides]
+        self._sides, self._scales = sides, [each.scales["compact"] for each in sides]
         self._amaxes = [each.amax for each in sides]
         self._block_rows, self.e4m3_max = first.block[0], first.e4m3_max
         if any(record.e4m3_max != self.e4m3_max for record in records):
@@ -74,7 +74,8 @@ class GroupedOperand:
         return kept_stack(self._records, self._side, torch.bfloat16, self._made)
 
     def _made(self) -> torch.Tensor:
-        return ops.stacked_values_of(self._data, self._scales, self._block_rows, torch.bfloat16)
+        data = [each.data for each in self._sides]  # which may be on its way, each time anew
+        return ops.stacked_values_of(data, self._scales, self._block_rows, torch.bfloat16)
 
 
 def grouped_gemm(groups: Any, weights: GroupedOperand) -> torch.Tensor:

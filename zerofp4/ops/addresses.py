@@ -72,7 +72,7 @@ class Addresses:
     def _present(self) -> tuple[list[str], list[torch.Tensor]]:
         names, tensors = [], []
         for (name, _), record in zip(self._weights, self._records, strict=True):
-            for field, buffer in record.buffers():
+            for field, buffer in record.places():
                 names.append(f"{name}: {field}")
                 tensors.append(buffer)
         return [*names, *self._plain], [*tensors, *self._plain.values()]

@@ -50,7 +50,13 @@ from zerofp4.optim.parameters import (
     describe,
     parameter_names,
 )
-from zerofp4.optim.rounds import Rounds, check_can_overlap, check_overlap
+from zerofp4.optim.rounds import (
+    Rounds,
+    check_can_overlap,
+    check_overlap,
+    overlaps_backward,
+    overlaps_forward,
+)
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import SpareMemory
 from zerofp4.optim.stepping import SteppedOptimizer
@@ -171,7 +177,8 @@ class BuiltOptimizer(SteppedOptimizer):
             wire,
             checked.updated,
             self._peers,
-            choices.overlap is not None,
+            overlaps_backward(choices.overlap),
+            overlaps_forward(choices.overlap),
         )
         self._shards.initialize_masters(checked.held)
         self._broadcast_frozen(checked.places)
@@ -216,7 +223,7 @@ class BuiltOptimizer(SteppedOptimizer):
 
     def _make_reducer(self, group: dist.ProcessGroup | None, wire: Wire) -> GradientReducer:
         arguments, adds = (self._shards.buffers, group, wire), self._accumulate == "sharded"
-        early, self._rounds = self._overlap is not None and rank_and_size(group)[1] > 1, None
+        early, self._rounds = overlaps_backward(self._overlap) and rank_and_size(group)[1] > 1, None
         if not (early or adds):
             return (
                 GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)

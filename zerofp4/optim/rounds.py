@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zerofp4.engine import EarlyPeerReducer, EarlyReducer
 from zerofp4.optim.watch import Snapshot, gradients_of
 
-OVERLAPS = (None, "backward")
+OVERLAPS = (None, "backward", "forward", "both")
 """What overlap may be."""
 ACCUMULATIONS = ("local", "sharded")
 """What accumulate may be."""
@@ -19,15 +19,25 @@ ACCUMULATIONS = ("local", "sharded")
 
 def check_overlap(overlap: str | None, accumulate: str) -> None:
     """Raises ValueError for values that there are not."""
-    if overlap in ("forward", "both"):
-        raise ValueError(
-            f"overlap={overlap!r} is not supported: all weights are gathered in step(); overlap must be None "
-            "or 'backward'"
-        )
     if overlap not in OVERLAPS:
         raise ValueError(f"overlap must be one of {OVERLAPS}, got {overlap!r}")
     if accumulate not in ACCUMULATIONS:
         raise ValueError(f"accumulate must be one of {ACCUMULATIONS}, got {accumulate!r}")
+
+
+def overlaps_backward(overlap: str | None) -> bool:
+    """Whether gradients begin to travel in backward passes."""
+    return overlap in ("backward", "both")
+
+
+def overlaps_forward(overlap: str | None) -> bool:
+    """Whether the gather of weights may run into the next forward pass."""
+    return overlap in ("forward", "both")
+
+
+def travel_before_step(overlap: str | None, accumulate: str) -> bool:
+    """Whether gradients do."""
+    return overlaps_backward(overlap) or accumulate == "sharded"
 
 
 def check_can_overlap(
@@ -38,7 +48,7 @@ def check_can_overlap(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Raises ValueError where gradients cannot travel before a step. groups: of the parameters."""
-    if (overlap, accumulate) == (None, "local"):
+    if not travel_before_step(overlap, accumulate):
         return
     asked = f"overlap={overlap!r}, accumulate={accumulate!r}"
     if (transport, accumulate) == ("peer", "sharded"):

@@ -12,6 +12,7 @@ import torch
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import CollectiveError, GroupReference
 from zerofp4.engine import (
+    Arrivals,
     FlatBuffer,
     GradientReducer,
     Peers,
@@ -37,7 +38,8 @@ class ShardedParameters:
 
     names: what messages call the parameters. shardings: of each. world_size: the number of all ranks that
     step together. updated: how their masters are. peers: the ranks, where weights lie in memory that they
-    share.
+    share. as_made: whether gradients travel in backward passes. defers: whether NVFP4 weights may be gathered
+    while the next forward pass runs.
     masters[i], gradients[i]: 1D float32, this rank's piece of parameters[i], None where it owns nothing. The
     memory of gradients is made when they are first asked for.
     optimized[i]: what an optimizer updates of parameters[i]: nothing, the piece, or the matrices in it.
@@ -59,19 +61,22 @@ class ShardedParameters:
         updated: Sequence[Updated],
         peers: Peers | None = None,
         as_made: bool = False,
+        defers: bool = False,
     ):
         self._world_size = world_size
         self.parameters, self.names, self.updated = list(parameters), list(names), list(updated)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         numbers = amax_group_numbers(self.parameters, amax_groups)
-        self.buffers = build_buffers(self.parameters, numbers, shardings, wire, self.updated, as_made)
+        order = as_made, defers and not as_made
+        self.buffers = build_buffers(self.parameters, numbers, shardings, wire, self.updated, *order)
+        self._arrivals = Arrivals(self.parameters[0].device) if defers else None
         self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._views: list[list[torch.Tensor | None] | None] = [None] * len(self.buffers)
         for buffer in self.buffers:
             buffer.peers = peers
             buffer.allocate()
             buffer.take_values()
-            buffer.bind()
+            self._bind(buffer)
             for index, master in zip(buffer.indices, buffer.own_views(buffer.masters), strict=True):
                 self.masters[index] = master
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
@@ -135,6 +140,11 @@ class ShardedParameters:
             found_inf=self.found_inf,
         )
 
+    def _bind(self, buffer: FlatBuffer) -> None:
+        buffer.bind()
+        if self._arrivals is not None and buffer.kind == "nvfp4":
+            self._arrivals.watch(buffer)
+
     # Addresses
 
     def _take_addresses(self) -> None:
@@ -173,8 +183,9 @@ class ShardedParameters:
                     f"{name} was {kind[0]} on {kind[1]}, now it is {kind_of(p)} on {p.device}: build a new "
                     "optimizer"
                 )
+        self._settle()
         for buffer in self.buffers:
-            buffer.bind()
+            self._bind(buffer)
         for plan in self._present_plans():
             plan.refresh()
         self.take_amaxes_from(self._amaxes_from)
@@ -233,6 +244,7 @@ class ShardedParameters:
         update: updates the masters of one buffer, and leaves their amaxes; without it they are as they are.
         error: what went wrong on this rank, which takes its part, without giving anything, and raises it.
         """
+        self._settle()
         if found_inf is None:
             self.found_inf.zero_()
         else:
@@ -252,7 +264,7 @@ class ShardedParameters:
         for first, last in itertools.pairwise(self._group_bounds()):
             of_group = self.buffers[first:last], self._plans[first:last]
             try:
-                Publication(*of_group, update and _shifted(update, first), error).run()
+                Publication(*of_group, update and _shifted(update, first), error, self._arrivals).run()
             except Exception as failure:
                 if isinstance(failure, CollectiveError) or isinstance(failure.__cause__, CollectiveError):
                     raise  # nobody is left who would wait for the rest
@@ -262,6 +274,23 @@ class ShardedParameters:
         if errors:
             errors[0].unheard = not heard
             raise errors[0]
+
+    def _settle(self) -> None:
+        """Before weights are written to, or taken to other memory: those that are on their way are here."""
+        if self._arrivals is not None:
+            self._arrivals.settle()
+
+    def check(self) -> None:
+        """Wait for the device, and raise RuntimeError for what has gone wrong in publications, or has moved
+        since.
+        """
+        if self._arrivals is not None:
+            self._arrivals.synchronize()
+        moved = self.find_moved()
+        if moved is not None:
+            raise moved
+        for plan in self._present_plans():
+            plan.check()
 
     def _group_bounds(self) -> list[int]:
         """Where the buffers of each process group begin, and where the last ones end."""
@@ -276,6 +305,8 @@ class ShardedParameters:
         described = describe_buckets(self.buffers, self._plans, reducer)
         for bucket, buffer in zip(described["buckets"], self.buffers, strict=True):
             bucket["optimizer"] = type(optimizers[self.updated[buffer.indices[0]].by]).__name__
+            late = self._arrivals is not None and buffer.kind == "nvfp4"
+            bucket["gathered_in"] = None if buffer.world_size == 1 else "forward" if late else "step"
         return described
 
     def gathered_masters(self) -> list[torch.Tensor]:

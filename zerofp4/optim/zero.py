@@ -50,8 +50,14 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     parameter to the first, as backward passes make them, then the others; so pass parameters in the model's
     order. What is missing in a step travels in it, unused parameters as zeros. Run all passes before a step
     but the last in no_sync(), and let no other communication of the group come between a pass and the step:
-    give the optimizer a process group of its own. In a world of one nothing travels. "forward" and "both"
-    raise ValueError.
+    give the optimizer a process group of its own. "forward" lets the gather of NVFP4 weights go on while the
+    next forward pass runs: step() has begun it, and whatever reads codes waits for those of its bucket, a
+    product, dequantize(), state_dict() or a copy; on a GPU the stream waits, on the CPU the host. These
+    gathers begin behind all else that travels in a step, in the order of the parameters. All other
+    parameters, and scales and amaxes, are complete when step() returns. The next step, load_state_dict(),
+    refresh() and check() wait for all. A tensor of codes that was taken out of a weight before a step, and a
+    CUDA graph that was captured before, wait for nothing: call check() first. "both" is both. In a world of
+    one nothing travels.
     accumulate: "local" adds up micro-batches in p.grad. With "sharded" each backward pass outside of
     no_sync() is reduced, its means added to this rank's slice in FP32, and p.grad is None afterwards; a step
     uses them up. Every rank runs as many such passes. What is in p.grad in step() is added there. Both take
@@ -144,6 +150,21 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         with torch.no_grad():
             self._shards.refresh()
 
+    @torch.no_grad()
+    def check(self) -> None:
+        """Wait for what the last step() has queued, weights that are on their way among it, and raise what
+        has gone wrong there: RuntimeError where a rank kept the others from writing, where one did not come
+        to a barrier of the GPUs, or where a parameter, a master or a buffer has moved. Not collective, and
+        the next step() raises what this has not.
+
+        With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
+        its replays behind a step.
+        """
+        self._shards.check()
+        late = None if self._peers is None else self._peers.take_error()
+        if late is not None:
+            raise late
+
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.
 
@@ -151,9 +172,10 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         each bucket is updated as soon as its gradients are here, as the ranks agreed in their last step(),
         and obstacle why not; before the first as this rank sees it. overlap, accumulate, as they were given.
         world_size, bucket_mb. buckets: in the order in which they travel, each with its kind, parameters,
-        elements and bytes. bytes_sent: by this rank in a step, as gradients, amaxes and weights; with "peer"
-        and no overlap other ranks read the gradients. shared_bytes: of memory that other ranks can access,
-        which torch.cuda does not count. advice: what would make it faster, or None.
+        elements and bytes, and gathered_in: "step", or "forward" where readers wait for it; None in a world
+        of one. bytes_sent: by this rank in a step, as gradients, amaxes and weights; with "peer" and no
+        overlap of backward passes other ranks read the gradients. shared_bytes: of memory that other ranks
+        can access, which torch.cuda does not count. advice: what would make it faster, or None.
         """
         obstacle = self._bucketed.find_obstacle()
         if obstacle is None and self._agreed_in_sequence:

@@ -16,11 +16,12 @@ from zerofp4.storage.record import (
     register_adapter,
     weight_record,
 )
-from zerofp4.storage.sides import BUFFERS, SIDES, Side, Sides, scale_name, side_names, sides_of, unstack
+from zerofp4.storage.sides import BUFFERS, SIDES, Gate, Side, Sides, scale_name, side_names, sides_of, unstack
 
 __all__ = [
     "BUFFERS",
     "SIDES",
+    "Gate",
     "MXFP8Storage",
     "NVFP4Storage",
     "Side",

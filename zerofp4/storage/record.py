@@ -112,7 +112,7 @@ class Storage(Sides):
 
     @property
     def device(self) -> torch.device:
-        return next(buffer for _, buffer in self.buffers()).device
+        return next(buffer for _, buffer in self.places()).device
 
     def data_shape(self, side: str) -> tuple[int, ...]:
         raise NotImplementedError

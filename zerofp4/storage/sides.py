@@ -3,7 +3,7 @@ list.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -30,17 +30,61 @@ BUFFERS = (*side_names(SCALE_LAYOUTS), "amax", "columnwise_amax")
 _SCALES = {scale_name(side, layout): (side, layout) for side in SIDES for layout in SCALE_LAYOUTS}
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+class Gate:
+    """Stands before elements that may be on their way from other ranks. Sides of many records may share one.
+
+    It is open unless close() was called since open(): then every read calls what close() was given, first.
+    """
+
+    __slots__ = ("_wait",)
+
+    def __init__(self) -> None:
+        self._wait: Callable[[], None] | None = None
+
+    def close(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def open(self) -> None:
+        self._wait = None
+
+    def wait(self) -> None:
+        wait = self._wait  # once: another thread may open it
+        if wait is not None:
+            wait()
+
+
 class Side:
     """One copy of a quantized matrix.
 
     data: its elements; None where no whole copy of them exists. scales: by layout, "compact" among them
     unless only a kernel reads them. amax: float32, NVFP4's second level; None in a format that has none.
+
+    gate: what a read of `data` waits for, on a GPU in the current stream only; None where nothing is ever on
+    its way. All reads of a record's elements come here: who keeps the tensor itself, or its address, waits at
+    the gate before each use. (Scales and amaxes do not travel: every rank computes them.)
+    place: the same tensor for who only asks where it is.
     """
 
-    data: torch.Tensor | None
-    scales: dict[str, torch.Tensor]
-    amax: torch.Tensor | None = None
+    __slots__ = ("amax", "gate", "place", "scales")
+
+    def __init__(
+        self,
+        data: torch.Tensor | None,
+        scales: dict[str, torch.Tensor],
+        amax: torch.Tensor | None = None,
+        gate: Gate | None = None,
+    ):
+        self.place, self.scales, self.amax, self.gate = data, scales, amax, gate
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        if self.gate is not None:
+            self.gate.wait()
+        return self.place
+
+    @data.setter
+    def data(self, value: torch.Tensor | None) -> None:
+        self.place = value
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -79,9 +123,16 @@ class Sides:
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Existing buffers by name, each once: columnwise_amax is left out where it is amax itself."""
+        for _, side in self.sides():
+            if side.gate is not None:
+                side.gate.wait()
+        yield from self.places()
+
+    def places(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for who only asks where they are: elements may be on their way."""
         for name, side in self.sides():
-            if side.data is not None:
-                yield f"{name}_data", side.data
+            if side.place is not None:
+                yield f"{name}_data", side.place
             for layout in SCALE_LAYOUTS:
                 if layout in side.scales:
                     yield scale_name(name, layout), side.scales[layout]
@@ -110,11 +161,12 @@ def unstack(sides: Sides, count: int, first: int = 0) -> list[Sides]:
     matrices = [Sides() for _ in range(count)]
     amaxes = {id(side.amax): chosen(side.amax).split(1) for _, side in sides.sides() if side.amax is not None}
     for name, side in sides.sides():
-        data = [None] * count if side.data is None else chosen(side.data).unbind()
+        data = [None] * count if side.place is None else chosen(side.place).unbind()
         scales = {layout: chosen(scale).unbind() for layout, scale in side.scales.items()}
         for e, matrix in enumerate(matrices):
             amax = None if side.amax is None else amaxes[id(side.amax)][e]
-            setattr(matrix, name, Side(data[e], {layout: each[e] for layout, each in scales.items()}, amax))
+            own = {layout: each[e] for layout, each in scales.items()}
+            setattr(matrix, name, Side(data[e], own, amax, side.gate))
     return matrices
 
 

@@ -101,7 +101,7 @@ class QuantizedTensor(torch.Tensor):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, which is less than numel() * element_size()."""
-        return sum(buffer.nbytes for _, buffer in self.record.buffers())
+        return sum(buffer.nbytes for _, buffer in self.record.places())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.

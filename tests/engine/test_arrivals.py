@@ -1,0 +1,335 @@
+"""Who waits for codes that are on their way, and what is queued behind what: gathers that remember it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import zerofp4
+from zerofp4.distributed import CollectiveError
+from zerofp4.engine import Arrivals, arrivals
+from zerofp4.storage import Gate, Side
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Gather:
+    """error: what waiting for it raises."""
+
+    def __init__(self, said, name="gather", error=None):
+        self._said, self._name, self._error = said, name, error
+
+    def wait(self):
+        self._said.append(self._name)
+        if self._error is not None:
+            raise self._error
+
+
+class Bucket:
+    """Of weights that share a gate."""
+
+    def __init__(self, *shapes, device="cpu"):
+        self.gate = Gate()
+        values = [torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+        self.parameters = [zerofp4.quantize(each, columnwise=True) for each in values]
+        for weight in self.parameters:
+            for _, side in weight.record.sides():
+                side.gate = self.gate
+
+
+def on_the_way(*buckets, errors=()):
+    """Arrivals on the CPU of what is added for each bucket, and what is said by whoever waits."""
+    said, coming = [], Arrivals(CPU)
+    for b, bucket in enumerate(buckets):
+        error = errors[b] if errors else None
+        gather = Gather(said, f"gather {b}", error)
+        coming.add(bucket, gather, lambda b=b: said.append(f"complete {b}"))
+    return coming, said
+
+
+# On the CPU
+
+
+def test_the_first_reader_completes_a_bucket():
+    first, second = Bucket((16, 32), (32, 32)), Bucket((16, 32))
+    coming, said = on_the_way(first, second)
+    assert said == []
+    second.parameters[0].dequantize()
+    assert said == ["gather 1", "complete 1"]
+    second.parameters[0].dequantize()
+    assert said == ["gather 1", "complete 1"]
+    first.parameters[1].rowwise_data  # noqa: B018
+    first.parameters[0].columnwise_data  # noqa: B018
+    assert said == ["gather 1", "complete 1", "gather 0", "complete 0"]
+    coming.settle()
+    assert len(said) == 4
+
+
+def test_settling_waits_for_what_nobody_read():
+    for end in ("settle", "synchronize"):
+        buckets = Bucket((16, 32)), Bucket((16, 32))
+        coming, said = on_the_way(*buckets)
+        buckets[1].parameters[0].float()
+        getattr(coming, end)()
+        assert said == ["gather 1", "complete 1", "gather 0", "complete 0"]
+        buckets[0].parameters[0].float()
+        assert len(said) == 4
+
+
+READS = {
+    "rowwise_data": lambda w: w.rowwise_data,
+    "columnwise_data": lambda w: w.columnwise_data,
+    "a buffer of the record": lambda w: w.record.buffer("columnwise_data"),
+    "buffers": lambda w: list(w.record.buffers()),
+    "detach": lambda w: w.detach().rowwise_data,
+    "deepcopy": copy.deepcopy,
+    "clone": torch.clone,
+    "a product": lambda w: torch.nn.functional.linear(torch.ones(1, w.shape[-1], dtype=w.dtype), w),
+    "an operand": lambda w: zerofp4.gemm(zerofp4.quantize(torch.ones(2, w.shape[-1], dtype=w.dtype)), w),
+    "quantize into": lambda w: zerofp4.quantize(torch.zeros_like(w), columnwise=True, out=w),
+    "a Quantizer": lambda w: zerofp4.Quantizer(columnwise=True).update_(w, torch.zeros_like(w)),
+    "fill_": lambda w: w.detach().fill_(1),
+    "zero_": lambda w: w.detach().zero_(),
+    "share_memory_": lambda w: w.share_memory_(),
+    "inside of a tensor": lambda w: w.__tensor_flatten__(),
+    "dequantize_many": lambda w: zerofp4.dequantize_many([w]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_whoever_reads_or_writes_elements_waits(name):
+    bucket = Bucket((16, 32))
+    READS[name](bucket.parameters[0])  # what is kept from an earlier call must wait as well
+    _, said = on_the_way(bucket)
+    READS[name](bucket.parameters[0])
+    assert said == ["gather 0", "complete 0"]
+
+
+ASKS = {
+    "scales": lambda w: (w.rowwise_scale, w.columnwise_scale, w.amax),
+    "swizzled scales": lambda w: zerofp4.swizzle_scales([w]),
+    "repr": repr,
+    "nbytes": lambda w: w.nbytes,
+    "device": lambda w: w.record.device,
+    "detach": lambda w: w.detach().requires_grad_(),
+    "addresses": lambda w: zerofp4.ops.Addresses({"w": w}, {}).find_moved(),
+    "matrices": lambda w: w.record.matrices(),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_whoever_asks_for_something_else_does_not(name):
+    bucket = Bucket((16, 32))
+    _, said = on_the_way(bucket)
+    ASKS[name](bucket.parameters[0])
+    assert said == []
+
+
+def test_matrices_of_a_stack_wait_with_it():
+    bucket = Bucket((2, 16, 32))
+    (stack,) = bucket.parameters
+    taken = [*stack.unbind(), stack[1]]
+    for weight in taken:
+        _, said = on_the_way(bucket)
+        weight.dequantize()
+        assert said == ["gather 0", "complete 0"]
+
+
+def test_other_threads_wait_for_the_reader_that_completes():
+    bucket, said = Bucket((16, 32)), []
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        def wait(self):
+            said.append("gather")
+            begun.set()
+            assert may_end.wait(30)
+
+    def read(name):
+        bucket.parameters[0].dequantize()
+        said.append(name)
+
+    Arrivals(CPU).add(bucket, Slow(), lambda: said.append("complete"))
+    threads = [threading.Thread(target=read, args=("read",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(30) and said == ["gather"]
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert said == ["gather", "complete", "read", "read", "read"]
+
+
+def test_a_gather_that_fails_is_raised_once():
+    """To who reads, or else when all settle; others arrive."""
+    gone = CollectiveError("gathering weights failed")
+    buckets = [Bucket((16, 32)) for _ in range(3)]
+    coming, said = on_the_way(*buckets, errors=(gone, None, gone))
+    with pytest.raises(CollectiveError):
+        buckets[0].parameters[0].dequantize()
+    buckets[0].parameters[0].dequantize()
+    assert said == ["gather 0"]
+    with pytest.raises(CollectiveError):
+        coming.settle()
+    assert said == ["gather 0", "gather 1", "complete 1", "gather 2"]
+    coming.settle()
+    for bucket in buckets:
+        bucket.parameters[0].dequantize()
+    assert len(said) == 4
+
+
+def test_nothing_is_kept_of_what_has_arrived():
+    bucket, coming = Bucket((16, 32)), Arrivals(CPU)
+    gather = Gather([])
+    coming.add(bucket, gather, lambda: None)
+    reference = weakref.ref(gather)
+    del gather
+    gc.collect()
+    assert reference() is not None
+    bucket.parameters[0].dequantize()
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_side_without_a_gate_is_its_data():
+    data = torch.zeros(2, dtype=torch.uint8)
+    side = Side(data, {})
+    assert side.data is side.place is data
+    side.data = None
+    assert side.data is None and side.place is None
+
+
+# On a GPU: streams and events that only remember
+
+
+class Stream:
+    """done: all that is done once the stream is here."""
+
+    def __init__(self, handle=0):
+        self.cuda_stream, self.done = handle, set()
+
+
+class Event:
+    """arrived: whether the device has come there."""
+
+    arrived, asked = False, 0
+
+    def __init__(self):
+        self.done = frozenset()
+
+    def record(self, stream):
+        self.done = frozenset(stream.done)
+
+    def wait(self, stream):
+        stream.done |= self.done
+
+    def query(self):
+        Event.asked += 1
+        return Event.arrived
+
+    def synchronize(self):
+        Event.arrived = True
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The stack of streams, the last of which is the current one, and whether it is being captured."""
+    state = SimpleNamespace(on=[Stream(1)], capturing=False)
+
+    @contextlib.contextmanager
+    def within(stream):
+        state.on.append(stream)
+        try:
+            yield
+        finally:
+            state.on.pop()
+
+    cuda = SimpleNamespace(
+        Stream=lambda *_, **__: Stream(99),
+        Event=Event,
+        stream=within,
+        current_stream=lambda _: state.on[-1],
+    )
+    monkeypatch.setattr(arrivals, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(arrivals, "current_stream", lambda _: state.on[-1].cuda_stream)
+    monkeypatch.setattr(arrivals, "is_capturing", lambda _: state.capturing)
+    monkeypatch.setattr(Event, "arrived", False)
+    monkeypatch.setattr(Event, "asked", 0)
+    return state
+
+
+def add(gpu, coming, bucket):
+    """What is done at the gather's end, and then by the stream that completes."""
+    gather = SimpleNamespace(wait=lambda: gpu.on[-1].done.add("gathered"))
+    coming.add(bucket, gather, lambda: gpu.on[-1].done.add("completed"))
+
+
+ALL = {"gathered", "completed"}
+
+
+def test_a_gpu_waits_in_the_stream_that_reads(gpu):
+    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+    (weight,) = bucket.parameters
+    add(gpu, coming, bucket)
+    assert gpu.on[0].done == set()  # what computes goes on
+    weight.rowwise_data  # noqa: B018
+    assert gpu.on[0].done == ALL and Event.asked == 1
+    weight.columnwise_data  # noqa: B018
+    assert Event.asked == 1  # the stream waits already
+    gpu.on[0] = other = Stream(2)
+    weight.columnwise_data  # noqa: B018
+    assert other.done == ALL  # and so does every other one that reads
+
+
+def test_what_has_arrived_is_not_waited_for(gpu):
+    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+    add(gpu, coming, bucket)
+    Event.arrived = True
+    for _ in range(3):
+        bucket.parameters[0].rowwise_data  # noqa: B018
+    assert gpu.on[0].done == set() and Event.asked == 1
+
+
+def test_a_gpu_settles_on_the_stream_of_the_step(gpu):
+    buckets, coming = [Bucket((16, 32)), Bucket((16, 32))], Arrivals(GPU)
+    for bucket in buckets:
+        add(gpu, coming, bucket)
+    buckets[0].parameters[0].rowwise_data  # noqa: B018
+    gpu.on[0] = Stream(2)
+    coming.settle()
+    assert gpu.on[0].done == ALL
+    gpu.on[0] = Stream(3)
+    buckets[0].parameters[0].rowwise_data  # noqa: B018
+    assert gpu.on[0].done == set()  # whoever computes there waits for the step itself
+
+
+def test_a_capture_is_told_what_to_do(gpu):
+    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+    add(gpu, coming, bucket)
+    gpu.capturing = True
+    with pytest.raises(RuntimeError, match=r"call check\(\) of the optimizer before the capture"):
+        bucket.parameters[0].rowwise_data  # noqa: B018
+    gpu.capturing = False
+    coming.synchronize()
+    gpu.capturing = True
+    bucket.parameters[0].rowwise_data  # noqa: B018
+    assert Event.arrived
+
+
+def test_what_cannot_be_completed_is_raised_at_once_and_waited_for(gpu):
+    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+
+    def fail():
+        raise RuntimeError("no transpose")
+
+    with pytest.raises(RuntimeError, match="no transpose"):
+        coming.add(bucket, SimpleNamespace(wait=lambda: gpu.on[-1].done.add("gathered")), fail)
+    bucket.parameters[0].rowwise_data  # noqa: B018
+    assert gpu.on[0].done == {"gathered"}
