@@ -297,6 +297,42 @@ def test_states_that_are_loaded_and_addresses_that_are_taken_anew(world):
     assert_same(models, "the end")
 
 
+@on_ranks(2, 3)
+def test_groups_of_some_ranks(world):
+    """Of two ranks and of one, which has nothing to gather: each group's weights are left behind its own."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2])[: world.world_size - 1]]
+    own = groups[world.rank // 2]
+    models = []
+    for overlap in (None, "forward"):
+        net, _ = make(world)
+        experts = {"params": list(net.layers[1:3].named_parameters()), "process_group": own}
+        others = [(n, p) for n, p in net.named_parameters() if not n.startswith(("layers.1", "layers.2"))]
+        options = {"lr": 0.02, "overlap": overlap, "bucket_mb": 1e-4}
+        models.append((net, ZeroFP4Optimizer([{"params": others}, experts], FusedAdamW, **options)))
+    for step in range(4):
+        step_of(world, models, step)
+    for i, (theirs, mine) in enumerate(
+        zip(*(model_bytes(list(n.parameters())) for n, _ in models), strict=True)
+    ):
+        assert_bytes_equal(mine, theirs, f"tensor {i}")
+
+
+@on_ranks(2)
+def test_all_is_complete_where_no_step_ends(world):
+    """When an optimizer was built, and when it has loaded a state."""
+    with late_gathers() as begun:
+        net, optimizer = make(world, overlap="forward", bucket_mb=SMALL)
+        count = sum(bucket["kind"] == "nvfp4" for bucket in optimizer.describe()["buckets"])
+        assert len(begun) == count > 1
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert len(begun) == 2 * count
+        step_of(world, [(net, optimizer)], 0)
+        # First the weights follow the masters that were loaded.
+        assert world.device.type == "cuda" or len(begun) == 3 * count
+        optimizer.check()
+        assert len(begun) == 4 * count
+
+
 @on_ranks(1, 2)
 def test_describe(world):
     for overlap in (None, "forward", "both"):

@@ -195,6 +195,7 @@ class BuiltOptimizer(SteppedOptimizer):
         self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
         self._weights_follow = True
         self._publish()
+        self._shards.settle()
 
     def _take_arguments(
         self, params: Any, optimizer_class: type, choices: Choices, defaults: dict

@@ -183,7 +183,7 @@ class ShardedParameters:
                     f"{name} was {kind[0]} on {kind[1]}, now it is {kind_of(p)} on {p.device}: build a new "
                     "optimizer"
                 )
-        self._settle()
+        self.settle()
         for buffer in self.buffers:
             self._bind(buffer)
         for plan in self._present_plans():
@@ -244,7 +244,7 @@ class ShardedParameters:
         update: updates the masters of one buffer, and leaves their amaxes; without it they are as they are.
         error: what went wrong on this rank, which takes its part, without giving anything, and raises it.
         """
-        self._settle()
+        self.settle()
         if found_inf is None:
             self.found_inf.zero_()
         else:
@@ -275,8 +275,8 @@ class ShardedParameters:
             errors[0].unheard = not heard
             raise errors[0]
 
-    def _settle(self) -> None:
-        """Before weights are written to, or taken to other memory: those that are on their way are here."""
+    def settle(self) -> None:
+        """What is queued next on the current stream finds all weights, or may write to them."""
         if self._arrivals is not None:
             self._arrivals.settle()
 

@@ -226,6 +226,7 @@ class ShardedState(torch.optim.Optimizer):
             piece.settle()
         self._steps, self._reduced, self._unheard = steps, None, None
         self._publish()
+        self._shards.settle()
         self._weights_follow = False
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
