@@ -116,8 +116,8 @@ def test_what_cannot_be_captured(world):
     """Every rank says so, and the next step is as if nothing had been asked for."""
     run, plain = Run(world, "auto"), Run(world, "auto")
     in_sequence = Run(world, "auto", torch.optim.SGD)
-    early = Run(world, "auto", overlap="backward")
-    for one in (run, plain, in_sequence, early):
+    early, late = (Run(world, "auto", overlap=overlap) for overlap in ("backward", "forward"))
+    for one in (run, plain, in_sequence, early, late):
         one.eager(0)
     set_gradients(run.parameters, run.gradients(1))
     with as_if_captured():
@@ -129,6 +129,8 @@ def test_what_cannot_be_captured(world):
             in_sequence.optimizer.step()
         with cannot("gradients travel before it"):
             early.optimizer.step()
+        with cannot("weights travel behind it"):
+            late.optimizer.step()
         run.parameters[2].grad = None
         with pytest.raises(RuntimeError, match="take a step with these"):
             run.optimizer.step()

@@ -8,6 +8,7 @@ import torch
 from zerofp4.ops import is_capturing
 from zerofp4.optim.bucketed import BucketedStep
 from zerofp4.optim.nonfinite import NonfiniteGradients
+from zerofp4.optim.rounds import overlaps_forward
 from zerofp4.optim.state import ShardedState
 from zerofp4.optim.votes import Votes
 
@@ -53,6 +54,8 @@ class CapturedSteps(ShardedState):
             return "clip_grad_norm_ has reduced the gradients"
         if self._rounds is not None:
             return "gradients travel before it"
+        if overlaps_forward(self._overlap):
+            return "weights travel behind it"
         obstacle = self._bucketed.find_obstacle()
         if obstacle is None and self._agreed_in_sequence:
             return "another rank has to do one thing after the other"
