@@ -26,11 +26,11 @@ def on_gpu(world, check, **options):
     globals()[check](alike, **options)
 
 
-def make_models(world, name="FusedAdamW", **options):
-    """One that waits for all gradients, and one that does not, where ranks share memory; and one by
-    collectives, where they have such on their device.
+def make_models(world, name="FusedAdamW", overlaps=("backward",), **options):
+    """One that waits for all gradients, and one that does not, where ranks share memory, and one of each
+    other way of overlap; and one by collectives, where they have such on their device.
     """
-    ways = [{"transport": "peer"}, {"transport": "peer", "overlap": "backward"}]
+    ways = [{"transport": "peer", "overlap": overlap} for overlap in (None, *overlaps)]
     if world.device.type == "cpu" or dist.get_backend() == "nccl":
         ways.append({"transport": "collective"})
     models = [make(world, name, **way, **options) for way in ways]
@@ -51,7 +51,7 @@ def whole_steps(world, name="FusedAdamW", clip=False, **options):
     """Of real gradients: a weight used twice, one that only some ranks use, recomputed activations, and
     autograd.grad in between; gradients that are dropped before a step, and one of zeros in place of None.
     """
-    models = make_models(world, name, **options)
+    models = make_models(world, name, ("backward", "forward", "both"), **options)
     for step in range(5):
         norms = []
         for net, optimizer in models:

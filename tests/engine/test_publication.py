@@ -188,6 +188,7 @@ def test_gathers_of_codes_are_left_to_arrivals(shared):
     assert collectives(done) == ["start_step 0", "start_step 1", *(f"start_gather {b}" for b in (2, 1, 0))]
     assert not {"part 7", "complete 0", "derive_columns 0"} & set(done)
     begin = ["start_sending 0", "start_gather 0"] if shared else ["start_gather 0"]
+    assert (done[done.index("start_gather 1") - 1] == "arrive peers") == shared
     assert done[done.index("start_gather 1") :] == [
         *("start_gather 1", "add 1", "note_written 1"),
         *(*begin, "add 0", "note_written 0"),

@@ -66,7 +66,11 @@ class Publication:
             if self._peers is not None:
                 self._peers.open()
             run_in_turns(len(self._buffers), stages)
-            left = filter(self._is_left, range(len(self._buffers)))
+            left = list(filter(self._is_left, range(len(self._buffers))))
+            if left and self._peers is not None:
+                # Gradients that others read in their updates may be written over next, and no gather that the
+                # current stream waits for has seen to that.
+                self._peers.arrive()
             for b in sorted(left, key=lambda b: min(self._buffers[b].indices)):
                 self._leave(b)
         except CollectiveError as error:

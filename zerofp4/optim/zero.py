@@ -60,9 +60,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     one nothing travels.
     accumulate: "local" adds up micro-batches in p.grad. With "sharded" each backward pass outside of
     no_sync() is reduced, its means added to this rank's slice in FP32, and p.grad is None afterwards; a step
-    uses them up. Every rank runs as many such passes. What is in p.grad in step() is added there. Both take
-    one process group for all parameters, and "sharded" transport="collective", which "auto" then is; else
-    ValueError.
+    uses them up. Every rank runs as many such passes. What is in p.grad in step() is added there. It takes
+    transport="collective", which "auto" then is, and it and overlap="backward" one process group for all
+    parameters; else ValueError.
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
     all, at least 256 and at most 1024. The memory for what is received is twice as large (on the CPU with
     overlap or "sharded", as large as all gradients). Both keep an FP32 slice of gradients, 4 bytes for each
