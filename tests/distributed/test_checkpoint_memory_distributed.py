@@ -21,8 +21,8 @@ import zerofp4
 from distributed.checks_optim import check_weights
 from distributed.processes import device_for
 from distributed.run import on_ranks, run_ranks
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, arrivals
-from zerofp4.optim.arrivals import Arrivals
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, read_chunks
+from zerofp4.optim.read_chunks import ReadChunks
 
 MOST = 0.05  # of the state of a rank
 COUNT, SIZE = 96, 512
@@ -331,10 +331,10 @@ def test_gradients_wait_for_a_chunk_that_is_on_its_way_to_their_memory(world):
         train(world, model, optimizer, range(1))
     model, optimizer = optimizers[0]
     asked, found = threading.Event(), []
-    abandon = Arrivals.abandon
+    abandon = ReadChunks.abandon
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrivals, "LARGE", 0)
-        patch.setattr(Arrivals, "abandon", lambda self: (asked.set(), abandon(self)))
+        patch.setattr(read_chunks, "LARGE", 0)
+        patch.setattr(ReadChunks, "abandon", lambda self: (asked.set(), abandon(self)))
         entries = optimizer.state_dict()["state"].values()
         piece = next(own["master"] for own in entries if own["master"].values.numel())
         first = piece.__create_chunk_list__()[0]
@@ -346,7 +346,7 @@ def test_gradients_wait_for_a_chunk_that_is_on_its_way_to_their_memory(world):
             target.fill_(9e9)
 
         one_element = torch.empty(1)  # of more that the load expects
-        target.place.arrivals.bring(one_element, arrive, nobody_else_writes=True)
+        target.place.reads.bring(one_element, arrive, nobody_else_writes=True)
         del entries, piece, target, arrive
         for own, _ in optimizers:
             backward(world, own, 1)

@@ -125,7 +125,7 @@ def saved_entries(
         pieces[STARTED] = _scalar(torch.tensor(float(bool(state))), entry, is_held, home)
     for name, piece in pieces.items():
         piece.label = None if parameter_name is None else f"{parameter_name}.{name}"
-        piece.refusal, piece.arrivals = refusal, spare[0].arrivals
+        piece.refusal, piece.reads = refusal, spare[0].reads
     return pieces
 
 

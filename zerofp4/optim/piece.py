@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import GroupReference
-from zerofp4.optim.arrivals import Arrivals
 from zerofp4.optim.checksums import checksum
 from zerofp4.optim.host_memory import keep_freed_buffers
+from zerofp4.optim.read_chunks import ReadChunks
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part
 from zerofp4.optim.spare import Loan
 from zerofp4.shard import Rectangle, Shard, cut, rectangles
@@ -70,7 +70,7 @@ class Piece(torch.Tensor):
     """Of the parameter and the entry, as a file has it."""
     refusal: str | None
     """Why no file can have it under its name: other ranks have other tensors of that name."""
-    arrivals: Arrivals | None
+    reads: ReadChunks | None
     """Of the state dict that it is in; None where what is read is there at once."""
 
     # What it is, asked for often: of a tensor's own these would be functions of torch, each through a mode.
@@ -87,7 +87,7 @@ class Piece(torch.Tensor):
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
         piece.boxes, piece.space, piece.ends, piece.loaded, piece.asked = {}, None, None, None, False
-        piece.live, piece.label, piece.refusal, piece.arrivals = live, None, None, None
+        piece.live, piece.label, piece.refusal, piece.reads = live, None, None, None
         piece.received, piece._shape = [], torch.Size(shape)
         return piece
 
@@ -134,8 +134,8 @@ class Piece(torch.Tensor):
 
     def wait(self) -> None:
         """Until all that was read is there."""
-        if self.arrivals is not None:
-            self.arrivals.wait()
+        if self.reads is not None:
+            self.reads.wait()
 
     @property
     def is_lost(self) -> bool:
@@ -198,8 +198,8 @@ class Piece(torch.Tensor):
         keep_freed_buffers()
         self.asked, self.loaded, self.received = True, None, []
         self.space = self._make_space()
-        if self.arrivals is not None:
-            self.arrivals.expect(self.values.numel())
+        if self.reads is not None:
+            self.reads.expect(self.values.numel())
         return self._chunks(self._rectangles())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
@@ -211,7 +211,7 @@ class Piece(torch.Tensor):
         own = slice(box.start - self.start, box.start - self.start + box.numel)
         if self.asked:
             values = self._memory()[own].view(box.sizes)
-            return Chunk.into(values, self.label, self.shape, box.start, self.received, self.arrivals)
+            return Chunk.into(values, self.label, self.shape, box.start, self.received, self.reads)
         return Chunk.of(self.present()[own].view(box.sizes), self.label, self.shape, box.start)
 
     def _make_space(self) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.optim.arrivals import Arrivals
 from zerofp4.optim.checksums import BLOCK, begin_checksum, checksum
+from zerofp4.optim.read_chunks import ReadChunks
 
 ATTRIBUTE = "zerofp4_seal"
 """Of a tensor in a file: (label, shape of the parameter, flat index of its first element, checksum)."""
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     """Where a box of a parameter lies, whose elements are [start, start + numel) of the flat order.
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
-    received: where is noted what was read into it. arrivals: of the state dict that is read, None where each
+    received: where is noted what was read into it. reads: of the state dict that is read, None where each
     chunk is read at once. checksum: what returns that of its elements, where a GPU takes it. written: whether
     it is in a file, and no longer here.
     """
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     start: int
     origin: int
     received: list[Part] | None = None
-    arrivals: Arrivals | None = None
+    reads: ReadChunks | None = None
     checksum: Callable[[], int] | None = None
     written: bool = False
 
@@ -103,18 +103,18 @@ class Chunk(torch.Tensor):
         shape: Sequence[int],
         start: int,
         received: list[Part] | None = None,
-        arrivals: Arrivals | None = None,
+        reads: ReadChunks | None = None,
     ) -> "Chunk":
         """To be read into."""
-        return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received, arrivals))
+        return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received, reads))
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Chunk":
         seal, whole = _seal_of(source)
         arrive = functools.partial(_read, self, source, whole, seal, non_blocking)
-        if self.place.arrivals is None:
+        if self.place.reads is None:
             arrive()
         else:  # a tensor with a seal was made from a pickle, for nobody else
-            self.place.arrivals.bring(self, arrive, nobody_else_writes=seal is not None)
+            self.place.reads.bring(self, arrive, nobody_else_writes=seal is not None)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zerofp4.engine import GradientReducer
-from zerofp4.optim.arrivals import Arrivals
+from zerofp4.optim.read_chunks import ReadChunks
 from zerofp4.optim.sharded import ShardedParameters
 
 
@@ -19,13 +19,13 @@ class Loan:
     """What the masters of one state dict are read into. lend: gives it, by parameter, when it is first asked
     for, and again where it has ended.
 
-    ends: how often others may have written there by now. arrivals: of what is read, wherever it is read to.
+    ends: how often others may have written there by now. reads: of what is read, wherever it is read to.
     Copies are the same.
     """
 
     def __init__(self, lend: Callable[["Loan"], Sequence[torch.Tensor | None]]):
         self._lend, self._memory = lend, None
-        self.ends, self.arrivals = 0, Arrivals()
+        self.ends, self.reads = 0, ReadChunks()
 
     def memory(self, i: int) -> torch.Tensor | None:
         """For the master of parameter i; None where there is none to lend."""
@@ -60,7 +60,7 @@ class SpareMemory:
         """By parameter, memory like its master, or None. is_reduced: whether the slices are in use."""
         self.take_back()
         # Whoever lends holds no loan: it leads to the optimizer, which would be a circle.
-        self._end = functools.partial(_end, weakref.ref(loan), loan.arrivals)
+        self._end = functools.partial(_end, weakref.ref(loan), loan.reads)
         found: list[torch.Tensor | None] = [None] * len(self._shards.masters)
         buffers = dict(enumerate(self._shards.buffers))
         free = {b: buf.gradients for b, buf in buffers.items() if buf.has_gradients and not is_reduced}
@@ -77,8 +77,8 @@ class SpareMemory:
         self._end()
 
 
-def _end(loan: "weakref.ref[Loan]", arrivals: Arrivals) -> None:
-    arrivals.abandon()  # a load that failed may have left a chunk on its way, and nobody has its state dict
+def _end(loan: "weakref.ref[Loan]", reads: ReadChunks) -> None:
+    reads.abandon()  # a load that failed may have left a chunk on its way, and nobody has its state dict
     found = loan()
     if found is not None:
         found.end()

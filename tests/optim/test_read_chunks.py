@@ -11,7 +11,7 @@ import pytest
 import torch
 from early import waits_for
 
-from zerofp4.optim.arrivals import LARGE, MOST_SMALL, Arrivals
+from zerofp4.optim.read_chunks import LARGE, MOST_SMALL, ReadChunks
 
 SECONDS = 20.0  # for what another thread does at once
 
@@ -45,28 +45,28 @@ def gate():
 
 
 def expecting(*sizes):
-    arrivals = Arrivals()
+    reads = ReadChunks()
     for size in sizes:
-        arrivals.expect(size)
-    return arrivals
+        reads.expect(size)
+    return reads
 
 
 def test_who_reads_goes_on_while_a_large_chunk_arrives(gate):
-    arrivals = expecting(LARGE, 1, 1, LARGE)
-    arrivals.bring(chunk(LARGE), gate.arrival("large"), True)
-    arrivals.bring(chunk(1), gate.arrival("behind it"), True)
+    reads = expecting(LARGE, 1, 1, LARGE)
+    reads.bring(chunk(LARGE), gate.arrival("large"), True)
+    reads.bring(chunk(1), gate.arrival("behind it"), True)
     assert gate.order == []  # nobody waited
-    arrivals.bring(chunk(1), gate.arrival("another optimizer's"), False)  # whose buffer others may have
+    reads.bring(chunk(1), gate.arrival("another optimizer's"), False)  # whose buffer others may have
     assert gate.order == ["another optimizer's"]
     gate.open.set()
-    arrivals.bring(chunk(LARGE), gate.arrival("last"), True)  # returns when all is there
+    reads.bring(chunk(LARGE), gate.arrival("last"), True)  # returns when all is there
     assert gate.order[1:] == ["large", "behind it", "last"]
     assert len(gate.threads) == 2 and threading.main_thread() in gate.threads
 
 
 def test_one_large_chunk_is_on_its_way_at_a_time(gate):
-    arrivals = expecting(3 * LARGE)
-    arrivals.bring(chunk(LARGE), gate.arrival(0), True)
+    reads = expecting(3 * LARGE)
+    reads.bring(chunk(LARGE), gate.arrival(0), True)
     held = []
 
     def look():
@@ -74,27 +74,27 @@ def test_one_large_chunk_is_on_its_way_at_a_time(gate):
         gate.open.set()
 
     threading.Timer(0, look).start()
-    arrivals.bring(chunk(LARGE), gate.arrival(1), True)
+    reads.bring(chunk(LARGE), gate.arrival(1), True)
     assert held == [] and gate.order[0] == 0
-    arrivals.wait()
+    reads.wait()
     assert gate.order == [0, 1]
 
 
 def test_so_many_small_ones_wait_for_it(gate):
-    arrivals = expecting(2 * LARGE)
-    arrivals.bring(chunk(LARGE), gate.arrival("large"), True)
+    reads = expecting(2 * LARGE)
+    reads.bring(chunk(LARGE), gate.arrival("large"), True)
     for i in range(MOST_SMALL):
-        arrivals.bring(chunk(1), gate.arrival(i), True)
+        reads.bring(chunk(1), gate.arrival(i), True)
     assert gate.order == []
     gate.open.set()
-    arrivals.bring(chunk(1), gate.arrival("one more"), True)
+    reads.bring(chunk(1), gate.arrival("one more"), True)
     assert gate.order == ["large", *range(MOST_SMALL), "one more"]
 
 
 def test_small_chunks_alone_are_there_at_once(gate):
-    arrivals = expecting(100)
+    reads = expecting(100)
     for i in range(3):
-        arrivals.bring(chunk(1), gate.arrival(i), True)
+        reads.bring(chunk(1), gate.arrival(i), True)
         assert gate.order[-1] == i
     assert gate.threads == {threading.main_thread()}
 
@@ -102,30 +102,30 @@ def test_small_chunks_alone_are_there_at_once(gate):
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_what_went_wrong_is_raised_by_the_end(gate, bad):
     gate.open.set()
-    arrivals, error = expecting(3 * LARGE), ValueError("damaged")
+    reads, error = expecting(3 * LARGE), ValueError("damaged")
     with pytest.raises(ValueError, match="damaged"):
         for i in range(3):
-            arrivals.bring(chunk(LARGE), gate.arrival(i, error if i == bad else None), True)
+            reads.bring(chunk(LARGE), gate.arrival(i, error if i == bad else None), True)
     assert len(gate.order) in (bad + 1, bad + 2)
-    arrivals.wait()  # and once
+    reads.wait()  # and once
 
 
 def test_where_a_file_has_less_those_who_use_it_hear_of_it(gate):
     gate.open.set()
-    arrivals = expecting(2 * LARGE)
-    arrivals.bring(chunk(LARGE), gate.arrival(0, ValueError("damaged")), True)
+    reads = expecting(2 * LARGE)
+    reads.bring(chunk(LARGE), gate.arrival(0, ValueError("damaged")), True)
     with pytest.raises(ValueError, match="damaged"):
-        copy.deepcopy(arrivals).wait()
-    arrivals.expect(LARGE)  # another load into the same state dict, which knows nothing of the first
+        copy.deepcopy(reads).wait()
+    reads.expect(LARGE)  # another load into the same state dict, which knows nothing of the first
     with pytest.raises(ValueError, match="too"):
-        arrivals.bring(chunk(LARGE), gate.arrival(1, ValueError("damaged too")), True)
+        reads.bring(chunk(LARGE), gate.arrival(1, ValueError("damaged too")), True)
 
 
 def test_nothing_is_on_its_way_to_abandoned_memory(gate):
-    arrivals = expecting(2 * LARGE)
-    arrivals.bring(chunk(LARGE), gate.arrival(0, ValueError("damaged")), True)
+    reads = expecting(2 * LARGE)
+    reads.bring(chunk(LARGE), gate.arrival(0, ValueError("damaged")), True)
     threading.Timer(0, gate.open.set).start()
-    arrivals.abandon()
+    reads.abandon()
     assert gate.order == [0]
 
 
@@ -135,14 +135,14 @@ def test_a_chunk_is_written_as_by_who_reads(inference, device):
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.inference_mode(inference), torch.cuda.stream(stream):
         target, source = torch.zeros(LARGE, device=device), torch.ones(LARGE)
-        arrivals, streams = expecting(2 * LARGE), []
+        reads, streams = expecting(2 * LARGE), []
 
         def arrive():
             streams.append(stream and torch.cuda.current_stream(device))
             target.copy_(source)
 
-        arrivals.bring(target, arrive, True)
-        arrivals.wait()
+        reads.bring(target, arrive, True)
+        reads.wait()
         assert streams == [stream] and target.is_inference() == inference
         assert target.sum() == LARGE
 
@@ -153,12 +153,12 @@ import signal
 
 import torch
 
-from zerofp4.optim.arrivals import LARGE, Arrivals
+from zerofp4.optim.read_chunks import LARGE, ReadChunks
 
 def load():
-    arrivals, there = Arrivals(), []
-    arrivals.bring(torch.empty(LARGE, dtype=torch.uint8), lambda: there.append(1), True)
-    arrivals.wait()
+    reads, there = ReadChunks(), []
+    reads.bring(torch.empty(LARGE, dtype=torch.uint8), lambda: there.append(1), True)
+    reads.wait()
     return there
 
 assert load() == [1]

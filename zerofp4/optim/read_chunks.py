@@ -16,7 +16,7 @@ MOST_SMALL = 15
 """Chunks of less that may wait for a large one."""
 
 
-class Arrivals:
+class ReadChunks:
     """The chunks that are read into one state dict. A large one is on its way at a time, so that of the
     buffers that torch reads files into there are two at a time, as without; small ones get there behind it,
     since a GPU takes them in this order, and who reads would wait for it.
@@ -71,7 +71,7 @@ class Arrivals:
         if failures:
             raise failures[0]
 
-    def __deepcopy__(self, memo: dict) -> "Arrivals":
+    def __deepcopy__(self, memo: dict) -> "ReadChunks":
         return self
 
 
