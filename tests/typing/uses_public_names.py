@@ -145,6 +145,7 @@ def training() -> None:
     assert_type(optimizer.skipped_steps, int)
     assert_type(optimizer.first_nonfinite(), str | None)
     assert_type(optimizer.describe(), dict[str, Any])
+    assert_type(optimizer.check(), None)
     optimizer.refresh()
     state = optimizer.state_dict()
     assert_type(state, dict[str, Any])
