@@ -17,7 +17,7 @@ import zerofp4
 from distributed.cases import shared_folder
 from distributed.checks_optim import Injected, model_bytes
 from distributed.run import on_ranks
-from zerofp4.optim import FusedAdamW, arrivals
+from zerofp4.optim import FusedAdamW, read_chunks
 
 MUTATIONS = 60
 
@@ -95,9 +95,9 @@ def test_changed_files_are_refused(world):
     elements: list = [None] * world.world_size
     dist.all_gather_object(elements, own)
     files, refused = sorted(path.iterdir()), 0
-    large = arrivals.LARGE
+    large = read_chunks.LARGE
     for i in range(MUTATIONS):
-        arrivals.LARGE = large if i % 2 else 0
+        read_chunks.LARGE = large if i % 2 else 0
         if world.rank == 0:
             file = draw.choice(files)
             content = file.read_bytes()
@@ -124,7 +124,7 @@ def test_changed_files_are_refused(world):
             file.write_bytes(content)
         dist.barrier()
     assert refused > MUTATIONS // 2
-    arrivals.LARGE = large
+    read_chunks.LARGE = large
     logging.disable(logging.NOTSET)
 
 
