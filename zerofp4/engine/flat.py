@@ -136,17 +136,15 @@ class FlatBuffer:
 
     @property
     def halfway(self) -> Halfway | None:
-        """Where start_sending() is called in a cast of two parts; None where it is cast at once."""
+        """Where start_sending() may be called in a cast of two parts; None where it is cast at once."""
         return None
 
-    def start_gather(self) -> Pending | PeerGather | None:
-        """Begin to fill in the other ranks' slices of the weights, behind start_sending() where there is a
-        halfway.
-        """
+    def start_gather(self, begun: bool = False) -> Pending | PeerGather | None:
+        """Begin to fill in the other ranks' slices of the weights. begun: behind start_sending()."""
         if self.world_size == 1:
             return None
         if self.peers is not None:
-            return self.peers.start_gather(self.weights, 0 if self.halfway is None else self.halfway.sent)
+            return self.peers.start_gather(self.weights, self.halfway.sent if begun else 0)
         return all_gather_slices(self.weights, self.group(), async_op=True, stage="gathering weights")
 
 

@@ -129,16 +129,19 @@ class Publication:
             self._attempt(b, self._heard, self._plans[b].finish_step, *halfway)
 
     def _cast_and_send(self, b: int) -> None:
-        """Codes leave at once, the first while the others are made and those beside what completes the bucket
-        before: an update that reads gradients of other ranks waits until NVLink is its own
+        """Codes leave at once, beside what completes the bucket before; with updates the first leave while
+        the others are made, since one that reads gradients of other ranks waits until NVLink is its own
         (Peers.wait_until_sent).
         """
         buffer = self._buffers[b]
         if self._is_left(b):
             self._cast(b)
-            return
-        self._cast(b, *([] if buffer.halfway is None else [(buffer.halfway.position, buffer.start_sending)]))
-        self._start_gather(b)
+        elif self._prepare is None or buffer.halfway is None:
+            self._cast(b)
+            self._start_gather(b)
+        else:
+            self._cast(b, (buffer.halfway.position, buffer.start_sending))
+            self._gathers[b] = buffer.start_gather(begun=True)
 
     def _start_gather(self, b: int) -> None:
         if not self._is_left(b):
@@ -160,8 +163,6 @@ class Publication:
         """Begin to gather bucket b, and leave the rest to arrivals."""
         buffer, plan = self._buffers[b], self._plans[b]
         complete = plan.derive_columns if self._failed[b] is None else _nothing
-        if buffer.halfway is not None:
-            buffer.start_sending()
         self._attempt(b, self._own, self._arrivals.add, buffer, buffer.start_gather(), complete)
         if self._failed[b] is None:
             plan.note_written()

@@ -52,15 +52,17 @@ class BucketedStep:
     def prepare(
         self,
         gradients: Sequence[torch.Tensor | None],
+        present: Sequence[bool],
         reduce: bool,
         factor: torch.Tensor | None,
         found: torch.Tensor | None = None,
     ) -> "PreparedStep":
         """What a step needs, before it is agreed on: all that may fail on one rank alone is done here.
 
-        gradients: of the parameters. reduce: whether they are still to be reduced. factor: what those that
-        have been reduced are multiplied by as they are read. found: float32 [] on the device, 1 where the
-        step is to be skipped; None where the host knows.
+        gradients: of the parameters. present: which of them are expected to have one on any rank; what run()
+        is told counts. reduce: whether they are still to be reduced. factor: what those that have been
+        reduced are multiplied by as they are read. found: float32 [] on the device, 1 where the step is to be
+        skipped; None where the host knows.
         """
         brought = self._added_up_in_update if reduce else frozenset()
         (inner,) = self._inners.all
@@ -71,8 +73,7 @@ class BucketedStep:
             dtype = self._reducer.dtypes[b] if b in brought else torch.float32
             if b not in brought:
                 self._shards.gradients_of(b)
-            there = [i for i in buffer.indices if gradients[i] is not None]
-            masters = [self._shards.masters[i] for i in there]
+            masters = [self._shards.masters[i] for i in buffer.indices if present[i]]
             update.expect(b, {master: dtype for master in masters if master is not None})
         if reduce:
             self._reducer.prepare(gradients)

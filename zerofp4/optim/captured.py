@@ -41,7 +41,7 @@ class CapturedSteps(ShardedState):
         nonfinite = self._nonfinite
         nonfinite.hear_on_device(self._votes.agree_on_device(self._word(gradients)))
         self._push_options()
-        prepared = self._bucketed.prepare(gradients, True, None, nonfinite.found)
+        prepared = self._bucketed.prepare(gradients, present, True, None, nonfinite.found)
         self._bucketed.run(prepared, present, lambda update: self._publish(nonfinite.found, update=update))
         self._pull_options()
         nonfinite.count()

@@ -208,7 +208,8 @@ class SteppedOptimizer(CapturedSteps):
             self._shards.make_gradients()
             return None
         self._push_options()
-        return self._bucketed.prepare(gradients, reduce, None if reduce else self._factor)
+        present = self._votes.expected(gradients)
+        return self._bucketed.prepare(gradients, present, reduce, None if reduce else self._factor)
 
     def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
         self._cleared = 0  # on every rank, whatever comes of the vote

@@ -131,6 +131,13 @@ class Votes:
         error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
         raise error
 
+    def expected(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
+        """What an agreement is expected to find present: what the last one did, where this rank has gradients
+        as it had them then.
+        """
+        own = [gradient is not None for gradient in gradients]
+        return self._last[1] if self._last is not None and self._last[0] == own else own
+
     def repeat(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """Which parameters have a gradient on any rank, where that is as in the last agreement. Not
         collective. Raises RuntimeError where this rank knows that it is not.

@@ -54,7 +54,7 @@ class TensorRecord(NVFP4Storage):
     """The tensor's, when they were last looked at."""
     identities: list[int] = dataclasses.field(default_factory=list)
     buffers_seen: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    places: bytes | list[int] = b""
+    pointers_seen: bytes | list[int] = b""
     """Where the memory of those buffers was."""
 
     def __reduce_ex__(self, protocol):
@@ -73,12 +73,12 @@ class TensorRecord(NVFP4Storage):
         except AttributeError:
             attributes = tuple(getattr(tensor, name, _MISSING) for name in _ATTRIBUTES)
         identities = list(map(id, attributes))
-        if identities == self.identities and pointers(self.buffers_seen) == self.places:
+        if identities == self.identities and pointers(self.buffers_seen) == self.pointers_seen:
             return
         note_rebinding()
         self.attributes, self.identities = attributes, identities
         self.buffers_seen = list(filter(_has_address, attributes))
-        self.places = pointers(self.buffers_seen)
+        self.pointers_seen = pointers(self.buffers_seen)
         self.rowwise = self.columnwise = self.problem = None
         try:
             sides = _sides_of(tensor, self)
