@@ -36,7 +36,7 @@ def run(world, check, late, **options):
         check(alone, process_group=group, **options)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize(
     ("late", "options"),
     [
@@ -51,14 +51,14 @@ def test_the_bytes_of_other_ways(world, late, options):
     run(world, checks.whole_steps, late, **({"bucket_mb": FEW} | options))
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize(("late", "options"), [(True, {}), (False, {}), (True, ROUNDED), (True, NARROWED)])
 def test_micro_batches_and_gradients_that_somebody_assigned(world, late, options):
     """Those that are rounded are copied to memory that buckets have in turns."""
     run(world, checks.micro_batches, late, bucket_mb=FEW, **options)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize(
     ("late", "options"), [(True, {}), (False, {}), (True, {"name": "AdamW"}), (True, ROUNDED)]
 )

@@ -13,6 +13,7 @@ from zerofp4.distributed import Pending
 from zerofp4.engine.exchange import GradientReducer, Stretch
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
+from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.wire import Wire
 
 
@@ -74,6 +75,12 @@ class EarlyReducer(GradientReducer):
         round that is only to end, whatever it brings. Waits for the other ranks only where memory is still
         in use.
         """
+        source = self._sources[b]
+        # Where gradients stay nothing is written but on the stream of backward passes: the next of them may
+        # be there, after zero_grad(), before the other stream is.
+        stays = isinstance(source, GradientViews)
+        if gradients is not None and stays:
+            self._take(source, gradients)
         with self._aside():
             for number in self._numbers(b):
                 stretch = self._stretches[number]
@@ -82,9 +89,8 @@ class EarlyReducer(GradientReducer):
                         self._age += 1
                     self._squares.zero_()
                 self._make_room(stretch)
-                if stretch.first == 0:
-                    if gradients is not None:
-                        self._take(stretch, gradients)
+                if stretch.first == 0 and gradients is not None and not stays:
+                    self._take_aside(source, gradients, self.buffers[b].indices)
                 works = [] if stretch.buffer.world_size == 1 else self._send(stretch)
                 self._underway.append(Underway(b, stretch, works, self._age, self._rounds == 0))
         if b + 1 == len(self.buffers):
@@ -145,15 +151,23 @@ class EarlyReducer(GradientReducer):
         with torch.cuda.stream(self._stream):
             yield
 
-    def _take(self, stretch: Stretch, gradients: Mapping[int, torch.Tensor | None]) -> None:
+    def _take(self, source: FlatGradients, gradients: Mapping[int, torch.Tensor | None]) -> None:
         try:
-            stretch.source.take(gradients)
-            if self._stream is not None:
-                for i in stretch.buffer.indices:
-                    if gradients[i] is not None:  # their owners may free them before they are copied
-                        gradients[i].record_stream(self._stream)
+            source.take(gradients)
         except Exception as error:  # the others wait for this rank's part, whatever it is
             self.error = self.error or error
+
+    def _take_aside(
+        self,
+        source: FlatGradients,
+        gradients: Mapping[int, torch.Tensor | None],
+        indices: Sequence[int],
+    ) -> None:
+        self._take(source, gradients)
+        if self._stream is not None:
+            for i in indices:
+                if gradients[i] is not None:  # their owners may free them before they are copied
+                    gradients[i].record_stream(self._stream)
 
     def _make_room(self, stretch: Stretch) -> None:
         """Have nothing on its way that uses the memory of a stretch."""
