@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -48,9 +49,9 @@ def leaves_out(world):
     pytest.skip("not here")
 
 
-def one_dies(world):
+def one_crashes(world):
     if world.rank == 1:
-        os._exit(7)
+        os.kill(os.getpid(), signal.SIGSEGV)
     time.sleep(1000)
 
 
@@ -71,7 +72,7 @@ BESIDE = [
     check(one_fails_the_other_waits),
     check(leaves_out),
     check(rank_times, name="last", factor=3),
-    check(one_dies),
+    check(one_crashes),
 ]
 
 
@@ -105,7 +106,7 @@ KEEPS = told_by(Setting(1, "alone"), [check(keeps_a_group)], CPU)
     [
         (BAD, "one_fails_the_other_waits", ["rank 1: Traceback", "DID NOT RAISE", "rank 0: "]),
         (HANGS, "one_hangs", ["rank 0: hangs: not done in 5 s", "in one_hangs", "rank 1: passed"]),
-        (BAD, "one_dies", ["rank 1: ended early"]),
+        (BAD, "one_crashes", ["rank 1: ended early", "Segmentation fault", "in one_crashes"]),
     ],
 )
 def test_what_went_wrong_is_said(early, work, name, messages):

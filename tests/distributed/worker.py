@@ -42,6 +42,7 @@ def main(folder: Path) -> None:
     log = os.open(folder / f"{os.getpid()}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable()  # a rank that crashes says where
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # how the test process asks where a rank hangs
     tempfile.tempdir = str(folder)  # which is deleted
     job = pickle.loads((folder / "job.pickle").read_bytes())
