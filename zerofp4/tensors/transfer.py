@@ -3,6 +3,7 @@
 import hashlib
 import types
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -127,19 +128,25 @@ def _broadcast(func, tensors, group, root, root_tensor=0, async_op=True, timeout
 
     Raises ValueError, on all ranks, where their formats differ.
     """
-    records = [record_of(tensor) for tensor in tensors]
-    _check_same_formats(records, dist.ProcessGroup.unbox(group))
-    work = None
+    records, unboxed = [record_of(tensor) for tensor in tensors], dist.ProcessGroup.unbox(group)
+    _check_same_formats(records, unboxed)
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = root, root_tensor, False
+    if timeout >= 0:
+        options.timeout = timedelta(milliseconds=timeout)
+    buffers: list[torch.Tensor] = []
     for record, tensor in zip(records, tensors, strict=True):
-        buffers = [tensor] if record is None else [buffer for _, buffer in record.buffers()]
-        for buffer in buffers:
-            if work is not None:
-                work.wait()
-            raw = buffer if record is None else buffer.view(torch.uint8)  # gloo has no float8
-            _, work = func([raw], group, root, root_tensor, async_op, timeout)
-        if record is not None:
+        if record is None:
+            buffers.append(tensor)
+        else:
+            buffers += [buffer.view(torch.uint8) for _, buffer in record.buffers()]  # gloo has no float8
             torch.autograd.graph.increment_version(tensor)
-    return tensors, work
+    for buffer in buffers[:-1]:
+        # Not by func: the work that it gives NCCL's caller is none, and to wait for that is a crash.
+        work = unboxed.broadcast([buffer], options)
+        if work is not None:
+            work.wait()
+    return tensors, func(buffers[-1:], group, root, root_tensor, async_op, timeout)[1]
 
 
 def _check_same_formats(records: list[Storage | None], group: dist.ProcessGroup) -> None:
