@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,15 @@ import torch.distributed as dist
 from helpers import assert_bytes_equal
 from optim_cases import make_gradients, make_parameters, set_gradients
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zerofp4
 from distributed.checks_optim import SPECIFICATIONS, gradients_of, model_bytes
+from distributed.mesh_cases import check_order_of_addition
 from zerofp4 import launch
+from zerofp4.distributed import start_exchange
+from zerofp4.engine import host_reducer
 from zerofp4.engine.peers import Peers
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -58,6 +63,33 @@ def equal_steps(world, inner, bucket_mb, wire=None):
         pairs = zip(all_bytes(*shared), all_bytes(*cpu), strict=True)
         for i, (mine, theirs) in enumerate(pairs):
             assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+
+
+def hosts(world, bucket_mb):
+    """Two hosts of two ranks on the GPUs that there are; what travels between them goes through the CPU, as
+    gloo has no messages of GPUs.
+    """
+    alike = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=gpu_of(world))
+
+    def build(parameters, *arguments, **options):
+        mesh = init_device_mesh("cpu", (2, 2))
+        return ZeroFP4Optimizer(parameters, *arguments, hosts=mesh, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_reducer, "start_exchange", exchange_on_the_cpu)
+        for name in ("FusedAdamW", "AdamW"):
+            for clip in (False, True):
+                check_order_of_addition(alike, (2, 2), build, name, clip, bucket_mb=bucket_mb)
+
+
+def exchange_on_the_cpu(received, sent, group, stage):
+    copies = [[[t.cpu() for t in messages] for messages in rows] for rows in (received, sent)]
+    for work in start_exchange(*copies, group, stage):
+        work.wait()
+    for rank, messages in enumerate(received):
+        if rank != dist.get_rank(group):
+            torch._foreach_copy_(messages, copies[0][rank])
+    return []
 
 
 def take_step(world, parameters, optimizer, step):

@@ -52,27 +52,33 @@ CHECKS = {
 }
 
 
+SHARED_GPU = {
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+    "ZEROFP4_TEST_BACKEND": "gloo",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
+
+
 def environment() -> dict[str, str]:
     """Of two ranks: with one GPU both use it, and gloo, since NCCL wants one each."""
     if device_for(2) == "cuda":
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    return {
-        "CUDA_VISIBLE_DEVICES": visible,
-        "ZEROFP4_TEST_BACKEND": "gloo",
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    }
+    return SHARED_GPU
+
+
+def done(setting: Setting, cases: dict, env: dict[str, str]) -> Launch:
+    checks = [
+        Check(name, f"{body.__module__}:{body.__name__}", arguments, 90.0)
+        for name, (body, arguments) in cases.items()
+    ]
+    launch = Launch(setting, checks, env)
+    launch.run_ahead(Path())
+    return launch
 
 
 def all_checks(_) -> Launch:
     """The checks on two ranks, done."""
-    checks = [
-        Check(name, f"{body.__module__}:{body.__name__}", arguments, 90.0)
-        for name, (body, arguments) in CHECKS.items()
-    ]
-    launch = Launch(Setting(2), checks, environment())
-    launch.run_ahead(_)
-    return launch
+    return done(Setting(2), CHECKS, environment())
 
 
 @needs_gpu
@@ -80,6 +86,21 @@ def all_checks(_) -> Launch:
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_ranks(early, name):
     assert early(all_checks).outcome(name).values == [None, None]
+
+
+HOSTS = {f"hosts, {mb}": (peer_checks.hosts, {"bucket_mb": mb}) for mb in (None, 1e-4)}
+
+
+def checks_of_hosts(_) -> Launch:
+    """Those of four ranks, whatever GPUs there are."""
+    return done(Setting(4), HOSTS, SHARED_GPU)
+
+
+@needs_gpu
+@waits_for(checks_of_hosts)
+@pytest.mark.parametrize("name", HOSTS)
+def test_hosts_of_two_ranks(early, name):
+    assert early(checks_of_hosts).outcome(name).values == [None] * 4
 
 
 def one_dies(folder: Path) -> tuple[list[str], list[int]]:
@@ -135,7 +156,7 @@ def test_auto_without_the_permission_to_share_memory(world):
             raise RuntimeError("no permission")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "_seat", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
+        patch.setattr(peers, "seat_of", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
         patch.setattr(peers, "Peers", share)
         found = peers.join_peers("auto", dist.group.WORLD, world.device)
     assert found == (None, "on rank 1: no permission")

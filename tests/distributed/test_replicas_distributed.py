@@ -8,47 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import assert_bytes_equal
-from optim_cases import assert_all_equal, assert_weights_follow, make_gradients, plain_masters, set_gradients
-from torch.distributed.device_mesh import init_device_mesh
+from optim_cases import assert_all_equal, make_gradients, set_gradients
 
 from distributed.cases import raised_everywhere, shared_folder
-from distributed.checks_optim import assert_same_on_all_ranks, model_bytes, parameters_of
-from distributed.group_cases import give, named
+from distributed.checks_optim import model_bytes, parameters_of
+from distributed.group_cases import named
+from distributed.mesh_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, means_of, mesh_of
 from distributed.run import on_ranks
-from zerofp4 import ops, reference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-CLASSES = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
-OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 SHAPES = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
-
-
-def mesh_of(world, shape):
-    return init_device_mesh(world.device.type, shape)
-
-
-def gradients_of(parameters, rank: int, step: int) -> list[torch.Tensor]:
-    made = make_gradients(parameters, 100 * rank + step)
-    return [g.to(p.dtype) for g, p in zip(made, parameters, strict=True)]
-
-
-def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Added in their order, divided."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total / len(tensors)
-
-
-def means_of(parameters, shape, step: int) -> list[torch.Tensor]:
-    """Of each replica, and then of the replicas: ((g0 + g1) / 2 + (g2 + g3) / 2) / 2."""
-    replicas, size = shape
-    by_rank = [gradients_of(parameters, rank, step) for rank in range(replicas * size)]
-    return [
-        mean([mean([by_rank[r * size + s][i].float() for s in range(size)]) for r in range(replicas)])
-        for i in range(len(parameters))
-    ]
 
 
 @on_ranks(2, 3, 4, time_limit=120)
@@ -56,33 +25,16 @@ def means_of(parameters, shape, step: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bucket_mb", [None, 0.003])
 @pytest.mark.parametrize("clip", [False, True])
 def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip):
-    """The masters and weights of one machine with these means; the norm has the bits of theirs."""
     for shape in SHAPES[world.world_size]:
-        parameters = parameters_of(world)
-        masters = plain_masters(parameters)
-        plain = CLASSES[name](masters, **OPTIONS)
-        groups = [{"params": parameters, "process_group": mesh_of(world, shape)}]
-        optimizer = ZeroFP4Optimizer(groups, CLASSES[name], bucket_mb=bucket_mb, **OPTIONS)
-        buckets = optimizer.describe()["buckets"]
-        assert {(bucket["replicas"], bucket["ranks"]) for bucket in buckets} == {shape}
-        for step in range(3):
-            set_gradients(parameters, gradients_of(parameters, world.rank, step))
-            means = means_of(parameters, shape, step)
-            if clip:
-                words = sum(reference.square_sums(m.flatten().cpu()) for m in means)
-                expected = ops.norm_of_squares(words.to(world.device))
-                for max_norm in (1e9, 0.7):  # the second looks at what the first has reduced
-                    total = optimizer.clip_grad_norm_(max_norm)
-                    assert_bytes_equal(total, expected, f"{shape}, step {step}: norm")
-                means = [m * (0.7 / (total + 1e-6)).clamp(max=1.0) for m in means]
-            give(masters, means)
-            plain.step()
-            optimizer.step()
-            found = optimizer.gathered_masters()
-            assert_all_equal(found, masters, f"{shape}, step {step}: master")
-            assert_weights_follow(parameters, found)
-            assert_same_on_all_ranks(model_bytes(parameters))
-        assert optimizer.describe()["in_buckets"] == (name == "FusedAdamW")
+
+        def build(parameters, *arguments, shape=shape, **options):
+            groups = [{"params": parameters, "process_group": mesh_of(world, shape)}]
+            optimizer = ZeroFP4Optimizer(groups, *arguments, **options)
+            buckets = optimizer.describe()["buckets"]
+            assert {(bucket["replicas"], bucket["ranks"]) for bucket in buckets} == {shape}
+            return optimizer
+
+        check_order_of_addition(world, shape, build, name, clip, bucket_mb=bucket_mb)
 
 
 @on_ranks(4)

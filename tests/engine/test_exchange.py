@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zerofp4.engine import Failures, GradientReducer, Sharding, build_buffers, exchange, flat, make_wire
-from zerofp4.engine.exchange import Flight
+from zerofp4.engine.stretches import Flight
 
 
 def reducer_of(parameters, **wire):

@@ -8,16 +8,18 @@ from zerofp4.engine.arrivals import Arrivals
 from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.early import EarlyReducer
 from zerofp4.engine.early_peer import EarlyPeerReducer
-from zerofp4.engine.exchange import Brought, GradientReducer
+from zerofp4.engine.exchange import GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
+from zerofp4.engine.host_reducer import HostReducer, Hosts, join_host
 from zerofp4.engine.partition import Updated, build_buffers
 from zerofp4.engine.peer_reducer import PeerReducer
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.places import GradientPlaces, are_sendable, is_sendable
 from zerofp4.engine.publication import Publication
 from zerofp4.engine.sharding import Sharding
+from zerofp4.engine.stretches import Brought
 from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "GradientPlaces",
     "GradientReducer",
     "GradientViews",
+    "HostReducer",
+    "Hosts",
     "PackedBuffer",
     "PeerReducer",
     "Peers",
@@ -47,6 +51,7 @@ __all__ = [
     "describe_buckets",
     "gradient_dtype",
     "is_sendable",
+    "join_host",
     "join_peers",
     "make_wire",
     "set_gradient_dtype",

@@ -36,7 +36,7 @@ def describe_buckets(
                 "elements": sum(parameter.numel() for parameter in buffer.parameters),
                 "whole_matrices": buffer.is_of_whole_matrices,
                 "gradients_travel_as": str(reducer.dtypes[b]).removeprefix("torch."),
-                "gradients": others * buffer.slice_numel * reducer.dtypes[b].itemsize,
+                "gradients": reducer.nbytes_sent(b),
                 # A ring sends every byte twice, but for the share of a rank.
                 "amaxes": 2 * others * amaxes // buffer.world_size,
                 "weights": others * buffer.weights.nbytes // buffer.world_size,

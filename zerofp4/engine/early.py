@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from zerofp4 import ops
 from zerofp4.distributed import Pending
-from zerofp4.engine.exchange import GradientReducer, Stretch
+from zerofp4.engine.exchange import GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
+from zerofp4.engine.stretches import Stretch
 from zerofp4.engine.wire import Wire
 
 

@@ -5,10 +5,7 @@ So no bit is lost that the gradients had, no sum depends on a library's algorith
 half the bytes of FP32 sums.
 """
 
-import itertools
-import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,66 +17,8 @@ from zerofp4.engine.flat import ALIGNMENT, FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.places import GradientPlaces
 from zerofp4.engine.replicas import ReplicaMean
+from zerofp4.engine.stretches import Brought, Flight, Stretch, Turns
 from zerofp4.engine.wire import Wire
-
-
-class Stretch(NamedTuple):
-    """Elements [first, first + n) of every rank's slice of a buffer.
-
-    here: [world_size, n] of this rank's own gradients, row r goes to rank r. received: [world_size, n], what
-    the others have of this rank's slice; its own row is written to where they are averaged. In a world of one
-    both are the same. sent, arrivals: the messages, by rank, of which every row is one.
-    """
-
-    source: FlatGradients
-    buffer: FlatBuffer
-    first: int
-    here: torch.Tensor
-    received: torch.Tensor
-    sent: list[list[torch.Tensor]]
-    arrivals: list[list[torch.Tensor]]
-
-
-class Brought(NamedTuple):
-    """Gradients of a buffer that are here, and not added up yet.
-
-    received: [world_size, slice_numel], of every other rank. own: this rank's, 1D, by the position of the
-    parameter.
-    """
-
-    received: torch.Tensor
-    own: dict[int, torch.Tensor]
-
-
-class Flight(NamedTuple):
-    """A stretch that travels. failures: what went wrong on this rank before it did; what the others get of
-    it then is of no use, and nobody waits for it.
-    """
-
-    stretch: Stretch
-    works: list[Pending]
-    failures: Failures
-
-
-class Turns:
-    """Memory for tensors of which `count` are used at a time, each in turn with those after it; None for all.
-
-    layouts: their shapes and dtypes.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[tuple[Sequence[int], torch.dtype]],
-        device: torch.device,
-        count: int | None = 2,
-    ):
-        most = max((math.prod(shape) * dtype.itemsize for shape, dtype in layouts), default=0)
-        count = max(len(layouts), 1) if count is None else count
-        self._places = itertools.cycle(torch.empty(count, most, dtype=torch.uint8, device=device))
-
-    def next(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the next one, contiguous."""
-        return next(self._places)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class GradientReducer:
@@ -151,10 +90,7 @@ class GradientReducer:
 
     def _make_stretches(self) -> None:
         """Of what is larger than a bucket several, so that the memory for what is received is bounded."""
-        parts = [
-            source.flat.split(self._chunk(buffer, source.flat), dim=1)
-            for buffer, source in zip(self.buffers, self._sources, strict=True)
-        ]
+        parts = self._parts()
         travel = [p for b, own in zip(self.buffers, parts, strict=True) if b.world_size > 1 for p in own]
         turns = Turns([(part.shape, part.dtype) for part in travel], self.device, self._turns)
         for source, buffer, own in zip(self._sources, self.buffers, parts, strict=True):
@@ -164,6 +100,13 @@ class GradientReducer:
                 messages = [[[row] for row in rows] for rows in (part, received)]
                 self._stretches.append(Stretch(source, buffer, first, part, received, *messages))
             self._ends.append(len(self._stretches))
+
+    def _parts(self) -> list[Sequence[torch.Tensor]]:
+        """By buffer, of its source [world_size, n], for each stretch."""
+        return [
+            source.flat.split(self._chunk(buffer, source.flat), dim=1)
+            for buffer, source in zip(self.buffers, self._sources, strict=True)
+        ]
 
     def _chunk(self, buffer: FlatBuffer, flat: torch.Tensor) -> int:
         """How much of every slice travels at once."""
@@ -216,6 +159,11 @@ class GradientReducer:
         large = {b for b in numbers if b in stay and stay[b].flat.nbytes >= 4 * self.buffers[b].slice_numel}
         return {b: stay[b].lend(end) for b in large}
 
+    def nbytes_sent(self, b: int) -> int:
+        """By this rank, of the gradients of buffer b in a step."""
+        buffer = self.buffers[b]
+        return (buffer.world_size - 1) * buffer.slice_numel * self.dtypes[b].itemsize
+
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Average the gradients of all trainable parameters; None counts as zeros. Returns the sums of the
         squares of this rank's slices that are counted, int64 ops.SQUARES, until the next call; None where
@@ -255,8 +203,8 @@ class GradientReducer:
                 stretch = self._arrive(number)
                 if not self._is_in_place:
                     last = stretch.first + stretch.received.shape[1]
-                    means, own = buffer.gradients[stretch.first : last], stretch.here[buffer.rank]
-                    ops.average(stretch.received, means, own, buffer.rank, of_stretches)
+                    means, row = buffer.gradients[stretch.first : last], self._row(buffer)
+                    ops.average(stretch.received, means, stretch.here[row], row, of_stretches)
         if buffer.replica_count > 1:
             with failures:
                 self._replicas.take(buffer, squares)
@@ -270,7 +218,8 @@ class GradientReducer:
         """Those of buffer b as they were sent, for an update that adds them up as it reads them. They are
         here until the next but one buffer is begun with.
         """
-        return Brought(self._arrive(self._numbers(b)[0]).received, self._own[b])
+        row = self._row(self.buffers[b])
+        return Brought(self._arrive(self._numbers(b)[0]).received, self._own[b], row)
 
     def _numbers(self, b: int) -> range:
         """Of the stretches of buffer b."""
@@ -299,11 +248,20 @@ class GradientReducer:
 
     def _start(self, number: int) -> None:
         stretch, failures = self._stretches[number], Failures()
-        if stretch.first == 0:
-            with failures:
-                stretch.source.take(self._gradients)
+        with failures:
+            self._fill(number)
         works = [] if stretch.buffer.world_size == 1 else self._send(stretch)
         self._flight.append(Flight(stretch, works, failures))
+
+    def _fill(self, number: int) -> None:
+        """Have there what a stretch sends."""
+        stretch = self._stretches[number]
+        if stretch.first == 0:
+            stretch.source.take(self._gradients)
+
+    def _row(self, buffer: FlatBuffer) -> int:
+        """Which row of what travels is this rank's own."""
+        return buffer.rank
 
     def _send(self, stretch: Stretch) -> list[Pending]:
         return start_exchange(stretch.arrivals, stretch.sent, stretch.buffer.group(), "averaging gradients")

@@ -6,13 +6,44 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.engine.exchange import Brought, GradientReducer
+from zerofp4.engine.exchange import GradientReducer
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.peers import Peers
+from zerofp4.engine.places import GradientPlaces
+from zerofp4.engine.stretches import Brought
 from zerofp4.engine.wire import Wire
 from zerofp4.ops import PeerRows
+
+
+def shared_sources(
+    buffers: Sequence[FlatBuffer],
+    dtypes: Sequence[torch.dtype],
+    wire: Wire,
+    places: GradientPlaces,
+    peers: Peers,
+) -> list[FlatGradients]:
+    """Collective: by buffer, where this rank's own gradients are when others read them."""
+    sources = []
+    for buffer, dtype in zip(buffers, dtypes, strict=True):
+        flat = peers.zeros((buffer.world_size, buffer.slice_numel), dtype)
+        stays = wire.keeps(buffer.parameters)
+        sources.append(GradientViews(buffer, flat, places) if stays else FlatGradients(buffer, flat))
+    return sources
+
+
+def take_all(
+    sources: Sequence[FlatGradients], gradients: Sequence[torch.Tensor | None] | None
+) -> list[Failures]:
+    """Have the gradients in all sources; None where they are. Returns, by source, what went wrong."""
+    found = [Failures() for _ in sources]
+    if gradients is None:
+        return found
+    for source, failures in zip(sources, found, strict=True):
+        with failures:
+            source.take(gradients)
+    return found
 
 
 class RowReducer(GradientReducer):
@@ -56,7 +87,7 @@ class RowReducer(GradientReducer):
 
     def bring(self, b: int) -> Brought:
         self._before_reading(b)
-        return Brought(self._rows[b], self._own[b])
+        return Brought(self._rows[b], self._own[b], self._row(self.buffers[b]))
 
 
 class PeerReducer(RowReducer):
@@ -74,28 +105,17 @@ class PeerReducer(RowReducer):
         self._failures = [Failures() for _ in buffers]
 
     def _make_sources(self) -> list[FlatGradients]:
-        sources = []
-        for buffer, dtype in zip(self.buffers, self.dtypes, strict=True):
-            flat = self._peers.zeros((buffer.world_size, buffer.slice_numel), dtype)
-            stays = self._wire.keeps(buffer.parameters)
-            sources.append(
-                GradientViews(buffer, flat, self._places) if stays else FlatGradients(buffer, flat)
-            )
-        return sources
+        return shared_sources(self.buffers, self.dtypes, self._wire, self._places, self._peers)
 
     def _make_rows(self) -> list[PeerRows]:
-        return [self._peers.peer_rows(source.flat, self.rank) for source in self._sources]
+        return [self._peers.rows_like(source.flat[self.rank]) for source in self._sources]
 
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for source in self._sources:
             source.take(gradients)
 
     def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
-        self._failures = [Failures() for _ in self.buffers]
-        for source, failures in zip(self._sources, self._failures, strict=True):
-            if not prepared:
-                with failures:
-                    source.take(gradients)
+        self._failures = take_all(self._sources, None if prepared else gradients)
         self._peers.arrive()
 
     def _before_reading(self, b: int) -> None:

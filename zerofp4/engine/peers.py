@@ -44,7 +44,7 @@ def join_peers(
         return None, "a world of one has nobody to share memory with"
     if transport == "collective":
         return None, "it was asked for"
-    obstacle = find_obstacle(exchange(_seat(device), None, group, "comparing where ranks run"))
+    obstacle = find_obstacle(exchange(seat_of(device), None, group, "comparing where ranks run"))
     if transport == "auto":
         return _try_to_join(group, device) if obstacle is None else (None, obstacle)
     if obstacle is not None:
@@ -66,7 +66,7 @@ def _try_to_join(group: dist.ProcessGroup, device: torch.device) -> tuple["Peers
     return (None, obstacles[0]) if obstacles else (peers, None)
 
 
-def _seat(device: torch.device) -> Seat:
+def seat_of(device: torch.device) -> Seat:
     if device.type != "cuda":
         return Seat("", -1, [], f"the parameters are on {device}, and only GPUs read each other's memory")
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -190,9 +190,9 @@ class Peers:
         first, handle = self._find(own)
         return tuple(address + own.data_ptr() - first for address in handle.buffer_ptrs)
 
-    def peer_rows(self, own: torch.Tensor, row: int) -> PeerRows:
-        """Of own, [n, m] in shared memory, row number `row` of every rank."""
-        return PeerRows(self.rows(own[row]), own.shape[1], own.dtype)
+    def rows_like(self, own: torch.Tensor) -> PeerRows:
+        """What is, in each rank's shared memory, `own` here; 1D and contiguous."""
+        return PeerRows(self.rows(own), own.numel(), own.dtype)
 
     def at(self, rank: int, own: torch.Tensor) -> torch.Tensor:
         """What is, in the shared memory of another rank, `own` here; contiguous."""

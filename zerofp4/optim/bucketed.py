@@ -111,9 +111,8 @@ class BucketedStep:
         self, b: int, present: Sequence[bool]
     ) -> tuple[dict[torch.Tensor, torch.Tensor], RankGradients]:
         """By master, this rank's own gradients in bucket b, and those of all ranks."""
-        received, own = self._reducer.bring(b)
-        buffer = self._shards.buffers[b]
-        brought = RankGradients(received, buffer.masters, buffer.rank)
+        received, own, row = self._reducer.bring(b)
+        brought = RankGradients(received, self._shards.buffers[b].masters, row)
         return {self._shards.masters[i]: g for i, g in own.items() if present[i]}, brought
 
 

@@ -13,11 +13,14 @@ from zerofp4.engine import (
     EarlyPeerReducer,
     EarlyReducer,
     GradientReducer,
+    HostReducer,
+    Hosts,
     PeerReducer,
     Sharding,
     Updated,
     Wire,
     check_gradient_dtype,
+    join_host,
     join_peers,
     make_wire,
     set_gradient_dtype,
@@ -38,7 +41,7 @@ from zerofp4.optim.classes import (
     try_options,
     without_class,
 )
-from zerofp4.optim.groups import Place, find_places
+from zerofp4.optim.groups import Place, find_hosts, find_places
 from zerofp4.optim.handover import take_over
 from zerofp4.optim.initial import HeldMaster, broadcast_frozen
 from zerofp4.optim.inner_optimizers import InnerOptimizers
@@ -53,6 +56,7 @@ from zerofp4.optim.parameters import (
 from zerofp4.optim.rounds import (
     Rounds,
     check_can_overlap,
+    check_hosts,
     check_overlap,
     overlaps_backward,
     overlaps_forward,
@@ -70,6 +74,7 @@ class Choices(NamedTuple):
 
     amax_groups: Sequence[Sequence[torch.Tensor]] | None
     transport: str
+    hosts: dist.device_mesh.DeviceMesh | None
     gradient_dtype: torch.dtype | None
     gradient_wire: torch.dtype | None
     overlap: str | None
@@ -82,12 +87,13 @@ class Choices(NamedTuple):
 
 class Checked(NamedTuple):
     """What this rank makes of its arguments alone. updated, shardings: by trainable parameter. places: by
-    group.
+    group. hosts: None where there are none to tell apart.
     """
 
     updated: list[Updated]
     places: list[Place]
     shardings: list[Sharding]
+    hosts: Hosts | None
     wire: Wire
     held: Mapping[int, HeldMaster]
     announcement: Announcement
@@ -122,7 +128,11 @@ class BuiltOptimizer(SteppedOptimizer):
             transport, why_collective = "collective", "accumulate='sharded' adds up every backward pass"
         self._saved_names = find_saved_names(announced, rank_and_size(group)[0])
         set_gradient_dtype(choices.gradient_dtype, self._trainable)
-        self._peers, obstacle = join_peers(transport, group, self._trainable[0].device)
+        self._hosts, device = checked.hosts, self._trainable[0].device
+        if self._hosts is None:
+            self._peers, obstacle = join_peers(transport, group, device)
+        else:
+            self._peers, obstacle = join_host(self._hosts, group, device), "hosts share no memory"
         self._why_collective = obstacle if len(announced) == 1 else why_collective or obstacle
         self._overlap, self._accumulate = choices.overlap, choices.accumulate
         earlier = choices.masters_from
@@ -149,13 +159,15 @@ class BuiltOptimizer(SteppedOptimizer):
         check_gradient_dtype(choices.gradient_dtype, self._trainable, self._trainable_names)
         places = find_places(self.param_groups, group)
         shardings = self._shardings(places)
+        hosts = find_hosts(choices.hosts, group)
+        check_hosts(hosts, choices.transport, choices.overlap, choices.accumulate, shardings)
         dtypes = choices.gradient_wire, choices.gradient_dtype
         wire = make_wire(dtypes[0], choices.bucket_mb, self._trainable, dtypes[1])
         held = take_over(choices.masters_from, self._trainable, self._trainable_names, group, shardings)
         groups = [sharding.group for sharding in shardings]
         check_can_overlap(choices.overlap, choices.accumulate, choices.transport, groups, group)
-        announcement = self._announce(choices, places, updated, held, wire)
-        return Checked(updated, places, shardings, wire, held, announcement)
+        announcement = self._announce(choices, places, hosts, updated, held, wire)
+        return Checked(updated, places, shardings, hosts, wire, held, announcement)
 
     def _make(
         self,
@@ -176,7 +188,7 @@ class BuiltOptimizer(SteppedOptimizer):
             choices.amax_groups,
             wire,
             checked.updated,
-            self._peers,
+            self._peers if self._hosts is None else None,
             overlaps_backward(choices.overlap),
             overlaps_forward(choices.overlap),
         )
@@ -225,6 +237,8 @@ class BuiltOptimizer(SteppedOptimizer):
     def _make_reducer(self, group: dist.ProcessGroup | None, wire: Wire) -> GradientReducer:
         arguments, adds = (self._shards.buffers, group, wire), self._accumulate == "sharded"
         early, self._rounds = overlaps_backward(self._overlap) and rank_and_size(group)[1] > 1, None
+        if self._hosts is not None:
+            return HostReducer(*arguments, self._peers, self._hosts)
         if not (early or adds):
             return (
                 GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
@@ -254,6 +268,7 @@ class BuiltOptimizer(SteppedOptimizer):
         self,
         choices: Choices,
         places: Sequence[Place],
+        hosts: Hosts | None,
         updated: Sequence[Updated],
         held: Mapping[int, HeldMaster],
         wire: Wire,
@@ -264,6 +279,7 @@ class BuiltOptimizer(SteppedOptimizer):
             "optimizer_class": " and ".join(dict.fromkeys(names)),
             "on_nonfinite": choices.on_nonfinite,
             "transport": choices.transport,
+            "hosts": str(hosts and hosts.shape),
             "overlap and accumulate": f"{choices.overlap} and {choices.accumulate}",
             "gradient_dtype, gradient_wire and bucket_mb": str(given),
         }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, rank_and_size
-from zerofp4.engine import Sharding
+from zerofp4.engine import Hosts, Sharding
 
 PROCESS_GROUPS = ("process_group", "replicated_over")
 """Entries of a parameter group that name a process group."""
@@ -58,7 +58,7 @@ def _reference(key: str, value: Any) -> GroupReference:
     if isinstance(value, GroupReference | MeshReference):  # the param_groups of another optimizer
         return value
     if key == "process_group" and dist.is_available() and isinstance(value, dist.device_mesh.DeviceMesh):
-        return _mesh_reference(value)
+        return _mesh_reference(value, "process_group of a parameter group", "replicas")
     if dist.is_available() and value == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{key} of a parameter group does not contain the calling process")
     if not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
@@ -68,16 +68,37 @@ def _reference(key: str, value: Any) -> GroupReference:
     return GroupReference(value)
 
 
-def _mesh_reference(mesh: dist.device_mesh.DeviceMesh) -> MeshReference:
+def _mesh_reference(mesh: dist.device_mesh.DeviceMesh, what: str, first: str) -> MeshReference:
+    """first: what its first dimension is of."""
     if mesh.ndim != 2:
         raise ValueError(
-            "process_group of a parameter group may be a DeviceMesh of two dimensions, the first of replicas "
-            f"and the second to shard over, got {mesh.ndim}"
+            f"{what} may be a DeviceMesh of two dimensions, the first of {first} and the second of the ranks "
+            f"of each, got {mesh.ndim}"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError("process_group of a parameter group does not contain the calling process")
+        raise ValueError(f"{what} does not contain the calling process")
     replicas, group = (GroupReference(mesh.get_group(dimension)) for dimension in range(2))
     return MeshReference(replicas, group, tuple(mesh.mesh.flatten().tolist()))
+
+
+def find_hosts(mesh: dist.device_mesh.DeviceMesh | None, group: dist.ProcessGroup | None) -> Hosts | None:
+    """None where no sum is another with hosts: there are none, or one, or one rank on each.
+
+    Raises TypeError or ValueError for what cannot be the hosts of these ranks.
+    """
+    if mesh is None:
+        return None
+    if not (dist.is_available() and isinstance(mesh, dist.device_mesh.DeviceMesh)):
+        raise TypeError(f"hosts must be None or a DeviceMesh, got {type(mesh).__name__}")
+    named = _mesh_reference(mesh, "hosts", "hosts")
+    ranks = dist.get_process_group_ranks(group)
+    if list(named.ranks) != ranks:
+        raise ValueError(
+            f"hosts has the global ranks {list(named.ranks)}, and the optimizer's process_group {ranks}: it "
+            "takes all of them, host by host, in this order"
+        )
+    hosts = Hosts(named.group, named.replicas)
+    return None if 1 in hosts.shape else hosts
 
 
 def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -> list[Place]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from zerofp4.engine import EarlyPeerReducer, EarlyReducer
+from zerofp4.engine import EarlyPeerReducer, EarlyReducer, Hosts, Sharding
 from zerofp4.optim.watch import Snapshot, gradients_of
 
 OVERLAPS = (None, "backward", "forward", "both")
@@ -59,6 +59,23 @@ def check_can_overlap(
         )
     if any(other is not group for other in groups):
         raise ValueError(f"{asked} is not supported where parameter groups name a process_group of their own")
+
+
+def check_hosts(
+    hosts: Hosts | None, transport: str, overlap: str | None, accumulate: str, shardings: Sequence[Sharding]
+) -> None:
+    """Raises ValueError where gradients cannot be added up host by host. shardings: of the parameters."""
+    if hosts is None:
+        return
+    if transport == "peer":
+        raise ValueError(
+            'hosts are not for transport="peer", which is of one host: with "collective" or "auto" the ranks '
+            "of each share memory, too"
+        )
+    if travel_before_step(overlap, accumulate):
+        raise ValueError(f"hosts are not supported with overlap={overlap!r}, accumulate={accumulate!r}")
+    if any(sharding.group is not shardings[0].group or sharding.replicas for sharding in shardings):
+        raise ValueError("hosts are not supported where parameter groups name a process_group of their own")
 
 
 class Rounds:

@@ -40,7 +40,14 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     engines write codes into the weights of every rank, and with overlap gradients to their owners; for GPUs
     of one host that can access each other's memory, each of another index, else ValueError. It turns
     multicast off (TORCH_SYMM_MEM_DISABLE_MULTICAST), unless that is set. "auto": peer where that can be, else
-    the collective one. All give the same bytes.
+    the collective one. All give the same bytes, but for hosts.
+    hosts: adds up gradients on each host first, where its ranks read each other's memory, and only these
+    means travel between hosts, in FP32: 4 bytes an element of a slice from each other host, however many
+    ranks a host has. A DeviceMesh of two dimensions, hosts and the ranks of each, of all ranks of
+    process_group in their order. Of 2 x 2 ranks the mean is ((g0 + g1) / 2 + (g2 + g3) / 2) / 2, of which the
+    last bits may differ from those of every other way. It takes transport="collective" or "auto", one process
+    group for all parameters, and neither overlap with backward passes nor "sharded"; else, and where the
+    ranks of a host cannot share memory, ValueError. With one host, or one rank on each, it changes nothing.
     gradient_dtype: what p.grad is, and micro-batches are added up in: torch.float32, or None for the
     parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
@@ -105,6 +112,7 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
         transport: str = "auto",
+        hosts: dist.device_mesh.DeviceMesh | None = None,
         gradient_dtype: torch.dtype | None = None,
         gradient_wire: torch.dtype | None = None,
         overlap: str | None = None,
@@ -118,6 +126,7 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         choices = Choices(
             amax_groups,
             transport,
+            hosts,
             gradient_dtype,
             gradient_wire,
             overlap,
@@ -168,7 +177,8 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.
 
-        transport: "peer", "collective", or "none" in a world of one, and why_collective. in_buckets: whether
+        transport: "peer", "collective", or "none" in a world of one, and why_collective. hosts: their number
+        and that of the ranks of each, None where sums do not tell them apart. in_buckets: whether
         each bucket is updated as soon as its gradients are here, as the ranks agreed in their last step(),
         and obstacle why not; before the first as this rank sees it. overlap, accumulate, as they were given.
         world_size, bucket_mb. buckets: in the order in which they travel, each with its kind, parameters,
@@ -181,10 +191,11 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         if obstacle is None and self._agreed_in_sequence:
             obstacle = "another rank has one"
         several = self._votes.world_size > 1
-        shared = "collective" if self._peers is None else "peer"
+        shared = "collective" if self._peers is None or self._hosts is not None else "peer"
         return {
             "transport": shared if several else "none",
             "why_collective": self._why_collective,
+            "hosts": None if self._hosts is None else self._hosts.shape,
             "in_buckets": obstacle is None,
             "obstacle": obstacle,
             "overlap": self._overlap,

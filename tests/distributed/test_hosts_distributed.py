@@ -1,0 +1,164 @@
+"""Gradients that are added up on each host first; hosts are groups of ranks here, whose memory is files where
+they have no GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from optim_cases import assert_all_equal, make_gradients, set_gradients
+from torch.distributed.device_mesh import DeviceMesh
+
+from distributed.cases import raised_everywhere
+from distributed.checks_optim import assert_same_on_all_ranks, model_bytes, parameters_of
+from distributed.file_peers import FilePeers
+from distributed.mesh_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
+from distributed.run import on_ranks
+from zerofp4.engine import FlatGradients
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, building
+
+SHAPE = (2, 2)
+
+
+@contextlib.contextmanager
+def sharing_memory(world) -> Iterator[None]:
+    if world.device.type == "cuda":
+        yield
+        return
+
+    def join(hosts, group, device):
+        return FilePeers(hosts.within(), late=True)
+
+    with mock.patch.object(building, "join_host", join):
+        yield
+
+
+@on_ranks(4, time_limit=120)
+@pytest.mark.parametrize(
+    ("name", "bucket_mb", "clip"),
+    [
+        ("FusedAdamW", None, False),
+        ("FusedAdamW", 0.003, True),
+        ("FusedAdamW", 1e-4, False),
+        ("AdamW", 0.003, False),
+        ("AdamW", 1e-4, True),
+    ],
+)
+def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip):
+    """In one bucket of each kind, in several, and in several stretches of each."""
+
+    def build(parameters, *arguments, **options):
+        optimizer = ZeroFP4Optimizer(parameters, *arguments, hosts=mesh_of(world, SHAPE), **options)
+        described = optimizer.describe()
+        assert [described[k] for k in ("transport", "hosts")] == ["collective", SHAPE]
+        return optimizer
+
+    with sharing_memory(world):
+        check_order_of_addition(world, SHAPE, build, name, clip, bucket_mb=bucket_mb)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("wire", [None, torch.float32, torch.bfloat16])
+def test_only_means_travel_between_hosts(world, wire):
+    """Rounded gradients have no place in flat memory of their own dtype; what travels is FP32 anyway."""
+    parameters = parameters_of(world)
+    with sharing_memory(world):
+        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, hosts=mesh_of(world, SHAPE), gradient_wire=wire)
+    described = optimizer.describe()
+    for bucket, buffer in zip(described["buckets"], optimizer._shards.buffers, strict=True):
+        assert bucket["gradients"] == 4 * buffer.slice_numel  # to the other host
+        assert bucket["gradients_travel_as"] == "float32"
+    assert described["why_collective"] == "hosts share no memory"
+
+
+@on_ranks(4)
+def test_exact_sums_give_the_bytes_of_other_transports(world):
+    """Where no order of addition makes a difference; with gradients that some ranks lack, a NaN that skips a
+    step on all hosts, and a step that clips.
+    """
+    sides = []
+    for hosts in (None, mesh_of(world, SHAPE)):
+        parameters = parameters_of(world)
+        with sharing_memory(world):
+            optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, hosts=hosts, bucket_mb=0.003, **OPTIONS)
+        for step in range(6):
+            made = make_gradients(parameters, 100 * world.rank + step)
+            gradients = [g.clamp(-8, 8).round() for g in made]
+            gradients[step % 3] = None if world.rank % 2 else gradients[step % 3]
+            set_gradients(parameters, gradients)
+            if step == 3 and world.rank == 2:
+                parameters[4].grad.view(-1)[1] = torch.nan
+            if step == 4:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            assert optimizer.found_inf.item() == (step == 3)
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        sides.append([*optimizer.gathered_masters(), *model_bytes(parameters)])
+    assert_all_equal(*sides, "tensor")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, name):
+    """Before the vote with FusedAdamW, else behind it."""
+    parameters = parameters_of(world)
+    with sharing_memory(world):
+        optimizer = ZeroFP4Optimizer(parameters, CLASSES[name], hosts=mesh_of(world, SHAPE), **OPTIONS)
+    set_gradients(parameters, gradients_of(parameters, world.rank, 0))
+    refusing = mock.patch.object(FlatGradients, "take", side_effect=MemoryError("no room"))
+    told = r"rank 1 found an error|another rank could not take part|could not finish its part"
+    with refusing if world.rank == 1 else contextlib.nullcontext():
+        error = (MemoryError, "no room") if world.rank == 1 else (RuntimeError, told)
+        with pytest.raises(error[0], match=error[1]):
+            optimizer.step()
+            optimizer.check()  # a GPU says it here
+    optimizer.step()
+    assert_same_on_all_ranks(model_bytes(parameters))
+
+
+@on_ranks(2, 3)
+def test_one_host_and_one_rank_on_each_change_nothing(world):
+    sides = []
+    for shape in (None, (1, world.world_size), (world.world_size, 1)):
+        parameters = parameters_of(world)
+        hosts = None if shape is None else mesh_of(world, shape)
+        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, hosts=hosts, **OPTIONS)
+        assert optimizer.describe()["hosts"] is None
+        set_gradients(parameters, gradients_of(parameters, world.rank, 0))
+        optimizer.step()
+        sides.append(model_bytes(parameters))
+    assert_all_equal(sides[0], sides[1], "tensor")
+    assert_all_equal(sides[0], sides[2], "tensor")
+
+
+@on_ranks(4, time_limit=60)
+def test_hosts_that_cannot_be_meant(world):
+    parameters = parameters_of(world)
+    before = [b.clone() for b in model_bytes(parameters)]
+    square, line = mesh_of(world, SHAPE), mesh_of(world, (4,))
+    turned = DeviceMesh(world.device.type, [[0, 2], [1, 3]])
+    groups = {"params": parameters[:2], "process_group": square}, {"params": parameters[2:]}
+    for hosts, error, message, options in [
+        (2, TypeError, "rank 0: hosts must be None or a DeviceMesh, got int", {}),
+        (line, ValueError, "rank 0: hosts may be a DeviceMesh of two dimensions, the first of hosts", {}),
+        (turned, ValueError, "rank 0: hosts has the global ranks [0, 2, 1, 3]", {}),
+        (square, ValueError, 'hosts are not for transport="peer"', {"transport": "peer"}),
+        (square, ValueError, "not supported with overlap='backward'", {"overlap": "backward"}),
+        (square, ValueError, "accumulate='sharded'", {"accumulate": "sharded"}),
+        (square, ValueError, "parameter groups name a process_group", {"params": groups}),
+        (square if world.rank else None, ValueError, "hosts", {}),
+    ]:
+        arguments = {"params": parameters, "hosts": hosts, "lr": 0.1} | options
+        assert message in raised_everywhere(world, error, ZeroFP4Optimizer, **arguments)
+    if world.device.type == "cpu":
+        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, hosts=square)
+        assert "hosts: ranks 0 to 1, which are one host's, cannot share memory: on rank 0" in message
+        assert "only GPUs read each other's memory" in message
+    assert_all_equal(model_bytes(parameters), before, "parameter")
+    assert dist.get_world_size() == 4
