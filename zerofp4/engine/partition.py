@@ -12,24 +12,37 @@ from zerofp4.engine.sharding import Sharding
 from zerofp4.engine.wire import Wire
 from zerofp4.tensors import NVFP4Tensor
 
+LEAST = 8
+"""The smallest of buckets that become smaller is of this part of the others."""
 
-def in_buckets(sizes: Sequence[int], together: Sequence[int], most: int) -> list[list[int]]:
+
+def in_buckets(
+    sizes: Sequence[int], together: Sequence[int], most: int, first_last: bool = False
+) -> list[list[int]]:
     """Positions in buckets of at most `most` in all: neighbours, but that positions with the same number in
     `together` are never parted, and come where the first of them is. What is larger alone has its own bucket.
+
+    first_last: the first bucket is done last, with nothing left to hide it. Then, where there are several,
+    each has at most half of what it and those before it have, down to an eighth of `most`.
     """
     members: dict[int, list[int]] = {}
     for i, number in enumerate(together):
         members.setdefault(number, []).append(i)
-    buckets: list[list[int]] = []
-    left = 0
-    for positions in members.values():
+    rest = sum(sizes)
+    becomes_smaller = first_last and rest > most
+    buckets: list[list[list[int]]] = []
+    room = 0
+    for positions in list(members.values())[:: -1 if first_last else 1]:
         size = sum(sizes[i] for i in positions)
-        if not buckets or size > left:
+        if not buckets or size > room:
             buckets.append([])
-            left = most
-        buckets[-1] += positions
-        left -= size
-    return buckets
+            room = min(most, max(rest // 2, most // LEAST)) if becomes_smaller else most
+        buckets[-1].append(positions)
+        room -= size
+        rest -= size
+    if first_last:
+        buckets = [bucket[::-1] for bucket in reversed(buckets)]
+    return [[i for positions in bucket for i in positions] for bucket in buckets]
 
 
 class Updated(NamedTuple):
@@ -73,7 +86,7 @@ def build_buffers(
         buffer
         for sharding, positions in members.items()
         for buffer in sorted(
-            _buffers_of(positions, parameters, together, sharding, wire, updated),
+            _buffers_of(positions, parameters, together, sharding, wire, updated, as_made),
             key=lambda b: rounded_first and b.kind == "nvfp4",
         )
     ]
@@ -87,6 +100,7 @@ def _buffers_of(
     sharding: Sharding,
     wire: Wire,
     updated: Sequence[Updated],
+    as_made: bool,
 ) -> list[FlatBuffer]:
     """Of the parameters at these positions."""
     world_size = rank_and_size(sharding.group)[1]
@@ -102,7 +116,7 @@ def _buffers_of(
             own = [owners[i] for i in indices]
             buckets = in_whole_slices(sizes, own, numbers, most // world_size)
         else:
-            buckets = in_buckets(sizes, numbers, most)
+            buckets = in_buckets(sizes, numbers, most, first_last=as_made)
         for bucket in buckets:
             chosen = [indices[position] for position in bucket]
             kind = PackedBuffer if isinstance(parameters[chosen[0]], NVFP4Tensor) else DenseBuffer

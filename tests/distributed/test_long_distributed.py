@@ -1,0 +1,67 @@
+"""Many steps, in which nothing piles up."""
+
+from __future__ import annotations
+
+import gc
+import resource
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+
+from distributed.checks_optim import model_bytes
+from distributed.overlap_cases import SMALL, loss_of, make
+from distributed.run import on_ranks
+from zerofp4.launch import World
+
+STEPS = 10_000
+WARM = 1_000
+MOST_ON_THE_HOST = 4 * 2**20
+"""What allocators of the host may keep more of: less than half a kilobyte a step."""
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def held(world: World) -> tuple[int, int]:
+    """Bytes that tensors have on the device, and tensors that Python has."""
+    gc.collect()
+    on_gpu = 0
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+        on_gpu = torch.cuda.memory_allocated()
+    return on_gpu, sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+@pytest.mark.slow
+@on_ranks(2, time_limit=580)
+@pytest.mark.parametrize("transport", ["collective", "peer"])
+def test_ten_thousand_steps_hold_no_more_than_the_first_thousand(world, transport):
+    """With overlap of backward and forward passes, clipping, and steps that are skipped."""
+    if transport == "peer" and world.device.type == "cpu":
+        pytest.skip("only GPUs read each other's memory")
+    net, optimizer = make(world, overlap="both", transport=transport, bucket_mb=SMALL)
+    before, skipped = None, 0
+    for step in range(STEPS):
+        loss = loss_of(net, world, step % 50)
+        is_bad = step % 500 == 250
+        (loss * float("inf") if is_bad else loss).backward()
+        skipped += is_bad
+        if step % 3 == 0:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == WARM:
+            before = *held(world), resident()
+    after = *held(world), resident()
+    assert optimizer.skipped_steps == skipped
+    assert after[:2] == before[:2], (before, after)
+    assert after[2] - before[2] < MOST_ON_THE_HOST, f"{before[2]} bytes have become {after[2]}"
+    optimizer.check()
+    for i, mine in enumerate(model_bytes(list(net.parameters()))):
+        theirs = mine.clone()
+        torch.distributed.broadcast(theirs, 0)
+        assert_bytes_equal(mine, theirs, f"buffer {i}")
