@@ -7,7 +7,7 @@
     scripts/bench.py adamw --scale 16           the lists of weights, 16 times smaller
     scripts/bench.py transpose --profile        with kernels and host time of every row
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
-    torchrun --nproc-per-node 2 scripts/bench.py step
+    torchrun --nproc-per-node 2 scripts/bench.py step, or without torchrun
                                                 a whole optimizer step, a rank for each GPU
     scripts/bench.py checkpoint --scale 4 --storage tmpfs, or under torchrun
                                                 dcp.save and dcp.load beside DTensors of the same bytes
@@ -52,7 +52,8 @@ from benchmarking.fsdp2 import fsdp2
 from benchmarking.megatron import megatron
 from benchmarking.operations import OPERATIONS, SHOWN
 from benchmarking.session import RESULTS, Session, save
-from benchmarking.steps import only_rank_0_speaks, step
+from benchmarking.steps import step
+from benchmarking.timer import only_rank_0_speaks
 from benchmarking.workloads import NAMES
 
 from zerofp4.format import SCALE_LAYOUTS

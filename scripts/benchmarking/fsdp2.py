@@ -15,8 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 import zerofp4
 from benchmarking.decoder import LLAMA_8B, QWEN_1_5B, Decoder, Shape
 from benchmarking.session import Session
-from benchmarking.steps import MEGABYTES, Timer, free_memory
 from benchmarking.timeline import record
+from benchmarking.timer import MEGABYTES, Timer, free_memory
 from zerofp4.integrations import fsdp2 as integration
 from zerofp4.launch import World
 

@@ -1,15 +1,11 @@
 """How much of a reduction of gradients is left to wait for behind a backward pass of matrix products."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 import zerofp4
+from benchmarking.timer import Timer
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-
-if TYPE_CHECKING:
-    from benchmarking.steps import Timer
 
 LONGER = 2.0
 """The backward pass takes so many times as long as the reduction alone."""
@@ -39,7 +35,7 @@ class Layer(torch.autograd.Function):
 
 
 def measure_hiding(
-    timer: "Timer",
+    timer: Timer,
     shapes: list[tuple[int, int]],
     bucket_mb: float | None,
     transport: str,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarking.session import Session
-from benchmarking.steps import Timer, free_memory
+from benchmarking.timer import Timer, free_memory
 from benchmarking.workloads import llama_sizes
 from zerofp4.integrations import megatron as hook
 from zerofp4.launch import World

@@ -30,6 +30,7 @@ KINDS = {
     "milliseconds": Kind(" ms", 3, at_least=False),
     "megabytes": Kind(" MB", 0, at_least=False),
     "tokens_per_second": Kind(" tokens/s", 0, at_least=True),
+    "gigabytes_per_second": Kind(" GB/s", 0, at_least=True),
     "bytes_per_parameter": Kind(" bytes", 3, at_least=False),
     "percent_of_shard": Kind("% of the FP32 shard", 3, at_least=False),
     "percent_of_state": Kind("% of the state", 2, at_least=False),

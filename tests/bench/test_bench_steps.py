@@ -37,6 +37,17 @@ def test_a_step_of_two_ranks(early):
         ours, bf16 = rows[f"{part}/2xcpu"], rows[f"{theirs}/2xcpu"]
         expected = ours["milliseconds"] / bf16["milliseconds"]
         assert rows[f"{part}_over_bf16/2xcpu"]["ratio"] == pytest.approx(expected)
+    assert len(rows) == len(result["rows"]), "a name stands for one row"
+    assert rows["link/2xcpu"]["gigabytes_per_second"] > 0
+    assert rows["link/2xcpu"]["rule"].startswith("an all-to-all of gloo, 1 x ")
+    for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone"):
+        assert rows[f"floor_{phase}/2xcpu"]["milliseconds"] > 0
+    for part in PARTS:
+        assert rows[f"{part}_over_floor/2xcpu"]["ratio"] > 0
+    zero = rows["step_zero_redundancy/2xcpu"]["milliseconds"]
+    expected = pytest.approx(rows["step/2xcpu"]["milliseconds"] / zero)
+    assert rows["step_over_zero_redundancy/2xcpu"]["ratio"] == expected
+    assert {"reduce_zero_redundancy/2xcpu", "update_zero_redundancy/2xcpu"} <= names
     assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
     assert run.stdout.count("step_2_ranks: copy ceiling") == 1  # rank 0 alone speaks
     tables.print_tables(result)

@@ -1,0 +1,139 @@
+"""How what several ranks do together is timed, and what it allocates."""
+
+import contextlib
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from benchmarking.session import Session
+from zerofp4.launch import World
+
+MOST_HOST = 0.5  # milliseconds
+WARM_UP = 3
+MEGABYTES = 1e6
+
+
+class Timer:
+    """Times what all ranks do together: the longest of the ranks' times, and the median of those."""
+
+    def __init__(self, session: Session, world: World, repeats: int):
+        self.session, self.world, self.repeats = session, world, repeats
+        self.device = session.device
+        self.places = f"{world.world_size}x{self.device.type}"
+
+    def ms(
+        self,
+        name: str,
+        run: Callable[[], object],
+        rule: str,
+        *,
+        parts: int = 1,
+        after: Callable[[], object] | None = None,
+    ) -> float:
+        """time(), with a row of it. parts: equal ones that `run` has, of which one counts."""
+        found = self.time(run, after) / parts
+        self.session.count(f"{name}/{self.places}", "milliseconds", found, rule)
+        return found
+
+    def time(self, run: Callable[[], object], after: Callable[[], object] | None = None) -> float:
+        """Milliseconds. after: what is done after each that counts, not timed, once the device is done."""
+        times = []
+        for index in range(WARM_UP + self.repeats):
+            times.append(self._once(run))
+            if after is not None and index >= WARM_UP:
+                after()
+        longest = torch.tensor(times[WARM_UP:], device=self.device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return statistics.median(longest.tolist())
+
+    def host_ms(self, name: str, run: Callable[[], object], rule: str) -> None:
+        """How long the host takes to queue what the device then does."""
+        times = []
+        for _ in range(WARM_UP + self.repeats):
+            dist.barrier()
+            self.session.clock.synchronize()
+            begin = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - begin) * 1e3)
+        self.session.clock.synchronize()
+        found, target = statistics.median(times[WARM_UP:]), MOST_HOST if self.device.type == "cuda" else None
+        rule = f"median on rank 0 until all is queued, {rule}"
+        self.session.count(f"{name}/{self.places}", "milliseconds", found, rule, target=target)
+
+    def sizes(self, prefix: str, described: dict) -> None:
+        """What optimizer.describe() says that a rank sends. prefix: of the names of rows."""
+        for phase, nbytes in described["bytes_sent"].items():
+            rule = f"sent by a rank in a step, {len(described['buckets'])} buckets"
+            self.session.count(f"{prefix}sent_{phase}/{self.places}", "megabytes", nbytes / MEGABYTES, rule)
+
+    def _once(self, run: Callable[[], object]) -> float:
+        dist.barrier()
+        self.session.clock.synchronize()
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            run()
+            return (time.perf_counter() - begin) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        self.session.clock.synchronize()
+        return begin.elapsed_time(end)
+
+    def ratio(self, part: str, ours: float, theirs: float, most: float) -> None:
+        rule = f"{part} of ours over that of bf16"
+        target = most if self.device.type == "cuda" else None
+        self.session.count(f"{part}_over_bf16/{self.places}", "ratio", ours / theirs, rule, target=target)
+
+    @contextlib.contextmanager
+    def peak(self, name: str, beside: str, before: int = 0, shared: int = 0) -> Iterator[None]:
+        """Report the most memory that was allocated meanwhile. before: bytes of something else in it. shared:
+        those that other ranks can access, which torch does not count.
+        """
+        if self.device.type == "cpu":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        held = (torch.cuda.max_memory_allocated(self.device) + shared - before) / MEGABYTES
+        self.session.count(f"{name}/{self.places}", "megabytes", held, f"peak on rank 0, {beside}")
+
+    def has_room(self, name: str, nbytes: float) -> bool:
+        """Whether every rank's GPU has so many free bytes, once those of nobody are given back; it is said
+        where `name` is left out for it. Memory of the CPU is not looked at.
+        """
+        if self.device.type == "cpu":
+            return True
+        free_memory(self.device)
+        free = torch.tensor(float(torch.cuda.mem_get_info(self.device)[0]), device=self.device)
+        dist.all_reduce(free, dist.ReduceOp.MIN)
+        if nbytes <= free.item():
+            return True
+        needs = f"needs {nbytes / 1e9:,.1f} GB, and a rank has {free.item() / 1e9:,.1f} GB free"
+        self.session.say(f"{name} is left out: it {needs}; --scale makes it smaller")
+        return False
+
+
+def free_memory(device: torch.device) -> int:
+    """What is allocated once the model of before is gone, which is full of cycles."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+@contextlib.contextmanager
+def only_rank_0_speaks(world: World) -> Iterator[None]:
+    if world.rank == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+    sys.stdout.flush()
