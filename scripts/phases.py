@@ -14,7 +14,7 @@ PHASES = {
 
 class Phases:
     """Milliseconds of each phase, in the mean of all steps but the first, which loads kernels and opens
-    connections. On a GPU by its own clock, so that nothing waits for it.
+    connections, and those that are left out. On a GPU by its own clock, so that nothing waits for it.
     """
 
     def __init__(self, device: torch.device):
@@ -32,13 +32,18 @@ class Phases:
         event.record()
         self._marks.append(event)
 
-    def count(self) -> None:
-        """A step is done, on the device too."""
-        self._steps += 1
+    def count(self, left_out: bool = False) -> dict[str, float]:
+        """A step is done, on the device too. Returns the milliseconds of its phases."""
         marks, self._marks = self._marks, []
-        if self._steps:
-            for name, begin, end in zip(PHASES, marks[:-1], marks[1:], strict=True):
-                self._totals[name] += begin.elapsed_time(end) if self._on_gpu else (end - begin) * 1e3
+        found = {
+            name: begin.elapsed_time(end) if self._on_gpu else (end - begin) * 1e3
+            for name, begin, end in zip(PHASES, marks[:-1], marks[1:], strict=True)
+        }
+        if not left_out:
+            self._steps += 1
+            for name, milliseconds in found.items() if self._steps else ():
+                self._totals[name] += milliseconds
+        return found
 
     def of_step(self) -> dict[str, float]:
         """Empty where no step counts."""

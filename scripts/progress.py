@@ -32,6 +32,7 @@ class Progress:
         self.step = 0
         # The first step loads kernels and opens connections, whatever the weights are: no part of the rate.
         self.seconds = self.first_seconds = self.training_seconds = 0.0
+        self.left_out = 0  # steps that are no part of it either, since they were profiled
 
     def resume(self) -> None:
         """Go on where the last whole checkpoint was written, if that is asked for and there is one."""
@@ -41,11 +42,15 @@ class Progress:
             self.batches.generator.set_state(found["batches"])
             self.step, clocks = found["step"], found["seconds"]
             self.seconds, self.first_seconds, self.training_seconds = clocks
+            self.left_out = found.get("left_out", 0)  # earlier checkpoints have none
             if self.world.rank == 0:
                 print(f"goes on from step {self.step}", flush=True)
 
-    def count(self, step: int, seconds: float, since_start: float) -> None:
+    def count(self, step: int, seconds: float, since_start: float, left_out: bool = False) -> None:
         self.step, self.seconds = step, since_start
+        if left_out:
+            self.left_out += 1
+            return
         self.training_seconds += seconds
         self.first_seconds = self.first_seconds or seconds
 
@@ -59,7 +64,7 @@ class Progress:
             "validation_loss": rows[-1]["validation_loss"] if rows else math.nan,
             "seconds": self.seconds,
             "first_step_seconds": self.first_seconds,
-            "tokens_per_second": tokens * max(self.step - 1, 1) / others,
+            "tokens_per_second": tokens * max(self.step - self.left_out - 1, 1) / others,
         }
 
     def save_if_due(self, stop: bool) -> None:
@@ -67,5 +72,6 @@ class Progress:
         if every and (self.step % every == 0 or self.step == self.options.steps or stop):
             clocks = [self.seconds, self.first_seconds, self.training_seconds]
             progress = {"step": self.step, "scheduler": self.scheduler.state_dict(), "seconds": clocks}
+            progress["left_out"] = self.left_out
             progress["batches"] = self.batches.generator.get_state()
             self.checkpoints.save(self.step, self.model, self.saved, progress)

@@ -40,6 +40,7 @@ from phases import Phases, bytes_sent, shared_bytes
 from progress import Progress
 from report import KINDS, Recorder, describe, draw, ranks, write_summary
 from sharded import shard, sharded
+from step_profile import StepProfile, show
 from text import Batches, Text, TextTooShortError, in_tokens
 from torch import nn
 from train_options import CORPORA, OPTIMIZERS, RECIPES, add_options, complete
@@ -184,8 +185,10 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     skipped_in_a_row = 0
     memory = Memory(world.device, options.steps, shared_bytes(optimizer))
     phases = Phases(world.device)
-    with Recorder(options.out, kind, options.steps, world.rank == 0, progress.step) as recorder:
+    profile = StepProfile(optimizer, world.device, progress.step, options.steps, options.profile_steps)
+    with Recorder(options.out, kind, options.steps, world.rank == 0, progress.step) as recorder, profile:
         for step in range(progress.step + 1, options.steps + 1):
+            profiled = profile.begin(step)
             step_start = time.perf_counter()
             loss = 0.0
             phases.mark()
@@ -219,8 +222,10 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                     f"that of {optimizer.first_nonfinite()} first: try a lower --lr than {options.lr}"
                 )
             seconds = time.perf_counter() - step_start
-            phases.count()
-            progress.count(step, seconds, time.perf_counter() - start)
+            times = phases.count(left_out=profiled)
+            progress.count(step, seconds, time.perf_counter() - start, left_out=profiled)
+            if profiled:
+                profile.end(step, seconds, times)
             row = {"step": step, "loss": loss, "lr": lr, "grad_norm": float(norm)}
             row |= {"tokens_per_second": tokens / seconds, "seconds": progress.seconds}
             if step % validate_every == 0 or step == options.steps or stop:
@@ -239,6 +244,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
         "milliseconds_per_step": phases.of_step(),
         "sent_bytes_per_step": bytes_sent(optimizer),
+        "phases_of_step": profile.of_step(),
         "peak_memory_mb": memory.of_all_ranks(),
     }
 
@@ -276,6 +282,8 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
         if not interrupt.asked:
             summary["runs"][kind] = train(kind, options, text, world, interrupt)
             say(describe(kind, summary["runs"][kind], text, world))
+            if world.rank == 0:
+                show(summary["runs"][kind]["phases_of_step"])
     summary["interrupted"] = interrupt.asked
     if world.rank == 0:
         picture = draw(options.out, title) or "no picture, for want of matplotlib"
@@ -286,6 +294,9 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
 def execute(options: argparse.Namespace, world: World) -> int:
     """Train what the options ask for and say what went wrong; returns the exit code. Collective."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: the same sums in every run
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # torch's profiler says on each rank that it begins and ends
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
     try:

@@ -38,8 +38,8 @@ def settings_restored() -> Iterator[None]:
     """A run sets what holds for its whole process, which it has to itself elsewhere."""
     signals = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in signals}
-    fills, workspace = torch.utils.deterministic.fill_uninitialized_memory, "CUBLAS_WORKSPACE_CONFIG"
-    had_workspace = workspace in os.environ
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    unset = [name for name in ("CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL") if name not in os.environ]
     try:
         yield
     finally:
@@ -47,8 +47,8 @@ def settings_restored() -> Iterator[None]:
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fills
-        if not had_workspace:
-            os.environ.pop(workspace, None)
+        for name in unset:
+            os.environ.pop(name, None)
 
 
 def train_here(out: Path, *options: str, world=None) -> Finished:

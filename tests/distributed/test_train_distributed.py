@@ -13,6 +13,7 @@ from train_cases import flip, read_numbers, train_here
 
 from distributed.cases import shared_folder
 from distributed.run import on_ranks
+from zerofp4.distributed import PHASES
 
 
 def train(world, out: Path, *options: str, status: int = 0) -> str:
@@ -53,6 +54,36 @@ def test_a_resumed_run_is_the_same_run(world, optimizer):
 
 @pytest.mark.heavy
 @on_ranks(2, time_limit=120.0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--optimizer", "fused_adamw"),
+        ("--optimizer", "fused_adamw", "--overlap", "both", "--micro-batches", "2"),
+        ("--overlap", "forward", "--transport", "collective", "--clip", "0"),
+        ("--overlap", "backward", "--accumulate", "sharded", "--micro-batches", "2"),
+    ],
+    ids=lambda options: " ".join(options).replace("--", "") or "defaults",
+)
+def test_the_phases_of_a_step(world, options):
+    """Whatever travels when, each has its time, and the bytes that describe() says."""
+    out, first = shared_folder(world), world.rank == 0
+    said = train(world, out, "--steps", "6", "--profile-steps", "1", *options)
+    if not first:
+        return
+    run = json.loads((out / "summary.json").read_text())["runs"]["nvfp4"]
+    found, sent = run["phases_of_step"], run["sent_bytes_per_step"]
+    assert found["steps"] == 1 and found["step_milliseconds"] > found["optimizer_milliseconds"] > 0
+    assert found["phases"].keys() == {*PHASES, "other"}
+    assert all(found["phases"][name]["milliseconds"] > 0 for name in PHASES)
+    assert min(sent.values()) > 0
+    assert {name: row["sent_bytes"] for name, row in found["phases"].items() if row["sent_bytes"]} == sent
+    row = next(line for line in said.splitlines() if PHASES["weights"] in line)
+    assert f"{sent['weights']:,}" in row
+
+
+@pytest.mark.heavy
+@on_ranks(2, time_limit=120.0)
 def test_a_run_of_fully_shard_is_verified_and_goes_on(world):
     out, first = shared_folder(world), world.rank == 0
     options = ["--parallel", "fsdp2", "--steps", "4", "--checkpoint-every", "2", "--optimizer", "fused_adamw"]
@@ -60,6 +91,7 @@ def test_a_run_of_fully_shard_is_verified_and_goes_on(world):
     if first:
         assert "8 NVFP4 weights equal the quantized and 8 others the rounded FP32 masters" in said
         assert "49,152 of them NVFP4 codes" in said
+        assert "no phases of a step: they are those of fully_shard, and not told apart" in said
         expected = read_numbers(out)
         shutil.rmtree(out / "checkpoints-nvfp4" / "step-00000004")
     said = train(world, out, *options, "--resume", "auto")

@@ -45,6 +45,9 @@ def test_two_ranks_and_both_kinds_of_weights(early):
     sent = nvfp4["sent_bytes_per_step"]
     assert 2 * sent["weights"] == gathered["nvfp4"] + gathered["high_precision"] and sent["gradients"] > 0
     assert all(min(run["milliseconds_per_step"].values()) > 0 for run in (nvfp4, bf16))
+    phases = nvfp4["phases_of_step"]["phases"]
+    assert {name: phases[name]["sent_bytes"] for name in sent} == sent
+    assert bf16["phases_of_step"]["phases"]["weights"]["sent_bytes"] == bf16["sent_bytes_per_step"]["weights"]
     assert f"others get from it {sent['gradients']:,} bytes of gradients" in finished.output
     assert "the same bytes on 2 ranks; 8 NVFP4 weights equal the quantized and 8 others" in finished.output
     check_picture(out)
@@ -169,6 +172,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
         (["--tokenizer", "256"], "argument --tokenizer: must be at least 257, got 256"),
         (["--corpus", "web"], "argument --corpus: there is no web, nor is it stdlib or all"),
         (["--micro-batches", "0"], "must be at least 1, got 0"),
+        (["--profile-steps", "-1"], "argument --profile-steps: must be at least 0, got -1"),
     ],
 )
 def test_wrong_options(options, message, capsys):

@@ -175,7 +175,7 @@ class CastPlan(PlanParts):
         """
         travelling, self._travelling = self._travelling, None
         if travelling is not None:
-            travelling.wait()
+            distributed.in_phase("amaxes", travelling.wait)()
             self._vector.unpack()
 
     def _take_part(

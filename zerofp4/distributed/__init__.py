@@ -13,9 +13,12 @@ from zerofp4.distributed.collectives import (
 )
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
 from zerofp4.distributed.packed_gather import PackedGather
+from zerofp4.distributed.phases import PHASES, PREFIX, in_phase
 from zerofp4.distributed.stage import CollectiveError, Pending, Stage
 
 __all__ = [
+    "PHASES",
+    "PREFIX",
     "CollectiveError",
     "GroupReference",
     "PackedGather",
@@ -27,6 +30,7 @@ __all__ = [
     "check_ownership",
     "exchange",
     "first_difference",
+    "in_phase",
     "rank_and_size",
     "reduce_max",
     "resolve_group",

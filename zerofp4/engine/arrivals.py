@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from zerofp4.distributed import Pending
+from zerofp4.distributed import Pending, in_phase
 from zerofp4.engine.flat import PackedBuffer
 from zerofp4.engine.peers import PeerGather
 from zerofp4.ops import current_stream, is_capturing
@@ -47,8 +47,8 @@ class HostArrival:
                 return
             (gather, complete), self._rest = self._rest, None
             try:
-                gather.wait()
-                complete()
+                in_phase("weights", gather.wait)()
+                in_phase("transpose", complete)()
             finally:
                 self._gate.open()
 
@@ -116,8 +116,8 @@ class Arrivals:
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 try:  # behind the current stream, as the gather is
-                    gather.wait()
-                    complete()
+                    in_phase("weights", gather.wait)()
+                    in_phase("transpose", complete)()
                 finally:
                     event.record(self._stream)
 

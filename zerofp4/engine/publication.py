@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import CollectiveError, Pending
+from zerofp4.distributed import CollectiveError, Pending, in_phase
 from zerofp4.engine.arrivals import Arrivals
 from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
@@ -55,22 +55,26 @@ class Publication:
             self._own.errors.append(error)
 
     def run(self) -> None:
+        start_cast = in_phase("amaxes", self._start_cast)
         stages = [
-            Stage(self._leave_amaxes),
-            Stage(self._cast, self._start_cast),
-            Stage(self._complete, self._start_gather),
+            Stage(in_phase("amaxes", self._leave_amaxes)),
+            Stage(in_phase("cast", self._cast), start_cast),
+            Stage(in_phase("transpose", self._complete), self._start_gather),
         ]
         if self._peers is not None:
-            stages[1:] = Stage(self._cast_and_send, self._start_cast), Stage(self._complete)
+            stages[1:] = (
+                Stage(in_phase("cast", self._cast_and_send), start_cast),
+                stages[2]._replace(start=_nothing),
+            )
         try:
             if self._peers is not None:
-                self._peers.open()
+                in_phase("weights", self._peers.open)()
             run_in_turns(len(self._buffers), stages)
             left = list(filter(self._is_left, range(len(self._buffers))))
             if left and self._peers is not None:
                 # Gradients that others read in their updates may be written over next, and no gather that the
                 # current stream waits for has seen to that.
-                self._peers.arrive()
+                in_phase("gradients", self._peers.arrive)()
             for b in sorted(left, key=lambda b: min(self._buffers[b].indices)):
                 self._leave(b)
         except CollectiveError as error:
@@ -140,18 +144,18 @@ class Publication:
             self._cast(b)
             self._start_gather(b)
         else:
-            self._cast(b, (buffer.halfway.position, buffer.start_sending))
-            self._gathers[b] = buffer.start_gather(begun=True)
+            self._cast(b, (buffer.halfway.position, in_phase("weights", buffer.start_sending)))
+            self._gathers[b] = in_phase("weights", buffer.start_gather)(begun=True)
 
     def _start_gather(self, b: int) -> None:
         if not self._is_left(b):
-            self._gathers[b] = self._buffers[b].start_gather()
+            self._gathers[b] = in_phase("weights", self._buffers[b].start_gather)()
 
     def _complete(self, b: int) -> None:
         if self._is_left(b):
             return
         if self._gathers[b] is not None:
-            self._gathers[b].wait()
+            in_phase("weights", self._gathers[b].wait)()
         if self._plans[b] is not None and self._failed[b] is None:
             self._attempt(b, self._own, self._plans[b].complete)
 
@@ -163,7 +167,8 @@ class Publication:
         """Begin to gather bucket b, and leave the rest to arrivals."""
         buffer, plan = self._buffers[b], self._plans[b]
         complete = plan.derive_columns if self._failed[b] is None else _nothing
-        self._attempt(b, self._own, self._arrivals.add, buffer, buffer.start_gather(), complete)
+        gather = in_phase("weights", buffer.start_gather)()
+        self._attempt(b, self._own, self._arrivals.add, buffer, gather, complete)
         if self._failed[b] is None:
             plan.note_written()
 

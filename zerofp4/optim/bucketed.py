@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from zerofp4.distributed import in_phase
 from zerofp4.engine import GradientReducer, Peers
 from zerofp4.ops import RankGradients
 from zerofp4.optim.fused import FusedAdamW, Update
@@ -76,7 +77,7 @@ class BucketedStep:
             masters = [self._shards.masters[i] for i in buffer.indices if present[i]]
             update.expect(b, {master: dtype for master in masters if master is not None})
         if reduce:
-            self._reducer.prepare(gradients)
+            in_phase("gradients", self._reducer.prepare)(gradients)
         return PreparedStep(update, gradients if reduce else None, brought, found)
 
     def run(
@@ -92,7 +93,7 @@ class BucketedStep:
         """
         update, gradients, brought, found = prepared
         if gradients is not None:
-            self._reducer.begin(gradients, prepared=True)
+            in_phase("gradients", self._reducer.begin)(gradients, prepared=True)
         if found is not None and self._left_out is not None:
             torch.maximum(found, self._failed, out=self._left_out)
 
@@ -101,17 +102,17 @@ class BucketedStep:
                 update(b, *self._bring(b, present))
                 return
             if gradients is not None:
-                self._reducer.finish(b)
+                in_phase("gradients", self._reducer.finish)(b)
             own = zip(self._shards.buffers[b].indices, self._shards.gradients_of(b), strict=True)
             update(b, {self._shards.masters[i]: g for i, g in own if g is not None and present[i]})
 
-        publish(update_bucket)
+        publish(in_phase("update", update_bucket))
 
     def _bring(
         self, b: int, present: Sequence[bool]
     ) -> tuple[dict[torch.Tensor, torch.Tensor], RankGradients]:
         """By master, this rank's own gradients in bucket b, and those of all ranks."""
-        received, own, row = self._reducer.bring(b)
+        received, own, row = in_phase("gradients", self._reducer.bring)(b)
         brought = RankGradients(received, self._shards.buffers[b].masters, row)
         return {self._shards.masters[i]: g for i, g in own.items() if present[i]}, brought
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from zerofp4.distributed import in_phase
 from zerofp4.engine import EarlyPeerReducer, EarlyReducer, Hosts, Sharding
 from zerofp4.optim.watch import Snapshot, gradients_of
 
@@ -294,14 +295,14 @@ class Rounds:
         b = self._next
         self._take_back()
         if discard:
-            self._reducer.start(b, None)
+            in_phase("gradients", self._reducer.start)(b, None)
         else:
             self._keep_apart()
             gradients = gradients_of(self._members[b])
             indices = self._reducer.buffers[b].indices
             if self.adds:
                 self._note(indices, gradients)
-            self._reducer.start(b, dict(zip(indices, gradients, strict=True)))
+            in_phase("gradients", self._reducer.start)(b, dict(zip(indices, gradients, strict=True)))
             if not self.adds:
                 self._snapshots.append(Snapshot(gradients))
         self._next += 1
@@ -320,7 +321,7 @@ class Rounds:
             every[i] = gradient
         try:
             self._reducer.check(every, self._names)
-            self._word = self.word(self._word_of(every))
+            self._word = self.word(in_phase("scan", self._word_of)(every))
         except Exception as error:  # told in the vote
             self._reducer.error = self._reducer.error or error
         with torch._C.DisableTorchFunctionSubclass():

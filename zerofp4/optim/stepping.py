@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zerofp4.distributed import CollectiveError
+from zerofp4.distributed import CollectiveError, in_phase
 from zerofp4.engine import Failures, GradientReducer, Peers
 from zerofp4.optim.bucketed import PreparedStep
 from zerofp4.optim.captured import CapturedSteps
@@ -142,7 +142,9 @@ class SteppedOptimizer(CapturedSteps):
             if self._rounds is not None and self._rounds.adds:  # they are not in p.grad any more
                 snapshot = Snapshot(self._gradients())
             self._reduced = None if failures.errors else snapshot
-        total = global_norm(self._shards.buffers, intent.norm_type, self.process_group(), squares)
+        total = in_phase("norm", global_norm)(
+            self._shards.buffers, intent.norm_type, self.process_group(), squares
+        )
         if failures.errors:  # the others have a norm that is of no use, and hear of it before they use it
             self._unheard = failures.errors[0]
             raise self._unheard
@@ -192,7 +194,7 @@ class SteppedOptimizer(CapturedSteps):
         return gradients if self._rounds is None else self._rounds.merged(gradients)
 
     def _word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        word = self._nonfinite.word(gradients)
+        word = in_phase("scan", self._nonfinite.word)(gradients)
         return word if self._rounds is None else self._rounds.word(word)
 
     def _intent(self, clip: bool, reduce: bool, *numbers: float) -> Intent:
@@ -220,7 +222,7 @@ class SteppedOptimizer(CapturedSteps):
             travelled = Travelled(rounds.total, again, self._reducer.error is not None)
         arguments = gradients, intent, error, word, self.param_groups, in_sequence, travelled
         try:
-            agreed = self._votes.agree(*arguments)
+            agreed = in_phase("vote", self._votes.agree)(*arguments)
         except Exception:
             if rounds is not None:
                 told = self._votes.travelled
@@ -238,14 +240,14 @@ class SteppedOptimizer(CapturedSteps):
         squares = None
         with failures:
             squares = self._reduce_gradients(gradients)
-            self._nonfinite.look_at_packed()
+            in_phase("scan", self._nonfinite.look_at_packed)()
         if self._votes.world_size == 1:
             failures.raise_first()
         return squares
 
     def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Returns the sums of the squares of this rank's means, where they are known by then."""
-        return self._reducer.reduce(gradients)
+        return in_phase("gradients", self._reducer.reduce)(gradients)
 
     def _step_in_buckets(self, prepared: PreparedStep, present: Sequence[bool]) -> None:
         """Reduce gradients, unless that is done, update and publish, in a pipeline."""
@@ -256,7 +258,7 @@ class SteppedOptimizer(CapturedSteps):
         """Update and publish, of which nothing has an effect on a rank that could not reduce."""
         if not failures.errors:
             with failures:
-                self._update_masters(present)
+                in_phase("update", self._update_masters)(present)
         if self._votes.world_size == 1:
             failures.raise_first()
         self._publish(self._nonfinite.for_update(), error=failures.errors[0] if failures.errors else None)

@@ -73,10 +73,10 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
     all, at least 256 and at most 1024. With overlap of backward passes those that they make last become
     smaller, down to an eighth, since nothing is left to hide them. The memory for what is received is twice
-    as large (on the CPU with overlap or "sharded", as large as all gradients). Both keep an FP32 slice of gradients, 4 bytes for each
-    element of this rank's share; "sharded" needs no memory for the gradients of a whole model. With overlap
-    and transport="peer" there is none, unless gradients are clipped or FusedAdamW does not update, but of
-    every bucket what the others have of this rank's share (its own too where gradients are rounded): in a
+    as large (on the CPU with overlap or "sharded", as large as all gradients). Both keep an FP32 slice of
+    gradients, 4 bytes for each element of this rank's share; "sharded" needs no memory for the gradients of a
+    whole model. With overlap and transport="peer" there is none, unless gradients are clipped or FusedAdamW
+    does not update, but of every bucket what the others have of this rank's share (its own too where gradients are rounded): in a
     world of W, (W - 1) / W of a model's gradients as they travel. Weights are gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; its moments are not taken.
