@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
-from zerofp4 import NVFP4Tensor
+from zerofp4 import CastPlan, NVFP4Tensor
 from zerofp4.optim import ZeroFP4Optimizer
 
 # Sizes that cut parameters at slice boundaries, also inside rows and tiles.
@@ -78,6 +78,18 @@ def averaged(tensor: torch.Tensor) -> torch.Tensor:
     for other in others:
         total += other
     return total / dist.get_world_size()
+
+
+def refuse_one_step(plan: CastPlan) -> None:
+    """Have the next start_step() raise, as on a rank that finds "storage has moved" and tells the others."""
+    start = plan.start_step
+
+    def refuse():
+        plan.start_step = start
+        plan.abstain()
+        raise RuntimeError("storage has moved")
+
+    plan.start_step = refuse
 
 
 class Injected(ZeroFP4Optimizer):

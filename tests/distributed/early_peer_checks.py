@@ -14,9 +14,8 @@ from helpers import assert_bytes_equal
 from optim_cases import make_gradients
 
 from distributed.checks_optim import check_weights, model_bytes
-from distributed.overlap_cases import OPTIONS, assert_same, break_off, loss_of, make
+from distributed.overlap_cases import assert_same, break_off, go_on, loss_of, make
 from distributed.peer_checks import all_bytes, gpu_of
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 FOUND = "found an error, and no rank takes this step"
 
@@ -155,22 +154,5 @@ def fail(world, net, optimizer, event, last):
 
 
 def one_after_another(world, **options):
-    """An optimizer goes on from another, which has sent what no step uses, and sends nothing any more."""
-    models = []
-    for net, first in make_models(world, **options):
-        loss_of(net, world, 0).backward()
-        first.step()
-        first.zero_grad()
-        loss_of(net, world, 1).backward()
-        described = first.describe()
-        ways = {name: described[name] for name in ("transport", "overlap")}
-        second = ZeroFP4Optimizer(
-            net.named_parameters(), FusedAdamW, **OPTIONS, **ways, **options, masters_from=first
-        )
-        second.zero_grad()
-        models.append((net, second))
-        for step in range(2, 4):
-            loss_of(net, world, step).backward()
-            second.step()
-            second.zero_grad()
-    assert_same(models, "the end")
+    models = make_models(world, **options)
+    assert_same([go_on(world, *model, **options) for model in models], "the end")

@@ -75,6 +75,27 @@ def assert_same(models, what):
             assert_bytes_equal(mine, theirs, f"{what}: tensor {i}")
 
 
+def go_on(world, net, first, **options):
+    """A few steps of an optimizer that goes on, in the same way, from another, which has sent what no step
+    uses and sends nothing any more. options: that `first` was built with, other than transport and overlap.
+    """
+    loss_of(net, world, 0).backward()
+    first.step()
+    first.zero_grad()
+    loss_of(net, world, 1).backward()  # travels
+    described = first.describe()
+    ways = {name: described[name] for name in ("transport", "overlap")}
+    second = ZeroFP4Optimizer(
+        net.named_parameters(), FusedAdamW, **OPTIONS, **ways, **options, masters_from=first
+    )
+    second.zero_grad()
+    for step in range(2, 4):
+        loss_of(net, world, step).backward()
+        second.step()
+        second.zero_grad()
+    return net, second
+
+
 class Broken(Exception):
     """What a test raises in a pass."""
 

@@ -9,7 +9,14 @@ import torch
 from helpers import assert_bytes_equal
 from optim_cases import make_gradients, set_gradients
 
-from distributed.checks_optim import averaged, check_weights, gradients_of, model_bytes, parameters_of
+from distributed.checks_optim import (
+    averaged,
+    check_weights,
+    gradients_of,
+    model_bytes,
+    parameters_of,
+    refuse_one_step,
+)
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -204,14 +211,7 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
     parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
     plan = optimizer._shards._plans[1]
     if world.rank == 1:
-        start, error = plan.start_step, RuntimeError("storage has moved")
-
-        def refuse():
-            plan.start_step = start
-            plan.abstain()
-            raise error
-
-        plan.start_step = refuse
+        refuse_one_step(plan)
     before = parameters[1].rowwise_data.clone()
     set_gradients(parameters, make_gradients(parameters, world.rank))
     if world.device.type == "cpu" or world.rank == 1:

@@ -13,7 +13,7 @@ from matrix_cases import MUON
 from optim_cases import make_gradients, set_gradients
 
 import zerofp4
-from distributed.checks_optim import check_weights, model_bytes
+from distributed.checks_optim import check_weights, model_bytes, refuse_one_step
 from distributed.forward_cases import READS, late_gathers, make_pair, quantized
 from distributed.overlap_cases import CLASSES, SMALL, assert_same, loss_of, make
 from distributed.run import on_ranks
@@ -215,14 +215,7 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
     chosen = shards._plans.index(next(plan for plan in shards._plans if plan is not None))
     plan, members = shards._plans[chosen], shards.buffers[chosen].parameters
     if world.rank == 1:
-        start, error = plan.start_step, RuntimeError("storage has moved")
-
-        def refuse():
-            plan.start_step = start
-            plan.abstain()
-            raise error
-
-        plan.start_step = refuse
+        refuse_one_step(plan)
     before = [buffer.clone() for buffer in model_bytes(members)]
     others = [weight for weight in quantized(net) if not any(weight is member for member in members)]
     codes = [weight.rowwise_data.clone() for weight in others]
