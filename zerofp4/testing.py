@@ -57,9 +57,9 @@ def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None
     if actual.device != expected.device:
         actual, expected = actual.cpu(), expected.cpu()
     found, wanted = _element_bytes(actual), _element_bytes(expected)
-    wrong = (found != wanted).any(dim=1).nonzero().flatten()
-    if not len(wrong):
+    if found.equal(wanted):
         return None
+    wrong = (found != wanted).any(dim=1).nonzero().flatten()
     first = int(wrong[0])
     where = [int(index) for index in torch.unravel_index(wrong[0], actual.shape)]
     shown = [_show(tensor, raw, first) for tensor, raw in ((actual, found), (expected, wanted))]

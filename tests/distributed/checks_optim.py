@@ -54,11 +54,31 @@ def model_bytes(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
 
 
+def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> list[torch.Tensor]:
+    """Masters and moments, whole on every rank, by one collective: on a CPU with several ranks these take the
+    time of a test, and full_tensor() has one for each.
+    """
+    entries = [entry for p in parameters for _, entry in sorted(optimizer.state[p].items())]
+    wholes = []
+    for entry in entries:
+        whole = torch.zeros(entry.numel(), dtype=entry.dtype, device=optimizer.found_inf.device)
+        whole[entry.start : entry.shard.end] = entry.present().to(whole.device)
+        wholes.append(whole.view(torch.uint8))
+    for group in filter(None, dict.fromkeys(entry.home.group() for entry in entries)):
+        mine = [i for i, entry in enumerate(entries) if entry.home.group() is group]
+        together = torch.cat([wholes[i] for i in mine])
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=group)  # bytes of the other ranks are 0
+        for i, whole in zip(mine, together.split([wholes[i].numel() for i in mine]), strict=True):
+            wholes[i] = whole.clone()
+    return [whole.view(entry.dtype).view(entry.shape) for entry, whole in zip(entries, wholes, strict=True)]
+
+
 def assert_same_on_all_ranks(tensors: list[torch.Tensor]) -> None:
-    for i, mine in enumerate(tensors):
-        theirs = mine.clone()
-        dist.broadcast(theirs, src=0)
-        assert_bytes_equal(mine, theirs, f"tensor {i} here and on rank 0")
+    mine = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    theirs = torch.cat(mine)
+    dist.broadcast(theirs, src=0)
+    for i, (one, other) in enumerate(zip(mine, theirs.split([t.numel() for t in mine]), strict=True)):
+        assert_bytes_equal(one, other, f"tensor {i} here and on rank 0")
 
 
 def check_weights(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> None:

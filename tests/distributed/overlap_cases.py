@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from distributed.checks_optim import model_bytes
+from distributed.checks_optim import model_bytes, whole_state
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.sharded_piece import gathered
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 SMALL = 0.003
@@ -58,14 +57,9 @@ def loss_of(net, world, seed, **options):
 
 
 def all_bytes(net, optimizer):
-    """Of weights, masters and moments, whole on every rank; without full_tensor(), which makes a mesh."""
+    """Of weights, masters and moments, whole on every rank."""
     parameters = list(net.parameters())
-    state = [
-        gathered(entry) if hasattr(entry, "full_tensor") else entry.present()
-        for p in parameters
-        for _, entry in sorted(optimizer.state[p].items())
-    ]
-    return [*model_bytes(parameters), *optimizer.gathered_masters(), *state]
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
 def assert_same(models, what):

@@ -16,6 +16,7 @@ from distributed.checks_optim import (
     model_bytes,
     parameters_of,
     refuse_one_step,
+    whole_state,
 )
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -38,12 +39,7 @@ def build(world, cls, **options):
 
 def all_bytes(parameters, optimizer):
     """Of weights, masters and moments, whole on every rank."""
-    state = [
-        entry.full_tensor() if hasattr(entry, "full_tensor") else entry.present()
-        for p in parameters
-        for _, entry in sorted(optimizer.state[p].items())
-    ]
-    return [*model_bytes(parameters), *optimizer.gathered_masters(), *state]
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
 def assert_same(models, step):
