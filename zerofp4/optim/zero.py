@@ -76,8 +76,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     as large (on the CPU with overlap or "sharded", as large as all gradients). Both keep an FP32 slice of
     gradients, 4 bytes for each element of this rank's share; "sharded" needs no memory for the gradients of a
     whole model. With overlap and transport="peer" there is none, unless gradients are clipped or FusedAdamW
-    does not update, but of every bucket what the others have of this rank's share (its own too where gradients are rounded): in a
-    world of W, (W - 1) / W of a model's gradients as they travel. Weights are gathered by the same buckets.
+    does not update, but of every bucket what the others have of this rank's share (its own too where
+    gradients are rounded): in a world of W, (W - 1) / W of a model's gradients as they travel. Weights are
+    gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
     that it trained, by identity, begin with its masters; its moments are not taken.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
