@@ -55,17 +55,16 @@ class Publication:
             self._own.errors.append(error)
 
     def run(self) -> None:
-        start_cast = in_phase("amaxes", self._start_cast)
-        stages = [
-            Stage(in_phase("amaxes", self._leave_amaxes)),
-            Stage(in_phase("cast", self._cast), start_cast),
-            Stage(in_phase("transpose", self._complete), self._start_gather),
-        ]
-        if self._peers is not None:
-            stages[1:] = (
-                Stage(in_phase("cast", self._cast_and_send), start_cast),
-                stages[2]._replace(start=_nothing),
-            )
+        leave = Stage(in_phase("amaxes", self._leave_amaxes))
+        start_cast, complete = in_phase("amaxes", self._start_cast), in_phase("transpose", self._complete)
+        if self._peers is None:
+            stages = [
+                leave,
+                Stage(in_phase("cast", self._cast), start_cast),
+                Stage(complete, self._start_gather),
+            ]
+        else:
+            stages = [leave, Stage(in_phase("cast", self._cast_and_send), start_cast), Stage(complete)]
         try:
             if self._peers is not None:
                 in_phase("weights", self._peers.open)()
