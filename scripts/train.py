@@ -294,9 +294,8 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
 def execute(options: argparse.Namespace, world: World) -> int:
     """Train what the options ask for and say what went wrong; returns the exit code. Collective."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: the same sums in every run
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # torch's profiler says on each rank that it begins and ends
+    # Else torch's profiler says on each rank when it begins and ends; what it has not seen, the summary says.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
     try:

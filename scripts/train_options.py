@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", choices=["local", "sharded"], default="local", help=sums)
     add("--gradient-dtype", choices=["float32"], help="what micro-batches add up in (default: the weights')")
     add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
-    profiled = "under torch.profiler, for the time of each phase; not with fsdp2 (default: 3, 0: none)"
+    profiled = "steps under torch.profiler, to time their phases; none with fsdp2 (default: 3, 0: none)"
     add("--profile-steps", type=at_least(int, 0), default=3, metavar="STEPS", help=profiled)
     add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
     add(
