@@ -40,12 +40,13 @@ for integers and logic and for those that multiply; at 61% of the copy the sched
 import argparse
 import gc
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarking import chart, instructions, tables
+from benchmarking import chart, growth, instructions, tables
 from benchmarking.checkpoints import checkpoint
 from benchmarking.clock import keep_freed_memory
 from benchmarking.fsdp2 import fsdp2
@@ -75,6 +76,13 @@ def at_least(smallest: int):
     return convert
 
 
+def positive(value: str) -> float:
+    """A type for argparse."""
+    if not 0 < float(value) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
+    return float(value)
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -91,7 +99,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add_fsdp2_options(add_command(commands, "fsdp2", fsdp2.__doc__.splitlines()[0]))
     add_megatron_options(add_command(commands, "megatron", megatron.__doc__.splitlines()[0]))
     add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
-    add_command(commands, "docs", "write the charts, and the tables of docs/performance.md, from the results")
+    summary = "write the charts, and the tables of docs/performance.md, from the results"
+    add_docs_options(add_command(commands, "docs", summary))
     options = parser.parse_args(arguments)
     if options.command not in ("docs", "instructions", "step", "checkpoint", "fsdp2", "megatron"):
         complete(options, parser)
@@ -179,6 +188,14 @@ def add_megatron_options(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
+def add_docs_options(parser: argparse.ArgumentParser) -> None:
+    help_of_network = (
+        "GB/s of a GPU to other hosts, assumed where steps of several are predicted (default: 50)"
+    )
+    default = growth.NETWORK_GBPS
+    parser.add_argument("--network", type=positive, default=default, metavar="GBPS", help=help_of_network)
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"
@@ -256,21 +273,24 @@ def count_instructions(folder: Path) -> int:
     return 0
 
 
-def draw(folder: Path) -> None:
+def draw(folder: Path, network_gbps: float = growth.NETWORK_GBPS) -> None:
+    """network_gbps: what is assumed of a network between hosts."""
     results = [result for _, result in tables.load(folder)]
     charts = chart.draw(folder, results)
     if charts is None:
         print("no chart: matplotlib is not installed (the extra `train` has it)")
         return
-    for path in (*charts, *filter(None, (chart.draw_comparison(folder, result) for result in results))):
+    charts += filter(None, (chart.draw_comparison(folder, result) for result in results))
+    grown = growth.growth_of(results, network_gbps)
+    for path in (*charts, *([] if grown is None else [growth.draw(folder, grown)])):
         print(f"wrote {path}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.command == "docs":
-        draw(RESULTS)
-        print(f"wrote {tables.write_docs()}")
+        draw(RESULTS, options.network)
+        print(f"wrote {tables.write_docs(options.network)}")
         return 0
     if options.command == "instructions":
         return count_instructions(options.output)

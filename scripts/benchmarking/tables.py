@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarking import growth
 from benchmarking.budgets import budget
 from benchmarking.chart import chart_path, comparison_path
 from benchmarking.operations import SHOWN
@@ -185,17 +186,33 @@ def markdown(path: Path, result: dict) -> str:
     if any("budget" in row for row in shown) and result["counted_at"] != result["commit"]:
         head += f"; instructions counted at commit {(result['counted_at'] or 'unknown')[:7]}"
     parts = [head + (f"; {left_out} more rows are in the file." if left_out else ".")]
-    for table in tables(shown):
-        rule = "".join("---:|" if alignment == "r" else "---|" for alignment in table.alignment)
-        lines = ["| " + " | ".join(row) + " |" for row in (table.header, *table.rows)]
-        parts.append("\n".join([lines[0], "|" + rule, *lines[1:]]))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *map(markdown_table, tables(shown))])
 
 
-def docs_section() -> str:
-    """What stands between the benchmark markers: per device its chart, if there is one, then its tables."""
-    parts, shown = [], set()
-    for path, result in load(RESULTS):
+def markdown_table(table: Table) -> str:
+    rule = "".join("---:|" if alignment == "r" else "---|" for alignment in table.alignment)
+    lines = ["| " + " | ".join(row) + " |" for row in (table.header, *table.rows)]
+    return "\n".join([lines[0], "|" + rule, *lines[1:]])
+
+
+def growth_markdown(found: growth.Growth) -> str:
+    """The chart, if there is one, what the model is, and the table."""
+    path = growth.chart_path(RESULTS)
+    link = Path("..", path.relative_to(ROOT))
+    chart = [f"![A step of several GPUs, measured and predicted]({link})"] if path.exists() else []
+    header, rows = growth.cells(found)
+    return "\n\n".join([*chart, growth.words(found), markdown_table(Table(header, "l" * len(header), rows))])
+
+
+def docs_section(network_gbps: float = growth.NETWORK_GBPS) -> str:
+    """What stands between the benchmark markers: per device its chart, if there is one, then its tables;
+    behind those of steps of several GPUs how these grow. network_gbps: what is assumed of a network between
+    hosts.
+    """
+    parts, shown, results = [], set(), load(RESULTS)
+    grown = growth.growth_of([result for _, result in results], network_gbps)
+    steps = [path for path, result in results if grown is not None and grown.holds(result)]
+    for path, result in results:
         chart = chart_path(RESULTS, result)
         if chart.exists() and chart not in shown:
             shown.add(chart)
@@ -206,12 +223,14 @@ def docs_section() -> str:
             link = Path("..", picture.relative_to(ROOT))
             parts.append(f"![{result['benchmark']}: ours over bf16]({link})")
         parts.append(markdown(path, result))
+        if path in steps[-1:]:
+            parts.append(growth_markdown(grown))
     return "\n\n".join(parts)
 
 
-def write_docs() -> Path:
+def write_docs(network_gbps: float = growth.NETWORK_GBPS) -> Path:
     """Put the section between the markers of the page that shows it."""
     path = ROOT / "docs" / "performance.md"
     head, rest = path.read_text().split(BEGIN)
-    path.write_text(head + BEGIN + docs_section() + END + rest.split(END)[1])
+    path.write_text(head + BEGIN + docs_section(network_gbps) + END + rest.split(END)[1])
     return path

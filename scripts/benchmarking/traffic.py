@@ -55,9 +55,10 @@ class Speeds(NamedTuple):
 class Step(NamedTuple):
     """A step of ZeroFP4Optimizer with FusedAdamW of NVFP4 weights alone.
 
-    elements, tiles: of all weights. gradient_bytes: of an element on its way. transport, in_buckets: as
-    describe() has them. sent, across: by what it is, bytes that a rank sends to other GPUs of its host, and
-    to other hosts. hosts: that the ranks are on.
+    elements, tiles: of all weights. gradient_bytes: of an element as autograd makes it. transport,
+    in_buckets: as describe() has them; transport is "hosts" where gradients are added up on each of several
+    hosts first. sent, across: by what it is, bytes that a rank sends to other GPUs of its host, and to other
+    hosts.
     """
 
     elements: int
@@ -86,8 +87,11 @@ def tiles_of(shapes: Sequence[tuple[int, int]]) -> int:
 def step_of(shapes: Sequence[tuple[int, int]], described: Mapping[str, Any]) -> Step:
     """Of all weights of an optimizer, sharded over ranks of one host, and its describe().
 
-    Raises ValueError for buckets that do not travel alike, which have no formula here.
+    Raises ValueError for buckets that do not travel alike, and for several hosts, of which describe() does
+    not say what is sent where.
     """
+    if described["hosts"] is not None:
+        raise ValueError(f"hosts: what {described['hosts']} of them send has no formula")
     ways = {(bucket["ranks"], bucket["gradients_travel_as"]) for bucket in described["buckets"]}
     if len(ways) != 1:
         raise ValueError(f"buckets travel in several ways: {sorted(ways)}")
@@ -112,8 +116,8 @@ def phases(step: Step) -> dict[str, Traffic]:
         "peer", wW by owned element: w of this rank's, w(W-1) of other ranks', as much as it serves to them;
         "collective", w(3W-2): the same, behind w(W-1) that are read to be sent and w(W-1) that arrive;
         "none", w: they are the rank's own.
-        Where the ranks are on H hosts, with "peer" on each, the hosts' means travel in FP32; by owned element
-        4H are made, 4(H-1) read to be sent, 4(H-1) arrive and 4H are read at last: wW + 16H - 8.
+        "hosts", wW + 16H - 8: on each of H hosts as "peer", and of the hosts' means, in FP32, 4H are made,
+        4(H-1) read to be sent, 4(H-1) arrive and 4H are read at last.
         link and network: gradients.
     adamw: master and two moments are read and written, an FP32 gradient read, 28n.
     adamw_reducing: the same, but what reduce reads in place of the FP32 gradient: 24n and that.
@@ -147,11 +151,11 @@ def _reading(step: Step) -> tuple[float, str]:
         return w, f"{w}"
     if step.transport == "collective":
         return w * (3 * ranks - 2), f"{w}(3W-2)"
-    if step.transport != "peer":
-        raise ValueError(f"no formula for transport {step.transport!r}")
-    if hosts == 1:
+    if step.transport == "peer":
         return w * ranks, f"{w}W"
-    return w * ranks + 16 * hosts - 8, f"({w}W + 16H - 8)"
+    if step.transport == "hosts":
+        return w * ranks + 16 * hosts - 8, f"({w}W + 16H - 8)"
+    raise ValueError(f"no formula for transport {step.transport!r}")
 
 
 def parts(step: Step) -> dict[str, tuple[str, ...]]:

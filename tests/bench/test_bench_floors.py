@@ -63,7 +63,7 @@ def test_bytes_of_a_world_of_one():
 
 def test_bytes_of_two_hosts():
     """Of 2 x 1 ranks nothing is served, and means travel in FP32: 4H made, 4 read, 4 arriving, 4H read."""
-    step = two_ranks("peer", across={"gradients": 4096, "amaxes": 1, "weights": 2}, hosts=2)
+    step = two_ranks("hosts", across={"gradients": 4096, "amaxes": 1, "weights": 2}, hosts=2)
     assert phases(step)["reduce"] == Traffic(
         "4n + (2W + 16H - 8)n", (4 + 4 + 8 + 4 + 4 + 8) * 1024, 2048, 4096
     )
@@ -90,7 +90,13 @@ def test_the_slowest_way_is_the_floor():
 
 def described(**more) -> dict:
     bucket = {"ranks": 2, "gradients_travel_as": "bfloat16"}
-    found = {"buckets": [bucket, bucket], "transport": "peer", "in_buckets": True, "bytes_sent": SENT}
+    found = {
+        "buckets": [bucket, bucket],
+        "transport": "peer",
+        "hosts": None,
+        "in_buckets": True,
+        "bytes_sent": SENT,
+    }
     return found | more
 
 
@@ -100,6 +106,8 @@ def test_what_describe_says():
     other = {"ranks": 2, "gradients_travel_as": "float32"}
     with pytest.raises(ValueError, match="in several ways"):
         step_of(SHAPES, described(buckets=[*described()["buckets"], other]))
+    with pytest.raises(ValueError, match=r"hosts: what \(2, 1\) of them send"):
+        step_of(SHAPES, described(hosts=(2, 1)))
 
 
 class Rows:

@@ -120,7 +120,7 @@ def test_the_picture_of_a_comparison_is_drawn_and_shown(tmp_path, monkeypatch):
         "copy_gbps": 4000.0,
         "rows": rows,
     }
-    for benchmark in ("fsdp2_2_ranks", "step_2_ranks"):
+    for benchmark in ("fsdp2_2_ranks", "megatron_2_ranks"):
         found = json.dumps(content | {"benchmark": benchmark})
         (tmp_path / f"{benchmark}_cuda.json").write_text(found)
     for module in (tables, session):
