@@ -1,5 +1,6 @@
 """How long a step would take if it did nothing but move its bytes, beside how long it takes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from zerofp4.engine import Peers, join_peers
 
 SENT_BYTES = {"cuda": 2 << 30, "cpu": 4 << 20}
 """What a rank sends as its link is measured."""
-MOST_OVER_FLOOR = {"peer_step": 1.15}
+MOST_OVER_FLOOR = {"peer_step": (2, 1.15), "peer_gather": (4, 1.05)}
+"""By row, of how many GPUs on, and how much."""
 
 
 def measure_speeds(timer: Timer) -> Speeds:
@@ -40,8 +42,7 @@ def _time_copies(timer: Timer, peers: Peers, piece: int) -> tuple[float, str]:
         [(peers.at(rank, theirs[timer.world.rank])[part], own[part]) for rank in peers.others]
         for part in (slice(middle), slice(middle, None))
     )
-    current = torch.cuda.current_stream
-    found = timer.time(lambda: peers.start_copies(firsts, seconds).wait(current(timer.device)))
+    found = timer.time(lambda: peers.start_copies(firsts, seconds).wait())
     return found, "every rank copies into the memory of all others"
 
 
@@ -61,13 +62,14 @@ def count_floors(
     prefix: str,
     measured: Mapping[str, float],
 ) -> None:
-    """Rows of the floors of all phases, and of what was measured over the sum of those of its phases.
+    """Rows of the floors of a step's phases, and of what its parts took over the sums of theirs.
 
     described: of the optimizer that takes the steps. prefix: of the names of its rows. measured: milliseconds
     by part.
     """
     step, floors = step_of(shapes, described), {}
-    for phase, traffic in phases(step).items():
+    used = {phase for names in parts(step).values() for phase in names}
+    for phase, traffic in ((phase, traffic) for phase, traffic in phases(step).items() if phase in used):
         floors[phase] = speeds.floor(traffic)
         times = speeds.milliseconds(traffic)
         rule = f"memory: {traffic.formula} bytes, {traffic.memory / 1e9:.3g} GB, {times['memory']:.3g} ms"
@@ -79,7 +81,8 @@ def count_floors(
         if len(names) > 1:
             rule = f"the sum of those of {', '.join(names)}"
             timer.session.count(f"{prefix}floor_{part}/{timer.places}", "milliseconds", floor, rule)
-        target = MOST_OVER_FLOOR.get(name) if timer.device.type == "cuda" else None
+        fewest, most = MOST_OVER_FLOOR.get(name, (math.inf, None))
+        target = most if timer.device.type == "cuda" and step.ranks >= fewest else None
         rule = f"{part} over what its bytes take: {' + '.join(f'{p} {floors[p]:.3g}' for p in names)} ms"
         row = f"{name}_over_floor/{timer.places}"
         timer.session.count(row, "ratio", measured[part] / floor, rule, target=target)

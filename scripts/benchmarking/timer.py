@@ -86,7 +86,7 @@ class Timer:
         self.session.clock.synchronize()
         return begin.elapsed_time(end)
 
-    def ratio(self, part: str, ours: float, theirs: float, most: float) -> None:
+    def ratio(self, part: str, ours: float, theirs: float, most: float | None) -> None:
         rule = f"{part} of ours over that of bf16"
         target = most if self.device.type == "cuda" else None
         self.session.count(f"{part}_over_bf16/{self.places}", "ratio", ours / theirs, rule, target=target)

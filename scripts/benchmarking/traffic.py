@@ -125,6 +125,7 @@ def phases(step: Step) -> dict[str, Traffic]:
         every other rank and arrive from there, (W-1)n; all weights are transposed, N. link and network:
         amaxes and codes.
     publish_alone: the same where no update has left the amaxes: 4n + 4T/W more.
+    gather: what travels of the codes alone, (W-1)n. link and network: codes.
     """
     n, ranks, w = step.owned, step.ranks, step.gradient_bytes
     reading, words = _reading(step)
@@ -141,6 +142,7 @@ def phases(step: Step) -> dict[str, Traffic]:
         "adamw_reducing": Traffic(f"24n + {words}n", (24 + reading) * n, *travel),
         "publish": Traffic(words_of_codes, codes, *gather),
         "publish_alone": Traffic(f"4n + 4T/W + {words_of_codes}", codes + amaxes, *gather),
+        "gather": Traffic("(W-1)n", (ranks - 1) * n, step.sent["weights"], step.across["weights"]),
     }
 
 
@@ -162,7 +164,8 @@ def parts(step: Step) -> dict[str, tuple[str, ...]]:
     """By what scripts/bench.py step measures, its phases, one behind the other."""
     update = "adamw", "publish"
     whole = ("adamw_reducing", "publish") if step.in_buckets else ("reduce", *update)
-    return {
+    travels = {"gather": ("gather",)} if step.ranks > 1 else {}
+    return travels | {
         "step": ("scan", *whole),
         "step_clipped": ("scan", "reduce", *update),
         "reduce": ("reduce",),

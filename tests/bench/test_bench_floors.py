@@ -34,6 +34,7 @@ def test_bytes_of_ranks_that_share_memory():
         "adamw_reducing": (28 * 1024, 2048),
         "publish": (4.5 * 1024 + 6 * 8 + 1024 + 2048, 536),
         "publish_alone": (8.5 * 1024 + 4 * 4 + 6 * 8 + 1024 + 2048, 536),
+        "gather": (1024, 512),
     }
     assert found["adamw_reducing"].formula == "24n + 2Wn"
     assert all(traffic.network == 0 for traffic in found.values())
@@ -56,7 +57,9 @@ def test_bytes_of_a_world_of_one():
         "adamw": 28 * 2048,
         "publish": 5.5 * 2048 + 48,
         "publish_alone": 9.5 * 2048 + 80,
+        "gather": 0,
     }
+    assert "gather" not in parts(step)
     assert parts(step)["step"] == ("scan", "reduce", "adamw", "publish")
     assert {traffic.link for traffic in phases(step).values()} == {0}
 
@@ -128,7 +131,7 @@ def test_rows_of_floors():
     session = Rows()
     timer = SimpleNamespace(session=session, places="2xcuda", device=torch.device("cuda"))
     speeds = Speeds(memory=28 * 1024e3, link=1024e3)
-    measured = {"step": 7.2, "step_clipped": 9.0, "reduce": 4.0, "update": 3.0, "publish": 1.0}
+    measured = {"step": 7.2, "step_clipped": 9.0, "reduce": 4.0, "update": 3.0, "publish": 1.0, "gather": 1.0}
     floors.count_floors(timer, SHAPES, described(), speeds, "peer_", measured)
     rows = session.rows
     scan, publish = 4096 / 28672, (4.5 * 1024 + 48 + 3072) / 28672
@@ -140,8 +143,54 @@ def test_rows_of_floors():
     over = rows["peer_step_over_floor/2xcuda"]
     assert over.value == pytest.approx(7.2 / (scan + 2.0 + publish)) and over.target == 1.15
     assert rows["peer_reduce_over_floor/2xcuda"].value == 2.0
+    assert rows["peer_gather_over_floor/2xcuda"].value == 2.0
     targets = [name for name, row in rows.items() if row.target is not None]
     assert targets == ["peer_step_over_floor/2xcuda"]
+
+
+def test_targets_by_the_number_of_gpus():
+    session = Rows()
+    timer = SimpleNamespace(session=session, places="4xcuda", device=torch.device("cuda"))
+    said = described(buckets=[{"ranks": 4, "gradients_travel_as": "bfloat16"}])
+    measured = dict.fromkeys(("step", "step_clipped", "reduce", "update", "publish", "gather"), 1.0)
+    floors.count_floors(timer, SHAPES, said, Speeds(1e9, 1e9), "peer_", measured)
+    floors.count_floors(timer, SHAPES, said | {"transport": "collective"}, Speeds(1e9, 1e9), "", measured)
+    targets = {name: row.target for name, row in session.rows.items() if row.target is not None}
+    assert targets == {"peer_step_over_floor/4xcuda": 1.15, "peer_gather_over_floor/4xcuda": 1.05}
+
+
+class FakePeers:
+    """Rank 1 of 3, with its copies of what the others have."""
+
+    others = (2, 0)
+
+    def __init__(self):
+        self.of_others = {}
+
+    def zeros(self, shape, dtype):
+        self.own = torch.zeros(shape, dtype=dtype)
+        self.of_others = {rank: torch.zeros(shape, dtype=dtype) for rank in self.others}
+        return self.own
+
+    def at(self, rank, own):
+        assert own.is_contiguous()
+        row = own.storage_offset() // own.numel()
+        return self.of_others[rank][row]
+
+    def start_copies(self, first, second):
+        for target, source in (*first, *second):
+            target.copy_(source + 1)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_a_link_is_measured_with_every_byte_for_every_other_rank():
+    peers, world = FakePeers(), SimpleNamespace(world_size=3, rank=1)
+    timer = SimpleNamespace(world=world, device=torch.device("cpu"), time=lambda run: run() or 2.0)
+    ms, rule = floors._time_copies(timer, peers, 96)
+    assert ms == 2.0 and rule == "every rank copies into the memory of all others"
+    for received in peers.of_others.values():
+        assert received.tolist() == [[0] * 96, [1] * 96, [0] * 96]
+    assert not peers.own.any()
 
 
 def test_what_has_no_room_is_said_to_be_left_out(monkeypatch):
@@ -188,7 +237,8 @@ def test_a_step_of_one_rank(early):
     (path,) = folder.glob("step_1_ranks_*.json")
     names = [row["name"].split("/")[0] for row in json.loads(path.read_text())["rows"]]
     assert len(set(names)) == len(names), "a name stands for one row"
-    assert not any(name.startswith("peer_") or name in ("link", "exposed") for name in names)
+    assert not any(name.startswith("peer_") or name in ("link", "exposed", "gather") for name in names)
+    assert {"floor_reduce", "floor_adamw"} <= set(names) and "floor_adamw_reducing" not in names
     for part in ("step", "step_clipped", "reduce", "update", "publish"):
         assert {part, f"{part}_over_floor"} <= set(names)
     assert {"step_bf16", "floor_step", "step_over_bf16", "step_zero_redundancy"} <= set(names)

@@ -40,9 +40,9 @@ def test_a_step_of_two_ranks(early):
     assert len(rows) == len(result["rows"]), "a name stands for one row"
     assert rows["link/2xcpu"]["gigabytes_per_second"] > 0
     assert rows["link/2xcpu"]["rule"].startswith("an all-to-all of gloo, 1 x ")
-    for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone"):
+    for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone", "gather"):
         assert rows[f"floor_{phase}/2xcpu"]["milliseconds"] > 0
-    for part in PARTS:
+    for part in (*PARTS, "gather"):
         assert rows[f"{part}_over_floor/2xcpu"]["ratio"] > 0
     zero = rows["step_zero_redundancy/2xcpu"]["milliseconds"]
     expected = pytest.approx(rows["step/2xcpu"]["milliseconds"] / zero)
