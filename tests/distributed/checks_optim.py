@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from helpers import assert_bytes_equal
@@ -92,12 +94,13 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def averaged(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean over the ranks in FP32: gathered, added in rank order, divided."""
-    total, *others = gathered(tensor.float())
+def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each the mean over the ranks in FP32: gathered, all at once, added in rank order, divided."""
+    total, *others = gathered(torch.cat([tensor.float().reshape(-1) for tensor in tensors]))
     for other in others:
         total += other
-    return total / dist.get_world_size()
+    means = (total / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
+    return [mean.view(tensor.shape) for mean, tensor in zip(means, tensors, strict=True)]
 
 
 def refuse_one_step(plan: CastPlan) -> None:

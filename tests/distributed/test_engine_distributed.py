@@ -10,7 +10,7 @@ from helpers import assert_bytes_equal
 from optim_cases import make_gradients, set_gradients
 
 from distributed.checks_optim import (
-    averaged,
+    averages,
     check_weights,
     gradients_of,
     model_bytes,
@@ -76,8 +76,8 @@ def test_the_bytes_of_the_unsharded_update(world):
     unsharded = FusedAdamW(masters, **OPTIONS)
     for step in range(4):
         set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
-        for master, p in zip(masters, parameters, strict=True):
-            master.grad = averaged(p.grad)
+        for master, mean in zip(masters, averages([p.grad for p in parameters]), strict=True):
+            master.grad = mean
         optimizer.step()
         unsharded.step()
         for i, (mine, theirs) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
@@ -181,7 +181,7 @@ def test_hooks_of_the_masters_optimizer_see_a_whole_step(world):
 
     optimizer.inner.register_step_pre_hook(hook)
     set_gradients(parameters, make_gradients(parameters, world.rank))
-    means = [averaged(p.grad) for p in parameters]
+    means = averages([p.grad for p in parameters])
     optimizer.step()
     assert sum(g.numel() for g in seen[0]) == sum(s.numel for s in optimizer._shards.shards())
     for i, shard in enumerate(optimizer._shards.shards()):

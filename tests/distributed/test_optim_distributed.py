@@ -23,7 +23,7 @@ from torch import nn
 from distributed.checks_optim import (
     Injected,
     assert_same_on_all_ranks,
-    averaged,
+    averages,
     check_weights,
     loss_of,
     make_net,
@@ -98,7 +98,8 @@ def test_gradients_are_averaged_in_rank_order(world, bucket_mb):
     for round_ in range(2):  # every piece of staging is used again
         set_gradients(parameters, make_gradients(parameters, world.rank + 10 * round_))
         optimizer.step()
-        expected = [m - averaged(p.grad) for m, p in zip(before, parameters, strict=True)]
+        means = averages([p.grad for p in parameters])
+        expected = [m - mean for m, mean in zip(before, means, strict=True)]
         assert_all_equal(optimizer.gathered_masters(), expected, "master")
         before = expected
 
@@ -112,7 +113,8 @@ def test_gradients_are_rounded_to_what_travels(world, wire):
     before = optimizer.gathered_masters()
     set_gradients(parameters, make_gradients(parameters, world.rank))
     optimizer.step()
-    expected = [m - averaged(p.grad.to(wire)) for m, p in zip(before, parameters, strict=True)]
+    means = averages([p.grad.to(wire) for p in parameters])
+    expected = [m - mean for m, mean in zip(before, means, strict=True)]
     assert_all_equal(optimizer.gathered_masters(), expected, "master")
 
 
@@ -132,7 +134,7 @@ def test_wider_gradients_travel_as_they_are_or_not_at_all(world):
     for p, gradient in zip(told, gradients, strict=True):
         p.grad = gradient
     optimizer.step()
-    expected = [m - averaged(g) for m, g in zip(before, gradients, strict=True)]
+    expected = [m - mean for m, mean in zip(before, averages(gradients), strict=True)]
     assert_all_equal(optimizer.gathered_masters(), expected, "master")
 
     optimizer = ZeroFP4Optimizer(surprised, torch.optim.SGD, lr=1.0)
@@ -180,8 +182,8 @@ def test_500_steps_equal_quantizing_whole_masters_without_sharding(world):
         optimizer.zero_grad()
         expected = loss_of(whole, world, step)
         expected.backward()
-        for master, p in zip(masters, parameters, strict=True):
-            master.grad = averaged(p.grad)
+        for master, mean in zip(masters, averages([p.grad for p in parameters]), strict=True):
+            master.grad = mean
         plain.step()
         whole.zero_grad()
         with torch.no_grad():
@@ -209,8 +211,9 @@ def test_missing_gradients(world):
             if i % 2 == 0 and world.rank != only:  # for only == world_size, no rank has one
                 gradients[i] = None
         set_gradients(parameters, gradients)
-        for i, (master, p) in enumerate(zip(masters, parameters, strict=True)):
-            mean = averaged(torch.zeros(p.shape, device=world.device) if p.grad is None else p.grad)
+        zeros = [torch.zeros(p.shape, device=world.device) for p in parameters]
+        means = averages([z if p.grad is None else p.grad for p, z in zip(parameters, zeros, strict=True)])
+        for i, (master, mean) in enumerate(zip(masters, means, strict=True)):
             nowhere = i % 2 == 0 and (i + step) % (world.world_size + 1) == world.world_size
             master.grad = None if nowhere else mean
         plain.step()
@@ -266,7 +269,7 @@ def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire):
             stretch.here.fill_(math.nan)
     before = optimizer.gathered_masters()
     set_gradients(parameters, make_gradients(parameters, world.rank))
-    means = [averaged(p.grad) for p in parameters]
+    means = averages([p.grad for p in parameters])
     total = optimizer.clip_grad_norm_(0.7, norm_type)
     assert_same_on_all_ranks([total.reshape(1)])
     # Sums in FP32 of a few hundred elements, in another order than here.

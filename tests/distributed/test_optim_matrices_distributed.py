@@ -19,7 +19,7 @@ from optim_cases import (
 
 from distributed.checks_optim import (
     Injected,
-    averaged,
+    averages,
     check_weights,
     gathered,
     model_bytes,
@@ -66,7 +66,7 @@ def test_other_classes_beside_it(world, beside):
     assert "optimizer_class" in groups[1] and "optimizer_class" not in optimizer.param_groups[1]
     for step in range(4):
         set_gradients(parameters, make_gradients(parameters, 10 * world.rank + step))
-        plain.step([averaged(p.grad) for p in parameters])
+        plain.step(averages([p.grad for p in parameters]))
         optimizer.step()
         assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
         check_weights(parameters, optimizer)
@@ -124,7 +124,7 @@ def test_clipping_does_not_see_the_layout(world):
         total = optimizer.clip_grad_norm_(0.5)
         assert_bytes_equal(total, elementwise.clip_grad_norm_(0.5), "norm")
         factor = (0.5 / (total + 1e-6)).clamp(max=1.0)
-        plain.step([averaged(p.grad) * factor for p in parameters])
+        plain.step([mean * factor for mean in averages([p.grad for p in parameters])])
         optimizer.step()
         elementwise.zero_grad()
         assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
@@ -146,9 +146,8 @@ def test_missing_and_nonfinite_gradients(world):
         set_gradients(parameters, gradients)
         if step != 2:
             zeros = [torch.zeros(p.shape, dtype=p.dtype, device=world.device) for p in parameters]
-            means = [
-                averaged(z if p.grad is None else p.grad) for p, z in zip(parameters, zeros, strict=True)
-            ]
+            pairs = zip(parameters, zeros, strict=True)
+            means = averages([z if p.grad is None else p.grad for p, z in pairs])
             means[0], means[4] = None if step % 2 else means[0], None
             plain.step(means)
         optimizer.step()
@@ -209,7 +208,7 @@ def test_matrices_that_are_sharded_within_another_group(world):
     optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
     for step in range(2):
         set_gradients([*shared, *experts], make_gradients([*shared, *experts], 10 * world.rank + step))
-        plain.step([*(averaged(p.grad) for p in shared), *(p.grad for p in experts)])
+        plain.step([*averages([p.grad for p in shared]), *(p.grad for p in experts)])
         optimizer.step()
         assert_all_equal(optimizer.gathered_masters(), plain.masters, f"step {step}: master")
         assert_weights_follow([*shared, *experts], plain.masters)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers import assert_bytes_equal
 from optim_cases import make_gradients, set_gradients
 
-from distributed.checks_optim import Injected, averaged, check_weights
+from distributed.checks_optim import Injected, averages, check_weights
 from distributed.overlap_cases import (
     CLASSES,
     SMALL,
@@ -43,7 +43,7 @@ def test_a_step_is_that_of_the_sums_of_means(world, name, overlap):
                 loss_of(net, world, 10 * step + micro, **options), own, allow_unused=True
             )
             pairs = zip(made, parameters, strict=True)
-            means = [averaged(torch.zeros(p.shape, device=p.device) if g is None else g) for g, p in pairs]
+            means = averages([torch.zeros(p.shape, device=p.device) if g is None else g for g, p in pairs])
             sums = [mean if total is None else total + mean for total, mean in zip(sums, means, strict=True)]
         for p, total in zip(parameters, sums, strict=True):
             p.grad = total
