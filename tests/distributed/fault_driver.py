@@ -3,7 +3,7 @@
     python -m distributed.fault_driver FOLDER
 
 FOLDER/outcomes.json says what came of each rank. One start of Python for all of them: this process imports
-torch, runs nothing with it, and forks.
+all that they use, runs nothing with it, and forks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
 
 def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
     """A step and a checkpoint; then another of both, and a resume, in which the fault comes."""
-    from checkpoints import Checkpoints  # of scripts/, which only the driver has on its path
+    from checkpoints import Checkpoints  # main() has imported it
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -147,6 +147,8 @@ def wait(folder: Path, stage: str, pids: list[int]) -> dict[int, list[str]]:
 
 
 def main(folder: Path) -> None:
+    import checkpoints  # noqa: F401, of scripts/, which only the driver has on its path
+
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     outcomes = {}
     for kind in KINDS:  # side by side, since most of a fault is waiting
