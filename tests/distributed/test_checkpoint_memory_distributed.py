@@ -25,7 +25,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, read_chunks
 from zerofp4.optim.read_chunks import ReadChunks
 
 MOST = 0.05  # of the state of a rank
-COUNT, SIZE = 96, 512
+COUNT, SIZE = 48, 512
 UNCACHED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """glibc gives back every block of a tensor, so that resident memory is what is held."""
 
