@@ -40,11 +40,9 @@ def run(world, check, late, **options):
 @pytest.mark.parametrize(
     ("late", "options"),
     [
-        (True, {"bucket_mb": SMALL}),
+        (True, {"bucket_mb": SMALL, "name": "AdamW"}),
         (True, {"clip": True}),
-        (False, {"clip": True}),
-        (True, {"name": "AdamW"}),
-        (False, {"bucket_mb": None}),
+        (False, {"bucket_mb": None, "clip": True}),
     ],
 )
 def test_the_bytes_of_other_ways(world, late, options):
@@ -59,9 +57,7 @@ def test_micro_batches_and_gradients_that_somebody_assigned(world, late, options
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(
-    ("late", "options"), [(True, {}), (False, {}), (True, {"name": "AdamW"}), (True, ROUNDED)]
-)
+@pytest.mark.parametrize(("late", "options"), [(True, {}), (False, {"name": "AdamW"}), (True, ROUNDED)])
 def test_steps_that_come_to_nothing(world, late, options):
     run(world, checks.nothing_comes_of_it, late, bucket_mb=FEW, **options)
 

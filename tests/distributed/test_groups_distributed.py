@@ -32,9 +32,15 @@ def check(model: Mixture, optimizer: ZeroFP4Optimizer, masters: list[torch.Tenso
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("bucket_mb", [None, 0.003])
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("name", "bucket_mb", "clip"),
+    [
+        ("AdamW", None, True),
+        ("AdamW", 0.003, False),
+        ("FusedAdamW", None, False),
+        ("FusedAdamW", 0.003, True),
+    ],
+)
 def test_experts_beside_dense_parameters(world, name, bucket_mb, clip):
     """The bytes of whole masters, updated on one machine with the means over each parameter's own ranks."""
     model = Mixture(world)
