@@ -47,20 +47,20 @@ from zerofp4.optim.initial import HeldMaster, broadcast_frozen
 from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.names import find_saved_names
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
-from zerofp4.optim.parameters import (
-    amax_group_numbers,
-    check_parameters,
-    describe,
-    parameter_names,
-)
-from zerofp4.optim.rounds import (
-    Rounds,
+from zerofp4.optim.overlap import (
     check_can_overlap,
     check_hosts,
     check_overlap,
     overlaps_backward,
     overlaps_forward,
 )
+from zerofp4.optim.parameters import (
+    amax_group_numbers,
+    check_parameters,
+    describe,
+    parameter_names,
+)
+from zerofp4.optim.rounds import Rounds
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import SpareMemory
 from zerofp4.optim.stepping import SteppedOptimizer

@@ -8,7 +8,7 @@ import torch
 from zerofp4.ops import is_capturing
 from zerofp4.optim.bucketed import BucketedStep
 from zerofp4.optim.nonfinite import NonfiniteGradients
-from zerofp4.optim.rounds import overlaps_forward
+from zerofp4.optim.overlap import overlaps_forward
 from zerofp4.optim.state import ShardedState
 from zerofp4.optim.votes import Votes
 
