@@ -3,20 +3,18 @@ masters.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import CollectiveError, GroupReference
+from zerofp4.distributed import GroupReference
 from zerofp4.engine import (
     Arrivals,
     FlatBuffer,
     GradientReducer,
     Peers,
-    Publication,
     Sharding,
     Updated,
     Wire,
@@ -28,6 +26,7 @@ from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import HeldMaster, initialize_masters
 from zerofp4.optim.matrices import matrices_of
 from zerofp4.optim.parameters import amax_group_numbers, kind_of
+from zerofp4.optim.publishing import publish_groups
 from zerofp4.shard import Shard
 from zerofp4.storage import record_of
 from zerofp4.tensors import NVFP4Tensor
@@ -253,27 +252,7 @@ class ShardedParameters:
         if update is None and any(one.amaxes_outdated() for one in leaving):
             for plan in self._present_plans():
                 plan.begin_update()  # takes them back
-        self._run_publications(update, error)
-
-    def _run_publications(self, update: Callable[[int], None] | None, error: Exception | None) -> None:
-        """One of the buffers of each process group, behind each other: so a rank never has collectives of two
-        groups to begin whose order would depend on how many buffers there are in them. An error is raised
-        behind the last, and is `unheard` unless all ranks took part where it was told.
-        """
-        errors, heard = [], False
-        for first, last in itertools.pairwise(self._group_bounds()):
-            of_group = self.buffers[first:last], self._plans[first:last]
-            try:
-                Publication(*of_group, update and _shifted(update, first), error, self._arrivals).run()
-            except Exception as failure:
-                if isinstance(failure, CollectiveError) or isinstance(failure.__cause__, CollectiveError):
-                    raise  # nobody is left who would wait for the rest
-                reached_all = self.buffers[first].world_size == self._world_size
-                heard = heard or (reached_all and not getattr(failure, "unheard", False))
-                errors.append(failure)
-        if errors:
-            errors[0].unheard = not heard
-            raise errors[0]
+        publish_groups(self.buffers, self._plans, self._world_size, update, error, self._arrivals)
 
     def settle(self) -> None:
         """What is queued next on the current stream finds all weights, or may write to them."""
@@ -291,12 +270,6 @@ class ShardedParameters:
             raise moved
         for plan in self._present_plans():
             plan.check()
-
-    def _group_bounds(self) -> list[int]:
-        """Where the buffers of each process group begin, and where the last ones end."""
-        pairs = itertools.pairwise(self.buffers)
-        starts = [b for b, (a, c) in enumerate(pairs, start=1) if not c.is_sharded_like(a)]
-        return [0, *starts, len(self.buffers)]
 
     def describe(
         self, reducer: GradientReducer, optimizers: Sequence[torch.optim.Optimizer]
@@ -325,8 +298,3 @@ class ShardedParameters:
             "high_precision": sum(b.weights.nbytes for b in sharded if b.kind != "nvfp4"),
             "bf16_equivalent": 2 * sum(p.numel() for b in sharded for p in b.parameters),
         }
-
-
-def _shifted(update: Callable[[int], None], first: int) -> Callable[[int], None]:
-    """The same, of buffers that are counted from `first` on."""
-    return lambda b: update(first + b)
