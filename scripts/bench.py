@@ -40,7 +40,6 @@ for integers and logic and for those that multiply; at 61% of the copy the sched
 import argparse
 import gc
 import inspect
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,13 +73,6 @@ def at_least(smallest: int):
 
     convert.__name__ = "int"  # argparse names it when the value is no number
     return convert
-
-
-def positive(value: str) -> float:
-    """A type for argparse."""
-    if not 0 < float(value) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
-    return float(value)
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -189,11 +181,9 @@ def add_megatron_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_docs_options(parser: argparse.ArgumentParser) -> None:
-    help_of_network = (
-        "GB/s of a GPU to other hosts, assumed where steps of several are predicted (default: 50)"
-    )
+    summary = "GB/s of a GPU to other hosts, assumed in what is predicted of several (default: 50)"
     default = growth.NETWORK_GBPS
-    parser.add_argument("--network", type=positive, default=default, metavar="GBPS", help=help_of_network)
+    parser.add_argument("--network", type=at_least(1), default=default, metavar="GBPS", help=summary)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

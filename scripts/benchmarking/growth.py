@@ -12,7 +12,7 @@ from benchmarking.workloads import llama_sizes
 
 RANKS = (1, 2, 4, 8, 64)
 """Numbers of GPUs that are predicted."""
-NETWORK_GBPS = 50.0
+NETWORK_GBPS = 50
 """To other hosts, of a GPU: 400 Gb/s, which is assumed."""
 LINK_GBPS = 375.0
 """To other GPUs of a host, assumed where a result file does not say it."""

@@ -16,8 +16,8 @@ NAME = "zero_redundancy"
 
 def measure_zero_redundancy(timer: Timer, shapes: list[tuple[int, int]], ours: Mapping[str, float]) -> None:
     """ZeroRedundancyOptimizer of torch.optim.AdamW(fused=True) over bf16 parameters: moments are bf16 too,
-    and there are no masters, the fastest that it can be and less exact than the others. It takes gradients
-    that are averaged on every rank, as DDP leaves them: here by one all-reduce of a flat buffer.
+    and there are no masters, so that it moves the fewest bytes and is less exact than the others. It takes
+    gradients that are averaged on every rank, as DDP leaves them: here by one all-reduce of a flat buffer.
 
     Where it cannot run, that is said, and its rows are left out. ours: milliseconds of steps, by row.
     """
