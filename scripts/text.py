@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,8 +71,7 @@ class Text:
     @classmethod
     def _of_folder(cls, folder: Path | None, skipped: set[str]) -> "Text":
         folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-        relative = (path.relative_to(folder) for path in folder.rglob("*.py") if path.is_file())
-        names = sorted(path.as_posix() for path in relative if not skipped.intersection(path.parts))
+        names = sorted(path.relative_to(folder).as_posix() for path in _python_files(folder, skipped))
         if len(names) < VALIDATION_EVERY:
             raise RuntimeError(f"{folder}: {len(names)} Python files, at least {VALIDATION_EVERY} are needed")
         return cls._split([folder / name for name in names])
@@ -119,6 +119,16 @@ class Text:
                 raise TextTooShortError(
                     f"sequence_length: {sequence_length} + 1 tokens exceed the {name} text with {size} tokens"
                 )
+
+
+def _python_files(folder: Path, skipped: set[str]) -> Iterator[Path]:
+    """Below it, but for what lies in a folder of a skipped name, into which nobody looks: there may be far
+    more files than in all others.
+    """
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skipped]
+        paths = (Path(place, name) for name in files if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())
 
 
 def chunks(data: torch.Tensor) -> Iterator[str]:
