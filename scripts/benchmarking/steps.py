@@ -167,6 +167,7 @@ def gather(optimizer: zerofp4.optim.ZeroFP4Optimizer) -> None:
 
 
 def measure_graph(timer: Timer, optimizer: zerofp4.optim.ZeroFP4Optimizer, prefix: str) -> None:
+    optimizer.step()  # one as it is captured: without clipping
     timer.session.clock.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

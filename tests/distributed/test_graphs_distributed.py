@@ -14,6 +14,8 @@ from optim_cases import make_parameters, set_gradients
 from distributed.checks_optim import SPECIFICATIONS, model_bytes
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.bucketed import BucketedStep
+from zerofp4.optim.votes import Votes
 
 
 class Run:
@@ -151,6 +153,17 @@ def test_what_cannot_be_captured(world):
     run.eager(1)
     plain.eager(1)
     assert_equal(run, plain, 1)
+    obstacle = mock.patch.object(BucketedStep, "prepare", side_effect=RuntimeError("not like this"))
+    with as_if_captured(), obstacle, mock.patch.object(Votes, "agree_on_device") as together:
+        with pytest.raises(RuntimeError, match="not like this"):
+            run.optimizer.step()
+    assert not together.called
+    if run.on_gpu:  # the update of a clipped step reads other gradients; ranks that end here must not hang
+        set_gradients(run.parameters, run.gradients(2))
+        run.optimizer.clip_grad_norm_(1.0)
+        run.optimizer.step()
+        with pytest.raises(RuntimeError, match="gradient dtypes cannot be captured"):
+            run.capture()
 
 
 @contextlib.contextmanager
