@@ -1,7 +1,10 @@
 """How much of a reduction of gradients is left to wait for behind a backward pass of matrix products."""
 
+import functools
+
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import zerofp4
 from benchmarking.timer import Timer
@@ -15,23 +18,30 @@ UNTIL = {
     "peer": "those of all ranks are here, which AdamW adds up as it reads them",
 }
 """By transport, what a step waits for before it updates."""
-SIDES = {"cuda": 4096, "cpu": 64}
+FEWEST_TOKENS = {"cuda": 256, "cpu": 16}
 
 
-class Layer(torch.autograd.Function):
-    """Adds nothing; its backward pass multiplies matrices, and has a gradient for the weight."""
+class Passes:
+    """Forward and backward passes through layers that do not follow one another, each a product of the same
+    tokens with its weight, whose gradient the backward pass makes, and that of the tokens.
+    """
 
-    @staticmethod
-    def forward(ctx, x, weight, gradient, matrix, products):
-        ctx.work = gradient, matrix, products
-        return x.clone()
+    def __init__(self, parameters: list[nn.Parameter], tokens: int):
+        options = {"device": parameters[0].device, "dtype": torch.bfloat16}
+        shapes = [parameter.shape for parameter in parameters]
+        self._parameters, self.tokens = parameters, tokens
+        self._inputs = {k: torch.randn(tokens, k, **options).requires_grad_() for _, k in shapes}
+        self._grads = {n: torch.randn(tokens, n, **options).mul_(1e-2) for n, _ in shapes}
 
-    @staticmethod
-    def backward(ctx, grad):
-        gradient, matrix, products = ctx.work
-        for _ in range(products):
-            torch.mm(matrix, matrix)
-        return grad, gradient, None, None, None
+    @torch.enable_grad()
+    def forward(self) -> list[torch.Tensor]:
+        return [F.linear(self._inputs[p.shape[1]], p) for p in self._parameters]
+
+    def both(self) -> None:
+        for x in self._inputs.values():
+            x.grad = None
+        outputs = self.forward()
+        torch.autograd.backward(outputs, [self._grads[y.shape[1]] for y in outputs])
 
 
 def measure_hiding(
@@ -50,26 +60,22 @@ def measure_hiding(
     optimizer = ZeroFP4Optimizer(
         parameters, FusedAdamW, overlap="backward", transport=transport, bucket_mb=bucket_mb
     )
-    gradients = {shape: torch.randn(shape, **options).mul_(1e-2) for shape in set(shapes)}
-    side = SIDES[timer.device.type]
-    matrix = torch.randn(side, side, **options)
-    once = timer.ms(f"{prefix}product", lambda: torch.mm(matrix, matrix), f"of [{side}, {side}] in bfloat16")
-    products = max(1, round(LONGER * reduction / once / len(shapes)))
 
-    def backward() -> None:
-        x = torch.zeros(1, device=timer.device, requires_grad=True)
-        for parameter, shape in zip(parameters, shapes, strict=True):
-            x = Layer.apply(x, parameter, gradients[shape], matrix, products)
-        x.sum().backward()
-
-    def alone() -> None:
+    def alone(passes: Passes) -> None:
         optimizer.zero_grad()
         with optimizer.no_sync():
-            backward()
+            passes.both()
+
+    tokens, forward, before = FEWEST_TOKENS[timer.device.type], 0.0, 0.0
+    while before < LONGER * reduction:
+        passes = Passes(parameters, tokens)
+        forward = timer.time(passes.forward)
+        before = timer.time(functools.partial(alone, passes)) - forward
+        tokens *= 2
 
     def with_reduction() -> None:
         optimizer.zero_grad()
-        backward()
+        passes.both()
         with torch.no_grad():
             optimizer._rounds.close()
             optimizer._rounds.settle(again=False)
@@ -78,14 +84,15 @@ def measure_hiding(
             else:
                 optimizer._reducer.reduce([])
 
-    rule = f"{products} products of [{side}, {side}] for each of {len(shapes)} weights"
-    before = timer.ms(f"{prefix}backward", alone, rule)
+    rule = f"forward and backward passes of {len(shapes)} weights with {passes.tokens} tokens"
+    before = timer.ms(f"{prefix}backward", functools.partial(alone, passes), rule)
     rule = f"the same with overlap='backward', until {UNTIL[transport]}"
     both = timer.ms(f"{prefix}backward_reduce", with_reduction, rule)
     exposed = max(both - before, 0.0)
     target = MOST_EXPOSED if timer.device.type == "cuda" else None
+    longer = (before - forward) / reduction
     rule = (
-        f"what the reduction, until {UNTIL[transport]}, adds to a backward pass of {before / reduction:.1f} "
-        "times its length, over it"
+        f"what the reduction, until {UNTIL[transport]}, adds to passes of which the backward one takes "
+        f"{longer:.1f} times as long, over it"
     )
     timer.session.count(f"{prefix}exposed/{timer.places}", "ratio", exposed / reduction, rule, target=target)
