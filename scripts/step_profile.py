@@ -1,5 +1,6 @@
 """Which phases the steps of scripts/train.py have, by torch.profiler, and what a rank sends in each."""
 
+import contextlib
 import json
 import math
 import sys
@@ -60,6 +61,8 @@ class StepProfile:
 
     def __exit__(self, *error: object) -> None:
         if self._profile is not None:
+            with contextlib.suppress(RuntimeError):  # the run has ended, by an error of its own
+                self._optimizer.check()
             self._profile.stop()
             self._profile = None
 
@@ -69,6 +72,7 @@ class StepProfile:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._on_gpu:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._optimizer.check()  # gathers of the step before it are not of this one
             self._profile = torch.profiler.profile(activities=activities, acc_events=True)
             self._profile.start()
         return step in self._steps
@@ -78,7 +82,10 @@ class StepProfile:
         self._seconds += seconds
         self._optimizer_ms += milliseconds["clip_grad_norm_"] + milliseconds["step"]
         if step == self._steps[-1]:
-            if self._on_gpu:  # gathers that run into the next forward pass, too
+            # Gathers that run into the next forward pass, too; and with gloo torch crashes where one begins
+            # under a profiler and ends behind it.
+            self._optimizer.check()
+            if self._on_gpu:
                 torch.cuda.synchronize()
             profile, self._profile = self._profile, None
             profile.stop()

@@ -4,7 +4,7 @@
 # Set up an environment and run every check: ruff, clang-format, then pytest. Ends with TESTS PASSED, or with TESTS
 # FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some.
 #
-#   (nothing)     everything but what is marked slow: under 8 minutes on 2 cores, the build included
+#   (nothing)     everything but what is marked slow: under 20 minutes on 2 cores, the build included
 #   --quick       the lane for while you work, under 30 seconds on 2 cores once the extension is built: of each test
 #                 function the middle one of its cases on each device, hypothesis with 3 examples. Left out are the
 #                 tests marked heavy (they compile, or start Python), those of the benchmarks' tooling, and worlds

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -101,6 +103,16 @@ def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         total += other
     means = (total / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
     return [mean.view(tensor.shape) for mean, tensor in zip(means, tensors, strict=True)]
+
+
+@contextlib.contextmanager
+def as_if_captured():
+    """Nothing is built there, as nothing can be while a graph is captured."""
+    with (
+        mock.patch("zerofp4.optim.captured.is_capturing", lambda device: True),
+        mock.patch("zerofp4.optim.fused_part.Part.build", side_effect=AssertionError("built")),
+    ):
+        yield
 
 
 def refuse_one_step(plan: CastPlan) -> None:

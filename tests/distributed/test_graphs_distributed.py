@@ -11,7 +11,7 @@ import torch
 from helpers import assert_bytes_equal
 from optim_cases import make_parameters, set_gradients
 
-from distributed.checks_optim import SPECIFICATIONS, model_bytes
+from distributed.checks_optim import SPECIFICATIONS, as_if_captured, model_bytes
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.bucketed import BucketedStep
@@ -67,16 +67,6 @@ class Run:
             entry.present() for p in self.parameters for _, entry in sorted(self.optimizer.state[p].items())
         ]
         return [tensor.cpu() for tensor in (*model_bytes(self.parameters), *state)]
-
-
-@contextlib.contextmanager
-def as_if_captured():
-    """Nothing is built there, as nothing can be while a graph is captured."""
-    with (
-        mock.patch("zerofp4.optim.captured.is_capturing", lambda device: True),
-        mock.patch("zerofp4.optim.fused_part.Part.build", side_effect=AssertionError("built")),
-    ):
-        yield
 
 
 def assert_equal(run, other, step):

@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from optim_cases import assert_all_equal, make_gradients, set_gradients
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.cases import raised_everywhere
-from distributed.checks_optim import assert_same_on_all_ranks, model_bytes, parameters_of
+from distributed.checks_optim import as_if_captured, assert_same_on_all_ranks, model_bytes, parameters_of
 from distributed.file_peers import FilePeers
 from distributed.mesh_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
 from distributed.run import on_ranks
@@ -122,6 +121,58 @@ def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, nam
     assert_same_on_all_ranks(model_bytes(parameters))
 
 
+@on_ranks(4)
+def test_a_host_without_room_is_heard_of_on_all(world):
+    parameters = parameters_of(world)
+    no_room = mock.patch.object(building.Peers if world.device.type == "cuda" else FilePeers, "zeros")
+    with sharing_memory(world), no_room if world.rank < 2 else contextlib.nullcontext() as zeros:
+        if zeros is not None:
+            zeros.side_effect = MemoryError("no room")
+        with pytest.raises((MemoryError, RuntimeError), match=r"no room|rank 0"):
+            ZeroFP4Optimizer(parameters, FusedAdamW, hosts=mesh_of(world, SHAPE), **OPTIONS)
+
+
+@on_ranks(4)
+def test_no_host_updates_with_means_of_one_where_a_rank_did_not_come(world):
+    """As its barrier leaves it, on all ranks of that host; the means that it sends are of no use."""
+    parameters = parameters_of(world)
+    with sharing_memory(world):
+        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, hosts=mesh_of(world, SHAPE), **OPTIONS)
+    expected = [master.clone() for master in optimizer.gathered_masters()]
+    set_gradients(parameters, gradients_of(parameters, world.rank, 0))
+    optimizer._peers.failed.fill_(world.rank < 2)
+    optimizer.step()
+    assert optimizer._peers.failed.item() == 1
+    assert_all_equal(optimizer.gathered_masters(), expected, "master")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": "forward"}, {"gradient_wire": torch.bfloat16, "bucket_mb": 0.003}, {"bucket_mb": 1e-4}],
+)
+def test_other_ways_of_the_optimizer_with_hosts(world, options):
+    """Exact sums: the bytes of the collective transport, also behind masters_from and in a CUDA graph."""
+    sides = []
+    for hosts in (None, mesh_of(world, SHAPE)):
+        parameters = parameters_of(world)
+        options = {**OPTIONS, **options, "capturable": True, "transport": "collective", "hosts": hosts}
+        with sharing_memory(world):
+            optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **options)
+            for step in range(4):
+                made = make_gradients(parameters, 100 * world.rank + step)
+                set_gradients(parameters, [g.clamp(-8, 8).round() for g in made])
+                if step == 2:
+                    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **options)
+                optimizer.step()
+        if "overlap" not in options:
+            with as_if_captured():
+                optimizer.step()
+        optimizer.check()
+        sides.append([*optimizer.gathered_masters(), *model_bytes(parameters)])
+    assert_all_equal(*sides, "tensor")
+
+
 @on_ranks(2, 3)
 def test_one_host_and_one_rank_on_each_change_nothing(world):
     sides = []
@@ -144,6 +195,7 @@ def test_hosts_that_cannot_be_meant(world):
     square, line = mesh_of(world, SHAPE), mesh_of(world, (4,))
     turned = DeviceMesh(world.device.type, [[0, 2], [1, 3]])
     groups = {"params": parameters[:2], "process_group": square}, {"params": parameters[2:]}
+    halved = {"params": parameters, "process_group": square.get_group(1)}  # the same one in all groups
     for hosts, error, message, options in [
         (2, TypeError, "rank 0: hosts must be None or a DeviceMesh, got int", {}),
         (line, ValueError, "rank 0: hosts may be a DeviceMesh of two dimensions, the first of hosts", {}),
@@ -152,6 +204,7 @@ def test_hosts_that_cannot_be_meant(world):
         (square, ValueError, "not supported with overlap='backward'", {"overlap": "backward"}),
         (square, ValueError, "accumulate='sharded'", {"accumulate": "sharded"}),
         (square, ValueError, "parameter groups name a process_group", {"params": groups}),
+        (square, ValueError, "parameter groups name a process_group", {"params": [halved]}),
         (square if world.rank else None, ValueError, "hosts", {}),
     ]:
         arguments = {"params": parameters, "hosts": hosts, "lr": 0.1} | options
@@ -160,5 +213,7 @@ def test_hosts_that_cannot_be_meant(world):
         message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, hosts=square)
         assert "hosts: ranks 0 to 1, which are one host's, cannot share memory: on rank 0" in message
         assert "only GPUs read each other's memory" in message
+        own = {"gradient_dtype": torch.float32} if hasattr(torch.Tensor, "grad_dtype") else {}
+        raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, hosts=square, **own)
+        assert all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in parameters)
     assert_all_equal(model_bytes(parameters), before, "parameter")
-    assert dist.get_world_size() == 4

@@ -82,7 +82,10 @@ class HostReducer(GradientReducer):
         self._failures = [Failures() for _ in buffers]
 
     def _make_sources(self) -> list[FlatGradients]:
-        return shared_sources(self.buffers, self.dtypes, self._wire, self._places, self._peers)
+        arguments = self.buffers, self.dtypes, self._wire, self._places, self._peers
+        sources, error = attempt(shared_sources, *arguments)  # the ranks of this host have agreed, no others
+        exchange(None, error, self.group(), "sharing memory")
+        return sources
 
     def _make_stretches(self) -> None:
         """here, received: [hosts, n] float32, of means over the ranks of one host."""
@@ -90,11 +93,15 @@ class HostReducer(GradientReducer):
         layouts = [((self._host_count, part.shape[1]), torch.float32) for own in parts for part in own]
         sent, received = (Turns(layouts, self.device, self._turns) for _ in range(2))
         self._rows: list[list[PeerRows]] = []
+        # With its means each host sends whether one of its ranks did not come: then they are of no use.
+        self._failed_there = torch.zeros(self._host_count, 1, dtype=torch.float32, device=self.device)
+        failed = [self._peers.failed.view(1)] * self._host_count
         for source, buffer, own in zip(self._sources, self.buffers, parts, strict=True):
             for number, part in enumerate(own):
                 layout = (self._host_count, part.shape[1]), torch.float32
                 rows = sent.next(*layout), received.next(*layout)
-                messages = [[[row] for row in each] for each in rows]
+                sides = zip(rows, (failed, self._failed_there), strict=True)
+                messages = [list(map(list, zip(means, words, strict=True))) for means, words in sides]
                 self._stretches.append(Stretch(source, buffer, number * own[0].shape[1], *rows, *messages))
                 of_this_number = part[self._local :: self._local_count]  # what its rank of each host owns
                 self._rows.append([self._peers.rows_like(row) for row in of_this_number])
@@ -124,12 +131,20 @@ class HostReducer(GradientReducer):
 
     def _fill(self, number: int) -> None:
         """With the means of this host; behind the last ones its ranks have read all rows."""
-        for rows, mean in zip(self._rows[number], self._stretches[number].here, strict=True):
-            ops.average_rows(rows, mean)
-        if number + 1 == len(self._stretches):
-            self._peers.arrive()
+        try:
+            for rows, mean in zip(self._rows[number], self._stretches[number].here, strict=True):
+                ops.average_rows(rows, mean)
+        finally:
+            if number + 1 == len(self._stretches):
+                self._peers.arrive()
         b = next(b for b, end in enumerate(self._ends) if number < end)
         self._failures[b].raise_first()
+
+    def _arrive(self, number: int) -> Stretch:
+        stretch = super()._arrive(number)
+        failed = self._peers.failed
+        torch.maximum(failed, self._failed_there.amax(), out=failed)
+        return stretch
 
     def _row(self, buffer: FlatBuffer) -> int:
         return self._host

@@ -147,6 +147,7 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = GroupReference(group), device
         self.rank, self.size = rank_and_size(group)
+        self._ranks = dist.get_process_group_ranks(group)  # by which messages name them
         # Multicast is for sums in the switch, and its objects have been seen to outlive their processes.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._handles: list[tuple[int, int, Any]] = []  # first and last address of this rank's, and torch's
@@ -201,7 +202,8 @@ class Peers:
 
     def _find(self, own: torch.Tensor) -> tuple[int, Any]:
         address = own.data_ptr()
-        return next((first, handle) for first, last, handle in self._handles if first <= address <= last)
+        found = [(first, handle) for first, last, handle in self._handles if first <= address <= last]
+        return max(found, key=lambda one: one[0])  # where one begins at another's end, the one that begins
 
     def arrive(self) -> None:
         """What is queued next on the current stream finds what the others have queued before theirs, done."""
@@ -287,9 +289,9 @@ class Peers:
         if not missing:
             return None
         return RuntimeError(
-            f"rank {missing - 1} did not come to a barrier of the GPUs within the process group's timeout: "
-            "it has died, was stopped or is elsewhere. Weights of this rank may be of two steps, and its "
-            "optimizer is of no more use: build it anew and load a checkpoint"
+            f"rank {self._ranks[missing - 1]} did not come to a barrier of the GPUs within the process "
+            "group's timeout: it has died, was stopped or is elsewhere. Weights of this rank may be of two "
+            "steps, and its optimizer is of no more use: build it anew and load a checkpoint"
         )
 
 

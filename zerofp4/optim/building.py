@@ -127,12 +127,12 @@ class BuiltOptimizer(SteppedOptimizer):
         if transport == "auto" and choices.accumulate == "sharded":
             transport, why_collective = "collective", "accumulate='sharded' adds up every backward pass"
         self._saved_names = find_saved_names(announced, rank_and_size(group)[0])
-        set_gradient_dtype(choices.gradient_dtype, self._trainable)
         self._hosts, device = checked.hosts, self._trainable[0].device
         if self._hosts is None:
             self._peers, obstacle = join_peers(transport, group, device)
         else:
             self._peers, obstacle = join_host(self._hosts, group, device), "hosts share no memory"
+        set_gradient_dtype(choices.gradient_dtype, self._trainable)
         self._why_collective = obstacle if len(announced) == 1 else why_collective or obstacle
         self._overlap, self._accumulate = choices.overlap, choices.accumulate
         earlier = choices.masters_from
@@ -160,7 +160,7 @@ class BuiltOptimizer(SteppedOptimizer):
         places = find_places(self.param_groups, group)
         shardings = self._shardings(places)
         hosts = find_hosts(choices.hosts, group)
-        check_hosts(hosts, choices.transport, choices.overlap, choices.accumulate, shardings)
+        check_hosts(hosts, choices.transport, choices.overlap, choices.accumulate, shardings, group)
         dtypes = choices.gradient_wire, choices.gradient_dtype
         wire = make_wire(dtypes[0], choices.bucket_mb, self._trainable, dtypes[1])
         held = take_over(choices.masters_from, self._trainable, self._trainable_names, group, shardings)

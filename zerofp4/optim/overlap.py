@@ -57,7 +57,12 @@ def check_can_overlap(
 
 
 def check_hosts(
-    hosts: Hosts | None, transport: str, overlap: str | None, accumulate: str, shardings: Sequence[Sharding]
+    hosts: Hosts | None,
+    transport: str,
+    overlap: str | None,
+    accumulate: str,
+    shardings: Sequence[Sharding],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Raises ValueError where gradients cannot be added up host by host. shardings: of the parameters."""
     if hosts is None:
@@ -69,5 +74,5 @@ def check_hosts(
         )
     if travel_before_step(overlap, accumulate):
         raise ValueError(f"hosts are not supported with overlap={overlap!r}, accumulate={accumulate!r}")
-    if any(sharding.group is not shardings[0].group or sharding.replicas for sharding in shardings):
+    if any(sharding.group is not group or sharding.replicas for sharding in shardings):
         raise ValueError("hosts are not supported where parameter groups name a process_group of their own")

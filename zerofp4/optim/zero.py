@@ -47,7 +47,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     process_group in their order. Of 2 x 2 ranks the mean is ((g0 + g1) / 2 + (g2 + g3) / 2) / 2, of which the
     last bits may differ from those of every other way. It takes transport="collective" or "auto", one process
     group for all parameters, and neither overlap with backward passes nor "sharded"; else, and where the
-    ranks of a host cannot share memory, ValueError. With one host, or one rank on each, it changes nothing.
+    ranks of a host cannot share memory, ValueError, or RuntimeError where torch finds that in trying. What
+    is sent and received has memory of two buckets each, in FP32: of L ranks a host 8 / L buckets of bfloat16.
+    With one host, or one rank on each, it changes nothing.
     gradient_dtype: what p.grad is, and micro-batches are added up in: torch.float32, or None for the
     parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
     gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
