@@ -62,6 +62,7 @@ def test_a_resumed_run_is_the_same_run(world, optimizer):
         ("--optimizer", "fused_adamw", "--overlap", "both", "--micro-batches", "2"),
         ("--overlap", "forward", "--transport", "collective", "--clip", "0"),
         ("--overlap", "backward", "--accumulate", "sharded", "--micro-batches", "2"),
+        ("--optimizer", "fused_adamw", "--hosts", "2"),  # of one rank each, which makes no difference
     ],
     ids=lambda options: " ".join(options).replace("--", "") or "defaults",
 )
@@ -80,6 +81,13 @@ def test_the_phases_of_a_step(world, options):
     assert {name: row["sent_bytes"] for name, row in found["phases"].items() if row["sent_bytes"]} == sent
     row = next(line for line in said.splitlines() if PHASES["weights"] in line)
     assert f"{sent['weights']:,}" in row
+
+
+@pytest.mark.heavy
+@on_ranks(2)
+def test_hosts_that_are_not_those_of_the_ranks(world):
+    with pytest.raises(SystemExit, match="argument --hosts: 2 ranks are not those of 3 hosts"):
+        train(world, shared_folder(world), "--hosts", "3")
 
 
 @pytest.mark.heavy
