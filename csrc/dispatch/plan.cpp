@@ -89,19 +89,25 @@ void CastPlan::scale(const Target& target) const {
 
 void CastPlan::cast(const Target& target) const { cast_strips(target, 0, table_.strip_units); }
 
-void CastPlan::cast_before(const Target& target, int64_t weight) const {
-    cast_strips(target, 0, strips_before(weight));
+void CastPlan::cast_before(const Target& target, int64_t weight, int64_t row) const {
+    cast_strips(target, 0, strips_before(weight, row));
 }
 
-void CastPlan::cast_from(const Target& target, int64_t weight) const {
-    cast_strips(target, strips_before(weight), table_.strip_units);
+void CastPlan::cast_from(const Target& target, int64_t weight, int64_t row) const {
+    cast_strips(target, strips_before(weight, row), table_.strip_units);
 }
 
-// Whole thread blocks, with the strips of all weights before that one.
-int64_t CastPlan::strips_before(int64_t weight) const {
+// Whole thread blocks, with the strips of all rows before that one and of all weights before its own.
+int64_t CastPlan::strips_before(int64_t weight, int64_t row) const {
     if (weight < 0 || weight > table_.count) throw std::out_of_range("no weight of this plan");
+    if (row < 0 || row > (weight == table_.count ? 0 : weights_[weight].rows))
+        throw std::out_of_range("no row of this weight");
     if (weight == table_.count) return table_.strip_units;
-    return std::min(round_up(weights_[weight].strip_begin, kBlockStrips), table_.strip_units);
+    const ShardGeometry& own = weights_[weight];
+    const int64_t end = weight + 1 == table_.count ? table_.strip_units : weights_[weight + 1].strip_begin;
+    const int64_t down = std::max<int64_t>(ceil_div(row, kBlock) - own.first_strip, 0);
+    const int64_t strips = std::min(own.strip_begin + down * own.chunks, end);
+    return std::min(round_up(strips, kBlockStrips), table_.strip_units);
 }
 
 void CastPlan::cast_strips(const Target& target, int64_t begin, int64_t end) const {

@@ -37,16 +37,17 @@ class CastPlan {
     void amax(const Target& target) const;
     void scale(const Target& target) const;
     void cast(const Target& target) const;
-    // The cast in two: when the first is done, codes of the weights before this one are there.
-    void cast_before(const Target& target, int64_t weight) const;
-    void cast_from(const Target& target, int64_t weight) const;
+    // The cast in two: when the first is done, codes of the weights before this one are there, and those of
+    // its rows before this one.
+    void cast_before(const Target& target, int64_t weight, int64_t row) const;
+    void cast_from(const Target& target, int64_t weight, int64_t row) const;
 
     // Two stages in one call: what a step does before and after the reduction.
     void begin_amax(const Target& target) const;
     void scale_cast(const Target& target) const;
 
   private:
-    int64_t strips_before(int64_t weight) const;
+    int64_t strips_before(int64_t weight, int64_t row) const;
     void cast_strips(const Target& target, int64_t begin, int64_t end) const;
 
     bool on_cpu_;

@@ -48,12 +48,22 @@ class Timer:
             times.append(self._once(run))
             if after is not None and index >= WARM_UP:
                 after()
+        return self._longest(times)
+
+    def _longest(self, times: list[float]) -> float:
+        """The median, without those of warming up, of the longest of the ranks' times."""
         longest = torch.tensor(times[WARM_UP:], device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return statistics.median(longest.tolist())
 
     def host_ms(self, name: str, run: Callable[[], object], rule: str) -> None:
-        """How long the host takes to queue what the device then does."""
+        """host_time(), with a row of it."""
+        found, target = self.host_time(run), MOST_HOST if self.device.type == "cuda" else None
+        rule = f"until all is queued, {rule}"
+        self.session.count(f"{name}/{self.places}", "milliseconds", found, rule, target=target)
+
+    def host_time(self, run: Callable[[], object]) -> float:
+        """Milliseconds that the host takes to queue what the device then does."""
         times = []
         for _ in range(WARM_UP + self.repeats):
             dist.barrier()
@@ -62,9 +72,7 @@ class Timer:
             run()
             times.append((time.perf_counter() - begin) * 1e3)
         self.session.clock.synchronize()
-        found, target = statistics.median(times[WARM_UP:]), MOST_HOST if self.device.type == "cuda" else None
-        rule = f"median on rank 0 until all is queued, {rule}"
-        self.session.count(f"{name}/{self.places}", "milliseconds", found, rule, target=target)
+        return self._longest(times)
 
     def sizes(self, prefix: str, described: dict) -> None:
         """What optimizer.describe() says that a rank sends. prefix: of the names of rows."""

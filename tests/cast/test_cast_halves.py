@@ -31,10 +31,12 @@ def test_halves_of_two_plans_beside_each_other(device):
             check(weights, masters)
 
 
-@pytest.mark.parametrize("position", range(5))
-def test_codes_in_two_parts(device, position):
-    """Those of the weights before a position are there halfway, also of weights that have no owned elements,
-    a stack and one that a thread block takes together with its neighbours.
+@pytest.mark.parametrize(
+    ("position", "row"), [*((i, 0) for i in range(5)), (0, 16), (0, 34), (1, 16), (1, 64), (2, 16), (3, 33)]
+)
+def test_codes_in_two_parts(device, position, row):
+    """Those of the weights before a position are there halfway, and of its rows before one, also of weights
+    that have no owned elements, a stack and one that a thread block takes together with its neighbours.
     """
     stack = zerofp4.empty((3, 32, 48), dtype=torch.float32, device=device)
     weights, masters, starts = make(device, ((34, 288), (16, 16), (48, 512)))
@@ -46,24 +48,26 @@ def test_codes_in_two_parts(device, position):
     plan = zerofp4.CastPlan(weights, masters, starts)
     found = []
     plan.start_step()
-    plan.finish_step((position, lambda: found.extend(w.rowwise_data.clone() for w in weights)))
+    plan.finish_step((position, row, lambda: found.extend(w.rowwise_data.clone() for w in weights)))
     plan.post()
     owned = [0, 1, 3]
     for i in owned:
         expected = zerofp4.quantize(masters[i].view(weights[i].shape).to(weights[i].dtype))
         assert_bytes_equal(weights[i].rowwise_data, expected.rowwise_data, f"codes {i}")
-        if i < position:
-            assert_bytes_equal(found[i], expected.rowwise_data, f"codes {i} halfway")
+        rows = expected.rowwise_data.shape[-2] * (3 if i == 1 else 1) if i < position else row
+        if i <= position:
+            whole, half = (codes.flatten(0, -2)[:rows] for codes in (expected.rowwise_data, found[i]))
+            assert_bytes_equal(half, whole, f"codes {i} halfway")
     assert len(found) == 4
 
 
-@pytest.mark.parametrize("position", [-1, 3])
-def test_there_is_no_such_part(device, position):
+@pytest.mark.parametrize(("position", "row"), [(-1, 0), (3, 0), (0, -1), (0, 1000), (2, 1)])
+def test_there_is_no_such_part(device, position, row):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
     plan.start_step()
-    with pytest.raises(IndexError, match="no weight of this plan"):
-        plan._stages.scale_cast_in_two(plan._stages.target(), position, lambda: None)
+    with pytest.raises(IndexError, match=r"no (weight of this plan|row of this weight)"):
+        plan._stages.scale_cast_in_two(plan._stages.target(), position, row, lambda: None)
 
 
 def test_amaxes_are_left_once(device):

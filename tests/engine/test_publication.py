@@ -22,8 +22,8 @@ class Recorder:
 
     def _do(self, what, *arguments):
         self.done.append(f"{what} {self.name}")
-        for position, between in arguments if what == "finish_step" else ():
-            self.done.append(f"part {position}")
+        for position, row, between in arguments if what == "finish_step" else ():
+            self.done.append(f"part {position} {row}")
             between()
         outcome = self.faults.get(what)
         if isinstance(outcome, BaseException) and outcome is not LATE:
@@ -90,18 +90,24 @@ def test_all_is_well(shared, whole):
 
 def test_between_gpus_codes_leave_behind_the_cast():
     entries, _, _ = publish({}, {}, shared=True)
-    assert entries[0] == "open peers"
     for b, cast in enumerate(("finish_step 0", "finish_step 1", "cast 2")):
         assert entries[entries.index(cast) + 1] == f"start_gather {b}"
     assert entries.index("start_gather 1") < entries.index("complete 0")
 
 
+def test_between_gpus_others_are_waited_for_behind_the_first_update():
+    """Which reads no weights, and is not to come later for it."""
+    done, _, _ = publish({}, {}, shared=True)
+    assert done.count("open peers") == 1
+    assert done.index("leave_amaxes 0") < done.index("open peers") < done.index("start_gather 0")
+
+
 def test_between_gpus_codes_leave_while_others_are_made():
-    entries, _, _ = publish({}, {}, shared=True, halfway=Halfway(3, 128))
+    entries, _, _ = publish({}, {}, shared=True, halfway=Halfway(3, 16, 128))
     assert "start_sending 0" not in entries  # nothing waits for them
-    entries, _, _ = publish({}, {}, shared=True, halfway=Halfway(3, 128), prepare=lambda b: None)
+    entries, _, _ = publish({}, {}, shared=True, halfway=Halfway(3, 16, 128), prepare=lambda b: None)
     first = entries.index("finish_step 0")
-    assert entries[first:][:4] == ["finish_step 0", "part 3", "start_sending 0", "start_gather 0"]
+    assert entries[first:][:4] == ["finish_step 0", "part 3 16", "start_sending 0", "start_gather 0"]
     assert entries.count("start_sending 0") == 1 and "start_sending 1" not in entries
 
 
@@ -184,11 +190,11 @@ def test_gathers_of_codes_are_left_to_arrivals(shared):
     """They begin when nothing else is to travel, those of the first parameters first. Of what is rounded the
     gather is waited for, and versions advance at once.
     """
-    halfway = SimpleNamespace(position=7) if shared else None
+    halfway = Halfway(7, 16, 128) if shared else None
     done, buffers, raised, completions = publish_late({}, {}, shared=shared, halfway=halfway)
     assert raised is None
     assert collectives(done) == ["start_step 0", "start_step 1", *(f"start_gather {b}" for b in (2, 1, 0))]
-    assert not {"part 7", "complete 0", "derive_columns 0"} & set(done)
+    assert not {"part 7 16", "complete 0", "derive_columns 0"} & set(done)
     assert (done[done.index("start_gather 1") - 1] == "arrive peers") == shared
     assert done[done.index("start_gather 1") :] == [
         *("start_gather 1", "add 1", "note_written 1"),

@@ -3,14 +3,11 @@
 import pytest
 import torch
 from helpers import needs_gpu
-from optim_cases import (
-    make_net,
-    make_parameters,
-)
+from optim_cases import make_gradients, make_net, make_parameters, set_gradients
 from torch import nn
 
 from zerofp4 import quantize
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import ZeroFP4Optimizer, watch
 
 
 def test_the_list_of_parameters_is_fixed(device):
@@ -73,6 +70,20 @@ def test_sparse_gradients(device):
     optimizer = ZeroFP4Optimizer(embedding.parameters())
     embedding(torch.tensor([1, 2], device=device)).sum().backward()
     with pytest.raises(RuntimeError, match=r"gradient of layout torch.sparse_coo: gradients must be dense"):
+        optimizer.step()
+
+
+def test_gradients_on_another_device(device, monkeypatch):
+    """torch keeps a gradient with its parameter, so that both have moved as a rule, which is said then."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    elsewhere = [torch.zeros(p.shape, dtype=p.dtype, device="meta") for p in parameters if p.requires_grad]
+    monkeypatch.setattr(watch, "gradients_of", lambda _: elsewhere)
+    with pytest.raises(RuntimeError, match=rf"has a gradient on meta, and its master is on {device.type}"):
+        optimizer.step()
+    parameters[1].data = parameters[1].data.clone()
+    with pytest.raises(RuntimeError, match=r"\['params'\]\[1\] has moved"):
         optimizer.step()
 
 

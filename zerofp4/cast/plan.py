@@ -161,10 +161,11 @@ class CastPlan(PlanParts):
             self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
         return late
 
-    def finish_step(self, halfway: tuple[int, Callable[[], object]] | None = None) -> None:
+    def finish_step(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
         """What is queued after it on the current stream finds the scales and this rank's codes.
 
-        halfway: the position of a weight, and what to call where the codes of those before it are queued.
+        halfway: the position of a weight, one of its rows (a stack [E, N, K] has E * N), and what to call
+        where the codes of the weights before it are queued, and of its rows before that one.
         """
         self._settle()
         self._write(halfway)
@@ -201,14 +202,17 @@ class CastPlan(PlanParts):
         self._amaxes = Amaxes.NONE
         return late
 
-    def _write(self, halfway: tuple[int, Callable[[], object]] | None = None) -> None:
+    def _write(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
         """Scales and codes, from the reduced vector."""
         if halfway is None:
             self._stages.scale_cast(self._stages.target())
         else:
-            position, between = halfway
-            before = sum(record.experts or 1 for record in self.records[:position])
-            self._stages.scale_cast_in_two(self._stages.target(), before, between)
+            position, row, between = halfway
+            matrix = sum(record.experts or 1 for record in self.records[:position])
+            if row and self.records[position].experts is not None:
+                more, row = divmod(row, self.records[position].matrix[0])
+                matrix += more
+            self._stages.scale_cast_in_two(self._stages.target(), matrix, row, between)
         if not self._status.is_capturing():
             self._status.queued()
         if self._request.on_nonfinite == "raise":

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from zerofp4.distributed import GroupReference, Pending, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import PeerGather, Peers
 from zerofp4.engine.sharding import Sharding
+from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.shard import equal_slices, intersect, whole_slices
 from zerofp4.storage import Gate
@@ -28,11 +29,12 @@ and no vector load of a kernel is shared by two weights or two ranks."""
 
 
 class Halfway(NamedTuple):
-    """A place in a slice of weights: position is that of the first parameter behind it, sent the elements (of
-    `weights`) before it.
+    """A place in a slice of weights: the row of the parameter at a position, and the elements (of `weights`)
+    that are sent before it.
     """
 
     position: int
+    row: int
     sent: int
 
 
@@ -218,13 +220,22 @@ class PackedBuffer(FlatBuffer):
 
     @functools.cached_property
     def halfway(self) -> Halfway | None:
-        """Of ranks that share memory; the beginning of a weight, near the middle of this rank's codes."""
+        """Of ranks that share memory; the last row of tiles that begins in the first half of this rank's
+        codes.
+        """
         if self.peers is None or self.world_size == 1:
             return None
-        spans = zip(self.offsets, self.shards, strict=True)
-        firsts = [offset + shard.start - self.begin if shard.numel else 0 for offset, shard in spans]
-        position = min(range(len(firsts)), key=lambda i: abs(2 * firsts[i] - self.slice_numel))
-        return Halfway(position, firsts[position] // 2) if firsts[position] else None
+        middle = self.begin + self.slice_numel // 2
+        owned = [i for i, shard in enumerate(self.shards) if shard.numel and self.offsets[i] <= middle]
+        if not owned:
+            return None
+        position = owned[-1]
+        weight, offset = self.parameters[position], self.offsets[position]
+        rows, cols = weight.record.matrix
+        matrix, row = divmod(min(middle - offset, weight.numel()) // cols, rows)
+        row = matrix * rows + row // BLOCK * BLOCK
+        sent = offset + row * cols - self.begin
+        return Halfway(position, row, sent // 2) if sent > 0 else None
 
     def start_sending(self) -> None:
         """Begin to give the other ranks the codes that a cast has made by halfway."""

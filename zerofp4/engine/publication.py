@@ -66,8 +66,6 @@ class Publication:
         else:
             stages = [leave, Stage(in_phase("cast", self._cast_and_send), start_cast), Stage(complete)]
         try:
-            if self._peers is not None:
-                in_phase("weights", self._peers.open)()
             run_in_turns(len(self._buffers), stages)
             left = list(filter(self._is_left, range(len(self._buffers))))
             if left and self._peers is not None:
@@ -111,6 +109,8 @@ class Publication:
             self._attempt(b, self._own, self._plans[b].leave_amaxes)
 
     def _start_cast(self, b: int) -> None:
+        if b == 0 and self._peers is not None:  # before the first gather, and behind an update
+            in_phase("weights", self._peers.open)()
         if self._plans[b] is None:
             return
         late = None
@@ -123,7 +123,7 @@ class Publication:
         if late is not None:
             self._late.append(late)
 
-    def _cast(self, b: int, *halfway: tuple[int, Callable[[], None]]) -> None:
+    def _cast(self, b: int, *halfway: tuple[int, int, Callable[[], None]]) -> None:
         if self._failed[b] is not None:
             return
         if self._plans[b] is None:
@@ -143,7 +143,8 @@ class Publication:
             self._cast(b)
             self._start_gather(b)
         else:
-            self._cast(b, (buffer.halfway.position, in_phase("weights", buffer.start_sending)))
+            position, row, _ = buffer.halfway
+            self._cast(b, (position, row, in_phase("weights", buffer.start_sending)))
             self._gathers[b] = in_phase("weights", buffer.start_gather)(begun=True)
 
     def _start_gather(self, b: int) -> None:

@@ -156,14 +156,16 @@ class CastStages:
         """scale() and cast() in one call."""
         self._plan.scale_cast(target)
 
-    def scale_cast_in_two(self, target: _C.Target, weight: int, between: Callable[[], object]) -> None:
-        """scale_cast() that calls between() where codes of the weights before this one are queued, and most
-        of the others are not.
+    def scale_cast_in_two(
+        self, target: _C.Target, weight: int, row: int, between: Callable[[], object]
+    ) -> None:
+        """scale_cast() that calls between() where codes of the weights before this one are queued, and of its
+        rows before this one, and most of the others are not. Raises IndexError for others.
         """
         self._plan.scale(target)
-        self._plan.cast_before(target, weight)
+        self._plan.cast_before(target, weight, row)
         between()
-        self._plan.cast_from(target, weight)
+        self._plan.cast_from(target, weight, row)
 
 
 def transpose_pairs(records: Sequence[NVFP4Storage]) -> list[tuple[torch.Tensor, torch.Tensor]]:

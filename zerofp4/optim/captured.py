@@ -36,6 +36,7 @@ class CapturedSteps(ShardedState):
         self._follow_masters()
         self._tell_unheard()
         gradients = self._gradients()
+        self._check_parameters()
         present = self._votes.repeat(gradients)
         self._cleared = 0
         nonfinite = self._nonfinite

@@ -20,6 +20,10 @@ knows which is the first. It is on the device since a CUDA graph that is replaye
 """
 
 
+BEGINNING = 16
+"""So many gradients are handed to a GPU first, which reads them while the host looks at the others."""
+
+
 class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
 
@@ -84,8 +88,10 @@ class NonfiniteGradients:
     def hear(self, first: int | None) -> None:
         """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank."""
         if not self._alone:
+            known = self._heard is None and self._first is None  # that `found` is 0
             self._first = first
-            self.found.fill_(first is not None)
+            if first is not None or not known:  # else nothing is queued in front of an update
+                self.found.fill_(first is not None)
             if self._heard is not None:
                 self._heard.fill_(0 if first is None else len(self._slots.labels) - first)
 
@@ -167,6 +173,16 @@ def first_nonfinite(
     if not present:
         return None
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
+    for some in (present[:BEGINNING], present[BEGINNING:]):
+        if some:
+            found = _look_at(some, rounded_to, found)
+    return found
+
+
+def _look_at(
+    present: Sequence[tuple[int, torch.Tensor]], rounded_to: torch.dtype | None, found: torch.Tensor
+) -> torch.Tensor:
+    """The largest of `found`, which may be raised, and the words of gradients with a NaN or Inf."""
     tensors, plain = [g for _, g in present], present
     dtypes = [g.dtype for g in tensors]
     if rounded_to is not None or not set(dtypes) <= set(WEIGHT_DTYPES) or not are_sendable(tensors, dtypes):

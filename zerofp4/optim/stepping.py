@@ -64,6 +64,7 @@ class SteppedOptimizer(CapturedSteps):
                 self._reduced.check_unchanged(gradients)
             reduce = self._reduced is None
             word = self._word(gradients) if reduce else None  # a GPU is at work while the rest is prepared
+            self._check_parameters()
             intent = self._intent(clip=False, reduce=reduce)
             prepared = self._prepare(gradients, reduce)
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
@@ -124,9 +125,10 @@ class SteppedOptimizer(CapturedSteps):
             if self._rounds is not None and reduce:
                 self._rounds.close()
                 gradients = self._gradients()
+            word = self._word(gradients) if reduce else None
+            self._check_parameters()
             snapshot = Snapshot(gradients)
             intent = self._intent(True, reduce, *numbers)
-            word = self._word(gradients) if reduce else None
             self._shards.make_gradients()
         except CollectiveError:  # of what travels since a backward pass: there is nobody left to hear of it
             raise
@@ -187,11 +189,17 @@ class SteppedOptimizer(CapturedSteps):
             ) from error
 
     def _gradients(self) -> list[torch.Tensor | None]:
+        """p.grad of all trainable parameters, to be read; before anything is written where they may lie,
+        _check_parameters() is called.
+        """
         gradients = self._watch.gradients(self.param_groups)
         self._reducer.check(gradients, self._shards.names)
-        self._spare.take_back()
         gradients = self._reducer.keep_apart(self._shards.parameters, gradients)
         return gradients if self._rounds is None else self._rounds.merged(gradients)
+
+    def _check_parameters(self) -> None:
+        self._watch.check(self.param_groups)
+        self._spare.take_back()
 
     def _word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         word = in_phase("scan", self._nonfinite.word)(gradients)

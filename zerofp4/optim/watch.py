@@ -9,7 +9,9 @@ import torch
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.tensors import find_in_no_module, register_holder
 
-_version, _grad, _layout, _requires_grad = map(attrgetter, ("_version", "grad", "layout", "requires_grad"))
+_version, _grad, _layout, _device, _requires_grad = map(
+    attrgetter, ("_version", "grad", "layout", "device", "requires_grad")
+)
 
 
 def _attributes(get: attrgetter, tensors: Sequence[torch.Tensor]) -> list:
@@ -54,16 +56,24 @@ class ParameterWatch:
         self._versions = _attributes(_version, self._trainable)
 
     def gradients(self, param_groups: Sequence[dict]) -> list[torch.Tensor | None]:
-        """The gradients of the trainable parameters. Raises RuntimeError if something is wrong with the
-        groups, the parameters or their gradients.
+        """The gradients of the trainable parameters, which are dense, on the device of the masters: they can
+        be read while check() looks at the parameters. Raises RuntimeError for others, and first, for it may
+        be the reason, where check() does.
         """
-        self.check_places(param_groups)
-        self._check_in_use()
         gradients = gradients_of(self._trainable)
-        message = self._find_written() or self._find_unfrozen() or self._find_bad_gradient(gradients)
+        message = self._find_bad_gradient(gradients)
         if message is not None:
+            self.check(param_groups)
             raise RuntimeError(message)
         return gradients
+
+    def check(self, param_groups: Sequence[dict]) -> None:
+        """Raises RuntimeError if something is wrong with the groups or the parameters."""
+        self.check_places(param_groups)
+        self._check_in_use()
+        message = self._find_written() or self._find_unfrozen()
+        if message is not None:
+            raise RuntimeError(message)
 
     def check_places(self, param_groups: Sequence[dict]) -> None:
         """Raises RuntimeError unless these are the parameters, in the buffers, whatever their values."""
@@ -128,11 +138,16 @@ class ParameterWatch:
         )
 
     def _find_bad_gradient(self, gradients: Sequence[torch.Tensor | None]) -> str | None:
-        layouts = {_layout(gradient) for gradient in gradients if gradient is not None}
-        if layouts <= {torch.strided}:
+        present = [gradient for gradient in gradients if gradient is not None]
+        device = self._shards.buffers[0].device
+        if set(map(_layout, present)) <= {torch.strided} and set(map(_device, present)) <= {device}:
             return None
-        bad = next(i for i, g in enumerate(gradients) if g is not None and g.layout != torch.strided)
-        return f"{self._names[bad]} has a gradient of layout {gradients[bad].layout}: gradients must be dense"
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                return f"{name} has a gradient of layout {gradient.layout}: gradients must be dense"
+            if gradient is not None and gradient.device != device:
+                return f"{name} has a gradient on {gradient.device}, and its master is on {device}"
+        return None
 
 
 class Snapshot:
