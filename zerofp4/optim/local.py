@@ -4,11 +4,15 @@ import torch
 from torch import nn
 
 
+_PLAIN = torch.Tensor, nn.Parameter
+"""What those others are not: the common case at once, since a step asks for each parameter and its state."""
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor whose memory it is: of a DTensor this rank's own, of one that stands for a master (as
     those that zerofp4.integrations.fsdp2 makes do) that master; any other tensor itself.
     """
-    while type(tensor) is not nn.Parameter:  # the common case at once: a step asks for each parameter
+    while type(tensor) not in _PLAIN:
         inside = getattr(tensor, "_local_tensor", None)
         if inside is None:
             inside = getattr(tensor, "zerofp4_master", None)
