@@ -22,7 +22,9 @@ UNTIL = {
     "peer": "those of all ranks are here, which AdamW adds up as it reads them",
 }
 """By transport, what a step waits for before it updates."""
-FEWEST_TOKENS = {"cuda": 256, "cpu": 16}
+FEWEST_TOKENS = {"cuda": 1024, "cpu": 16}
+ROUGHLY = 3
+"""Repeats while the number of tokens is looked for."""
 
 
 class Passes:
@@ -84,10 +86,10 @@ def measure_hiding(
     tokens, forward, before, host = FEWEST_TOKENS[timer.device.type], 0.0, 0.0, 0.0
     while before - forward < LONGER * reduction or host > MOST_HOST * before:
         passes = Passes(parameters, tokens)
-        forward = timer.time(passes.forward)
-        before = timer.time(functools.partial(alone, passes))
+        forward = timer.time(passes.forward, repeats=ROUGHLY)
+        before = timer.time(functools.partial(alone, passes), repeats=ROUGHLY)
         if timer.device.type == "cuda":
-            host = timer.host_time(functools.partial(with_reduction, passes))
+            host = timer.host_time(functools.partial(with_reduction, passes), repeats=ROUGHLY)
         tokens *= 2
 
     rule = f"forward and backward passes of {len(shapes)} weights with {passes.tokens} tokens"

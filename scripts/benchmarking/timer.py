@@ -16,11 +16,20 @@ from zerofp4.launch import World
 
 MOST_HOST = 0.5  # milliseconds
 WARM_UP = 3
+AHEAD = 4_000_000
+"""Cycles that a GPU spends on nothing in front of what is timed, about 2 ms: the host has begun by then, as
+it has behind a backward pass.
+"""
 MEGABYTES = 1e6
 
 
 class Timer:
-    """Times what all ranks do together: the longest of the ranks' times, and the median of those."""
+    """Times what all ranks do together: the longest of the ranks' times, and the median of those.
+
+    The time of a GPU runs from where it is done with what was queued before, while the host is at work on
+    what is timed by then: a training step queues its optimizer's step behind a backward pass. What the host
+    takes longer than that counts. from_idle=True: the GPU has nothing to do before.
+    """
 
     def __init__(self, session: Session, world: World, repeats: int):
         self.session, self.world, self.repeats = session, world, repeats
@@ -35,17 +44,27 @@ class Timer:
         *,
         parts: int = 1,
         after: Callable[[], object] | None = None,
+        from_idle: bool = False,
     ) -> float:
         """time(), with a row of it. parts: equal ones that `run` has, of which one counts."""
-        found = self.time(run, after) / parts
+        found = self.time(run, after, from_idle=from_idle) / parts
         self.session.count(f"{name}/{self.places}", "milliseconds", found, rule)
         return found
 
-    def time(self, run: Callable[[], object], after: Callable[[], object] | None = None) -> float:
-        """Milliseconds. after: what is done after each that counts, not timed, once the device is done."""
+    def time(
+        self,
+        run: Callable[[], object],
+        after: Callable[[], object] | None = None,
+        *,
+        from_idle: bool = False,
+        repeats: int | None = None,
+    ) -> float:
+        """Milliseconds. after: what is done after each that counts, not timed, once the device is done.
+        repeats: how many count; None for all that there are of a row.
+        """
         times = []
-        for index in range(WARM_UP + self.repeats):
-            times.append(self._once(run))
+        for index in range(WARM_UP + (repeats or self.repeats)):
+            times.append(self._once(run, from_idle))
             if after is not None and index >= WARM_UP:
                 after()
         return self._longest(times)
@@ -62,10 +81,10 @@ class Timer:
         rule = f"until all is queued, {rule}"
         self.session.count(f"{name}/{self.places}", "milliseconds", found, rule, target=target)
 
-    def host_time(self, run: Callable[[], object]) -> float:
+    def host_time(self, run: Callable[[], object], repeats: int | None = None) -> float:
         """Milliseconds that the host takes to queue what the device then does."""
         times = []
-        for _ in range(WARM_UP + self.repeats):
+        for _ in range(WARM_UP + (repeats or self.repeats)):
             dist.barrier()
             self.session.clock.synchronize()
             begin = time.perf_counter()
@@ -80,7 +99,7 @@ class Timer:
             rule = f"sent by a rank in a step, {len(described['buckets'])} buckets"
             self.session.count(f"{prefix}sent_{phase}/{self.places}", "megabytes", nbytes / MEGABYTES, rule)
 
-    def _once(self, run: Callable[[], object]) -> float:
+    def _once(self, run: Callable[[], object], from_idle: bool) -> float:
         dist.barrier()
         self.session.clock.synchronize()
         if self.device.type == "cpu":
@@ -88,6 +107,8 @@ class Timer:
             run()
             return (time.perf_counter() - begin) * 1e3
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if not from_idle:
+            torch.cuda._sleep(AHEAD)
         begin.record()
         run()
         end.record()
