@@ -92,10 +92,12 @@ def measure_hiding(
             host = timer.host_time(functools.partial(with_reduction, passes), repeats=ROUGHLY)
         tokens *= 2
 
+    runs = [functools.partial(run, passes) for run in (alone, with_reduction)]
+    before, both = timer.in_turns(*runs)
     rule = f"forward and backward passes of {len(shapes)} weights with {passes.tokens} tokens"
-    before = timer.ms(f"{prefix}backward", functools.partial(alone, passes), rule)
-    rule = f"the same with overlap='backward', until {UNTIL[transport]}"
-    both = timer.ms(f"{prefix}backward_reduce", functools.partial(with_reduction, passes), rule)
+    timer.count_ms(f"{prefix}backward", before, rule)
+    rule = f"the same, in turns, with overlap='backward', until {UNTIL[transport]}"
+    timer.count_ms(f"{prefix}backward_reduce", both, rule)
     exposed = max(both - before, 0.0)
     target = MOST_EXPOSED if timer.device.type == "cuda" else None
     longer = (before - forward) / reduction

@@ -128,8 +128,9 @@ def measure_ours(
         way = transport if several else "nothing travels"
         rule = f"ZeroFP4Optimizer.step() with FusedAdamW, {way}"
         found["step"] = timer.ms(f"{prefix}step", optimizer.step, rule)
-        beside = "the same, of GPUs that have nothing to do before: what the host begins with counts"
-        timer.ms(f"{prefix}step_from_idle", optimizer.step, beside, from_idle=True)
+        if timer.device.type == "cuda":
+            rule = "the same where GPUs have nothing to do before: what the host begins with counts"
+            timer.ms(f"{prefix}step_from_idle", optimizer.step, rule, from_idle=True)
     beside = "the same where gradients are clipped"
     with torch.no_grad(), timer.peak(f"{prefix}memory_clipped", beside, shared=shared):
         found["step_clipped"] = timer.ms(f"{prefix}step_clipped", clipped, "clip_grad_norm_ and step()")

@@ -48,7 +48,7 @@ class Timer:
     ) -> float:
         """time(), with a row of it. parts: equal ones that `run` has, of which one counts."""
         found = self.time(run, after, from_idle=from_idle) / parts
-        self.session.count(f"{name}/{self.places}", "milliseconds", found, rule)
+        self.count_ms(name, found, rule)
         return found
 
     def time(
@@ -74,6 +74,19 @@ class Timer:
         longest = torch.tensor(times[WARM_UP:], device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return statistics.median(longest.tolist())
+
+    def in_turns(self, *runs: Callable[[], object]) -> list[float]:
+        """time() of each, where one follows the other in every repeat: so all meet the clocks that products
+        leave a GPU which they warm up.
+        """
+        times: list[list[float]] = [[] for _ in runs]
+        for _ in range(WARM_UP + self.repeats):
+            for run, own in zip(runs, times, strict=True):
+                own.append(self._once(run, False))
+        return [self._longest(own) for own in times]
+
+    def count_ms(self, name: str, found: float, rule: str) -> None:
+        self.session.count(f"{name}/{self.places}", "milliseconds", found, rule)
 
     def host_ms(self, name: str, run: Callable[[], object], rule: str) -> None:
         """host_time(), with a row of it."""

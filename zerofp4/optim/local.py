@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-
 _PLAIN = torch.Tensor, nn.Parameter
 """What those others are not: the common case at once, since a step asks for each parameter and its state."""
 
