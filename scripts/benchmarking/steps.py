@@ -14,7 +14,7 @@ from benchmarking.bf16 import ARGUMENTS, MAX_NORM, measure_bf16
 from benchmarking.floors import count_floors, measure_speeds
 from benchmarking.hiding import measure_hiding
 from benchmarking.session import Session
-from benchmarking.timer import Timer, free_memory
+from benchmarking.timer import MEGABYTES, Timer, free_memory
 from benchmarking.traffic import Speeds, elements_of
 from benchmarking.workloads import llama_sizes
 from benchmarking.zero_redundancy import measure_zero_redundancy
@@ -124,15 +124,16 @@ def measure_ours(
     found, shared = {}, described["shared_bytes"]
     several = timer.world.world_size > 1
     beside = "weights, gradients and state included"
-    with torch.no_grad(), timer.peak(f"{prefix}memory", beside, shared=shared):
+    with torch.no_grad(), timer.peak(f"{prefix}memory", beside, shared=shared) as peak:
         way = transport if several else "nothing travels"
         rule = f"ZeroFP4Optimizer.step() with FusedAdamW, {way}"
         found["step"] = timer.ms(f"{prefix}step", optimizer.step, rule)
         if timer.device.type == "cuda":
             rule = "the same where GPUs have nothing to do before: what the host begins with counts"
             timer.ms(f"{prefix}step_from_idle", optimizer.step, rule, from_idle=True)
+    count_above(timer, f"{prefix}memory_above", peak, optimizer, gradients)
     beside = "the same where gradients are clipped"
-    with torch.no_grad(), timer.peak(f"{prefix}memory_clipped", beside, shared=shared):
+    with torch.no_grad(), timer.peak(f"{prefix}memory_clipped", beside, shared=shared) as peak_clipped:
         found["step_clipped"] = timer.ms(f"{prefix}step_clipped", clipped, "clip_grad_norm_ and step()")
         behind = "of what a step prepares and does after its vote"
         timer.host_ms(f"{prefix}host_step", lambda: behind_vote(True), behind)
@@ -158,7 +159,32 @@ def measure_ours(
         if timer.device.type == "cuda" and several:
             measure_graph(timer, optimizer, prefix)
         count_floors(timer, shapes, optimizer.describe(), speeds, prefix, found)
+    count_above(timer, f"{prefix}memory_above_clipped", peak_clipped, optimizer, gradients)
     return found
+
+
+def count_above(
+    timer: Timer,
+    name: str,
+    peak: list[float],
+    optimizer: zerofp4.optim.ZeroFP4Optimizer,
+    gradients: list[torch.Tensor],
+) -> None:
+    """What is left of a peak without weights, gradients, masters and AdamW's moments, and the FP32 slices
+    where there are such. It may be 1% of the masters and two buckets.
+    """
+    if not peak:
+        return
+    buffers = optimizer._shards.buffers
+    masters = sum(buffer.masters.nbytes for buffer in buffers) / MEGABYTES
+    slices = sum(buffer.gradients.nbytes for buffer in buffers if buffer.has_gradients) / MEGABYTES
+    given = sum(tensor.nbytes for tensor in (*optimizer._shards.parameters, *gradients)) / MEGABYTES
+    above = peak[0] - given - 3 * masters - slices
+    bucket = optimizer.describe()["bucket_mb"] * 2**20 / MEGABYTES
+    rule = "of the peak, above weights, gradients, masters, moments and FP32 slices"
+    timer.session.count(
+        f"{name}/{timer.places}", "megabytes", above, rule, target=0.01 * masters + 2 * bucket
+    )
 
 
 def gather(optimizer: zerofp4.optim.ZeroFP4Optimizer) -> None:

@@ -35,6 +35,7 @@ class Timer:
         self.session, self.world, self.repeats = session, world, repeats
         self.device = session.device
         self.places = f"{world.world_size}x{self.device.type}"
+        self._own_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def ms(
         self,
@@ -134,16 +135,22 @@ class Timer:
         self.session.count(f"{part}_over_bf16/{self.places}", "ratio", ours / theirs, rule, target=target)
 
     @contextlib.contextmanager
-    def peak(self, name: str, beside: str, before: int = 0, shared: int = 0) -> Iterator[None]:
-        """Report the most memory that was allocated meanwhile. before: bytes of something else in it. shared:
-        those that other ranks can access, which torch does not count.
+    def peak(
+        self, name: str, beside: str, before: int | None = None, shared: int = 0
+    ) -> Iterator[list[float]]:
+        """Report the most memory that was allocated meanwhile, and leave it in the list, in megabytes; not on
+        the CPU. before: bytes of something else in it; None for those of the benchmark itself. shared: those
+        that other ranks can access, which torch does not count.
         """
+        found: list[float] = []
         if self.device.type == "cpu":
-            yield
+            yield found
             return
         torch.cuda.reset_peak_memory_stats(self.device)
-        yield
+        yield found
+        before = self._own_bytes if before is None else before
         held = (torch.cuda.max_memory_allocated(self.device) + shared - before) / MEGABYTES
+        found.append(held)
         self.session.count(f"{name}/{self.places}", "megabytes", held, f"peak on rank 0, {beside}")
 
     def has_room(self, name: str, nbytes: float) -> bool:
