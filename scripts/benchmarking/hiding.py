@@ -93,7 +93,7 @@ def measure_hiding(
         tokens *= 2
 
     runs = [functools.partial(run, passes) for run in (alone, with_reduction)]
-    before, both = timer.in_turns(*runs)
+    forward, before, both = timer.in_turns(passes.forward, *runs)
     rule = f"forward and backward passes of {len(shapes)} weights with {passes.tokens} tokens"
     timer.count_ms(f"{prefix}backward", before, rule)
     rule = f"the same, in turns, with overlap='backward', until {UNTIL[transport]}"

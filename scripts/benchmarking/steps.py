@@ -171,7 +171,7 @@ def count_above(
     gradients: list[torch.Tensor],
 ) -> None:
     """What is left of a peak without weights, gradients, masters and AdamW's moments, and the FP32 slices
-    where there are such. It may be 1% of the masters and two buckets.
+    where there are such: at most 1% of the masters and two buckets, if it is to meet its target.
     """
     if not peak:
         return

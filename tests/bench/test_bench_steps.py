@@ -3,12 +3,18 @@
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from bench_cases import bench_on_two_ranks
 from benchmarking import tables
+from benchmarking.steps import count_above
 from benchmarking.targets import KINDS
 from early import waits_for
+
+import zerofp4
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 PARTS = ("step", "step_clipped", "reduce", "update", "publish")
 
@@ -51,3 +57,27 @@ def test_a_step_of_two_ranks(early):
     assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
     assert run.stdout.count("step_2_ranks: copy ceiling") == 1  # rank 0 alone speaks
     tables.print_tables(result)
+
+
+def test_what_a_peak_has_above_the_state():
+    """And what it may have: 1% of the masters, two buckets."""
+    weights = [zerofp4.quantize(torch.randn(64, 64).bfloat16(), columnwise=True) for _ in range(2)]
+    parameters = [torch.nn.Parameter(weight) for weight in weights]
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, bucket_mb=0.5)
+    gradients = [torch.ones(64, 64, dtype=torch.bfloat16) for _ in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    elements = 2 * 64 * 64
+    held = sum(b.nbytes for weight in weights for _, b in weight.record.buffers())
+    held += elements * (2 + 3 * 4 + 4)  # gradients, masters and moments, FP32 slices
+    counted = []
+    timer = SimpleNamespace(
+        places="1xcuda", session=SimpleNamespace(count=lambda *a, **k: counted.append((a, k)))
+    )
+    count_above(timer, "memory_above", [held / 1e6 + 7.0], optimizer, gradients)
+    (((name, kind, above, _), target),) = counted
+    assert (name, kind) == ("memory_above/1xcuda", "megabytes") and above == pytest.approx(7.0)
+    assert target["target"] == pytest.approx(0.01 * 4 * elements / 1e6 + 2 * 0.5 * 2**20 / 1e6)
+    count_above(timer, "memory_above", [], optimizer, gradients)  # on the CPU nobody counts
+    assert len(counted) == 1

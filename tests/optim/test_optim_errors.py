@@ -87,6 +87,36 @@ def test_gradients_on_another_device(device, monkeypatch):
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_model_in_another_dtype_has_moved(device, dtype):
+    """Its gradients have that dtype too, for which an optimizer built otherwise would be no remedy."""
+    model = nn.Linear(16, 16, dtype=torch.bfloat16, device=device)
+    optimizer = ZeroFP4Optimizer(model.named_parameters())
+    model(torch.ones(2, 16, dtype=torch.bfloat16, device=device)).sum().backward()
+    model.to(dtype)
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"'weight' has moved"):
+            call()
+
+
+@pytest.mark.parametrize("what", ["moved", "written to"])
+def test_parameters_that_changed_between_clipping_and_a_step(device, what):
+    """Is said first, where the gradients changed too."""
+    model = nn.Linear(16, 16, device=device)
+    optimizer = ZeroFP4Optimizer(model.named_parameters())
+    model(torch.ones(2, 16, device=device)).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    with torch.no_grad():
+        if what == "moved":
+            model.weight.data = model.weight.data.clone()
+        else:
+            model.weight.mul_(2)
+    model(torch.ones(2, 16, device=device)).sum().backward()
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=rf"'weight' (has|was) {what}"):
+            call()
+
+
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "SparseAdam"])
 def test_optimizers_that_cannot_be_sharded(device, name):
     parameters = make_parameters(device)

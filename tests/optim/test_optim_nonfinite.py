@@ -9,7 +9,7 @@ from optim_cases import Plain, assert_all_equal, check, make_gradients, make_par
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.nonfinite import first_nonfinite, from_word
+from zerofp4.optim.nonfinite import BEGINNING, first_nonfinite, from_word
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 VALUES = [math.nan, math.inf, -math.inf]
@@ -236,6 +236,19 @@ def test_the_first_of_a_list(device, value):
                 gradients[i][at] = value
                 assert from_word(first_nonfinite(gradients).item(), len(gradients)) == i
     assert from_word(0.0, 5) is None
+
+
+@pytest.mark.parametrize("turned", [None, 2, 30])
+@pytest.mark.parametrize("bad", [(3,), (20,), (3, 20), (20, 39), ()])
+def test_the_first_of_a_long_list(device, bad, turned):
+    """Of those that a GPU begins with, and of those behind them. turned: one that is looked at otherwise."""
+    gradients = [torch.ones(24, 10, device=device) for _ in range(BEGINNING + 24)]
+    for i in bad:
+        gradients[i][2, 3] = float("nan")
+    if turned is not None:
+        gradients[turned] = gradients[turned].t()
+    found = first_nonfinite(gradients)
+    assert from_word(found.item(), len(gradients)) == (min(bad) if bad else None)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

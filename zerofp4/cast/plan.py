@@ -164,8 +164,8 @@ class CastPlan(PlanParts):
     def finish_step(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
         """What is queued after it on the current stream finds the scales and this rank's codes.
 
-        halfway: the position of a weight, one of its rows (a stack [E, N, K] has E * N), and what to call
-        where the codes of the weights before it are queued, and of its rows before that one.
+        halfway: the position of a weight, one of its rows (a stack [E, N, K] has E * N) or their number, and
+        what to call where the codes of the weights before it are queued, and of its rows before that one.
         """
         self._settle()
         self._write(halfway)

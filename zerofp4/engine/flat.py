@@ -29,8 +29,8 @@ and no vector load of a kernel is shared by two weights or two ranks."""
 
 
 class Halfway(NamedTuple):
-    """A place in a slice of weights: the row of the parameter at a position, and the elements (of `weights`)
-    that are sent before it.
+    """A place in a slice of weights: a row of the parameter at a position, or its number of rows where the
+    place is behind it, and the elements (of `weights`) that are sent before it.
     """
 
     position: int
@@ -221,7 +221,7 @@ class PackedBuffer(FlatBuffer):
     @functools.cached_property
     def halfway(self) -> Halfway | None:
         """Of ranks that share memory; the last row of tiles that begins in the first half of this rank's
-        codes.
+        codes, or the end of a weight where the middle is in a gap behind it.
         """
         if self.peers is None or self.world_size == 1:
             return None

@@ -88,9 +88,10 @@ class NonfiniteGradients:
     def hear(self, first: int | None) -> None:
         """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank."""
         if not self._alone:
-            known = self._heard is None and self._first is None  # that `found` is 0
+            # It is what the last call wrote, unless a CUDA graph writes it.
+            is_zero = self._heard is None and self._first is None
             self._first = first
-            if first is not None or not known:  # else nothing is queued in front of an update
+            if first is not None or not is_zero:  # else nothing is queued in front of an update
                 self.found.fill_(first is not None)
             if self._heard is not None:
                 self._heard.fill_(0 if first is None else len(self._slots.labels) - first)

@@ -60,11 +60,11 @@ class SteppedOptimizer(CapturedSteps):
             if self._rounds is not None and self._reduced is None:
                 self._rounds.close()
             gradients = self._gradients()
-            if self._reduced is not None:
-                self._reduced.check_unchanged(gradients)
             reduce = self._reduced is None
             word = self._word(gradients) if reduce else None  # a GPU is at work while the rest is prepared
             self._check_parameters()
+            if not reduce:
+                self._reduced.check_unchanged(gradients)
             intent = self._intent(clip=False, reduce=reduce)
             prepared = self._prepare(gradients, reduce)
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
@@ -119,6 +119,7 @@ class SteppedOptimizer(CapturedSteps):
             self._tell_unheard()
             numbers = clip_arguments(max_norm, norm_type)
             gradients = self._gradients()
+            self._check_parameters()
             if self._reduced is not None:
                 self._reduced.check_unwritten()
             reduce = self._reduced is None or self._reduced.changed(gradients)
@@ -126,7 +127,6 @@ class SteppedOptimizer(CapturedSteps):
                 self._rounds.close()
                 gradients = self._gradients()
             word = self._word(gradients) if reduce else None
-            self._check_parameters()
             snapshot = Snapshot(gradients)
             intent = self._intent(True, reduce, *numbers)
             self._shards.make_gradients()
@@ -189,15 +189,20 @@ class SteppedOptimizer(CapturedSteps):
             ) from error
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """p.grad of all trainable parameters, to be read; before anything is written where they may lie,
-        _check_parameters() is called.
-        """
-        gradients = self._watch.gradients(self.param_groups)
-        self._reducer.check(gradients, self._shards.names)
+        """p.grad of all trainable parameters, which can be read; see _check_parameters()."""
+        try:
+            gradients = self._watch.gradients()
+            self._reducer.check(gradients, self._shards.names)
+        except Exception:
+            self._watch.check(self.param_groups)  # whose error comes first, for it may be the reason
+            raise
         gradients = self._reducer.keep_apart(self._shards.parameters, gradients)
         return gradients if self._rounds is None else self._rounds.merged(gradients)
 
     def _check_parameters(self) -> None:
+        """Before gradients are moved to where they travel from, and anything is reduced: raises where
+        parameters are not as they were left, and ends a loan of that memory.
+        """
         self._watch.check(self.param_groups)
         self._spare.take_back()
 

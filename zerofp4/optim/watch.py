@@ -55,15 +55,13 @@ class ParameterWatch:
         """Take the present values of the weights for the optimizer's own."""
         self._versions = _attributes(_version, self._trainable)
 
-    def gradients(self, param_groups: Sequence[dict]) -> list[torch.Tensor | None]:
+    def gradients(self) -> list[torch.Tensor | None]:
         """The gradients of the trainable parameters, which are dense, on the device of the masters: they can
-        be read while check() looks at the parameters. Raises RuntimeError for others, and first, for it may
-        be the reason, where check() does.
+        be read before check() has looked at the parameters. Raises RuntimeError for others.
         """
         gradients = gradients_of(self._trainable)
         message = self._find_bad_gradient(gradients)
         if message is not None:
-            self.check(param_groups)
             raise RuntimeError(message)
         return gradients
 
