@@ -34,6 +34,14 @@ SPECIFICATIONS = [
     ((5, 18, 34), torch.bfloat16, True),
 ]
 
+WAYS = [
+    ("AdamW", None, True),
+    ("AdamW", 0.003, False),
+    ("FusedAdamW", None, False),
+    ("FusedAdamW", 0.003, True),
+]
+"""Of a step: the optimizer's name, bucket_mb, whether gradients are clipped. Each pair of them is there."""
+
 
 def parameters_of(world, seed: int = 0) -> list[nn.Parameter]:
     return make_parameters(world.device, seed, SPECIFICATIONS)

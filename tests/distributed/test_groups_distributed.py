@@ -11,7 +11,7 @@ import torch
 from helpers import assert_bytes_equal
 from optim_cases import assert_all_equal, assert_weights_follow, plain_masters, set_gradients
 
-from distributed.checks_optim import Injected, model_bytes
+from distributed.checks_optim import WAYS, Injected, model_bytes
 from distributed.group_cases import Mixture, assert_same_on, expert_group, give, members
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor, ops, reference
@@ -32,15 +32,7 @@ def check(model: Mixture, optimizer: ZeroFP4Optimizer, masters: list[torch.Tenso
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize(
-    ("name", "bucket_mb", "clip"),
-    [
-        ("AdamW", None, True),
-        ("AdamW", 0.003, False),
-        ("FusedAdamW", None, False),
-        ("FusedAdamW", 0.003, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "bucket_mb", "clip"), WAYS)
 def test_experts_beside_dense_parameters(world, name, bucket_mb, clip):
     """The bytes of whole masters, updated on one machine with the means over each parameter's own ranks."""
     model = Mixture(world)

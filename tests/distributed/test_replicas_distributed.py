@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from optim_cases import assert_all_equal, make_gradients, set_gradients
 
 from distributed.cases import raised_everywhere, shared_folder
-from distributed.checks_optim import model_bytes, parameters_of
+from distributed.checks_optim import WAYS, model_bytes, parameters_of
 from distributed.group_cases import named
 from distributed.mesh_cases import OPTIONS, check_order_of_addition, gradients_of, means_of, mesh_of
 from distributed.run import on_ranks
@@ -21,15 +21,7 @@ SHAPES = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 
 
 @on_ranks(2, 3, 4, time_limit=120)
-@pytest.mark.parametrize(
-    ("name", "bucket_mb", "clip"),
-    [
-        ("AdamW", None, True),
-        ("AdamW", 0.003, False),
-        ("FusedAdamW", None, False),
-        ("FusedAdamW", 0.003, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "bucket_mb", "clip"), WAYS)
 def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip):
     for shape in SHAPES[world.world_size]:
 
