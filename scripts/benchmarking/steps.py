@@ -139,8 +139,7 @@ def measure_ours(
         timer.host_ms(f"{prefix}host_step", lambda: behind_vote(True), behind)
         nonfinite = optimizer._nonfinite
         scan = "a NaN or Inf in a rank's own gradients, without the vote"
-        look = (lambda: nonfinite.word(gradients)) if several else nonfinite.look_at_packed
-        timer.ms(f"{prefix}scan", look, scan if several else "a NaN or Inf in the FP32 slice")
+        timer.ms(f"{prefix}scan", lambda: nonfinite.word(gradients), scan)
         reduce = "gradients to the FP32 slices, as clip_grad_norm_ reduces them"
         found["reduce"] = timer.ms(f"{prefix}reduce", lambda: optimizer._reduce_gradients(gradients), reduce)
         found["update"] = timer.ms(

@@ -110,8 +110,7 @@ def step_of(shapes: Sequence[tuple[int, int]], described: Mapping[str, Any]) -> 
 def phases(step: Step) -> dict[str, Traffic]:
     """By phase, what it moves. parts() says which phases a step, or a part of it, consists of.
 
-    scan: a rank's gradients are looked through for a NaN or Inf, wN. In a world of one that is done in the
-        FP32 slice, 4N.
+    scan: a rank's gradients are looked through for a NaN or Inf, wN.
     reduce: gradients become means in the FP32 slice of their owner, 4n, and are read for it:
         "peer", wW by owned element: w of this rank's, w(W-1) of other ranks', as much as it serves to them;
         "collective", w(3W-2): the same, behind w(W-1) that are read to be sent and w(W-1) that arrive;
@@ -134,9 +133,8 @@ def phases(step: Step) -> dict[str, Traffic]:
     codes = 4.5 * n + 6 * step.tiles + (ranks - 1) * n + step.elements
     words_of_codes = "4.5n + 6T + (W-1)n + N"
     amaxes = 4 * n + 4 * step.tiles / ranks
-    scanned = 4 if ranks == 1 else w
     return {
-        "scan": Traffic(f"{scanned}N", scanned * step.elements),
+        "scan": Traffic(f"{w}N", w * step.elements),
         "reduce": Traffic(f"4n + {words}n", (4 + reading) * n, *travel),
         "adamw": Traffic("28n", 28 * n),
         "adamw_reducing": Traffic(f"24n + {words}n", (24 + reading) * n, *travel),

@@ -25,6 +25,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, read_chunks
 from zerofp4.optim.read_chunks import ReadChunks
 
 MOST = 0.05  # of the state of a rank
+MASTERS = 1 / 3  # of AdamW's
 COUNT, SIZE = 48, 512
 UNCACHED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """glibc gives back every block of a tensor, so that resident memory is what is held."""
@@ -117,8 +118,10 @@ def test_memory_above_the_state(early, world_size, run):
     if device_for(world_size) == "cpu" and not can_count():
         pytest.skip("this system does not let a process have its peak of memory counted anew")
     outcome = early(run)
+    # A rank alone keeps no memory for gradients in which new masters could wait.
+    most = {"save": MOST, "load": MOST + (MASTERS if world_size == 1 else 0)}
     for shares in outcome.values:
-        assert all(share < MOST for share in shares.values()), outcome.values
+        assert all(share < most[part] for part, share in shares.items()), outcome.values
 
 
 class Model(nn.Module):

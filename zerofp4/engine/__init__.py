@@ -13,6 +13,7 @@ from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.host_reducer import HostReducer, Hosts, join_host
+from zerofp4.engine.local_reducer import LocalReducer
 from zerofp4.engine.partition import Updated, build_buffers
 from zerofp4.engine.peer_reducer import PeerReducer
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
@@ -38,6 +39,7 @@ __all__ = [
     "GradientViews",
     "HostReducer",
     "Hosts",
+    "LocalReducer",
     "PackedBuffer",
     "PeerReducer",
     "Peers",

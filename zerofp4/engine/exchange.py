@@ -30,9 +30,9 @@ class GradientReducer:
     the next ones travel. Those of another group begin to travel only when their turn is there: how many
     buffers a rank has in a group must not change the order of what it does in others. Where gradients travel
     as autograd makes them, they lie in flat memory from the backward pass on (GradientViews), and nothing is
-    copied; where they are rounded, they are copied to memory that two buffers have in turns; in a world of
-    one, to where they belong. Collective: what goes wrong on this rank alone is raised once its part of a
-    buffer has travelled, and the next buffers can follow.
+    copied; where they are rounded, they are copied to memory that two buffers have in turns. Collective: what
+    goes wrong on this rank alone is raised once its part of a buffer has travelled, and the next buffers can
+    follow.
 
     turns: of how many buffers what is received, or copied to be sent, has memory at a time; None for all.
     stays: whether gradients may lie where they travel from.
@@ -59,13 +59,12 @@ class GradientReducer:
             for i in buffer.indices
             if dtype != torch.float32
         }
-        self._is_in_place = stays and self.world_size == 1 and wire.dtype in (None, torch.float32)
         self._places = GradientPlaces()
         self._sources = self._make_sources()
         self._stretches: list[Stretch] = []
         self._ends: list[int] = []  # by buffer, the number of the first stretch behind it
         self._make_stretches()
-        self._own = [source.own_views(b.rank) for source, b in zip(self._sources, buffers, strict=True)]
+        self._own = self._own_views()
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._flight: list[Flight] = []
         self._replicas = ReplicaMean(buffers, self.device)
@@ -73,8 +72,6 @@ class GradientReducer:
 
     def _make_sources(self) -> list[FlatGradients]:
         """By buffer, where this rank's own gradients are when they travel."""
-        if self._is_in_place:
-            return [FlatGradients(buffer, buffer.gradients.view(1, -1)) for buffer in self.buffers]
         several = self._stays and self.world_size > 1
         stay = [several and self._wire.keeps(buffer.parameters) for buffer in self.buffers]
         shapes = [(buffer.world_size, buffer.slice_numel) for buffer in self.buffers]
@@ -87,6 +84,11 @@ class GradientReducer:
             else FlatGradients(buffer, turns.next(shape, dtype))
             for buffer, (shape, dtype), stays in zip(self.buffers, layouts, stay, strict=True)
         ]
+
+    def _own_views(self) -> list[dict[int, torch.Tensor]]:
+        """By buffer, what it brings of this rank's own gradients, by the position of the parameter."""
+        pairs = zip(self._sources, self.buffers, strict=True)
+        return [source.own_views(buffer.rank) for source, buffer in pairs]
 
     def _make_stretches(self) -> None:
         """Of what is larger than a bucket several, so that the memory for what is received is bounded."""
@@ -176,7 +178,7 @@ class GradientReducer:
             with failures:
                 self.finish(b, self._squares)
         failures.raise_first()
-        return None if self._is_in_place else self._squares
+        return self._squares
 
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Before a vote, what begin(prepared=True) need not do then: what may fail on this rank alone."""
@@ -201,10 +203,9 @@ class GradientReducer:
         for number in self._numbers(b):
             with failures:
                 stretch = self._arrive(number)
-                if not self._is_in_place:
-                    last = stretch.first + stretch.received.shape[1]
-                    means, row = buffer.gradients[stretch.first : last], self._row(buffer)
-                    ops.average(stretch.received, means, stretch.here[row], row, of_stretches)
+                last = stretch.first + stretch.received.shape[1]
+                means, row = buffer.gradients[stretch.first : last], self._row(buffer)
+                ops.average(stretch.received, means, stretch.here[row], row, of_stretches)
         if buffer.replica_count > 1:
             with failures:
                 self._replicas.take(buffer, squares)

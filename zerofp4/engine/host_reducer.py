@@ -78,7 +78,6 @@ class HostReducer(GradientReducer):
         self._local, self._local_count = rank_and_size(hosts.within())
         super().__init__(buffers, group, wire)
         self.dtypes = [torch.float32] * len(buffers)
-        self._own = [self._views_of(b) for b in range(len(buffers))]
         self._failures = [Failures() for _ in buffers]
 
     def _make_sources(self) -> list[FlatGradients]:
@@ -106,6 +105,9 @@ class HostReducer(GradientReducer):
                 of_this_number = part[self._local :: self._local_count]  # what its rank of each host owns
                 self._rows.append([self._peers.rows_like(row) for row in of_this_number])
             self._ends.append(len(self._stretches))
+
+    def _own_views(self) -> list[dict[int, torch.Tensor]]:
+        return [self._views_of(b) for b in range(len(self.buffers))]
 
     def _views_of(self, b: int) -> dict[int, torch.Tensor]:
         """By the position of the parameter, this host's means of what this rank owns; of a bucket that

@@ -34,11 +34,12 @@ class Stretch(NamedTuple):
 class Brought(NamedTuple):
     """Gradients of a buffer that are here, and not added up yet.
 
-    received: [world_size, slice_numel], of every other rank, or rows in their memory. own: this rank's, 1D,
-    by the position of the parameter. row: which of the rows they are.
+    received: [world_size, slice_numel], of every other rank, or rows in their memory; None in a world of one.
+    own: this rank's, by the position of the parameter, one element after the other. row: which of the rows
+    they are.
     """
 
-    received: torch.Tensor | PeerRows
+    received: torch.Tensor | PeerRows | None
     own: dict[int, torch.Tensor]
     row: int
 

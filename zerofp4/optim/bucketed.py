@@ -37,8 +37,6 @@ class BucketedStep:
 
     def find_obstacle(self) -> str | None:
         """Why the masters are to be updated all at once; None where they are not."""
-        if self._reducer.world_size == 1:
-            return "in a world of one nothing travels"
         other = next((one for one in self._inners.all if type(one) is not FusedAdamW), None)
         if other is not None:
             return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
@@ -110,11 +108,13 @@ class BucketedStep:
 
     def _bring(
         self, b: int, present: Sequence[bool]
-    ) -> tuple[dict[torch.Tensor, torch.Tensor], RankGradients]:
-        """By master, this rank's own gradients in bucket b, and those of all ranks."""
+    ) -> tuple[dict[torch.Tensor, torch.Tensor], RankGradients | None]:
+        """By master, this rank's own gradients in bucket b, and those of all ranks, if there are others."""
         received, own, row = in_phase("gradients", self._reducer.bring)(b)
-        brought = RankGradients(received, self._shards.buffers[b].masters, row)
-        return {self._shards.masters[i]: g for i, g in own.items() if present[i]}, brought
+        gradients = {self._shards.masters[i]: g for i, g in own.items() if present[i]}
+        if received is None:
+            return gradients, None
+        return gradients, RankGradients(received, self._shards.buffers[b].masters, row)
 
 
 class PreparedStep(NamedTuple):

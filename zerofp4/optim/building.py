@@ -15,6 +15,7 @@ from zerofp4.engine import (
     GradientReducer,
     HostReducer,
     Hosts,
+    LocalReducer,
     PeerReducer,
     Sharding,
     Updated,
@@ -200,9 +201,9 @@ class BuiltOptimizer(SteppedOptimizer):
         self._votes = Votes(slots, self._shards.buffers[0].device, group)
         self._reduced = self._factor = self._unheard = self._agreed_in_sequence = None
         self._nonfinite = NonfiniteGradients(
-            choices.on_nonfinite, self._shards, slots, size, self.inners, wire.dtype
+            choices.on_nonfinite, slots, size, self._shards.parameters[0].device, self.inners, wire.dtype
         )
-        self._spare = SpareMemory(self._shards, self._reducer, self._nonfinite.remember)
+        self._spare = SpareMemory(self._shards, self._reducer)
         self._steps = self._cleared = 0
         self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
         self._weights_follow = True
@@ -240,9 +241,11 @@ class BuiltOptimizer(SteppedOptimizer):
         if self._hosts is not None:
             return HostReducer(*arguments, self._peers, self._hosts)
         if not (early or adds):
-            return (
-                GradientReducer(*arguments) if self._peers is None else PeerReducer(*arguments, self._peers)
-            )
+            if self._peers is not None:
+                return PeerReducer(*arguments, self._peers)
+            rounds = wire.dtype not in (None, torch.float32)
+            alone = rank_and_size(group)[1] == 1 and not rounds
+            return (LocalReducer if alone else GradientReducer)(*arguments)
         me = weakref.ref(self)  # the parameters hold what holds this
         reducer = (
             EarlyReducer(*arguments, adds=adds)

@@ -4,21 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4.engine import FlatBuffer, are_sendable, is_sendable
+from zerofp4.engine import are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.announcement import Slots
 from zerofp4.optim.inner_optimizers import InnerOptimizers
-from zerofp4.optim.sharded import ShardedParameters
 
 POLICIES = ("skip_step", "raise")
 """What on_nonfinite may be."""
-
-PACKED, REMEMBERED = 1.0, 2.0
-"""What `found` may be in a world of one, where there are some: they are where they were packed, or the host
-knows which is the first. It is on the device since a CUDA graph that is replayed writes it.
-"""
-
 
 BEGINNING = 16
 """So many gradients are handed to a GPU first, which reads them while the host looks at the others."""
@@ -27,33 +20,35 @@ BEGINNING = 16
 class NonfiniteGradients:
     """What is known of the gradients that were reduced last, and what follows from it.
 
-    policy: one of POLICIES. shards: the parameters, and where their gradients are reduced to. slots: their
-    places among those of all ranks. world_size: of all ranks that step together. inners: the optimizers of
-    the masters. wire: what gradients are rounded to on their way, None for their own dtype: one
-    that this rounds to infinity is infinite, in a world of any size.
+    policy: one of POLICIES. slots: the places of the parameters among those of all ranks. world_size: of all
+    ranks that step together. device: where gradients are. inners: the optimizers of the masters. wire: what
+    gradients are rounded to on their way, None for their own dtype: one that this rounds to infinity is
+    infinite, in a world of any size.
 
-    found: float32 [] on the device, not 0 where the gradients of any rank hold a NaN or Inf. An update reads
-    it there. In a world of one the host does not know it, and what it counts and names is read when somebody
-    asks, or wants to write to where the gradients were packed; several ranks have heard it in their vote.
+    found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
+    there. In a world of one the host does not know it, and what it counts and names is read when somebody
+    asks; several ranks have heard it in their vote.
     """
 
     def __init__(
         self,
         policy: str,
-        shards: ShardedParameters,
         slots: Slots,
         world_size: int,
+        device: torch.device,
         inners: InnerOptimizers,
         wire: torch.dtype | None,
     ):
-        self._policy, self._shards, self._inners, self._wire = policy, shards, inners, wire
-        self._slots, self._alone, self._device = slots, world_size == 1, shards.buffers[0].device
+        self._policy, self._inners, self._wire = policy, inners, wire
+        self._slots, self._alone, self._device = slots, world_size == 1, device
         self._words = [len(slots.labels) - slot for slot in slots.own]
-        self.found = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._skipped = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.found = torch.zeros((), dtype=torch.float32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._first: int | None = None
         self._heard: torch.Tensor | None = None
-        """float64 []: the word that all ranks heard last, once a CUDA graph may write it."""
+        """float64 []: the word that all ranks heard last, where the host may not have: in a world of one, and
+        once a CUDA graph may write it.
+        """
 
     @property
     def skipped(self) -> int:
@@ -67,52 +62,40 @@ class NonfiniteGradients:
         """
         if self._heard is not None:
             self._first = from_word(self._heard.item(), len(self._slots.labels))
-        found = self.found.item() if self._alone else REMEMBERED
-        first = self._look() if found == PACKED else self._first if found else None
-        return None if first is None else self._slots.labels[first]
-
-    def remember(self) -> None:
-        """Before others write to where gradients were packed. In a world of one it waits for the device."""
-        if self._alone and self.found.item() == PACKED:
-            self._first = self._look()
-            self.found.fill_(REMEMBERED)
-
-    def _look(self) -> int | None:
-        """They are still where they were packed: a step that writes there looks at them."""
-        return from_word(first_nonfinite(self._shards.gradients).item(), len(self._words))
+        return None if self._first is None else self._slots.labels[self._first]
 
     def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """What this rank votes. None in a world of one, which looks at what was packed instead."""
-        return None if self._alone else first_nonfinite(gradients, self._wire, self._words)
+        """What this rank votes. Waits for nothing. None where a world of one is captured in a CUDA graph and
+        the optimizer of the masters cannot be told on the device: then nothing is looked for.
+        """
+        if self._alone and is_capturing(self._device) and not self._inners.heed_found_inf():
+            return None
+        return first_nonfinite(gradients, self._wire, self._words)
 
-    def hear(self, first: int | None) -> None:
-        """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank."""
-        if not self._alone:
-            # It is what the last call wrote, unless a CUDA graph writes it.
-            is_zero = self._heard is None and self._first is None
-            self._first = first
-            if first is not None or not is_zero:  # else nothing is queued in front of an update
-                self.found.fill_(first is not None)
-            if self._heard is not None:
-                self._heard.fill_(0 if first is None else len(self._slots.labels) - first)
+    def hear(self, first: int | None, word: torch.Tensor | None) -> None:
+        """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank, which the
+        host has in a world of several; and what this rank voted, which is all in a world of one.
+        """
+        if self._alone:
+            self.hear_on_device(word)
+            return
+        # It is what the last call wrote, unless a CUDA graph writes it.
+        is_zero = self._heard is None and self._first is None
+        self._first = first
+        if first is not None or not is_zero:  # else nothing is queued in front of an update
+            self.found.fill_(first is not None)
+        if self._heard is not None:
+            self._heard.fill_(0 if first is None else len(self._slots.labels) - first)
 
-    def hear_on_device(self, word: torch.Tensor) -> None:
-        """As hear(), of several ranks in a CUDA graph: the word of that parameter, [] on the device."""
+    def hear_on_device(self, word: torch.Tensor | None) -> None:
+        """As hear(): the word of that parameter, [] on the device; None is that of no parameter."""
         if self._heard is None:
             self._heard = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._heard.copy_(word)
-        self.found.copy_(word != 0)
-
-    def look_at_packed(self) -> None:
-        """In a world of one these are the rank's own gradients. Waits for nothing: where a CUDA graph is
-        captured and the optimizer of the masters cannot be told on the device, nothing is looked for.
-        """
-        if not self._alone:
-            return
-        if is_capturing(self._device) and not self._inners.heed_found_inf():
-            self.found.zero_()
+        if word is None:
+            self._heard.zero_()
         else:
-            self.found.copy_(are_nonfinite(self._shards.buffers))
+            self._heard.copy_(word)
+        self.found.copy_(self._heard != 0)
 
     def raise_if_asked(self) -> None:
         """Raises FloatingPointError if there are some and the policy is to raise. Then it waits for the
@@ -198,7 +181,8 @@ def _look_at(
             others.setdefault(g.dtype, []).append((word, g))
     for pairs in others.values():
         finite = _are_finite([g for _, g in pairs], rounded_to)
-        words = torch.tensor([word for word, _ in pairs], dtype=torch.int32, device=finite.device)
+        # In a CUDA graph nothing comes from memory of the host that it could find changed.
+        words = torch.stack([torch.full_like(found, word) for word, _ in pairs])
         found = torch.maximum(found, words.masked_fill_(finite, 0).max())
     return found
 
@@ -226,12 +210,3 @@ def from_word(word: float, count: int) -> int | None:
     maximum over ranks is the first.
     """
     return count - int(word) if word else None
-
-
-def are_nonfinite(buffers: Sequence[FlatBuffer]) -> torch.Tensor:
-    """bool [] on the device: whether the gradients of flat buffers hold a NaN or Inf. Waits for nothing."""
-    gradients = [buffer.gradients for buffer in buffers if buffer.slice_numel]
-    ends = [end for flat in gradients for end in torch.aminmax(flat)]
-    if not ends:
-        return torch.zeros((), dtype=torch.bool, device=buffers[0].device)
-    return torch.stack(ends).isfinite().all().logical_not_()

@@ -47,13 +47,11 @@ class SpareMemory:
 
     Free are the FP32 slices that gradients are reduced to, where there are such and clip_grad_norm_ has left
     nothing in them that a step is to use; else the memory in which gradients stay between a backward pass and
-    a step, unless some p.grad lies there. before_slices: called before the slices are lent.
+    a step, unless some p.grad lies there.
     """
 
-    def __init__(
-        self, shards: ShardedParameters, reducer: GradientReducer, before_slices: Callable[[], None]
-    ):
-        self._shards, self._reducer, self._before_slices = shards, reducer, before_slices
+    def __init__(self, shards: ShardedParameters, reducer: GradientReducer):
+        self._shards, self._reducer = shards, reducer
         self._end: Callable[[], None] = lambda: None
 
     def lend(self, loan: Loan, is_reduced: bool) -> list[torch.Tensor | None]:
@@ -64,8 +62,6 @@ class SpareMemory:
         found: list[torch.Tensor | None] = [None] * len(self._shards.masters)
         buffers = dict(enumerate(self._shards.buffers))
         free = {b: buf.gradients for b, buf in buffers.items() if buf.has_gradients and not is_reduced}
-        if free:
-            self._before_slices()
         free |= self._reducer.lend(buffers.keys() - free.keys(), self._end)
         for b, memory in free.items():
             for index, view in zip(buffers[b].indices, buffers[b].own_views(memory), strict=True):

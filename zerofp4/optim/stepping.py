@@ -76,10 +76,10 @@ class SteppedOptimizer(CapturedSteps):
         self._agreed_in_sequence = agreed.in_sequence
         failures = Failures()
         if intent.reduce:
-            self._nonfinite.hear(agreed.nonfinite)
-            if agreed.nonfinite is None and agreed.in_sequence:
-                self._reduce_and_look(gradients, failures)
+            self._nonfinite.hear(agreed.nonfinite, word)
             self._nonfinite.raise_if_asked()
+            if agreed.nonfinite is None and agreed.in_sequence:
+                self._reduce(gradients, failures)
         try:
             if self._nonfinite.must_leave_out_update():
                 self.found_inf.fill_(1)
@@ -138,8 +138,8 @@ class SteppedOptimizer(CapturedSteps):
         failures, squares = Failures(), None
         if intent.reduce:
             self._reduced = self._factor = None
-            self._nonfinite.hear(agreed.nonfinite)
-            squares = self._reduce_and_look(gradients, failures)
+            self._nonfinite.hear(agreed.nonfinite, word)
+            squares = self._reduce(gradients, failures)
             self._nonfinite.raise_if_asked()
             if self._rounds is not None and self._rounds.adds:  # they are not in p.grad any more
                 snapshot = Snapshot(self._gradients())
@@ -224,7 +224,8 @@ class SteppedOptimizer(CapturedSteps):
             return None
         self._push_options()
         present = self._votes.expected(gradients)
-        return self._bucketed.prepare(gradients, present, reduce, None if reduce else self._factor)
+        factor = None if reduce else self._factor
+        return self._bucketed.prepare(gradients, present, reduce, factor, self._nonfinite.for_update())
 
     def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
         self._cleared = 0  # on every rank, whatever comes of the vote
@@ -247,13 +248,10 @@ class SteppedOptimizer(CapturedSteps):
 
     # Behind it
 
-    def _reduce_and_look(
-        self, gradients: Sequence[torch.Tensor | None], failures: Failures
-    ) -> torch.Tensor | None:
+    def _reduce(self, gradients: Sequence[torch.Tensor | None], failures: Failures) -> torch.Tensor | None:
         squares = None
         with failures:
             squares = self._reduce_gradients(gradients)
-            in_phase("scan", self._nonfinite.look_at_packed)()
         if self._votes.world_size == 1:
             failures.raise_first()
         return squares
@@ -264,7 +262,8 @@ class SteppedOptimizer(CapturedSteps):
 
     def _step_in_buckets(self, prepared: PreparedStep, present: Sequence[bool]) -> None:
         """Reduce gradients, unless that is done, update and publish, in a pipeline."""
-        self._bucketed.run(prepared, present, lambda update: self._publish(update=update))
+        found = self._nonfinite.for_update()
+        self._bucketed.run(prepared, present, lambda update: self._publish(found, update=update))
         self._pull_options()
 
     def _step_in_sequence(self, present: Sequence[bool], failures: Failures) -> None:

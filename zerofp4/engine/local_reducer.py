@@ -1,0 +1,74 @@
+"""Gradients of a world of one, which are their own means."""
+
+from collections.abc import Sequence
+
+import torch
+
+from zerofp4.engine.exchange import GradientReducer
+from zerofp4.engine.gradients import FlatGradients
+from zerofp4.engine.places import are_sendable, is_sendable
+from zerofp4.engine.stretches import Brought
+
+
+class LocalReducer(GradientReducer):
+    """GradientReducer of a world of one in which nothing rounds gradients: an update reads them where they
+    are. The FP32 slices have copies of them only where somebody asks for means, by reduce() or finish().
+    """
+
+    def _make_sources(self) -> list[FlatGradients]:
+        self._slices: dict[int, FlatGradients] = {}
+        self._flat: list[dict[int, torch.Tensor]] = []
+        return []
+
+    def _make_stretches(self) -> None:
+        """There are none."""
+
+    def _own_views(self) -> list[dict[int, torch.Tensor]]:
+        return []
+
+    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Returns None: no sums of squares were added up."""
+        self.begin(gradients)
+        for b in range(len(self.buffers)):
+            self.finish(b)
+
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._flat = []
+        for buffer, dtype in zip(self.buffers, self.dtypes, strict=True):
+            own = {i: gradients[i] for i in buffer.indices if gradients[i] is not None}
+            if not are_sendable(list(own.values()), [dtype] * len(own)):
+                own = {i: in_order(gradient, dtype) for i, gradient in own.items()}
+            self._flat.append(own)
+
+    def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
+        if not prepared:
+            self.prepare(gradients)
+        self._gradients = gradients
+
+    def finish(self, b: int, squares: torch.Tensor | None = None) -> None:
+        """Copy those of buffer b to its slice; squares stay as they are."""
+        if b not in self._slices:
+            self._slices[b] = FlatGradients(self.buffers[b], self.buffers[b].gradients.view(1, -1))
+        self._slices[b].take(self._gradients)
+        self._forget(b)
+
+    def can_bring(self, b: int) -> bool:
+        return self._wire.keeps(self.buffers[b].parameters)
+
+    def bring(self, b: int) -> Brought:
+        own = self._flat[b]
+        self._forget(b)
+        return Brought(None, own, 0)
+
+    def _forget(self, b: int) -> None:
+        """Nobody else may be left who has these gradients, when the last ones have been read."""
+        if b + 1 == len(self.buffers):
+            self._gradients, self._flat = (), []
+
+
+def in_order(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of a dtype, its elements one after the other: itself where it lies so, else a copy."""
+    if is_sendable(gradient, dtype):
+        return gradient
+    copied = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    return copied.copy_(gradient)
