@@ -1,4 +1,4 @@
-"""How much of a reduction of gradients is left to wait for behind a backward pass of matrix products."""
+"""How much of a reduction of gradients, and of a step, is left behind a backward pass of matrix products."""
 
 import functools
 
@@ -17,6 +17,8 @@ MOST_HOST = 0.8
 measured.
 """
 MOST_EXPOSED = 0.10
+MOST_OF_STEP = {(4, "peer"): 0.35}
+"""By number of GPUs and transport, the part of a bf16 step that a step may add to such passes."""
 UNTIL = {
     "collective": "gradients are averaged",
     "peer": "those of all ranks are here, which AdamW adds up as it reads them",
@@ -57,8 +59,11 @@ def measure_hiding(
     transport: str,
     prefix: str,
     reduction: float,
+    bf16_step: float | None,
 ) -> None:
-    """prefix: of the names of rows. reduction: milliseconds of one that nothing hides."""
+    """prefix: of the names of rows. reduction: milliseconds of one that nothing hides. bf16_step: those of a
+    whole step of bf16, None where there is none to compare with.
+    """
     options = {"device": timer.device, "dtype": torch.bfloat16}
     parameters = [
         nn.Parameter(zerofp4.quantize(torch.randn(shape, **options), columnwise=True)) for shape in shapes
@@ -83,6 +88,11 @@ def measure_hiding(
             else:
                 optimizer._reducer.reduce([])
 
+    def with_step(passes: Passes) -> None:
+        optimizer.zero_grad()
+        passes.both()
+        optimizer.step()
+
     tokens, forward, before, host = FEWEST_TOKENS[timer.device.type], 0.0, 0.0, 0.0
     while before - forward < LONGER * reduction or host > MOST_HOST * before:
         passes = Passes(parameters, tokens)
@@ -92,17 +102,29 @@ def measure_hiding(
             host = timer.host_time(functools.partial(with_reduction, passes), repeats=ROUGHLY)
         tokens *= 2
 
-    runs = [functools.partial(run, passes) for run in (alone, with_reduction)]
-    forward, before, both = timer.in_turns(passes.forward, *runs)
+    runs = [functools.partial(run, passes) for run in (alone, with_reduction, with_step)]
+    forward, before, both, stepped = timer.in_turns(passes.forward, *runs)
     rule = f"forward and backward passes of {len(shapes)} weights with {passes.tokens} tokens"
     timer.count_ms(f"{prefix}backward", before, rule)
     rule = f"the same, in turns, with overlap='backward', until {UNTIL[transport]}"
     timer.count_ms(f"{prefix}backward_reduce", both, rule)
     exposed = max(both - before, 0.0)
-    target = MOST_EXPOSED if timer.device.type == "cuda" else None
+    on_gpu = timer.device.type == "cuda"
     longer = (before - forward) / reduction
     rule = (
         f"what the reduction, until {UNTIL[transport]}, adds to passes of which the backward one takes "
         f"{longer:.1f} times as long, over it"
     )
-    timer.session.count(f"{prefix}exposed/{timer.places}", "ratio", exposed / reduction, rule, target=target)
+    timer.session.count(
+        f"{prefix}exposed/{timer.places}",
+        "ratio",
+        exposed / reduction,
+        rule,
+        target=MOST_EXPOSED if on_gpu else None,
+    )
+    timer.count_ms(f"{prefix}backward_step", stepped, "the same, with step() behind them")
+    if bf16_step is not None:
+        target = MOST_OF_STEP.get((timer.world.world_size, transport)) if on_gpu else None
+        rule = "what step() adds to the passes, gradients included, over the bf16 step, which nothing hides"
+        row = f"{prefix}exposed_step_over_bf16/{timer.places}"
+        timer.session.count(row, "ratio", max(stepped - before, 0.0) / bf16_step, rule, target=target)

@@ -63,8 +63,8 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
             timer.ratio(PREFIXES[transport] + part, parts[part], theirs[part], targets.get(part))
     for transport, parts in ours.items() if world.world_size > 1 else ():
         free_memory(timer.device)
-        arguments = options.bucket_mb, transport, PREFIXES[transport], parts["reduce"]
-        measure_hiding(timer, shapes, *arguments)
+        prefix, bf16_step = PREFIXES[transport], theirs and theirs["step"]
+        measure_hiding(timer, shapes, options.bucket_mb, transport, prefix, parts["reduce"], bf16_step)
     free_memory(timer.device)
     steps = {f"{PREFIXES[transport]}step": parts["step"] for transport, parts in ours.items()}
     measure_zero_redundancy(timer, shapes, steps)

@@ -42,11 +42,16 @@ class Span(NamedTuple):
 
 def record(run: Callable[[], object]) -> list[Span]:
     """What the GPU did for one call of run(), which has been called before. What the host does is not
-    recorded: that would take it as long again, and the GPU would be seen to wait for it.
+    recorded: that would take it as long again, and the GPU would be seen to wait for it. For the same reason
+    the profiler begins in a call before that one, in which it slows the host.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profile:
+        for _ in range(2):
+            run()
+            torch.cuda.synchronize()
+            profile.step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))

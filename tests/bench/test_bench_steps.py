@@ -31,7 +31,7 @@ def test_a_step_of_two_ranks(early):
     assert run.returncode == 0, run.stderr
     result = json.loads((folder / "step_2_ranks_cpu.json").read_text())
     names = {row["name"] for row in result["rows"]}
-    for part in (*PARTS, "exposed", "backward", "backward_reduce"):
+    for part in (*PARTS, "exposed", "backward", "backward_reduce", "backward_step", "exposed_step_over_bf16"):
         assert f"{part}/2xcpu" in names
     rows = {row["name"]: row for row in result["rows"]}
     for part in ("step", "step_clipped", "publish", "update"):

@@ -34,8 +34,12 @@ class InSequence(FusedAdamW):
 
 
 def gpu_of(world) -> torch.device:
-    """This rank's; with gloo that of all."""
-    return world.device if world.device.type == "cuda" else torch.device("cuda", 0)
+    """This rank's; with gloo one that it may have in common with others."""
+    if world.device.type == "cuda":
+        return world.device
+    device = torch.device("cuda", world.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def build(device, cls=FusedAdamW, **options):

@@ -1,7 +1,8 @@
-"""Ranks that share memory: on two GPUs where there are two, else as two processes on one."""
+"""Ranks that share memory: on a GPU each where there are as many, else as processes that share GPUs."""
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -22,6 +23,9 @@ from zerofp4.engine import peers
 from zerofp4.engine.peers import Seat, find_obstacle
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="on one GPU three or four processes take turns for minutes"
+)
 FINE = Seat("a", 0, [1, 2], None)
 CHECKS = {
     "barriers": (peer_checks.barriers, {}),
@@ -52,18 +56,27 @@ CHECKS = {
 }
 
 
-SHARED_GPU = {
-    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
-    "ZEROFP4_TEST_BACKEND": "gloo",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-}
+MORE = (
+    *("barriers", "fused", "one bucket", "in sequence", "rounded", "backward", "early", "early, clipped"),
+    *("early micro-batches", "early, rounded", "late"),
+)
+"""What three and four ranks run of CHECKS: of three equal gradients the mean is not always one of them, which
+the checks of torch's optimizers take it for.
+"""
 
 
-def environment() -> dict[str, str]:
-    """Of two ranks: with one GPU both use it, and gloo, since NCCL wants one each."""
-    if device_for(2) == "cuda":
-        return {}
-    return SHARED_GPU
+def shared_gpus() -> dict[str, str]:
+    """For more ranks than GPUs: all of these, and gloo, since NCCL wants one each."""
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    return {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", every),
+        "ZEROFP4_TEST_BACKEND": "gloo",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }
+
+
+def environment(world_size: int) -> dict[str, str]:
+    return {} if device_for(world_size) == "cuda" else shared_gpus()
 
 
 def done(setting: Setting, cases: dict, env: dict[str, str]) -> Launch:
@@ -78,7 +91,7 @@ def done(setting: Setting, cases: dict, env: dict[str, str]) -> Launch:
 
 def all_checks(_) -> Launch:
     """The checks on two ranks, done."""
-    return done(Setting(2), CHECKS, environment())
+    return done(Setting(2), CHECKS, environment(2))
 
 
 @needs_gpu
@@ -88,12 +101,26 @@ def test_two_ranks(early, name):
     assert early(all_checks).outcome(name).values == [None, None]
 
 
+def more_checks(world_size: int, _) -> Launch:
+    return done(Setting(world_size), {name: CHECKS[name] for name in MORE}, environment(world_size))
+
+
+LARGER = {size: functools.partial(more_checks, size) for size in (3, 4)}
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("size", [pytest.param(size, marks=waits_for(run)) for size, run in LARGER.items()])
+def test_more_ranks(early, size, name):
+    assert early(LARGER[size]).outcome(name).values == [None] * size
+
+
 HOSTS = {f"hosts, {mb}": (peer_checks.hosts, {"bucket_mb": mb}) for mb in (None, 1e-4)}
 
 
 def checks_of_hosts(_) -> Launch:
     """Those of four ranks, whatever GPUs there are."""
-    return done(Setting(4), HOSTS, SHARED_GPU)
+    return done(Setting(4), HOSTS, shared_gpus())
 
 
 @needs_gpu
@@ -103,13 +130,14 @@ def test_hosts_of_two_ranks(early, name):
     assert early(checks_of_hosts).outcome(name).values == [None] * 4
 
 
-def one_dies(folder: Path) -> tuple[list[str], list[int]]:
-    """What each of two ranks printed, and how it ended."""
+def one_dies(world_size: int, folder: Path) -> tuple[list[str], list[int]]:
+    """What each rank printed, and how it ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment(), **place}
+    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MASTER_ADDR": "127.0.0.1"}
+    shared = {**os.environ, **path, **environment(world_size), **place}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "distributed.peer_checks"],
@@ -119,7 +147,7 @@ def one_dies(folder: Path) -> tuple[list[str], list[int]]:
             text=True,
             cwd=folder,
         )
-        for rank in range(2)
+        for rank in range(world_size)
     ]
     try:
         printed = [rank.communicate(timeout=90)[0] for rank in ranks]
@@ -129,16 +157,25 @@ def one_dies(folder: Path) -> tuple[list[str], list[int]]:
     return printed, [rank.returncode for rank in ranks]
 
 
-@needs_gpu
-@waits_for(one_dies)
-def test_a_rank_that_dies(early):
-    """Its memory can still be read, and the other one's barrier ends by the group's timeout; so does what
-    waits for a reduction of amaxes behind it, with NCCL by the end of the process.
+DEATHS = {size: functools.partial(one_dies, size) for size in (2, 3)}
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(2, marks=(needs_gpu, waits_for(DEATHS[2]))),
+        pytest.param(3, marks=(needs_two_gpus, waits_for(DEATHS[3]))),
+    ],
+)
+def test_a_rank_that_dies(early, size):
+    """Its memory can still be read, and the others' barriers end by the group's timeout; so does what waits
+    for a reduction of amaxes behind it, with NCCL by the end of the process.
     """
-    printed, statuses = early(one_dies)
-    named = "then: rank 1 did not come to a barrier" in printed[0]
-    ended = device_for(2) == "cuda" and "Watchdog caught collective operation timeout" in printed[0]
-    assert named or ended, printed
+    printed, statuses = early(DEATHS[size])
+    for rank in {*range(size)} - {1}:
+        named = "then: rank 1 did not come to a barrier" in printed[rank]
+        ended = device_for(size) == "cuda" and "Watchdog caught collective operation timeout" in printed[rank]
+        assert named or ended, printed
     assert statuses[1] == -9, printed
 
 
