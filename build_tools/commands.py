@@ -58,6 +58,8 @@ TOGETHER = {
     "cuda/mxfp8/dequantize.cu",
     "cuda/optim/adamw.cu",
     "cuda/optim/average.cu",
+    "cuda/optim/nonfinite.cu",
+    "cuda/optim/squares.cu",
     "cuda/quantize/amax.cu",
     "cuda/quantize/scale_layout.cu",
 }

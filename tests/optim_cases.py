@@ -104,7 +104,7 @@ class Plain:
 
     def take_gradients(self):
         for master, p in zip(self.masters, self.parameters, strict=True):
-            master.grad = None if p.grad is None else p.grad.to(torch.float32, copy=True)
+            master.grad = None if p.grad is None else p.grad.to(torch.float32, copy=True).contiguous()
 
     def step(self):
         self.take_gradients()

@@ -65,18 +65,34 @@ void average(const Target& target, uintptr_t pieces, uintptr_t own, int dtype, i
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.average(args, stream); });
 }
 
-// Tensors of one dtype; words by tensor, above 0.
+// Tensors of one dtype, from `first` on as many as travel at once.
+TensorList tensor_list(const std::vector<uintptr_t>& tensors, const std::vector<int64_t>& numels,
+                       size_t first, int dtype) {
+    TensorList list{};
+    list.count = static_cast<int32_t>(std::min<size_t>(tensors.size() - first, kListTensors));
+    for (int i = 0; i < list.count; ++i) list.tensors[i] = pointer<const void>(tensors[first + i]);
+    std::copy_n(numels.data() + first, list.count, list.numels);
+    list.dtype = static_cast<DType>(dtype);
+    return list;
+}
+
+void add_squares(const Target& target, const std::vector<uintptr_t>& tensors,
+                 const std::vector<int64_t>& numels, int dtype, uintptr_t squares) {
+    for (size_t first = 0; first < tensors.size(); first += kListTensors) {
+        const SquaresArgs args{tensor_list(tensors, numels, first, dtype), pointer<uint64_t>(squares)};
+        dispatch(
+            target, [&](const cpu::Kernels& k, int threads) { k.add_squares(args, threads); },
+            [&](const cuda::Kernels& k, cudaStream_t stream) { k.add_squares(args, stream); });
+    }
+}
+
+// words: by tensor, above 0.
 void find_nonfinite(const Target& target, const std::vector<uintptr_t>& tensors,
                     const std::vector<int64_t>& numels, const std::vector<int32_t>& words, int dtype,
                     uintptr_t found) {
-    for (size_t first = 0; first < tensors.size(); first += kNonfiniteTensors) {
-        NonfiniteArgs args{};
-        args.count = static_cast<int32_t>(std::min<size_t>(tensors.size() - first, kNonfiniteTensors));
-        for (int i = 0; i < args.count; ++i) args.tensors[i] = pointer<const void>(tensors[first + i]);
-        std::copy_n(numels.data() + first, args.count, args.numels);
-        std::copy_n(words.data() + first, args.count, args.words);
-        args.dtype = static_cast<DType>(dtype);
-        args.found = pointer<int32_t>(found);
+    for (size_t first = 0; first < tensors.size(); first += kListTensors) {
+        NonfiniteArgs args{tensor_list(tensors, numels, first, dtype), {}, pointer<int32_t>(found)};
+        std::copy_n(words.data() + first, args.list.count, args.words);
         dispatch(
             target, [&](const cpu::Kernels& k, int threads) { k.find_nonfinite(args, threads); },
             [&](const cuda::Kernels& k, cudaStream_t stream) { k.find_nonfinite(args, stream); });
@@ -105,11 +121,11 @@ void bind_optim(py::module_& m) {
         .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
         .def("update", &AdamWPlan::update, "target"_a, "pieces"_a, NoGil());
     m.def("average", &average, py::kw_only(), "target"_a, "pieces"_a, "own"_a = 0, "dtype"_a, "rank"_a = 0,
-          "count"_a, "numel"_a, "output"_a = 0, "squares"_a = 0, "rows"_a = std::vector<uintptr_t>(),
-          NoGil());
+          "count"_a, "numel"_a, "output"_a, "squares"_a = 0, "rows"_a = std::vector<uintptr_t>(), NoGil());
     m.attr("SQUARE_RANGES") = kSquareRanges;
     m.attr("SQUARE_WORDS") = kSquareWords;
     m.attr("SQUARE_COPIES") = kSquareCopies;
+    m.def("add_squares", &add_squares, NoGil());
     m.def("find_nonfinite", &find_nonfinite, NoGil());
 }
 

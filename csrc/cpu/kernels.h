@@ -10,6 +10,7 @@
 #include "common/args/mxfp8.h"
 #include "common/args/nonfinite.h"
 #include "common/args/scale_layout.h"
+#include "common/args/squares.h"
 #include "common/args/transpose.h"
 
 namespace zerofp4::cpu {
@@ -36,6 +37,7 @@ struct Kernels {
     void (*adamw_update)(const AdamWTable&, int threads);
     void (*average)(const AverageArgs&, int threads);
     void (*find_nonfinite)(const NonfiniteArgs&, int threads);
+    void (*add_squares)(const SquaresArgs&, int threads);
 };
 
 // The best table that this processor runs, or the one that the environment variable ZEROFP4_CPU_ISA names

@@ -26,6 +26,7 @@ void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, int threads);
 void adamw_update(const AdamWTable&, int threads);
 void average(const AverageArgs&, int threads);
 void find_nonfinite(const NonfiniteArgs&, int threads);
+void add_squares(const SquaresArgs&, int threads);
 
 extern const Kernels kTable;
 const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
@@ -47,6 +48,7 @@ const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
                         &dequantize_mxfp8,
                         &adamw_update,
                         &average,
-                        &find_nonfinite};
+                        &find_nonfinite,
+                        &add_squares};
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

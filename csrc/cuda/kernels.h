@@ -12,6 +12,7 @@
 #include "common/args/nonfinite.h"
 #include "common/args/peers.h"
 #include "common/args/scale_layout.h"
+#include "common/args/squares.h"
 #include "common/args/transpose.h"
 #include "cuda/gemm/product.h"
 
@@ -58,6 +59,7 @@ struct Kernels {
     void (*adamw_update)(const AdamWTable&, cudaStream_t stream);
     void (*average)(const AverageArgs&, cudaStream_t stream);
     void (*find_nonfinite)(const NonfiniteArgs&, cudaStream_t stream);
+    void (*add_squares)(const SquaresArgs&, cudaStream_t stream);
     void (*barrier)(const BarrierArgs&, cudaStream_t stream);
 
     // Finds cuBLASLt, under its file name, in the process; returns its version. Throws std::runtime_error

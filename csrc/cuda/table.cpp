@@ -35,6 +35,7 @@ void adamw_begin(const AdamWTable&, const AdamWOptions&, int64_t first, const ui
 void adamw_update(const AdamWTable&, cudaStream_t);
 void average(const AverageArgs&, cudaStream_t);
 void find_nonfinite(const NonfiniteArgs&, cudaStream_t);
+void add_squares(const SquaresArgs&, cudaStream_t);
 void barrier(const BarrierArgs&, cudaStream_t);
 int64_t load_cublaslt(const char* name);
 std::unique_ptr<Product> find_product(const ProductProblem&);
@@ -46,7 +47,7 @@ const Kernels* kernels() {
         &quantize,       &tensor_amax_stack, &quantize_stack, &grouped_amax,  &quantize_grouped,
         &grouped_values, &dequantize,        &product_values, &pad_scale,     &unpad_scale,
         &quantize_mxfp8, &dequantize_mxfp8,  &adamw_begin,    &adamw_update,  &average,
-        &find_nonfinite, &barrier,           &load_cublaslt,  &find_product};
+        &find_nonfinite, &add_squares,       &barrier,        &load_cublaslt, &find_product};
     return &kTable;
 }
 

@@ -48,7 +48,7 @@ def planned(shapes: Sequence[tuple[int, int]], ranks: int, transport: str) -> St
         gradients = GRADIENT_BYTES * (local - 1) * n, GRADIENT_BYTES * (ranks - local) * n
     ways = zip(gradients, ring(2 * 2 * tiles, ranks), ring(elements / 2, ranks), strict=True)
     sent, across = (dict(zip(("gradients", "amaxes", "weights"), way, strict=True)) for way in ways)
-    return Step(elements, tiles, ranks, GRADIENT_BYTES, transport, ranks > 1, sent, across, hosts)
+    return Step(elements, tiles, ranks, GRADIENT_BYTES, transport, True, sent, across, hosts)
 
 
 def ring(nbytes: float, ranks: int) -> tuple[float, float]:

@@ -140,13 +140,14 @@ def measure_ours(
         nonfinite = optimizer._nonfinite
         scan = "a NaN or Inf in a rank's own gradients, without the vote"
         timer.ms(f"{prefix}scan", lambda: nonfinite.word(gradients), scan)
-        reduce = "gradients to the FP32 slices, as clip_grad_norm_ reduces them"
-        found["reduce"] = timer.ms(f"{prefix}reduce", lambda: optimizer._reduce_gradients(gradients), reduce)
-        found["update"] = timer.ms(
-            f"{prefix}update",
-            lambda: behind_vote(False),
-            "from reduced FP32 gradients to weights on every rank",
-        )
+        if several:
+            rule = "gradients to the FP32 slices, as clip_grad_norm_ reduces them"
+            found["reduce"] = timer.ms(
+                f"{prefix}reduce", lambda: optimizer._reduce_gradients(gradients), rule
+            )
+        begin = "reduced FP32 gradients" if several else "gradients as autograd made them"
+        rule = f"from {begin} to weights on every rank"
+        found["update"] = timer.ms(f"{prefix}update", lambda: behind_vote(False), rule)
         timer.sizes(prefix, described)
         publish = "from masters to weights on every rank, amaxes included"
         found["publish"] = timer.ms(f"{prefix}publish", optimizer._publish, publish)

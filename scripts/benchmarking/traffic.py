@@ -118,6 +118,7 @@ def phases(step: Step) -> dict[str, Traffic]:
         "hosts", wW + 16H - 8: on each of H hosts as "peer", and of the hosts' means, in FP32, 4H are made,
         4(H-1) read to be sent, 4(H-1) arrive and 4H are read at last.
         link and network: gradients.
+    norm: squares of a rank's own gradients are added up, wN, where they are means.
     adamw: master and two moments are read and written, an FP32 gradient read, 28n.
     adamw_reducing: the same, but what reduce reads in place of the FP32 gradient: 24n and that.
     publish: masters become codes, 4.5n; amaxes of all tiles become scales of both sides, 6T; codes leave for
@@ -136,6 +137,7 @@ def phases(step: Step) -> dict[str, Traffic]:
     return {
         "scan": Traffic(f"{w}N", w * step.elements),
         "reduce": Traffic(f"4n + {words}n", (4 + reading) * n, *travel),
+        "norm": Traffic(f"{w}N", w * step.elements),
         "adamw": Traffic("28n", 28 * n),
         "adamw_reducing": Traffic(f"24n + {words}n", (24 + reading) * n, *travel),
         "publish": Traffic(words_of_codes, codes, *gather),
@@ -160,6 +162,15 @@ def _reading(step: Step) -> tuple[float, str]:
 
 def parts(step: Step) -> dict[str, tuple[str, ...]]:
     """By what scripts/bench.py step measures, its phases, one behind the other."""
+    if step.ranks == 1 and step.in_buckets:  # the gradients are means
+        update = "adamw_reducing", "publish"
+        return {
+            "step": ("scan", *update),
+            "step_clipped": ("scan", "norm", *update),
+            "reduce": (),
+            "update": update,
+            "publish": ("publish_alone",),
+        }
     update = "adamw", "publish"
     whole = ("adamw_reducing", "publish") if step.in_buckets else ("reduce", *update)
     travels = {"gather": ("gather",)} if step.ranks > 1 else {}

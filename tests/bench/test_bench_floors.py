@@ -29,6 +29,7 @@ def test_bytes_of_ranks_that_share_memory():
     found = phases(two_ranks("peer"))
     assert {name: (t.memory, t.link) for name, t in found.items()} == {
         "scan": (2 * 2048, 0),
+        "norm": (2 * 2048, 0),
         "reduce": (8 * 1024, 2048),
         "adamw": (28 * 1024, 0),
         "adamw_reducing": (28 * 1024, 2048),
@@ -55,6 +56,7 @@ def test_bytes_of_a_world_of_one():
         "scan": 2 * 2048,
         "reduce": 6 * 2048,
         "adamw": 28 * 2048,
+        "norm": 2 * 2048,
         "adamw_reducing": 26 * 2048,
         "publish": 5.5 * 2048 + 48,
         "publish_alone": 9.5 * 2048 + 80,
@@ -62,6 +64,8 @@ def test_bytes_of_a_world_of_one():
     }
     assert "gather" not in parts(step)
     assert parts(step)["step"] == ("scan", "adamw_reducing", "publish")
+    assert parts(step)["step_clipped"] == ("scan", "norm", "adamw_reducing", "publish")
+    assert parts(step._replace(in_buckets=False))["step"] == ("scan", "reduce", "adamw", "publish")
     assert {traffic.link for traffic in phases(step).values()} == {0}
 
 
@@ -239,8 +243,9 @@ def test_a_step_of_one_rank(early):
     names = [row["name"].split("/")[0] for row in json.loads(path.read_text())["rows"]]
     assert len(set(names)) == len(names), "a name stands for one row"
     assert not any(name.startswith("peer_") or name in ("link", "exposed", "gather") for name in names)
-    assert {"floor_reduce", "floor_adamw", "floor_adamw_reducing"} <= set(names)
-    for part in ("step", "step_clipped", "reduce", "update", "publish"):
+    assert {"floor_norm", "floor_adamw_reducing"} <= set(names)
+    assert not {"reduce", "floor_reduce", "floor_adamw"} & set(names), "gradients stay where they are"
+    for part in ("step", "step_clipped", "update", "publish"):
         assert {part, f"{part}_over_floor"} <= set(names)
     assert {"step_bf16", "floor_step", "step_over_bf16", "step_zero_redundancy"} <= set(names)
     assert "nothing travels" in run.stdout

@@ -102,7 +102,8 @@ def test_the_smallest_number_of_gpus_above_one_says_how_much_longer_parts_take()
     for way in ("collective", "bf16"):
         for part in model.PARTS:
             ratios = [found.cell(way, part, ranks).ratio for ranks in (1, 2, 4)]
-            assert ratios == pytest.approx([2.0, 1.0, 1.5])
+            alone = None if (way, part) == ("collective", "reduce") else 2.0  # gradients of one are means
+            assert ratios == pytest.approx([alone, 1.0, 1.5])
             assert found.cell(way, part, 8).measured is None
             assert found.cell(way, part, 8).predicted == pytest.approx(
                 2 * found.floor(way, part, 8, scale=64)

@@ -140,7 +140,7 @@ def test_describe(world):
     described, size = optimizer.describe(), world.world_size
     several = "peer" if world.device.type == "cuda" else "collective"
     assert described["transport"] == (several if size > 1 else "none")
-    assert described["in_buckets"] == (size > 1) == (described["obstacle"] is None)
+    assert described["in_buckets"] and described["obstacle"] is None
     assert described["world_size"] == size and described["bucket_mb"] == 0.01
     buckets = described["buckets"]
     assert sum(bucket["parameters"] for bucket in buckets) == len(parameters)

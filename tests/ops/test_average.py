@@ -99,7 +99,7 @@ def test_own_row_and_squares(device, dtype, n, ranks):
         assert_values_equal(out, expected.to(device), f"{ranks} x {n} {dtype}")
         assert words_of(squares).equal(reference.square_sums(expected))
     squares.zero_()
-    ops.add_squares(out, squares)
+    ops.add_squares([out], squares)
     assert words_of(squares).equal(reference.square_sums(expected))
 
 
@@ -107,17 +107,34 @@ def test_squares_of_memory_that_no_vector_can_be_read_from(device):
     values = tame(1, 5000, torch.float32, device)[0]
     moved = torch.empty(5001, device=device)[1:].copy_(values)
     squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-    ops.add_squares(moved, squares)
+    ops.add_squares([moved], squares)
     assert words_of(squares).equal(reference.square_sums(values.cpu()))
+
+
+@pytest.mark.cpu_kernel
+def test_squares_of_many_tensors(device):
+    """More than travel in one launch, of several dtypes and lengths, at any address; each as if alone."""
+    sizes = [0, 1, 127, 128, 300, 0, 40_003]
+    tensors = []
+    for i in range(280):
+        dtype = DTYPES[i % 3]
+        tensors.append(tame(1, sizes[i % 7] + i % 2, dtype, device)[0][i % 2 :])
+    squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+    ops.add_squares(tensors, squares)
+    expected = sum(reference.square_sums(tensor.float().cpu()) for tensor in tensors)
+    assert words_of(squares).equal(expected)
+    before = squares.clone()
+    ops.add_squares([], squares)
+    assert squares.equal(before)
 
 
 def test_squares_do_not_depend_on_how_they_are_cut(device):
     """At multiples of 128 elements, in any order."""
     values = tame(1, 70_016, torch.float32, device)[0]
     whole, parts = (torch.zeros(ops.SQUARES, dtype=torch.int64, device=device) for _ in range(2))
-    ops.add_squares(values, whole)
+    ops.add_squares([values], whole)
     for first, last in ((40_960, 70_016), (128, 256), (0, 128), (256, 40_960)):
-        ops.add_squares(values[first:last].contiguous(), parts)
+        ops.add_squares([values[first:last].contiguous()], parts)
     assert words_of(whole).equal(words_of(parts))
     norm = ops.norm_of_squares(whole.sum(0))
     torch.testing.assert_close(norm, values.double().norm().float(), rtol=1e-6, atol=0)
@@ -137,12 +154,12 @@ def test_squares_that_are_no_numbers(device, value, expected):
     values = torch.zeros(1000, device=device)
     values[517] = value
     squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-    ops.add_squares(values, squares)
+    ops.add_squares([values], squares)
     assert words_of(squares).equal(reference.square_sums(values.cpu()))
     found = ops.norm_of_squares(squares.sum(0))
     assert_values_equal(found, torch.tensor(expected, device=device), "norm")
     values[3] = torch.nan
-    ops.add_squares(values, squares)
+    ops.add_squares([values], squares)
     assert ops.norm_of_squares(squares.sum(0)).isnan()
 
 

@@ -5,7 +5,7 @@ So no bit is lost that the gradients had, no sum depends on a library's algorith
 half the bytes of FP32 sums.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,13 @@ class GradientReducer:
     goes wrong on this rank alone is raised once its part of a buffer has travelled, and the next buffers can
     follow.
 
+    leaves_means: whether the gradients themselves are means, which reduce() need not be called for: bring(),
+    finish() and means() have them wherever they are.
     turns: of how many buffers what is received, or copied to be sent, has memory at a time; None for all.
     stays: whether gradients may lie where they travel from.
     """
+
+    leaves_means = False
 
     def __init__(
         self,
@@ -121,6 +125,12 @@ class GradientReducer:
             <= self._wire.bucket_bytes
         )
         return flat.shape[1] if fits else parts
+
+    def means(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+        """This rank's part of the means of the gradients that were reduced last, 1D; what is equal on several
+        ranks one of them has. gradients: those that were given to be reduced, and have not changed.
+        """
+        return (buffer.gradients[buffer.part] for buffer in self.buffers if buffer.is_counted)
 
     def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
         """Raises TypeError for a gradient that would lose values on its way which nobody asked to lose, and

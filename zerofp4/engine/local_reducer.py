@@ -1,6 +1,6 @@
 """Gradients of a world of one, which are their own means."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -8,12 +8,15 @@ from zerofp4.engine.exchange import GradientReducer
 from zerofp4.engine.gradients import FlatGradients
 from zerofp4.engine.places import are_sendable, is_sendable
 from zerofp4.engine.stretches import Brought
+from zerofp4.format import WEIGHT_DTYPES
 
 
 class LocalReducer(GradientReducer):
     """GradientReducer of a world of one in which nothing rounds gradients: an update reads them where they
-    are. The FP32 slices have copies of them only where somebody asks for means, by reduce() or finish().
+    are. The FP32 slices have copies of them only where somebody asks for these, by reduce() or finish().
     """
+
+    leaves_means = True
 
     def _make_sources(self) -> list[FlatGradients]:
         self._slices: dict[int, FlatGradients] = {}
@@ -31,6 +34,13 @@ class LocalReducer(GradientReducer):
         self.begin(gradients)
         for b in range(len(self.buffers)):
             self.finish(b)
+
+    def means(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+        for buffer in self.buffers:
+            for gradient in (gradients[i] for i in buffer.indices if buffer.is_counted):
+                if gradient is not None:
+                    dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
+                    yield in_order(gradient, dtype).view(-1)
 
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._flat = []

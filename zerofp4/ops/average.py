@@ -1,6 +1,7 @@
 """zerofp4::average: the mean of gradients of all ranks, added in rank order, and the sums of its squares."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -8,6 +9,7 @@ import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.device import DTYPE_CODES, address, target_of
 from zerofp4.ops.operator import backend
+from zerofp4.ops.tensor_list import addresses_of, by_dtype
 from zerofp4.storage import check_buffer, check_memory
 
 torch.library.define(
@@ -77,18 +79,16 @@ backend("average")(average)
 torch.library.register_fake("zerofp4::average", _check)
 
 
-def add_squares(values: torch.Tensor, squares: torch.Tensor) -> None:
-    """What average() adds to `squares` for means that are these values, float32 [n] contiguous."""
-    check_buffer("values", values, values.shape, torch.float32, squares.device)
-    check_buffer("squares", squares, SQUARES, torch.int64, values.device)
-    _C.average(
-        target=target_of(values.device),
-        pieces=values.data_ptr(),
-        dtype=DTYPE_CODES[values.dtype],
-        count=1,
-        numel=values.numel(),
-        squares=squares.data_ptr(),
-    )
+def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
+    """What average() adds to `squares` for means that are these values, those of each tensor by themselves.
+
+    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `squares`, whatever their dtypes.
+    Not an operator: it takes addresses, since a list of hundreds is looked at in every step.
+    """
+    check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
+    for dtype, positions in by_dtype(tensors).items():
+        addresses, numels = addresses_of(tensors, positions)
+        _C.add_squares(target_of(squares.device), addresses, numels, DTYPE_CODES[dtype], squares.data_ptr())
 
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:

@@ -59,8 +59,8 @@ class BucketedStep:
         """What a step needs, before it is agreed on: all that may fail on one rank alone is done here.
 
         gradients: of the parameters. present: which of them are expected to have one on any rank; what run()
-        is told counts. reduce: whether they are still to be reduced. factor: what those that have been
-        reduced are multiplied by as they are read. found: float32 [] on the device, 1 where the step is to be
+        is told counts. reduce: whether they are still to be reduced. factor: what means are multiplied by as
+        they are read. found: float32 [] on the device, 1 where the step is to be
         skipped; None where the host knows.
         """
         brought = self._added_up_in_update if reduce else frozenset()

@@ -1,7 +1,7 @@
 """The norm of gradients that lie on many ranks, and what they are clipped to."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zerofp4 import ops
 from zerofp4.distributed import Stage, reduce_max
-from zerofp4.engine import ALIGNMENT, FlatBuffer
+from zerofp4.engine import ALIGNMENT
 
 NORM = "finding the norm of the gradients"
 """The stage of global_norm()."""
@@ -30,31 +30,30 @@ def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 
 def global_norm(
-    buffers: Sequence[FlatBuffer],
+    means: Iterable[torch.Tensor],
     p: float,
     group: dist.ProcessGroup | None,
+    device: torch.device,
     squares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
 
-    buffers: this rank's; of what several ranks own alike one counts it. group: of all ranks that step
-    together. squares: the sums that ops.average left of them. The 2-norm is that of exact sums of short ones,
-    and does not depend on the number of ranks. For others FP32 sums are kept short and added up in float64:
-    one long FP32 sum is off by percents for 10**8 elements.
+    means: those that this rank counts, 1D, contiguous, cut at multiples of ALIGNMENT elements of a parameter
+    or at its end. group: of all ranks that step together. squares: the sums that ops.average left of them.
+    The 2-norm is that of exact sums of short ones, and does not depend on the number of ranks. For others
+    FP32 sums are kept short and added up in float64: one long FP32 sum is off by percents for 10**8 elements.
     """
-    counted = [buffer.gradients[buffer.part] for buffer in buffers if buffer.is_counted]
     if p == 2.0:
         if squares is None:
-            squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=buffers[0].device)
-            for gradients in counted:
-                ops.add_squares(gradients, squares)
+            squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+            ops.add_squares(list(means), squares)
         words = squares.sum(0)
         if group is not None:
             with Stage(NORM, group):
                 dist.all_reduce(words, group=group)
         return ops.norm_of_squares(words)
-    rows = [torch.linalg.vector_norm(g.view(-1, ALIGNMENT), p, dim=1) for g in counted]
-    norms = torch.cat([*rows, torch.zeros(1, device=buffers[0].device)]).double()
+    rows = [torch.linalg.vector_norm(short, p, dim=1, dtype=torch.float32) for short in _short_rows(means)]
+    norms = torch.cat([*rows, torch.zeros(1, device=device)]).double()
     if p != math.inf:
         total = norms.pow(p).sum()
         if group is not None:
@@ -66,3 +65,12 @@ def global_norm(
     pair = torch.stack([largest.where(~largest.isnan(), 0.0), largest.isnan().double()])
     reduce_max(pair, group, NORM)
     return pair[0].where(pair[1] == 0, math.nan).float()
+
+
+def _short_rows(means: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Matrices of at most ALIGNMENT columns."""
+    for mean in means:
+        whole = mean.numel() // ALIGNMENT * ALIGNMENT
+        yield from (
+            part for part in (mean[:whole].view(-1, ALIGNMENT), mean[whole:].view(1, -1)) if part.numel()
+        )

@@ -78,8 +78,8 @@ class SteppedOptimizer(CapturedSteps):
         if intent.reduce:
             self._nonfinite.hear(agreed.nonfinite, word)
             self._nonfinite.raise_if_asked()
-            if agreed.nonfinite is None and agreed.in_sequence:
-                self._reduce(gradients, failures)
+        if agreed.in_sequence and agreed.nonfinite is None and (intent.reduce or self._reducer.leaves_means):
+            self._reduce(gradients, failures)
         try:
             if self._nonfinite.must_leave_out_update():
                 self.found_inf.fill_(1)
@@ -129,7 +129,8 @@ class SteppedOptimizer(CapturedSteps):
             word = self._word(gradients) if reduce else None
             snapshot = Snapshot(gradients)
             intent = self._intent(True, reduce, *numbers)
-            self._shards.make_gradients()
+            if not self._reducer.leaves_means:
+                self._shards.make_gradients()
         except CollectiveError:  # of what travels since a backward pass: there is nobody left to hear of it
             raise
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
@@ -139,20 +140,19 @@ class SteppedOptimizer(CapturedSteps):
         if intent.reduce:
             self._reduced = self._factor = None
             self._nonfinite.hear(agreed.nonfinite, word)
-            squares = self._reduce(gradients, failures)
+            if not self._reducer.leaves_means:
+                squares = self._reduce(gradients, failures)
             self._nonfinite.raise_if_asked()
             if self._rounds is not None and self._rounds.adds:  # they are not in p.grad any more
                 snapshot = Snapshot(self._gradients())
             self._reduced = None if failures.errors else snapshot
-        total = in_phase("norm", global_norm)(
-            self._shards.buffers, intent.norm_type, self.process_group(), squares
-        )
+        means, device = self._reducer.means(gradients), self._reducer.device
+        total = in_phase("norm", global_norm)(means, intent.norm_type, self.process_group(), device, squares)
         if failures.errors:  # the others have a norm that is of no use, and hear of it before they use it
             self._unheard = failures.errors[0]
             raise self._unheard
         if self._factor is not None:
             total = total * self._factor
-        # What no step will use stays as it was packed, for first_nonfinite() to look at.
         factor = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
         factor.masked_fill_(self._nonfinite.found != 0, 1.0)
         self._factor = factor if self._factor is None else self._factor * factor
@@ -224,8 +224,9 @@ class SteppedOptimizer(CapturedSteps):
             return None
         self._push_options()
         present = self._votes.expected(gradients)
-        factor = None if reduce else self._factor
-        return self._bucketed.prepare(gradients, present, reduce, factor, self._nonfinite.for_update())
+        factor, found = None if reduce else self._factor, self._nonfinite.for_update()
+        reduce = reduce or self._reducer.leaves_means
+        return self._bucketed.prepare(gradients, present, reduce, factor, found)
 
     def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
         self._cleared = 0  # on every rank, whatever comes of the vote

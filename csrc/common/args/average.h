@@ -16,7 +16,7 @@ struct AverageArgs {
     int32_t rank;
     int64_t count;
     int64_t numel;
-    float* output;      // null: only the squares are wanted
+    float* output;
     uint64_t* squares;  // [kSquareCopies][kSquareWords] that those of the means are added to, or null
     PeerRows rows;
 };

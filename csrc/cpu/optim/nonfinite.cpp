@@ -20,18 +20,20 @@ __attribute__((noinline)) bool is_nonfinite(const T* tensor, int64_t count) {
 
 template <class T>
 void find_nonfinite_as(const NonfiniteArgs& args, int threads) {
-    for (int t = 0; t < args.count; ++t) {
-        const T* tensor = static_cast<const T*>(args.tensors[t]);
+    for (int t = 0; t < args.list.count; ++t) {
+        const T* tensor = static_cast<const T*>(args.list.tensors[t]);
         int found = 0;
-        parallel_shares(ceil_div(args.numels[t], kChunk), threads, kGrain, [&](int64_t begin, int64_t end) {
-            for (int64_t chunk = begin; chunk < end; ++chunk) {
-                const int64_t first = chunk * kChunk;
-                if (!is_nonfinite(tensor + first, least(kChunk, args.numels[t] - first))) continue;
+        parallel_shares(ceil_div(args.list.numels[t], kChunk), threads, kGrain,
+                        [&](int64_t begin, int64_t end) {
+                            for (int64_t chunk = begin; chunk < end; ++chunk) {
+                                const int64_t first = chunk * kChunk;
+                                if (!is_nonfinite(tensor + first, least(kChunk, args.list.numels[t] - first)))
+                                    continue;
 #pragma omp atomic write
-                found = 1;
-                return;
-            }
-        });
+                                found = 1;
+                                return;
+                            }
+                        });
         if (found && args.words[t] > *args.found) *args.found = args.words[t];
     }
 }
@@ -39,7 +41,7 @@ void find_nonfinite_as(const NonfiniteArgs& args, int threads) {
 }  // namespace
 
 void find_nonfinite(const NonfiniteArgs& args, int threads) {
-    with_dtype(args.dtype, [&](auto t) { find_nonfinite_as<decltype(t)>(args, threads); });
+    with_dtype(args.list.dtype, [&](auto t) { find_nonfinite_as<decltype(t)>(args, threads); });
 }
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA
