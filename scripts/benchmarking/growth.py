@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Milliseconds of a part of a step. scale: of both."""
+    """Milliseconds of a part of a step, None where it was not measured, or is none. scale: of both."""
 
     measured: float | None
     predicted: float | None
@@ -76,7 +76,7 @@ class Growth:
         if of_base is None:
             return Cell(took, None, scale)
         longer = of_base / self.floor(way, part, self.base.ranks, self.base.scale)
-        return Cell(took, longer * self.floor(way, part, ranks, scale), scale)
+        return Cell(took, longer * self.floor(way, part, ranks, scale) or None, scale)
 
     def floor(self, way: str, part: str, ranks: int, scale: int) -> float:
         return sum(self.speeds.floor(traffic) for _, traffic in self.phases(way, part, ranks, scale))

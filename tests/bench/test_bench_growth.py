@@ -104,6 +104,7 @@ def test_the_smallest_number_of_gpus_above_one_says_how_much_longer_parts_take()
             ratios = [found.cell(way, part, ranks).ratio for ranks in (1, 2, 4)]
             alone = None if (way, part) == ("collective", "reduce") else 2.0  # gradients of one are means
             assert ratios == pytest.approx([alone, 1.0, 1.5])
+            assert (found.cell(way, part, 1).predicted is None) == (alone is None)
             assert found.cell(way, part, 8).measured is None
             assert found.cell(way, part, 8).predicted == pytest.approx(
                 2 * found.floor(way, part, 8, scale=64)
