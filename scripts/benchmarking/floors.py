@@ -76,7 +76,9 @@ def count_floors(
         if traffic.link:
             rule += f"; link: {traffic.link / 1e9:.3g} GB, {times['link']:.3g} ms"
         timer.session.count(f"{prefix}floor_{phase}/{timer.places}", "milliseconds", floors[phase], rule)
-    for part, names in ((part, names) for part, names in parts(step).items() if names):
+    for part, names in parts(step).items():
+        if not names:
+            continue
         name, floor = f"{prefix}{part}", sum(floors[phase] for phase in names)
         if len(names) > 1:
             rule = f"the sum of those of {', '.join(names)}"

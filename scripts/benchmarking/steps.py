@@ -37,7 +37,7 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
     All begin with gradients on every rank, and end with weights on every rank. Those of bf16 lie in one flat
     buffer, which its reduce-scatter needs no copy of; ours are where a backward pass leaves them.
 
-    At scale 1 a world of one needs 133 GB for ours and 140 GB for bf16. What a GPU has no room for is left
+    At scale 1 a world of one needs 105 GB for ours and 140 GB for bf16. What a GPU has no room for is left
     out, and said to be.
     """
     shapes = [shape for shape, is_weight in llama_sizes(options.scale) if is_weight]
@@ -71,10 +71,10 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
 
 
 def _bytes_of_ours(shapes: list[tuple[int, int]], ranks: int) -> float:
-    """What a rank holds at least: by owned element 16 of masters, moments and the FP32 slice, by element of
-    all 3 of gradients and codes of both sides.
+    """What a rank holds at least: by owned element 12 of masters and moments, and 4 of the FP32 slice that
+    several ranks clip in; by element of all 3 of gradients and codes of both sides.
     """
-    return (16 / ranks + 3) * elements_of(shapes)
+    return ((16 if ranks > 1 else 12) / ranks + 3) * elements_of(shapes)
 
 
 def measure_ours(

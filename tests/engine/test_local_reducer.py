@@ -36,8 +36,7 @@ def test_an_update_gets_gradients_in_order(device, order):
     reducer = reducer_of(parameters)
     gradients = [ORDERS[order](torch.randn_like(p)) for p in parameters]
     gradients[1] = None
-    reducer.prepare(gradients)
-    reducer.begin(gradients, prepared=True)
+    reducer.begin(reducer.prepare(gradients), prepared=True)
     found = {}
     for b in range(len(reducer.buffers)):
         assert reducer.can_bring(b)
@@ -65,16 +64,16 @@ def test_means_are_copied_when_they_are_asked_for(device):
                 assert_bytes_equal(view, expected.float().view(-1), f"gradient {i}")
 
 
-@pytest.mark.parametrize("brings", [True, False])
-def test_gradients_are_not_kept(device, brings):
-    """Beyond the last bucket: their owner may free them."""
+def test_norms_are_taken_of_gradients_where_they_are(device):
     parameters = parameters_on(device)
-    reducer = reducer_of(parameters)
     gradients = [torch.randn_like(p) for p in parameters]
-    reducer.begin(gradients)
-    for b in range(len(reducer.buffers)):
-        reducer.bring(b) if brings else reducer.finish(b)
-    assert not reducer._gradients and not reducer._flat
+    gradients[1] = gradients[1].t().contiguous().t()
+    gradients[2] = gradients[2].double()
+    one, turned, double = reducer_of(parameters).means(gradients)
+    assert one.data_ptr() == gradients[0].data_ptr() and one.dtype == torch.bfloat16
+    assert turned.is_contiguous() and turned.equal(gradients[1].reshape(-1))
+    assert double.dtype == torch.float32
+    assert len(list(reducer_of(parameters).means([None, gradients[1], None]))) == 1
 
 
 def test_what_is_rounded_to_another_dtype_is_reduced_first(device):
@@ -83,3 +82,6 @@ def test_what_is_rounded_to_another_dtype_is_reduced_first(device):
     reducer = reducer_of(parameters, gradient_wire=torch.float32)
     kinds = [buffer.kind for buffer in reducer.buffers]
     assert [reducer.can_bring(b) for b in range(len(kinds))] == [kind == "float32" for kind in kinds]
+    gradients = [torch.randn_like(p) for p in parameters]
+    prepared = reducer.prepare(gradients)
+    assert all(mine is theirs for mine, theirs in zip(prepared, gradients, strict=True))

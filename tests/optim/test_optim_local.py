@@ -1,6 +1,9 @@
 """ZeroFP4Optimizer in a world of one, whose update reads gradients where a backward pass left them."""
 
+import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,18 +11,51 @@ from helpers import assert_bytes_equal
 from optim_cases import Plain, check, make_gradients, make_parameters, set_gradients
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.fused import Update
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
+READ_THERE = [
+    ((48, 64), torch.bfloat16, True),
+    ((34, 48), torch.bfloat16, True),
+    ((3, 16, 32), torch.bfloat16, True),
+    ((5, 3), torch.bfloat16, False),
+    ((7,), torch.float32, False),
+]
+"""Of which every bucket is one whose gradients FusedAdamW reads where they are."""
+
+
+class NotPlain(FusedAdamW):
+    """Not FusedAdamW itself: its step() is called, with gradients in FP32 slices."""
+
+
+def build(device, cls=FusedAdamW, specifications=READ_THERE, **options):
+    parameters = make_parameters(device, specifications=specifications)
+    return parameters, ZeroFP4Optimizer(parameters, cls, **DEFAULTS, **options)
 
 
 def have_slices(optimizer):
     return [buffer.has_gradients for buffer in optimizer._shards.buffers]
 
 
+def turn(parameters):
+    """Have their gradients in another order in memory."""
+    for p in parameters:
+        if p.grad is not None:
+            p.grad = p.grad.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def assert_same_masters(one, other, what):
+    pairs = zip(one.gathered_masters(), other.gathered_masters(), strict=True)
+    for i, (mine, theirs) in enumerate(pairs):
+        assert_bytes_equal(mine, theirs, f"{what}: master {i}")
+
+
 @pytest.mark.parametrize("wire", [None, torch.float32])
-def test_gradients_in_any_order_of_memory(device, wire):
+@pytest.mark.parametrize("specifications", [READ_THERE, None])
+def test_gradients_in_any_order_of_memory(device, specifications, wire):
     """p.grad stays as it is; what is missing is left alone."""
-    parameters = make_parameters(device)
+    given = {} if specifications is None else {"specifications": specifications}
+    parameters = make_parameters(device, **given)
     plain = Plain(parameters, FusedAdamW, **DEFAULTS)
     optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, gradient_wire=wire, **DEFAULTS)
     assert optimizer.describe()["in_buckets"] and optimizer.describe()["transport"] == "none"
@@ -28,28 +64,20 @@ def test_gradients_in_any_order_of_memory(device, wire):
         gradients[step] = None
         set_gradients(parameters, gradients)
         plain.step()
-        for i, p in enumerate(parameters):
-            if p.grad is not None and p.ndim == 2 and (i + step) % 2:
-                p.grad = p.grad.t().contiguous().t()
+        turn(parameters[step % 2 :: 2])
         before = [None if p.grad is None else (p.grad.data_ptr(), p.grad.clone()) for p in parameters]
         optimizer.step()
         check(optimizer, plain, f"step {step}:")
         for p, found in zip(parameters, before, strict=True):
             if found is not None:
                 assert p.grad.data_ptr() == found[0] and p.grad.equal(found[1])
+    assert specifications is None or wire is not None or not any(have_slices(optimizer))
 
 
 def test_there_are_fp32_slices_where_somebody_needs_them(device):
     """Of gradients of a dtype that FusedAdamW does not read; clipping needs none."""
-    specifications = [
-        ((48, 64), torch.bfloat16, True),
-        ((5, 3), torch.bfloat16, False),
-        ((7,), torch.float32, False),
-        ((6,), torch.float16, False),
-    ]
-    parameters = make_parameters(device, specifications=specifications)
+    parameters, optimizer = build(device, specifications=[*READ_THERE, ((6,), torch.float16, False)])
     plain = Plain(parameters, FusedAdamW, **DEFAULTS)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **DEFAULTS)
     read_there = [buffer.kind != "float16" for buffer in optimizer._shards.buffers]
     assert sum(read_there) == 3
     for step in range(4):
@@ -62,38 +90,148 @@ def test_there_are_fp32_slices_where_somebody_needs_them(device):
         assert have_slices(optimizer) == [not there for there in read_there]
 
 
-class NotPlain(FusedAdamW):
-    """Not FusedAdamW itself: its step() is called, with gradients in FP32 slices."""
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("name", ["FusedAdamW", "AdamW"])
 def test_clipped_where_they_are_and_in_slices(device, name, norm_type):
-    """Once and twice: the same norms and the same bytes, with gradients in any order of memory."""
+    """Not at all, once and twice: the same norms and bytes, with gradients in any order of memory."""
     classes = {"FusedAdamW": (FusedAdamW, NotPlain), "AdamW": (torch.optim.AdamW,) * 2}[name]
-    models = [make_parameters(device) for _ in classes]
     wires = None, torch.float32  # the latter copies what is bfloat16
-    optimizers = [
-        ZeroFP4Optimizer(parameters, cls, gradient_wire=wire, **DEFAULTS)
-        for parameters, cls, wire in zip(models, classes, wires, strict=True)
-    ]
-    for step in range(4):
+    pairs = zip(classes, wires, strict=True)
+    models = [build(device, cls, gradient_wire=wire) for cls, wire in pairs]
+    for step in range(5):
         norms = []
-        for parameters, optimizer in zip(models, optimizers, strict=True):
+        for parameters, optimizer in models:
             set_gradients(parameters, make_gradients(parameters, step))
-            if optimizer is optimizers[0]:
-                for p in parameters[step::2]:
-                    if p.ndim == 2:
-                        p.grad = p.grad.t().contiguous().t()
+            if optimizer is models[0][1]:
+                turn(parameters[step % 2 :: 2])
             if step == 1:
-                parameters[2].grad.view(-1)[0] = math.nan
-            clips = (0.5, 0.25)[:step]
+                parameters[2].grad[0, 0] = math.nan
+            clips = (0.5, 0.25)[: step % 3]
             norms.append([optimizer.clip_grad_norm_(most, norm_type).item() for most in clips])
             optimizer.step()
             assert (optimizer.found_inf.item() != 0) == (step == 1)
-        same = norm_type == 2.0 or name == "AdamW"
-        assert norms[0] == pytest.approx(norms[1], rel=0 if same else 1e-6, nan_ok=True)
+        assert norms[0] == pytest.approx(norms[1], rel=0 if norm_type == 2.0 else 1e-6, nan_ok=True)
         if norm_type == 2.0:
-            pairs = zip(*(optimizer.gathered_masters() for optimizer in optimizers), strict=True)
-            for i, (mine, theirs) in enumerate(pairs):
-                assert_bytes_equal(mine, theirs, f"step {step}: master {i}")
+            assert_same_masters(models[0][1], models[1][1], f"step {step}")
+    assert name != "FusedAdamW" or not any(have_slices(models[0][1]))
+
+
+@pytest.mark.parametrize("hooked", ["before", "behind"])
+def test_a_hook_between_clipping_and_a_step(device, hooked):
+    """It has FusedAdamW update from FP32 slices, or no more, when the norm was taken of the others."""
+    models = [build(device) for _ in range(2)]
+    for step in range(4):
+        for parameters, optimizer in models:
+            set_gradients(parameters, make_gradients(parameters, step))
+            is_hooked = optimizer is models[1][1]
+            if is_hooked and hooked == "before":
+                handle = optimizer.inner.register_step_pre_hook(lambda *_: None)
+            optimizer.clip_grad_norm_(0.5)
+            if is_hooked and hooked == "before":
+                handle.remove()
+            elif is_hooked:
+                handle = optimizer.inner.register_step_pre_hook(lambda *_: None)
+                assert not optimizer.describe()["in_buckets"]
+            optimizer.step()
+            if is_hooked:
+                handle.remove()
+        assert_same_masters(models[0][1], models[1][1], f"step {step}")
+
+
+def test_a_load_between_clipping_and_a_step(device):
+    """The step takes gradients anew, as they are: a load forgets that they were clipped."""
+    models = [build(device) for _ in range(2)]
+    for parameters, optimizer in models:
+        set_gradients(parameters, make_gradients(parameters, 0))
+        optimizer.step()
+    state = copy.deepcopy(models[0][1].state_dict())
+    (parameters, optimizer), (others, other) = models
+    for ps in (parameters, others):
+        set_gradients(ps, make_gradients(ps, 1))
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    other.step()
+    assert_same_masters(optimizer, other, "after the load")
+
+
+@pytest.mark.parametrize("fails", ["raises", "in the middle"])
+def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
+    """zero_grad() frees them, whatever a step came to."""
+    parameters, optimizer = build(device, on_nonfinite="raise")
+    set_gradients(parameters, make_gradients(parameters, 0))
+    if fails == "raises":
+        parameters[1].grad[0, 0] = math.inf
+    else:
+        monkeypatch.setattr(Update, "__call__", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
+    kept = [weakref.ref(p.grad) for p in parameters]
+    with pytest.raises((FloatingPointError, RuntimeError), match=r"NaN or Inf|no update"):
+        optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_a_step_is_prepared_once(device, monkeypatch):
+    """With a parameter that is empty, too: nothing but launches is left for behind a vote."""
+    parameters, optimizer = build(device, specifications=[*READ_THERE, ((0, 5), torch.float32, False)])
+    expected, expect = [], Update.expect
+    monkeypatch.setattr(
+        Update, "expect", lambda update, k, dtypes: (expected.append(k), expect(update, k, dtypes))
+    )
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
+        expected.clear()
+        optimizer.step()
+        assert sorted(expected) == list(range(len(optimizer._shards.buffers)))
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("overlap", [None, "backward", "forward", "both"])
+@pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
+def test_what_ranks_do_that_have_others(device, cls, overlap, accumulate):
+    """Alone it changes nothing; assigned gradients are those that step() adds."""
+    parameters, optimizer = build(device, cls, overlap=overlap, accumulate=accumulate)
+    plain = Plain(parameters, cls, **DEFAULTS)
+    for step in range(3):
+        set_gradients(parameters, make_gradients(parameters, step))
+        plain.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.check()
+        check(optimizer, plain, f"step {step}:")
+
+
+def test_clipped_steps_in_a_cuda_graph(device):
+    """Of gradients of which some must be copied, with a NaN in some replays."""
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs are captured on a GPU")
+    models = [build(device, capturable=True) for _ in range(2)]
+    (parameters, optimizer), (others, other) = models
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for ps, one in models:
+            set_gradients(ps, make_gradients(ps, 0))
+            turn(ps[1::2])
+            one.clip_grad_norm_(0.5)
+            one.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    for step in range(1, 5):
+        gradients = make_gradients(others, step)
+        if step == 2:
+            gradients[3][0, 0] = math.nan
+        for p, q, gradient in zip(parameters, others, gradients, strict=True):
+            p.grad.copy_(gradient)
+            q.grad = p.grad.clone()
+        expected = other.clip_grad_norm_(0.5)
+        other.step()
+        graph.replay()
+        assert_bytes_equal(norm, expected, f"step {step}: norm")
+        assert (optimizer.found_inf.item() != 0) == (step == 2)
+        assert_same_masters(optimizer, other, f"step {step}")
+    assert "params'][3]" in (optimizer.first_nonfinite() or "params'][3]") and optimizer.skipped_steps == 1

@@ -109,8 +109,8 @@ def test_what_was_found_is_asked_for_later(device):
     assert (optimizer.skipped_steps, optimizer.found_inf.item()) == (1, 1)
 
 
-def test_what_was_found_is_remembered_where_a_load_takes_the_memory(device):
-    """Until the next step looks, which may find another, or none."""
+def test_what_was_found_is_told_until_the_next_step_looks(device):
+    """Which may find another, or none; loads in between change nothing of it."""
     parameters = make_parameters(device)
     optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **DEFAULTS)
     for step, bad in enumerate([(4, 3), (2,), ()]):
@@ -274,3 +274,11 @@ def test_the_first_that_is_infinite_once_it_is_rounded(device, sign):
             assert infinite == (value == beyond).item()
             assert bool(first_nonfinite([gradient], dtype).item()) == infinite
             assert first_nonfinite([gradient]).item() == 0
+
+
+def test_what_is_infinite_in_fp32(device):
+    """A gradient of another dtype than those of weights becomes FP32 before anything is done with it."""
+    gradients = [torch.ones(3, device=device), torch.tensor([1.0, 1e300], device=device, dtype=torch.float64)]
+    assert from_word(first_nonfinite(gradients).item(), 2) == 1
+    gradients[1][1] = 1e30
+    assert first_nonfinite(gradients).item() == 0

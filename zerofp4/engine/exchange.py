@@ -34,13 +34,13 @@ class GradientReducer:
     goes wrong on this rank alone is raised once its part of a buffer has travelled, and the next buffers can
     follow.
 
-    leaves_means: whether the gradients themselves are means, which reduce() need not be called for: bring(),
-    finish() and means() have them wherever they are.
+    gradients_are_means: whether nothing need be reduced: bring(), finish() and means() have the gradients as
+    they are, before reduce() and behind it.
     turns: of how many buffers what is received, or copied to be sent, has memory at a time; None for all.
     stays: whether gradients may lie where they travel from.
     """
 
-    leaves_means = False
+    gradients_are_means = False
 
     def __init__(
         self,
@@ -187,15 +187,19 @@ class GradientReducer:
         for b in range(len(self.buffers)):
             with failures:
                 self.finish(b, self._squares)
+        self.forget()
         failures.raise_first()
         return self._squares
 
-    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Before a vote, what begin(prepared=True) need not do then: what may fail on this rank alone."""
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Before a vote, what begin(prepared=True) need not do then: what may fail on this rank alone.
+        Returns the gradients that are to begin.
+        """
+        return gradients
 
     def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
         """Of all trainable parameters: those of the first buffer are on their way. prepared: prepare() was
-        called with the same list, and nothing has happened to the gradients since.
+        called, this is what it returned, and nothing has happened to the gradients since.
         """
         while self._flight:  # of a step that was left in the middle: its messages would arrive in this one's
             for work in self._flight.pop().works:
@@ -221,6 +225,10 @@ class GradientReducer:
                 self._replicas.take(buffer, squares)
         failures.raise_first()
 
+    def forget(self) -> None:
+        """Nothing more of what was begun with is asked for: whoever has the gradients may free them."""
+        self._gradients = ()
+
     def can_bring(self, b: int) -> bool:
         """Whether the gradients of buffer b travel all at once, or need not where others do."""
         return self.world_size > 1 and len(self._numbers(b)) == 1 and self.buffers[b].replica_count == 1
@@ -244,8 +252,6 @@ class GradientReducer:
             # Before this one is used: what is queued after that waits for it, the network too.
             self._start(number + 1)
         stretch, works, failures = self._flight.pop(0)
-        if number + 1 == len(self._stretches):
-            self._gradients = ()
         for work in works:
             work.wait()
         failures.raise_first()

@@ -122,9 +122,10 @@ class HostReducer(GradientReducer):
     def nbytes_sent(self, b: int) -> int:
         return (self._host_count - 1) * self.buffers[b].slice_numel * torch.float32.itemsize
 
-    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         for source in self._sources:
             source.take(gradients)
+        return gradients
 
     def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
         self._failures = take_all(self._sources, None if prepared else gradients)

@@ -16,11 +16,10 @@ class LocalReducer(GradientReducer):
     are. The FP32 slices have copies of them only where somebody asks for these, by reduce() or finish().
     """
 
-    leaves_means = True
+    gradients_are_means = True
 
     def _make_sources(self) -> list[FlatGradients]:
-        self._slices: dict[int, FlatGradients] = {}
-        self._flat: list[dict[int, torch.Tensor]] = []
+        self._slices: dict[int, FlatGradients] = {}  # by bucket, made when they are first copied to
         return []
 
     def _make_stretches(self) -> None:
@@ -31,28 +30,25 @@ class LocalReducer(GradientReducer):
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Returns None: no sums of squares were added up."""
-        self.begin(gradients)
-        for b in range(len(self.buffers)):
-            self.finish(b)
+        super().reduce(gradients)
 
     def means(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-        for buffer in self.buffers:
-            for gradient in (gradients[i] for i in buffer.indices if buffer.is_counted):
-                if gradient is not None:
-                    dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
-                    yield in_order(gradient, dtype).view(-1)
+        for gradient in gradients:
+            if gradient is not None:
+                dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
+                yield in_order(gradient, dtype).view(-1)
 
-    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._flat = []
-        for buffer, dtype in zip(self.buffers, self.dtypes, strict=True):
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Returns them with a copy of each that an update could not read where it is."""
+        found = list(gradients)
+        for b, (buffer, dtype) in enumerate(zip(self.buffers, self.dtypes, strict=True)):
             own = {i: gradients[i] for i in buffer.indices if gradients[i] is not None}
-            if not are_sendable(list(own.values()), [dtype] * len(own)):
-                own = {i: in_order(gradient, dtype) for i, gradient in own.items()}
-            self._flat.append(own)
+            if self.can_bring(b) and not are_sendable(list(own.values()), [dtype] * len(own)):
+                for i, gradient in own.items():
+                    found[i] = in_order(gradient, dtype)
+        return found
 
     def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
-        if not prepared:
-            self.prepare(gradients)
         self._gradients = gradients
 
     def finish(self, b: int, squares: torch.Tensor | None = None) -> None:
@@ -60,20 +56,13 @@ class LocalReducer(GradientReducer):
         if b not in self._slices:
             self._slices[b] = FlatGradients(self.buffers[b], self.buffers[b].gradients.view(1, -1))
         self._slices[b].take(self._gradients)
-        self._forget(b)
 
     def can_bring(self, b: int) -> bool:
         return self._wire.keeps(self.buffers[b].parameters)
 
     def bring(self, b: int) -> Brought:
-        own = self._flat[b]
-        self._forget(b)
-        return Brought(None, own, 0)
-
-    def _forget(self, b: int) -> None:
-        """Nobody else may be left who has these gradients, when the last ones have been read."""
-        if b + 1 == len(self.buffers):
-            self._gradients, self._flat = (), []
+        gradients = {i: self._gradients[i] for i in self.buffers[b].indices}
+        return Brought(None, {i: g for i, g in gradients.items() if g is not None and g.numel()}, 0)
 
 
 def in_order(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

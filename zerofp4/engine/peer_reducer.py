@@ -110,9 +110,10 @@ class PeerReducer(RowReducer):
     def _make_rows(self) -> list[PeerRows]:
         return [self._peers.rows_like(source.flat[self.rank]) for source in self._sources]
 
-    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def prepare(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         for source in self._sources:
             source.take(gradients)
+        return gradients
 
     def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
         self._failures = take_all(self._sources, None if prepared else gradients)

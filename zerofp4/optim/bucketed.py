@@ -50,20 +50,19 @@ class BucketedStep:
 
     def prepare(
         self,
-        gradients: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None] | None,
         present: Sequence[bool],
-        reduce: bool,
         factor: torch.Tensor | None,
-        found: torch.Tensor | None = None,
+        found: torch.Tensor | None,
     ) -> "PreparedStep":
         """What a step needs, before it is agreed on: all that may fail on one rank alone is done here.
 
-        gradients: of the parameters. present: which of them are expected to have one on any rank; what run()
-        is told counts. reduce: whether they are still to be reduced. factor: what means are multiplied by as
-        they are read. found: float32 [] on the device, 1 where the step is to be
-        skipped; None where the host knows.
+        gradients: of the parameters; None where their means are in the FP32 slices. present: which parameters
+        are expected to have one on any rank; what run() is told counts. factor: what means are multiplied by
+        as they are read. found: float32 [] on the device, not 0 where the step is to be skipped; None where
+        the host knows.
         """
-        brought = self._added_up_in_update if reduce else frozenset()
+        brought = frozenset() if gradients is None else self._added_up_in_update
         (inner,) = self._inners.all
         skip = self._failed if found is None else found if self._failed is None else self._left_out
         with holding(inner, clip_factor=factor, found_inf=skip):
@@ -74,9 +73,9 @@ class BucketedStep:
                 self._shards.gradients_of(b)
             masters = [self._shards.masters[i] for i in buffer.indices if present[i]]
             update.expect(b, {master: dtype for master in masters if master is not None})
-        if reduce:
-            in_phase("gradients", self._reducer.prepare)(gradients)
-        return PreparedStep(update, gradients if reduce else None, brought, found)
+        if gradients is not None:
+            gradients = in_phase("gradients", self._reducer.prepare)(gradients)
+        return PreparedStep(update, gradients, brought, found)
 
     def run(
         self,
@@ -104,7 +103,10 @@ class BucketedStep:
             own = zip(self._shards.buffers[b].indices, self._shards.gradients_of(b), strict=True)
             update(b, {self._shards.masters[i]: g for i, g in own if g is not None and present[i]})
 
-        publish(in_phase("update", update_bucket))
+        try:
+            publish(in_phase("update", update_bucket))
+        finally:
+            self._reducer.forget()
 
     def _bring(
         self, b: int, present: Sequence[bool]
@@ -118,8 +120,8 @@ class BucketedStep:
 
 
 class PreparedStep(NamedTuple):
-    """gradients: those to be reduced, None where that is done. brought: the buckets in which the update adds
-    them up. found: as prepare() was given.
+    """gradients: what the reducer is to begin with, None for nothing. brought: the buckets in which the
+    update reads them, and adds up those of all ranks. found: as prepare() was given.
     """
 
     update: Update

@@ -43,7 +43,7 @@ class CapturedSteps(ShardedState):
         self._push_options()
         # What may raise comes before all that ranks do together: NCCL ends no group of which a collective was
         # captured in a graph that never came to be.
-        prepared = self._bucketed.prepare(gradients, present, True, None, nonfinite.found)
+        prepared = self._bucketed.prepare(gradients, present, None, nonfinite.found)
         nonfinite.hear_on_device(self._votes.agree_on_device(self._word(gradients)))
         self._bucketed.run(prepared, present, lambda update: self._publish(nonfinite.found, update=update))
         self._pull_options()

@@ -42,6 +42,7 @@ def global_norm(
     or at its end. group: of all ranks that step together. squares: the sums that ops.average left of them.
     The 2-norm is that of exact sums of short ones, and does not depend on the number of ranks. For others
     FP32 sums are kept short and added up in float64: one long FP32 sum is off by percents for 10**8 elements.
+    Those take a launch for each mean, or two: a rank alone has one for each gradient.
     """
     if p == 2.0:
         if squares is None:

@@ -65,20 +65,16 @@ class NonfiniteGradients:
         return None if self._first is None else self._slots.labels[self._first]
 
     def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """What this rank votes. Waits for nothing. None where a world of one is captured in a CUDA graph and
-        the optimizer of the masters cannot be told on the device: then nothing is looked for.
+        """What this rank votes, None where there is nothing to look at. Waits for nothing: a world of one
+        that is captured in a CUDA graph does not look where the optimizer of the masters cannot be told on
+        the device.
         """
         if self._alone and is_capturing(self._device) and not self._inners.heed_found_inf():
             return None
         return first_nonfinite(gradients, self._wire, self._words)
 
-    def hear(self, first: int | None, word: torch.Tensor | None) -> None:
-        """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank, which the
-        host has in a world of several; and what this rank voted, which is all in a world of one.
-        """
-        if self._alone:
-            self.hear_on_device(word)
-            return
+    def hear(self, first: int | None) -> None:
+        """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank."""
         # It is what the last call wrote, unless a CUDA graph writes it.
         is_zero = self._heard is None and self._first is None
         self._first = first
@@ -88,7 +84,9 @@ class NonfiniteGradients:
             self._heard.fill_(0 if first is None else len(self._slots.labels) - first)
 
     def hear_on_device(self, word: torch.Tensor | None) -> None:
-        """As hear(): the word of that parameter, [] on the device; None is that of no parameter."""
+        """As hear(), in a world of one, and of several ranks in a CUDA graph: the word of that parameter, []
+        on the device; None is that of no parameter.
+        """
         if self._heard is None:
             self._heard = torch.zeros((), dtype=torch.float64, device=self._device)
         if word is None:
@@ -181,8 +179,9 @@ def _look_at(
             others.setdefault(g.dtype, []).append((word, g))
     for pairs in others.values():
         finite = _are_finite([g for _, g in pairs], rounded_to)
-        # In a CUDA graph nothing comes from memory of the host that it could find changed.
-        words = torch.stack([torch.full_like(found, word) for word, _ in pairs])
+        # In the arguments of a kernel: a replayed CUDA graph may find memory of the host changed.
+        words = torch.zeros(len(pairs), dtype=torch.int32, device=finite.device)
+        torch._foreach_add_(words.unbind(), [word for word, _ in pairs])
         found = torch.maximum(found, words.masked_fill_(finite, 0).max())
     return found
 
@@ -197,7 +196,8 @@ def _holds_what_it_becomes(gradient: torch.Tensor, rounded_to: torch.dtype | Non
 
 def _are_finite(gradients: Sequence[torch.Tensor], rounded_to: torch.dtype | None) -> torch.Tensor:
     """bool [n], of gradients of one dtype, once they are rounded: if not all are, the largest is not."""
-    dtype = rounded_to or gradients[0].dtype
+    own = gradients[0].dtype
+    dtype = rounded_to or (own if own in WEIGHT_DTYPES else torch.float32)
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(gradients, float("inf"))).to(dtype).isfinite()
     # On the CPU a maximum of magnitudes takes eight times as long. Both ends are NaN where an element is.

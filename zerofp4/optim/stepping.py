@@ -76,9 +76,10 @@ class SteppedOptimizer(CapturedSteps):
         self._agreed_in_sequence = agreed.in_sequence
         failures = Failures()
         if intent.reduce:
-            self._nonfinite.hear(agreed.nonfinite, word)
+            self._hear(agreed, word)
             self._nonfinite.raise_if_asked()
-        if agreed.in_sequence and agreed.nonfinite is None and (intent.reduce or self._reducer.leaves_means):
+        are_in_slices = not (intent.reduce or self._reducer.gradients_are_means)
+        if agreed.in_sequence and agreed.nonfinite is None and not are_in_slices:
             self._reduce(gradients, failures)
         try:
             if self._nonfinite.must_leave_out_update():
@@ -104,8 +105,9 @@ class SteppedOptimizer(CapturedSteps):
         """Reduce the gradients and scale them so that their norm over all parameters is at most max_norm.
 
         Returns the norm before that, float32 []; the bits of a 2-norm of the same gradients do not depend on
-        the number of ranks. step() uses the scaled gradients, or skips them where they hold a NaN or Inf.
-        Collective.
+        the number of ranks. step() uses the scaled gradients, or skips them where they hold a NaN or Inf. In
+        a world of one they stay in p.grad, and are scaled as step() reads them: nobody may write there before
+        it. Collective.
         Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
         FloatingPointError as step() does.
         """
@@ -129,7 +131,7 @@ class SteppedOptimizer(CapturedSteps):
             word = self._word(gradients) if reduce else None
             snapshot = Snapshot(gradients)
             intent = self._intent(True, reduce, *numbers)
-            if not self._reducer.leaves_means:
+            if not self._reducer.gradients_are_means:
                 self._shards.make_gradients()
         except CollectiveError:  # of what travels since a backward pass: there is nobody left to hear of it
             raise
@@ -139,8 +141,8 @@ class SteppedOptimizer(CapturedSteps):
         failures, squares = Failures(), None
         if intent.reduce:
             self._reduced = self._factor = None
-            self._nonfinite.hear(agreed.nonfinite, word)
-            if not self._reducer.leaves_means:
+            self._hear(agreed, word)
+            if not self._reducer.gradients_are_means:
                 squares = self._reduce(gradients, failures)
             self._nonfinite.raise_if_asked()
             if self._rounds is not None and self._rounds.adds:  # they are not in p.grad any more
@@ -224,9 +226,9 @@ class SteppedOptimizer(CapturedSteps):
             return None
         self._push_options()
         present = self._votes.expected(gradients)
-        factor, found = None if reduce else self._factor, self._nonfinite.for_update()
-        reduce = reduce or self._reducer.leaves_means
-        return self._bucketed.prepare(gradients, present, reduce, factor, found)
+        factor = None if reduce else self._factor
+        begun_with = gradients if reduce or self._reducer.gradients_are_means else None
+        return self._bucketed.prepare(begun_with, present, factor, self._nonfinite.for_update())
 
     def _vote(self, gradients, intent, error, word, in_sequence=True) -> Agreement:
         self._cleared = 0  # on every rank, whatever comes of the vote
@@ -249,6 +251,13 @@ class SteppedOptimizer(CapturedSteps):
 
     # Behind it
 
+    def _hear(self, agreed: Agreement, word: torch.Tensor | None) -> None:
+        """Of gradients with a NaN or Inf, in a world of one by what this rank alone voted."""
+        if self._votes.world_size == 1:
+            self._nonfinite.hear_on_device(word)
+        else:
+            self._nonfinite.hear(agreed.nonfinite)
+
     def _reduce(self, gradients: Sequence[torch.Tensor | None], failures: Failures) -> torch.Tensor | None:
         squares = None
         with failures:
@@ -263,8 +272,7 @@ class SteppedOptimizer(CapturedSteps):
 
     def _step_in_buckets(self, prepared: PreparedStep, present: Sequence[bool]) -> None:
         """Reduce gradients, unless that is done, update and publish, in a pipeline."""
-        found = self._nonfinite.for_update()
-        self._bucketed.run(prepared, present, lambda update: self._publish(found, update=update))
+        self._bucketed.run(prepared, present, lambda update: self._publish(prepared.found, update=update))
         self._pull_options()
 
     def _step_in_sequence(self, present: Sequence[bool], failures: Failures) -> None:

@@ -12,4 +12,6 @@ struct NonfiniteArgs {
     int32_t* found;
 };
 
+static_assert(sizeof(NonfiniteArgs) <= 4096);
+
 }  // namespace zerofp4

@@ -9,9 +9,6 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
-constexpr int64_t kGrain = 16;  // of so many times kSums, which stay in the cache until every piece was added
-
-// Not inlined: GCC would forget that the arrays do not overlap.
 template <class T, bool kFirst>
 __attribute__((noinline)) void add(const T* __restrict piece, int64_t count, float* __restrict sums) {
     for (int64_t i = 0; i < count; ++i)

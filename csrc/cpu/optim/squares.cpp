@@ -9,8 +9,6 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
-constexpr int64_t kGrain = 16;  // of so many times kSums
-
 template <class T>
 __attribute__((noinline)) void widen(const T* __restrict values, int64_t count, float* __restrict widened) {
     for (int64_t i = 0; i < count; ++i) widened[i] = load_float(values[i]);

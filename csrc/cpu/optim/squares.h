@@ -8,6 +8,7 @@ namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
 constexpr int64_t kSums = 1024;  // elements that stay in the cache until their squares were added
+constexpr int64_t kGrain = 16;   // of so many times kSums, which a thread takes at least
 static_assert(kSums % kSquareChunk == 0);
 
 // Chunks of `count` values, the first of which begins one; what is behind them counts as zeros.
