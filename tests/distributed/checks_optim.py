@@ -85,17 +85,17 @@ def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> 
     return [whole.view(entry.dtype).view(entry.shape) for entry, whole in zip(entries, wholes, strict=True)]
 
 
-def assert_same_on_all_ranks(tensors: list[torch.Tensor]) -> None:
+def assert_same_on_all_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     mine = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     theirs = torch.cat(mine)
-    dist.broadcast(theirs, src=0)
+    dist.broadcast(theirs, group=group, group_src=0)
     for i, (one, other) in enumerate(zip(mine, theirs.split([t.numel() for t in mine]), strict=True)):
         assert_bytes_equal(one, other, f"tensor {i} here and on rank 0")
 
 
 def check_weights(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> None:
     assert_weights_follow(parameters, optimizer.gathered_masters())
-    assert_same_on_all_ranks(model_bytes(parameters))
+    assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
 
 
 def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:

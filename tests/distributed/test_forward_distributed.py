@@ -106,7 +106,7 @@ def test_what_was_taken_before_the_step_waits_as_well(world):
         torch.manual_seed(1)
         values = torch.randn(3, 32, 48, dtype=torch.bfloat16).to(world.device)
         stack = torch.nn.Parameter(zerofp4.quantize(values, columnwise=True))
-        optimizer = ZeroFP4Optimizer([stack], FusedAdamW, lr=0.02, overlap=overlap)
+        optimizer = ZeroFP4Optimizer([stack], FusedAdamW, lr=0.02, overlap=overlap, transport="collective")
         taken = [stack.detach(), stack.data, *stack.detach().unbind(), stack.detach()[1]]
         with late_gathers():
             set_gradients([stack], make_gradients([stack], world.rank))
@@ -269,7 +269,8 @@ def test_one_optimizer_goes_on_from_another(world):
         net, first = make(world, overlap=overlap, bucket_mb=SMALL)
         with late_gathers():
             step_of(world, [(net, first)], 0)
-            options = {"lr": 0.02, "overlap": overlap, "bucket_mb": 1e-4, "masters_from": first}
+            options = {"overlap": overlap, "bucket_mb": 1e-4, "masters_from": first, "lr": 0.02}
+            options["transport"] = "collective"
             second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **options)
             step_of(world, [(net, second)], 1)
         models.append((net, second))
