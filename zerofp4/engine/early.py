@@ -33,7 +33,7 @@ class Underway(NamedTuple):
 class EarlyReducer(GradientReducer):
     """A GradientReducer whose buckets are begun with one by one, in their order: in a backward pass, as soon
     as it has made the gradients of each. Every rank begins with every bucket as often as the others do, in
-    the same order; one turn through all of them is a round.
+    the same order; one turn through all of them is a round. Building it is collective.
 
     adds: rounds add to the FP32 slices until drop(); their sums are those of the means. Then gradients are
     copied away when they begin to travel, and nothing of them is needed where they were.
@@ -70,6 +70,20 @@ class EarlyReducer(GradientReducer):
             buffer.gradients.zero_()
         most = max(stretch.received.shape[1] for stretch in self._stretches) if adds else 0
         self._means = torch.empty(most, dtype=torch.float32, device=self.device)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Have all ranks send each other one element. NCCL connects two ranks in their first messages, for
+        which the host of each waits: in a backward pass that would be for ever, were it for a rank whose own
+        pass broke off, and which waits elsewhere.
+        """
+        stretch = self._stretches[0]
+        if stretch.buffer.world_size > 1:
+            sides = [
+                [[m[:1] for m in of_rank] for of_rank in side] for side in (stretch.sent, stretch.arrivals)
+            ]
+            for work in self._send(stretch._replace(sent=sides[0], arrivals=sides[1])):
+                work.wait()
 
     def start(self, b: int, gradients: Mapping[int, torch.Tensor | None] | None) -> None:
         """Begin with bucket b, the next one in order. gradients: by the position of the parameter; None for a
