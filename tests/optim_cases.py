@@ -48,6 +48,13 @@ def set_gradients(parameters: list[nn.Parameter], gradients: list[torch.Tensor |
         p.grad = None if gradient is None else gradient.to(p.dtype)
 
 
+def turn_gradients(parameters: list[nn.Parameter]) -> None:
+    """Have those of several dimensions in another order in memory."""
+    for p in parameters:
+        if p.grad is not None:
+            p.grad = p.grad.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 def plain_masters(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     """The FP32 values that masters without an initial value begin with."""
     return [

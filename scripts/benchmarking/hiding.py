@@ -115,13 +115,8 @@ def measure_hiding(
         f"what the reduction, until {UNTIL[transport]}, adds to passes of which the backward one takes "
         f"{longer:.1f} times as long, over it"
     )
-    timer.session.count(
-        f"{prefix}exposed/{timer.places}",
-        "ratio",
-        exposed / reduction,
-        rule,
-        target=MOST_EXPOSED if on_gpu else None,
-    )
+    target = MOST_EXPOSED if on_gpu else None
+    timer.session.count(f"{prefix}exposed/{timer.places}", "ratio", exposed / reduction, rule, target=target)
     timer.count_ms(f"{prefix}backward_step", stepped, "the same, with step() behind them")
     if bf16_step is not None:
         target = MOST_OF_STEP.get((timer.world.world_size, transport)) if on_gpu else None

@@ -269,9 +269,8 @@ def test_one_optimizer_goes_on_from_another(world):
         net, first = make(world, overlap=overlap, bucket_mb=SMALL)
         with late_gathers():
             step_of(world, [(net, first)], 0)
-            options = {"overlap": overlap, "bucket_mb": 1e-4, "masters_from": first, "lr": 0.02}
-            options["transport"] = "collective"
-            second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **options)
+            options = {"lr": 0.02, "overlap": overlap, "bucket_mb": 1e-4, "transport": "collective"}
+            second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=first, **options)
             step_of(world, [(net, second)], 1)
         models.append((net, second))
     assert_same(models, "the end")

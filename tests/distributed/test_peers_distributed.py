@@ -24,7 +24,7 @@ from zerofp4.engine.peers import Seat, find_obstacle
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="on one GPU three or four processes take turns for minutes"
+    torch.cuda.device_count() < 2, reason="fewer than two GPUs, of which one has two ranks to check"
 )
 FINE = Seat("a", 0, [1, 2], None)
 CHECKS = {

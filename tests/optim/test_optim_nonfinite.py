@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from optim_cases import Plain, assert_all_equal, check, make_gradients, make_parameters, set_gradients
+from optim_cases import (
+    Plain,
+    assert_all_equal,
+    check,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+    turn_gradients,
+)
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -129,13 +137,6 @@ def test_what_was_found_is_told_until_the_next_step_looks(device):
             optimizer.load_state_dict(state_dict)
 
 
-def turn(parameters):
-    """Have gradients of two dimensions in memory column by column."""
-    for p in parameters:
-        if p.ndim == 2:
-            p.grad = p.grad.t().contiguous().t()
-
-
 @pytest.mark.parametrize("turned", [False, True])
 def test_replays_of_a_cuda_graph_skip_steps(device, turned):
     if device.type != "cuda":
@@ -148,7 +149,7 @@ def test_replays_of_a_cuda_graph_skip_steps(device, turned):
     with torch.cuda.stream(side):
         set_gradients(parameters, make_gradients(parameters, 0))
         if turned:
-            turn(parameters)
+            turn_gradients(parameters)
         optimizer.step()
         plain.step()
     torch.cuda.current_stream().wait_stream(side)

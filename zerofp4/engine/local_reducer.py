@@ -20,7 +20,7 @@ class LocalReducer(GradientReducer):
 
     def _make_sources(self) -> list[FlatGradients]:
         self._slices: dict[int, FlatGradients] = {}  # by bucket, made when they are first copied to
-        self._stay = [self._wire.keeps(buffer.parameters) for buffer in self.buffers]
+        self._can_bring = [self._wire.keeps(buffer.parameters) for buffer in self.buffers]
         return []
 
     def _make_stretches(self) -> None:
@@ -59,7 +59,7 @@ class LocalReducer(GradientReducer):
         self._slices[b].take(self._gradients)
 
     def can_bring(self, b: int) -> bool:
-        return self._stay[b]
+        return self._can_bring[b]
 
     def bring(self, b: int) -> Brought:
         gradients = {i: self._gradients[i] for i in self.buffers[b].indices}

@@ -9,6 +9,7 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
+// Not inlined: GCC would forget that the arrays do not overlap.
 template <class T, bool kFirst>
 __attribute__((noinline)) void add(const T* __restrict piece, int64_t count, float* __restrict sums) {
     for (int64_t i = 0; i < count; ++i)

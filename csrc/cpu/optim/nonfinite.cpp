@@ -22,18 +22,17 @@ template <class T>
 void find_nonfinite_as(const NonfiniteArgs& args, int threads) {
     for (int t = 0; t < args.list.count; ++t) {
         const T* tensor = static_cast<const T*>(args.list.tensors[t]);
+        const int64_t numel = args.list.numels[t];
         int found = 0;
-        parallel_shares(ceil_div(args.list.numels[t], kChunk), threads, kGrain,
-                        [&](int64_t begin, int64_t end) {
-                            for (int64_t chunk = begin; chunk < end; ++chunk) {
-                                const int64_t first = chunk * kChunk;
-                                if (!is_nonfinite(tensor + first, least(kChunk, args.list.numels[t] - first)))
-                                    continue;
+        parallel_shares(ceil_div(numel, kChunk), threads, kGrain, [&](int64_t begin, int64_t end) {
+            for (int64_t chunk = begin; chunk < end; ++chunk) {
+                const int64_t first = chunk * kChunk;
+                if (!is_nonfinite(tensor + first, least(kChunk, numel - first))) continue;
 #pragma omp atomic write
-                                found = 1;
-                                return;
-                            }
-                        });
+                found = 1;
+                return;
+            }
+        });
         if (found && args.words[t] > *args.found) *args.found = args.words[t];
     }
 }

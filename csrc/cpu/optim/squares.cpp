@@ -9,6 +9,7 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
+// Not inlined: GCC would forget that the arrays do not overlap.
 template <class T>
 __attribute__((noinline)) void widen(const T* __restrict values, int64_t count, float* __restrict widened) {
     for (int64_t i = 0; i < count; ++i) widened[i] = load_float(values[i]);

@@ -1,4 +1,5 @@
-// add_squares: the sums of the squares of a list of tensors, in one pass over them at the speed of memory.
+// add_squares: the sums of the squares of a list of tensors, in one pass over them. A thread block reads a
+// piece of one tensor, and adds the sums of its chunks up in shared memory.
 
 #include "common/args/squares.h"
 #include "cuda/device/vector.cuh"
