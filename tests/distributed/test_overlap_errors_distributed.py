@@ -129,6 +129,8 @@ def test_zero_grad_on_one_rank_alone_is_noticed(world):
 @on_ranks(2, 3, time_limit=60)
 def test_a_rank_that_has_not_reduced_what_the_others_have_clipped(world):
     """It sends alone; the others take their part before all raise, or it would arrive in the next step."""
+    if world.device.type == "cuda":
+        pytest.skip("with NCCL the vote waits behind what one rank sent alone, for the group's timeout")
     models = make_models(world)
     for net, optimizer in models:
         loss_of(net, world, 0).backward()
@@ -136,11 +138,8 @@ def test_a_rank_that_has_not_reduced_what_the_others_have_clipped(world):
         if world.rank == 1:
             optimizer.zero_grad()
             loss_of(net, world, 1).backward()
-        if (
-            world.device.type == "cpu"
-        ):  # with NCCL the vote waits behind what is sent, for the group's timeout
-            with pytest.raises(RuntimeError, match="some ranks have gradients to reduce and others"):
-                optimizer.step()
+        with pytest.raises(RuntimeError, match="some ranks have gradients to reduce and others"):
+            optimizer.step()
         optimizer.zero_grad()
     good_step(world, models, 3, "after")
 
@@ -205,6 +204,8 @@ def test_a_nonfinite_gradient(world, accumulate):
 @on_ranks(2, time_limit=60)
 def test_a_rank_that_never_comes_ends_in_the_groups_timeout(world):
     """The others wait for it in step(), no longer than that."""
+    if world.device.type == "cuda":
+        pytest.skip("NCCL ends the process then, as in test_a_rank_that_dies")
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     net, optimizer = make(world, overlap="backward", bucket_mb=SMALL, process_group=group)
     if world.rank == 0:

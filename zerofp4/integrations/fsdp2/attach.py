@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import attempt, exchange, reduce_max
-from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, has_cpu_backend, placement_of
+from zerofp4.distributed import attempt, connect_on_host, exchange, reduce_max_on_host
+from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, placement_of
 from zerofp4.integrations.fsdp2.state import prepared_weights
 from zerofp4.integrations.fsdp2.weight import Weight
 from zerofp4.optim import FusedAdamW
@@ -253,17 +253,14 @@ class _Vote:
 
     def __init__(self, casters: list[Caster]):
         self._casters = casters
-        group = casters[0].group
-        self._group = None
-        if dist.get_world_size(group) > 1:
-            self._group = group if has_cpu_backend(group) else _on_the_host(group)
+        self._group = casters[0].group
+        connect_on_host(self._group, casters[0].weights[0].placement.device)
 
     def cast_what_is_stale(self) -> None:
         """Collective."""
         own, error = attempt(lambda: [caster.is_stale() for caster in self._casters])
         votes = torch.tensor([*(own or [False] * len(self._casters)), error is not None], dtype=torch.int32)
-        if self._group is not None:
-            reduce_max(votes, self._group, "finding out which weights are to be cast")
+        reduce_max_on_host(votes, self._group, "finding out which weights are to be cast")
         *stale, failed = votes.tolist()
         if failed:
             raise error or RuntimeError("another rank cannot cast its masters, and says why")
@@ -277,8 +274,3 @@ def _votes(casters: list[Caster]) -> list[_Vote]:
     for caster in casters:
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(caster.group)), []).append(caster)
     return [_Vote(members) for members in by_ranks.values()]
-
-
-def _on_the_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zerofp4.distributed import has_cpu_backend
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.integrations.fsdp2.master import MasterShard
 from zerofp4.integrations.fsdp2.weight import Placement, Weight
@@ -130,15 +131,6 @@ def _check_supported(weight: Weight, group, param) -> None:
             f"{weight.name!r} is offloaded to the CPU, where its amax has to be reduced, and the process "
             "group has no backend for it: init_process_group('cpu:gloo,cuda:nccl')"
         )
-
-
-def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Whether tensors on the CPU can be reduced in it."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    return True
 
 
 def check_dtypes(sharded: Sharded) -> None:
