@@ -3,6 +3,7 @@
 import secrets
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,8 @@ from zerofp4.distributed.agreement import exchange
 from zerofp4.distributed.collectives import rank_and_size, timeout_seconds
 from zerofp4.distributed.stage import Stage
 
-_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = weakref.WeakKeyDictionary()
-"""By groups that have no backend for tensors on the CPU; closed with them."""
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+"""ProcessGroupGloo, by groups that have no backend for tensors on the CPU; closed with them."""
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
