@@ -119,7 +119,9 @@ def run_rank(rank: int, folder: Path, stage: str, kind: str) -> None:
     finally:
         (folder / f"draft.{rank}").write_text(json.dumps(outcome))
         (folder / f"draft.{rank}").rename(folder / f"rank.{rank}")
-        os._exit(1)  # as a process that ends: its connections close
+        if rank == victim(stage):
+            os._exit(1)  # as a process that ends: its connections close
+        signal.pause()  # until it is killed: another rank is to find the one that failed, not this one, gone
 
 
 def start(folder: Path, stage: str, kind: str) -> list[int]:
