@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import time
 import weakref
 from datetime import timedelta
 from unittest import mock
@@ -31,24 +33,57 @@ def maximum_of(world, group: dist.ProcessGroup) -> list[int]:
 
 @on_ranks(1, 2, 3)
 def test_ranks_that_are_in_different_numbers_of_groups(world):
-    alone = dist.new_group([0], use_local_synchronization=True) if world.rank == 0 else None
+    alone = dist.new_group([0])  # of which rank 0 alone counts one more
     with only_for_gpus():
         for group in (dist.group.WORLD, dist.new_group()):
             connect_on_host(group, world.device)
             for _ in range(2):
                 assert maximum_of(world, group) == [world.world_size - 1, 0]
-    if alone is not None:
+    if world.rank == 0:
         dist.destroy_process_group(alone)
 
 
 @on_ranks(2)
-def test_connections_are_made_once_and_closed_with_their_group(world):
+def test_a_group_that_keeps_things_in_other_places_on_other_ranks(world):
+    """As one of split_group() does, where the ranks are in different numbers of groups."""
+    group, store_of = dist.new_group(), dist.ProcessGroup.get_group_store
+
+    def store(one: dist.ProcessGroup) -> dist.Store:
+        return dist.PrefixStore(str(world.rank), store_of(one)) if one is group else store_of(one)
+
+    with only_for_gpus(), mock.patch.object(dist.ProcessGroup, "get_group_store", store):
+        connect_on_host(group, world.device)
+        assert maximum_of(world, group) == [1, 0]
+
+
+@on_ranks(2, 3)
+def test_connections_are_made_once(world):
+    """And anew where a rank has none, whose address of before the others must not take."""
+    group, store_of = dist.new_group(timeout=timedelta(seconds=20)), dist.PrefixStore
+
+    def late(*args) -> dist.Store:
+        time.sleep(0.5)
+        return store_of(*args)
+
+    with only_for_gpus():
+        connect_on_host(group, world.device)
+        first = on_host._connections[group]
+        connect_on_host(group, world.device)
+        assert on_host._connections[group] is first
+        if world.rank == 1:  # as where it failed to connect, and the others did not
+            del on_host._connections[group]
+        with mock.patch.object(dist, "PrefixStore", late if world.rank == 1 else dist.PrefixStore):
+            connect_on_host(group, world.device)
+        assert on_host._connections[group] is not first
+        assert maximum_of(world, group) == [world.world_size - 1, 0]
+
+
+@on_ranks(2)
+def test_connections_are_closed_with_their_group(world):
     group = dist.new_group()
     with only_for_gpus():
         connect_on_host(group, world.device)
-        connected = weakref.ref(on_host._connected[group])
-        connect_on_host(group, world.device)
-        assert on_host._connected[group] is connected()
+    connected = weakref.ref(on_host._connections[group])
     dist.barrier()
     dist.destroy_process_group(group)
     del group
@@ -60,8 +95,20 @@ def test_connections_are_made_once_and_closed_with_their_group(world):
 def test_a_group_with_a_backend_for_the_cpu_connects_no_more(world):
     group = dist.new_group(backend="gloo")
     connect_on_host(group, world.device)
-    assert group not in on_host._connected
+    assert group not in on_host._connections
     assert maximum_of(world, group) == [1, 0]
+
+
+@on_ranks(2, 3)
+def test_what_keeps_one_rank_from_it_all_raise(world):
+    group = dist.new_group()
+    places = {"GLOO_SOCKET_IFNAME": "nothing0"} if world.rank == 1 else {}
+    with only_for_gpus():
+        with mock.patch.dict(os.environ, places), pytest.raises(RuntimeError, match=r"rank 1: .*nothing0"):
+            connect_on_host(group, world.device)
+        assert group not in on_host._connections
+        connect_on_host(group, world.device)
+        assert maximum_of(world, group) == [world.world_size - 1, 0]
 
 
 @on_ranks(2)
@@ -70,5 +117,10 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says(world
     with only_for_gpus():
         connect_on_host(group, world.device)
         if world.rank == 0:
+            began = time.monotonic()
             with pytest.raises(CollectiveError, match="comparing ranks failed on rank 0 of 2"):
                 maximum_of(world, group)
+            assert time.monotonic() - began > 1.5
+        dist.barrier()
+        connect_on_host(group, world.device)  # rank 1 has not seen anything fail
+        assert maximum_of(world, group) == [1, 0]
