@@ -76,11 +76,11 @@ def reduce_max_on_host(vector: torch.Tensor, group: dist.ProcessGroup, stage: st
     """
     if dist.get_world_size(group) == 1:
         return
+    connection = _connections.get(group)
     with Stage(stage, group):
-        if has_cpu_backend(group):
+        if connection is None:  # the group has a backend for it
             dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
             return
-        connection = _connections[group]
         try:
             connection.gloo.allreduce(vector, dist.ReduceOp.MAX).wait()
         except RuntimeError:
