@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4 import reference
-from zerofp4.distributed import Stage
+from zerofp4.distributed import Stage, resolve_group
 from zerofp4.layout import as_matrix
 from zerofp4.tensors import NVFP4Tensor
 
@@ -177,7 +177,8 @@ def verify_weights(
             rank, the weight, the buffer, the element, and both bytes.
     """
     found = _differences_from_masters(weights, masters, amax_groups or [])
-    if dist.is_available() and dist.is_initialized():
+    group = resolve_group(group)
+    if group is not None:
         found += _differences_from_the_first_rank(weights, group)
         per_rank: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
         mine = [f"rank {dist.get_rank()}: {line}" for line in found]

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofp4 import launch
+import zerofp4
+from zerofp4 import launch, testing
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 LAUNCHER_VARIABLES += ("OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALRANKID")
@@ -95,6 +96,37 @@ def test_gloo_stays_on_the_loopback_interface_when_all_ranks_are_here(monkeypatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")  # what the user chose stays
     launch.init_process_group("gloo")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo,lo"
+
+
+# Several ranks without a group
+
+
+def build_an_optimizer(weight, master):
+    zerofp4.optim.ZeroFP4Optimizer([torch.nn.Parameter(weight)], torch.optim.SGD, lr=0.1)
+
+
+ASK_FOR_THE_GROUP = [
+    build_an_optimizer,
+    lambda weight, master: zerofp4.CastPlan([weight], [master], [0]),
+    lambda weight, master: zerofp4.cast_master_weights_to_nvfp4([weight], [master], [0]),
+    lambda weight, master: zerofp4.all_gather_nvfp4([weight], [0], [weight.numel()]),
+    lambda weight, master: testing.verify_weights({"weight": weight}, [None]),
+]
+
+
+@pytest.mark.parametrize("ask", ASK_FOR_THE_GROUP)
+@pytest.mark.parametrize("started", [{"RANK": "1", "WORLD_SIZE": "2"}, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
+def test_ranks_without_a_group_do_not_each_go_on_alone(monkeypatch, started, ask):
+    weight, master = zerofp4.empty((16, 32)), torch.ones(512)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        RuntimeError, match=r"started 2 ranks .*: call zerofp4\.launch\.init_process_group\(\) first"
+    ):
+        ask(weight, master)
+    for name in started:
+        monkeypatch.setenv(name, str(int(name.endswith("SIZE"))))  # a launcher of one rank
+    ask(weight, master)
 
 
 # Devices

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerofp4.launch.place import Place, choose_device, mpirun_size, place_from_environment
+from zerofp4.launch.place import Place, choose_device, mpirun_size, place_from_environment, ranks_started
 
 
 def test_place_under_torchrun():
@@ -26,6 +26,13 @@ def test_place_under_torchrun():
 )
 def test_mpirun_is_recognized(environment, size):
     assert mpirun_size(environment) == size
+    assert ranks_started(environment) == (size or 1)
+
+
+def test_ranks_started_by_torchrun():
+    assert ranks_started({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}) == 8
+    assert ranks_started({"RANK": "0", "WORLD_SIZE": "2"}) == 2
+    assert ranks_started({"WORLD_SIZE": "8"}) == 1  # as launch reads it: one of the two says nothing
 
 
 def test_each_local_rank_has_a_gpu_of_its_own(two_gpus):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from benchmarking import tables
 from early import waits_for
 from torch import nn
@@ -41,14 +40,6 @@ def test_links_lead_somewhere(page):
         file = page.parent / path if path else page
         assert file.exists(), f"{page.name} links to {target}, which is not there"
         assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target} has no such heading"
-
-
-@pytest.fixture
-def world_of_one():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_snippet_is_the_example():
@@ -84,7 +75,7 @@ def test_the_snippets_of_products_and_layers_run():
     assert names["layer"].weight.grad.shape == (256, 512)
 
 
-def test_the_snippets_of_the_page_of_layers_run():
+def test_the_snippets_of_the_page_of_layers_run(world_of_one):
     names: dict = {}
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "layers.md").read_text(), re.DOTALL)
     for snippet in snippets:
@@ -113,7 +104,7 @@ def test_the_snippet_of_fsdp2_trains(world_of_one, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-def test_the_snippet_of_muon_trains():
+def test_the_snippet_of_muon_trains(world_of_one):
     torch.manual_seed(0)
     layers = {"body": nn.Linear(32, 32), "head": nn.Linear(32, 32)}
     model = nn.Sequential()
@@ -122,7 +113,7 @@ def test_the_snippet_of_muon_trains():
     zerofp4.convert_model(model)
     names = {"torch": torch, "zerofp4": zerofp4, "model": model}
     exec(
-        re.search(r"```python\n(matrices = .*?)```", (DOCS / "muon.md").read_text(), re.DOTALL).group(1),
+        re.search(r"```python\n(zerofp4.launch.*?)```", (DOCS / "muon.md").read_text(), re.DOTALL).group(1),
         names,
     )
     assert [len(group["params"]) for group in names["optimizer"].param_groups] == [1, 3]
@@ -137,7 +128,7 @@ def test_the_snippet_of_muon_trains():
 
 def test_the_training_snippet_is_that_of_the_readme():
     shown = [
-        re.search(r"```python\n(report = .*?)```", path.read_text(), re.DOTALL).group(1)
+        re.search(r"```python\n(zerofp4.launch.*?report = .*?)```", path.read_text(), re.DOTALL).group(1)
         for path in (ROOT / "README.md", DOCS / "index.md")
     ]
     assert shown[0] == shown[1]

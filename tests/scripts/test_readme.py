@@ -27,16 +27,16 @@ def test_the_measured_line_is_in_the_result_file():
     assert said in " ".join(README.split())
 
 
-def test_the_snippet_runs():
+def test_the_snippet_runs(world_of_one):
     snippet, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(snippet.splitlines()) == 6
+    assert len(snippet.splitlines()) == 7
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     names = {"zerofp4": zerofp4, "torch": torch, "model": model, "batch": torch.randn(8, 32)}
     names["loss_of"] = lambda model, batch: (model(batch) - batch).square().mean()
     losses = []
     exec(snippet, names)
-    once_more = "\n".join(snippet.splitlines()[2:])
+    once_more = "\n".join(snippet.splitlines()[3:])
     for _ in range(5):
         exec(once_more, names)
         losses.append(names["loss_of"](model, names["batch"]).item())

@@ -31,7 +31,7 @@ class CastPlan(PlanParts):
     does not count for the amax. bfloat16 masters give the bytes of the same values in float32.
 
     group: process group that the masters are sharded over; None is the default group, or a world of one where
-    torch.distributed is not initialized.
+    torch.distributed is not initialized (RuntimeError where a launcher started several ranks).
     fsdp_shard_model_weights[i]: 1D uint8 of (start + n + 1) // 2 - start // 2 bytes that the codes go to
     instead of the weight's rowwise_data; scales and amax still go to the weight.
     amax_groups: lists of weights that share one amax (each keeps a copy of it); of weights [E, N, K], all

@@ -3,6 +3,7 @@
 A group is a torch.distributed process group, or None for a world of one.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -11,16 +12,26 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from zerofp4.distributed.stage import Pending, Stage
+from zerofp4.launch import ranks_started
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group to communicate in: the default one for None when torch.distributed is initialized.
+    """The group to communicate in. None stands for the default group, or for a world of one where
+    torch.distributed is not initialized and no launcher started several ranks.
 
-    Raises ValueError when the calling process is not a member.
+    Raises ValueError when the calling process is not a member, RuntimeError when a launcher started several
+    ranks that have no group: each would train a model of its own.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ValueError("group was given, but torch.distributed is not initialized")
+        started = ranks_started(os.environ)
+        if started > 1:
+            raise RuntimeError(
+                f"a launcher started {started} ranks (WORLD_SIZE, OMPI_COMM_WORLD_SIZE or PMI_SIZE), and "
+                "torch.distributed is not initialized, so each would train a model of its own: call "
+                "zerofp4.launch.init_process_group() first, or unset the variable where each is to be alone"
+            )
         return None
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:

@@ -42,6 +42,13 @@ def mpirun_size(environment: Mapping[str, str]) -> int | None:
     return None if "PMIX_RANK" in environment or "PMI_RANK" in environment else 1
 
 
+def ranks_started(environment: Mapping[str, str]) -> int:
+    """How many ranks a launcher started, this one among them: 1 without one, and where only MPI knows."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return place_from_environment({"LOCAL_RANK": "0", **environment}).world_size
+    return mpirun_size(environment) or 1
+
+
 def has_gpu_for_each(ranks: int) -> bool:
     """Would each of so many ranks on this host get a GPU, as NCCL needs it? Where not, who starts them sets
     CUDA_VISIBLE_DEVICES='' for them, and they run on the CPU with gloo.

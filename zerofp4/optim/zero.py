@@ -26,8 +26,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     whole_matrices: True gives optimizer_class whole matrices: its groups have parameters [N, K], or stacks
     [E, N, K] of E matrices, and each lies with one rank, as a 2D parameter of the optimizer. A stack stays
     together. None is what the class needs: True for torch.optim.Muon, False for others. Adafactor takes True.
-    process_group: all ranks that step together; None is the default group, or a world of one without
-    torch.distributed. Parameters are sharded over all of them, unless their parameter group names a part,
+    process_group: all ranks that step together; None is the default group, which
+    zerofp4.launch.init_process_group() makes, or a world of one where no launcher started several ranks (else
+    RuntimeError). Parameters are sharded over all of them, unless their parameter group names a part,
     {"params": experts, "process_group": expert_data_parallel}: then first ranks, means, casts, gathers and
     equal bytes are those of that part, while votes, errors, skipped steps and norms are of all. A group that
     is {"replicated_over": tensor_parallel} has the same parameters on each of these ranks, and a norm counts
