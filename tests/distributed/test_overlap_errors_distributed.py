@@ -12,10 +12,11 @@ import torch.distributed as dist
 from helpers import assert_bytes_equal
 
 from distributed.checks_optim import check_weights
-from distributed.overlap_cases import SMALL, all_bytes, assert_same, break_off, loss_of, make
+from distributed.overlap_cases import OPTIONS, SMALL, all_bytes, assert_same, break_off, loss_of, make
 from distributed.run import on_ranks
 from zerofp4.distributed import CollectiveError
 from zerofp4.engine import gradients
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
 def make_models(world, name="FusedAdamW", **options):
@@ -44,6 +45,27 @@ def assert_raises_on_all(world, model, call, mine, message, rank=1):
         call()
     for i, (now, then) in enumerate(zip(all_bytes(*model), before, strict=True)):
         assert_bytes_equal(now, then, f"tensor {i}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_an_optimizer_sends_nothing_once_another_has_its_parameters(world, accumulate):
+    """Both are alive, as where a cell of a notebook is run twice."""
+    models, first = make_models(world, accumulate=accumulate), []
+    good_step(world, models, 0, "first")
+    for m, options in enumerate([{}, {"overlap": "backward", "process_group": dist.new_group()}]):
+        net, earlier = models[m]
+        first.append(earlier)
+        with pytest.warns(UserWarning, match="begin with 4-bit values"):
+            second = ZeroFP4Optimizer(
+                net.named_parameters(), FusedAdamW, **OPTIONS, accumulate=accumulate, **options
+            )
+        models[m] = net, second
+    for step in range(2):
+        good_step(world, models, step, f"second, step {step}")
+    with pytest.raises(RuntimeError, match="another ZeroFP4Optimizer was built over these"):
+        first[1].step()
+    good_step(world, models, 2, "second, at last")
 
 
 FOUND = "found an error, and no rank takes this step"

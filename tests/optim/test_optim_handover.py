@@ -1,13 +1,27 @@
 """masters_from: a new optimizer begins with the masters of the one before it."""
 
 import copy
+import re
+import warnings
 
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from optim_cases import Plain, assert_all_equal, check, make_gradients, make_parameters, set_gradients
+from optim_cases import (
+    Net,
+    Plain,
+    assert_all_equal,
+    check,
+    make_gradients,
+    make_net,
+    make_parameters,
+    set_gradients,
+)
 
+import zerofp4
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+TAKEN_OVER = "another ZeroFP4Optimizer was built over these parameters"
 
 
 def trained(device, frozen=(), steps=3):
@@ -59,9 +73,69 @@ def test_the_optimizer_before_takes_no_further_step(device):
     parameters, old = trained(device)
     optimizer = ZeroFP4Optimizer(parameters, masters_from=old)
     before = optimizer.gathered_masters()
-    with pytest.raises(RuntimeError, match="has moved since the optimizer was built"):
+    with pytest.raises(RuntimeError, match=TAKEN_OVER):
         old.step()
     assert_all_equal(optimizer.gathered_masters(), before, "master")
+
+
+def test_an_optimizer_built_twice_leaves_the_first_of_no_use(device, tmp_path):
+    """As by a cell of a notebook that is run twice: what the first one says must not undo the second."""
+    net = make_net(device)
+    old = ZeroFP4Optimizer(net.parameters(), lr=0.1)
+    old.load_state_dict(old.state_dict())  # its next step begins by writing weights
+    with pytest.warns(UserWarning, match="masters_from"):
+        optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.1)
+    parameters = list(net.parameters())
+    plain = Plain(parameters, torch.optim.AdamW, lr=0.1)
+    for step in range(3):
+        set_gradients(parameters, make_gradients(parameters, step))
+        for call in (
+            old.step,
+            lambda: old.clip_grad_norm_(1.0),
+            old.refresh,
+            old.check,
+            lambda: zerofp4.save_safetensors(net, old, tmp_path),
+            lambda: zerofp4.unconvert_model(net, old),
+        ):
+            with pytest.raises(RuntimeError, match=TAKEN_OVER):
+                call()
+        with pytest.raises(ValueError, match=TAKEN_OVER):
+            old.load_state_dict(old.state_dict())
+        plain.step()
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
+
+
+def test_other_parameters_of_the_model_take_nothing_over(device):
+    net = make_net(device)
+    first = ZeroFP4Optimizer(net.first.parameters(), lr=0.1)
+    second = ZeroFP4Optimizer(net.second.parameters(), lr=0.1)
+    set_gradients(list(net.parameters()), make_gradients(list(net.parameters()), 0))
+    first.step()
+    second.step()
+
+
+def lost(net, **options):
+    """What building an optimizer warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ZeroFP4Optimizer(net.named_parameters(), **options)
+    return [(str(warning.message), warning.filename) for warning in caught]
+
+
+def test_masters_that_begin_with_4_bit_values_again_warn(device):
+    net = make_net(device)
+    assert not lost(net)  # what convert_model kept
+    ((message, file),) = lost(net)
+    assert re.search(r"masters of 2 weights \(.*'first.weight'.* masters_from", message) and file == __file__
+    assert not lost(net, masters_from=ZeroFP4Optimizer(net.named_parameters()))
+    assert len(lost(net)) == 1
+    copied = copy.deepcopy(net)
+    assert len(lost(copied)) == 1
+    net.first.load_state_dict(copied.first.state_dict())
+    assert re.search(r"masters of 1 weights \(.*'second.weight'\) begin", lost(net)[0][0])
+    net.load_state_dict(Net().state_dict())
+    assert not lost(net)
 
 
 def test_sources_that_are_refused(device):

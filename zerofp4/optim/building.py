@@ -1,5 +1,6 @@
 """How a ZeRO optimizer is built: what its ranks agree on first, and what it is made of then."""
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ from zerofp4.optim.spare import SpareMemory
 from zerofp4.optim.stepping import SteppedOptimizer
 from zerofp4.optim.votes import Votes
 from zerofp4.optim.watch import ParameterWatch
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor, had_master
 
 
 class Choices(NamedTuple):
@@ -193,6 +194,8 @@ class BuiltOptimizer(SteppedOptimizer):
             overlaps_backward(choices.overlap),
             overlaps_forward(choices.overlap),
         )
+        pairs = zip(self._trainable, self._trainable_names, strict=True)
+        lost = [name for p, name in pairs if id(p) not in checked.held and had_master(p)]
         self._shards.initialize_masters(checked.held)
         self._broadcast_frozen(checked.places)
         self._build_inners()
@@ -209,6 +212,8 @@ class BuiltOptimizer(SteppedOptimizer):
         self._weights_follow = True
         self._publish()
         self._shards.settle()
+        if lost:
+            _warn_of_lost_masters(lost)
 
     def _take_arguments(
         self, params: Any, optimizer_class: type, choices: Choices, defaults: dict
@@ -257,7 +262,7 @@ class BuiltOptimizer(SteppedOptimizer):
             early=early,
             adds=adds,
             word_of=lambda gradients: me()._nonfinite.word(gradients),
-            is_reduced=lambda: me()._reduced is not None,
+            is_reduced=lambda: me()._reduced is not None or me()._shards.is_taken_over,
             take_back=lambda: me()._spare.take_back(),
         )
         return reducer
@@ -302,3 +307,12 @@ class BuiltOptimizer(SteppedOptimizer):
         self._shards.take_amaxes_from(self.inners.all)
         self.state = self._view_state()
         self._pull_options()
+
+
+def _warn_of_lost_masters(names: Sequence[str]) -> None:
+    warnings.warn(
+        f"the masters of {len(names)} weights ({names[0]}{', ...' * (len(names) > 1)}) begin with 4-bit "
+        "values: an earlier ZeroFP4Optimizer had their FP32 masters. Give that one as masters_from, or its "
+        "state_dict() to load_state_dict() before the first step",
+        stacklevel=5,
+    )

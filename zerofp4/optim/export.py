@@ -31,7 +31,8 @@ def master_state_dict(
     takes all of them, in the same order. `dict(master_state_dict(...))` is for safetensors and for
     save_pretrained(state_dict=...).
 
-    Raises TypeError for an optimizer that is no ZeroFP4Optimizer, and for a dtype that is not floating.
+    Raises TypeError for an optimizer that is no ZeroFP4Optimizer, and for a dtype that is not floating,
+    RuntimeError for an optimizer whose parameters a later one has taken over.
     """
     _check_arguments(optimizer, dtype)
     return _masters(model, optimizer, dtype)
@@ -40,6 +41,7 @@ def master_state_dict(
 def _check_arguments(optimizer: Any, dtype: torch.dtype) -> None:
     if not isinstance(optimizer, ShardedState):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
+    optimizer._shards.check_not_taken_over()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
 

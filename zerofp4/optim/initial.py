@@ -9,7 +9,7 @@ import torch.distributed as dist
 from zerofp4.distributed import Stage
 from zerofp4.engine import FlatBuffer, Sharding
 from zerofp4.shard import Shard, intersect
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor, note_master
 
 CHUNK = 1 << 22
 """Elements of an initial value that are sent at a time."""
@@ -44,6 +44,7 @@ def initialize_masters(buffer: FlatBuffer, held: Mapping[int, HeldMaster]) -> No
                 master[start : start + own.numel] = values[own.start : own.end]
         if hasattr(parameter, "clear_high_precision_init_val"):
             parameter.clear_high_precision_init_val()
+        note_master(parameter)
 
 
 Chunks = Callable[[int, int], torch.Tensor]

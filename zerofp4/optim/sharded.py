@@ -31,6 +31,11 @@ from zerofp4.shard import Shard
 from zerofp4.storage import record_of
 from zerofp4.tensors import NVFP4Tensor
 
+_TAKEN_OVER = (
+    "another ZeroFP4Optimizer was built over these parameters, which follow its masters now: go on with that "
+    "one and delete this one. A new optimizer takes over the masters of the one that it gets as masters_from"
+)
+
 
 class ShardedParameters:
     """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
@@ -44,6 +49,7 @@ class ShardedParameters:
     optimized[i]: what an optimizer updates of parameters[i]: nothing, the piece, or the matrices in it.
     found_inf: float32 [1], what the last publish() was given, or 1 where it left NVFP4 weights alone because
     of a NaN or Inf.
+    is_taken_over: whether a later optimizer has made parameters of these views of its own buffers.
 
     Building it is collective, and so are its methods. The parameters move into the buffers; the masters have
     no values until initialize_masters().
@@ -62,7 +68,7 @@ class ShardedParameters:
         as_made: bool = False,
         defers: bool = False,
     ):
-        self._world_size = world_size
+        self._world_size, self.is_taken_over = world_size, False
         self.parameters, self.names, self.updated = list(parameters), list(names), list(updated)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         numbers = amax_group_numbers(self.parameters, amax_groups)
@@ -157,8 +163,10 @@ class ShardedParameters:
         """An error for the first parameter, master or buffer that has moved since its address was taken.
 
         Looks at every address: whoever assigns the .data of a parameter or a master leaves no mark. It is the
-        only look of a step at all of them.
+        only look of a step at all of them. What a later optimizer has taken over does not come back.
         """
+        if self.is_taken_over:
+            return RuntimeError(_TAKEN_OVER)
         error = self._dense_addresses.find_moved()
         for plan in self._present_plans() if error is None else ():
             error = plan.find_moved()
@@ -173,9 +181,10 @@ class ShardedParameters:
         """Make the parameters views of the buffers again, with the buffers' values, and take all addresses
         anew. Not collective.
 
-        Raises ValueError, before anything has changed, for a parameter that has another shape, dtype, device
-        or kind than it was built with.
+        Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
+        or kind than it was built with, and RuntimeError where a later optimizer has taken parameters over.
         """
+        self.check_not_taken_over()
         for name, p, kind in zip(self.names, self.parameters, self._kinds, strict=True):
             if (kind_of(p), p.device) != kind:
                 raise ValueError(
@@ -189,6 +198,10 @@ class ShardedParameters:
             plan.refresh()
         self.take_amaxes_from(self._amaxes_from)
         self._take_addresses()
+
+    def check_not_taken_over(self) -> None:
+        if self.is_taken_over:
+            raise RuntimeError(_TAKEN_OVER)
 
     def initialize_masters(self, held: Mapping[int, HeldMaster]) -> None:
         """Give all masters rank 0's values of their parameters, or what is held of them elsewhere."""
@@ -243,6 +256,7 @@ class ShardedParameters:
         update: updates the masters of one buffer, and leaves their amaxes; without it they are as they are.
         error: what went wrong on this rank, which takes its part, without giving anything, and raises it.
         """
+        self.check_not_taken_over()
         self.settle()
         if found_inf is None:
             self.found_inf.zero_()

@@ -40,7 +40,7 @@ class ParameterWatch:
         self.world_size = max(buffer.world_size for buffer in shards.buffers)
         self._name_of = {id(parameter): name for parameter, name in pairs if parameter.requires_grad}
         self._replaced: list[torch.Tensor] = []
-        register_holder(self)
+        register_holder(self, self._trainable)
         self.accept_values()
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -50,6 +50,9 @@ class ParameterWatch:
     def note_replaced(self, parameter: torch.Tensor) -> None:
         """Of a parameter that is held: a module has another in its place now."""
         self._replaced.append(parameter)
+
+    def note_taken_over(self) -> None:
+        self._shards.is_taken_over = True
 
     def accept_values(self) -> None:
         """Take the present values of the weights for the optimizer's own."""

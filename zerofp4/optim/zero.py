@@ -83,7 +83,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     gradients are rounded): in a world of W, (W - 1) / W of a model's gradients as they travel. Weights are
     gathered by the same buckets.
     masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
-    that it trained, by identity, begin with its masters; its moments are not taken.
+    that it trained, by identity, begin with its masters; its moments are not taken. Without it the masters of
+    NVFP4 weights that an earlier optimizer trained begin with 4-bit values, which warns. Whatever an earlier
+    optimizer trained and this one does, it has given up: its step() and refresh() raise RuntimeError.
     on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
     nothing changes on any rank; found_inf is 1, skipped_steps counts it, first_nonfinite() names the
     parameter. "raise": every rank raises FloatingPointError, and nothing changes.
@@ -158,8 +160,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         parameters become views of the optimizer's buffers again, with the values that it gave them last, and
         all addresses are taken anew. What was assigned meanwhile is dropped. Not collective.
 
-        Raises ValueError, before anything has changed, for a parameter that has another shape, dtype, device
-        or kind than it was built with: build a new optimizer.
+        Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
+        or kind than it was built with (build a new optimizer), and RuntimeError where another
+        ZeroFP4Optimizer was built over these parameters since.
         """
         with torch.no_grad():
             self._shards.refresh()

@@ -4,7 +4,7 @@ from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.gradient_places import GradientPlace, gradient_place
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
 from zerofp4.tensors.held import check_not_held, find_in_no_module, register_holder
-from zerofp4.tensors.initial_value import INIT_VAL
+from zerofp4.tensors.initial_value import INIT_VAL, had_master, note_master
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from zerofp4.tensors.nvfp4 import NVFP4Tensor, empty, quantize_dequantize
@@ -28,6 +28,8 @@ __all__ = [
     "empty",
     "find_in_no_module",
     "gradient_place",
+    "had_master",
+    "note_master",
     "quantize",
     "quantize_dequantize",
     "quantize_grouped",

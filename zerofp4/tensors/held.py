@@ -6,6 +6,7 @@ import gc
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,9 @@ class Holder(Protocol):
     def note_replaced(self, parameter: torch.Tensor) -> None:
         """A module has given up a parameter that holds() is true for; another may still have it."""
 
+    def note_taken_over(self) -> None:
+        """Another holder has taken a parameter that holds() is true for."""
+
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 _warned: weakref.WeakSet[Holder] = weakref.WeakSet()
@@ -31,10 +35,16 @@ _hook: list[Any] = []
 """The handle of _note_replaced, once there is a holder."""
 
 
-def register_holder(holder: Holder) -> None:
-    """From now on, and for as long as it lives, the holder hears of its parameters being replaced."""
+def register_holder(holder: Holder, parameters: Iterable[torch.Tensor]) -> None:
+    """From now on, and for as long as it lives, the holder hears of its parameters being replaced, or taken
+    over by another. parameters: those that it holds, and that others held before.
+    """
     if not _hook:
         _hook.append(register_module_parameter_registration_hook(_note_replaced))
+    parameters = list(parameters)
+    for earlier in list(_holders):
+        if any(map(earlier.holds, parameters)):
+            earlier.note_taken_over()
     _holders.add(holder)
 
 

@@ -5,10 +5,30 @@ from collections.abc import Callable
 import torch
 
 from zerofp4 import ops
-from zerofp4.storage import NVFP4Storage, Storage, allocate
+from zerofp4.storage import NVFP4Storage, Storage, allocate, record_of
 
 INIT_VAL = "high_precision_init_val"
 """Where a record's attachments hold the value that convert_model quantized, on the CPU."""
+
+HAD_MASTER = "had_master"
+"""In a record's attachments where an optimizer has made a master of the value: what is in the codes since
+then is that master quantized.
+"""
+
+
+def note_master(parameter: torch.Tensor) -> None:
+    """An optimizer has made the parameter's master."""
+    record = record_of(parameter)
+    if record is not None:
+        record.attachments[HAD_MASTER] = True
+
+
+def had_master(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a quantized weight with a master, now or before, and nobody has written to the
+    weight since.
+    """
+    record = record_of(parameter)
+    return record is not None and HAD_MASTER in record.attachments
 
 
 def initial_value(record: NVFP4Storage) -> torch.Tensor | None:
@@ -46,6 +66,7 @@ def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
     """Values, which broadcast to the record's shape, have been written to it: where it has an initial value,
     they are it now, in the record's dtype as an ordinary parameter would hold them.
     """
+    record.attachments.pop(HAD_MASTER, None)
     if INIT_VAL not in record.attachments:
         return
     if ops.is_capturing(record.device):  # a copy to the host is no part of a graph
@@ -68,6 +89,7 @@ def take_initial_value(target: Storage, source: Storage) -> None:
     """The target, where it has an initial value, has got the source's bytes: it begins with what the source
     begins with.
     """
+    target.attachments.pop(HAD_MASTER, None)
     if target.attachments.pop(INIT_VAL, None) is None:
         return
     value = initial_value(source)

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from zerofp4.storage import Storage, record_of
-from zerofp4.tensors.initial_value import INIT_VAL
+from zerofp4.tensors.initial_value import HAD_MASTER, INIT_VAL
 
 
 def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
-    """A record of function(buffer) that also has a copy of the high-precision initial value."""
+    """A record of function(buffer) that begins with what the record begins with."""
     new = record.map(function)
+    if HAD_MASTER in record.attachments:
+        new.attachments[HAD_MASTER] = True
     if INIT_VAL in record.attachments:
         new.attachments[INIT_VAL] = record.attachments[INIT_VAL].clone()
     return new
