@@ -105,6 +105,14 @@ def device(request) -> torch.device:
 
 
 @pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def two_gpus(monkeypatch) -> None:
     """torch seems to see two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

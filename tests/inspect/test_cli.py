@@ -1,8 +1,11 @@
 """python -m zerofp4: its options, and what `info` says of installations that there are none of here."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +57,32 @@ def version(_):
 def test_the_module_runs(early):
     run = early(version)
     assert (run.returncode, run.stdout) == (0, f"zerofp4 {zerofp4.__version__}\n"), run.stderr
+
+
+# An editable installation finds the extension wherever Python runs.
+_NOT_EDITABLE = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
+runpy.run_module("zerofp4", run_name="__main__")
+"""
+
+
+def in_the_sources(folder):
+    """python -m zerofp4 info, where the package lies without its extension, which is installed elsewhere."""
+    package = Path(zerofp4.__file__).parent
+    shutil.copytree(package, folder / "zerofp4", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-c", _NOT_EDITABLE, "info"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.heavy
+@waits_for(in_the_sources)
+def test_sources_that_shadow_the_installation(early):
+    run = early(in_the_sources)
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 1 and last.startswith("ModuleNotFoundError: zerofp4._C, the compiled extension")
+    assert f"this source folder shadows the installation in {Path(zerofp4.__file__).parent}: run" in last
 
 
 def test_info_of_this_machine(capsys):

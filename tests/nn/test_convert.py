@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -261,17 +260,44 @@ def test_the_output_head_is_converted_only_where_the_filter_says_so():
     assert report.skipped == {"logits.weight": head, "lm_head.weight": "filter_fn is false for it"}
 
 
-def test_a_model_that_was_sharded_first_is_reported_and_warned_of():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.warns(UserWarning, match=r"nothing was converted: '0.weight' was sharded before .*fsdp2"):
-            report = zerofp4.convert_model(model)
-        assert report.converted == [] and list(report.skipped) == ["0.weight", "1.weight"]
-        assert all("it is a DTensor, sharded before" in reason for reason in report.skipped.values())
-    finally:
-        dist.destroy_process_group()
+def test_a_model_that_was_sharded_first_is_reported_and_warned_of(world_of_one):
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.warns(UserWarning, match=r"nothing was converted: '0.weight' was sharded before .*fsdp2"):
+        report = zerofp4.convert_model(model)
+    assert report.converted == [] and list(report.skipped) == ["0.weight", "1.weight"]
+    assert all("it is a DTensor, sharded before" in reason for reason in report.skipped.values())
+
+
+HOLDERS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1),
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_what_would_go_on_with_the_old_parameters_is_found(world_of_one, kind):
+    """It would train biases alone, or average nothing."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    before, other = list(model.parameters()), copy.deepcopy(model)
+    holder = HOLDERS[kind](model)
+    message = f"the weight of '0' is held by a {kind}, .* build the {kind} after the conversion"
+    with pytest.raises(RuntimeError, match=message):
+        zerofp4.convert_model(model)
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert zerofp4.convert_model(other).converted == ["0", "1"]  # which nobody holds
+    model[0].weight.requires_grad_(False)
+    assert zerofp4.convert_model(model, lambda module, name: name == "0").converted == ["0"]
+    holder.cycle = holder
+    del holder
+    assert zerofp4.convert_model(model).converted == ["1"]
+
+
+def test_a_model_inside_ddp_is_not_converted(world_of_one):
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(32, 64)))
+    with pytest.raises(RuntimeError, match=r"'module.0' is held by a DistributedDataParallel"):
+        zerofp4.convert_model(model)
 
 
 def test_a_root_that_is_a_linear_layer():

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from helpers import needs_gpu
-from optim_cases import make_gradients, make_net, make_parameters, set_gradients
+from optim_cases import assert_all_equal, make_gradients, make_net, make_parameters, set_gradients
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from zerofp4 import quantize
-from zerofp4.optim import ZeroFP4Optimizer, watch
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, watch
 
 
 def test_the_list_of_parameters_is_fixed(device):
@@ -28,6 +30,35 @@ def test_the_list_of_parameters_is_fixed(device):
                 call()
         undo()
     optimizer.step()
+
+
+def test_a_model_of_fully_shard(world_of_one):
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (1,)))
+    message = r"\[0\] '0.weight' is a DTensor.* leave out fully_shard, or .*fsdp2\.prepare\(model\).*attach\("
+    with pytest.raises(TypeError, match=message):
+        ZeroFP4Optimizer(net.named_parameters())
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
+def test_a_scheduler_of_the_inner_optimizer_does_not_go_unheard(device, optimizer_class):
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.parameters(), optimizer_class, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.inner, 1, gamma=0.5)
+    parameters = list(net.parameters())
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    scheduler.step()
+    before = optimizer.gathered_masters()
+    for call in (optimizer.step, optimizer.state_dict, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"inner optimizer had lr=0\.1 and has 0\.05, .*schedulers"):
+            call()
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    optimizer.inner.param_groups[0]["lr"] = 0.1
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    optimizer.step()
+    assert optimizer.inner.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_storage_that_was_replaced(device):

@@ -100,7 +100,6 @@ def test_a_write_after_forward_is_noticed_in_backward():
         (lambda t: torch._foreach_mul_([torch.ones(2), t], 2), "aten._foreach_mul_"),
         (lambda t: torch.add(torch.ones(48, 80), 1, out=t), "aten.add.out"),
         (lambda t: torch.mm(torch.ones(48, 2), torch.ones(2, 80), out=t), "aten.mm.out"),
-        (lambda t: torch.optim.SGD([t], lr=1.0).step(), "aten.add_"),
         (lambda t: t.apply_(lambda x: x), "apply_"),
         (lambda t: t.map2_(torch.ones(48, 80), torch.ones(48, 80), lambda x, y, z: x), "map2_"),
     ],
@@ -111,6 +110,17 @@ def test_other_writes_are_refused_and_say_what_to_do(act, name):
     t.grad = torch.ones(48, 80, dtype=t.dtype)
     with pytest.raises(RuntimeError, match=f"{name}.* writes to an NVFP4Tensor.*copy_ that, which requant"):
         act(t)
+    assert_record_equal(t, before)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_an_optimizer_of_torch_is_sent_to_ours(optimizer_class, foreach):
+    t = make("cpu")
+    before = t.clone()
+    t.grad = torch.ones(48, 80, dtype=t.dtype)
+    with pytest.raises(RuntimeError, match=r"writes to an NVFP4Tensor.* use zerofp4\.optim\.ZeroFP4Opt"):
+        optimizer_class([t], lr=1.0, weight_decay=0.1, foreach=foreach).step()
     assert_record_equal(t, before)
 
 

@@ -73,16 +73,16 @@ def convert_model(
     get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
     clear_high_precision_init_val() frees it: what a master weight should start from.
 
-    Raises RuntimeError, before anything is changed, when a weight to convert is on the meta device or held by
-    a ZeroFP4Optimizer, which would go on training the parameter that is replaced. Warns where parameters were
-    sharded before, as none of those is converted.
+    Raises RuntimeError, before anything is changed, when a weight to convert is on the meta device, or held
+    by an optimizer or DistributedDataParallel, which would go on with the parameter that is replaced: convert
+    the model first. Warns where parameters were sharded before, as none of those is converted.
     """
     report, chosen = choose_weights(model, filter_fn)
     for choice in chosen:
         if choice.parameter.is_meta:
             what = f"the weight of {choice.name!r}"
             raise RuntimeError(f"model: {what} is on the meta device: give it values first")
-        check_not_held(f"model: the weight of {choice.name!r}", choice.parameter)
+    check_not_held([(f"model: the weight of {choice.name!r}", choice.parameter) for choice in chosen])
     asked = layers and filter_fn is not None
     fusions = [find(model, filter_fn, report, chosen) for find in FUSIONS] if asked else []
     for choice in chosen:

@@ -4,6 +4,7 @@ device.py says where a call runs, stages.py, gather.py and update.py have the st
 one operator on given tensors each: schema, fake and backends. addresses.py asks whether storage has moved.
 """
 
+from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares

@@ -168,7 +168,7 @@ def unconvert_model(model: nn.Module, optimizer: ShardedState | None = None) -> 
     nothing has trained it since, else the values of its codes.
 
     Returns the names of the parameters. Raises RuntimeError, before anything is changed, for a weight that
-    another ZeroFP4Optimizer trains.
+    another optimizer or DistributedDataParallel holds.
     """
     if optimizer is not None:
         _check_arguments(optimizer, torch.float32)
@@ -179,9 +179,8 @@ def unconvert_model(model: nn.Module, optimizer: ShardedState | None = None) -> 
         if isinstance(parameter, QuantizedTensor)
     ]
     held = {} if optimizer is None else optimizer._shards.held_masters()
-    for module, name, full_name in found:
-        if id(module._parameters[name]) not in held:
-            check_not_held(full_name, module._parameters[name])
+    others = [(full_name, module._parameters[name]) for module, name, full_name in found]
+    check_not_held([(name, p) for name, p in others if id(p) not in held])
     made: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module, name, _ in found:

@@ -9,6 +9,13 @@ from zerofp4.optim.classes import InnerClass, check_values, class_numbers
 from zerofp4.optim.inner import copy_options, heeds_found_inf, options, reads_clip_factor, step_masters
 
 
+def _differs(value: Any, other: Any) -> bool:
+    """Whether an option is another one. What is in a tensor is not looked at: groups share it."""
+    if value is other:
+        return False
+    return isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other
+
+
 class InnerOptimizers:
     """What updates the masters, with groups that are those of the parameters but for what is in them.
 
@@ -33,6 +40,11 @@ class InnerOptimizers:
             ]
             inner = self._classes[self._numbers.index(number)]
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
+        self._note_options()
+
+    def _note_options(self) -> None:
+        """The options of `all` are those of the groups of parameters from now on."""
+        self._noted = [options(group) for group in self.param_groups]
 
     def _of(self, number: int, by_group: Sequence) -> list:
         """Of what there is by group, that of the groups of one optimizer."""
@@ -45,10 +57,23 @@ class InnerOptimizers:
         return [next(groups[number]) for number in self._numbers]
 
     def push_options(self, param_groups: Sequence[dict]) -> None:
+        """Raises RuntimeError for an option that others have changed in `all` since, as a scheduler of one of
+        them does: it would be undone.
+        """
+        for g, (group, noted) in enumerate(zip(self.param_groups, self._noted, strict=True)):
+            for key, value in noted.items():
+                if _differs(group.get(key), value):
+                    raise RuntimeError(
+                        f"group {g} of the inner optimizer had {key}={value!r} and has {group.get(key)!r}, "
+                        "which param_groups of the ZeroFP4Optimizer would undo: change these, and build "
+                        "schedulers over the ZeroFP4Optimizer"
+                    )
         copy_options(param_groups, self.param_groups)
+        self._note_options()
 
     def pull_options(self, param_groups: Sequence[dict]) -> None:
         copy_options(self.param_groups, param_groups)
+        self._note_options()
 
     # A step
 

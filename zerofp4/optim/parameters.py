@@ -36,6 +36,12 @@ def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
         if id(parameter) in seen:
             raise ValueError(f"{name} is the same parameter as {seen[id(parameter)]}")
         seen[id(parameter)] = name
+        if hasattr(parameter, "to_local"):
+            raise TypeError(
+                f"{name} is a DTensor, and ZeroFP4Optimizer shards masters of whole parameters: leave out "
+                "fully_shard, or call zerofp4.integrations.fsdp2.prepare(model) before it and attach(model, "
+                "optimizer) with an optimizer of torch.optim"
+            )
         if parameter.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {parameter.layout}")
         if parameter.dtype not in WEIGHT_DTYPES:

@@ -221,10 +221,10 @@ class SteppedOptimizer(CapturedSteps):
 
     def _prepare(self, gradients: Sequence[torch.Tensor | None], reduce: bool) -> PreparedStep | None:
         """Have what the step needs; None for one that does one thing after the other."""
+        self._push_options()
         if not self._can_update_in_buckets():
             self._shards.make_gradients()
             return None
-        self._push_options()
         present = self._votes.expected(gradients)
         factor = None if reduce else self._factor
         begun_with = gradients if reduce or self._reducer.gradients_are_means else None
@@ -286,7 +286,6 @@ class SteppedOptimizer(CapturedSteps):
 
     def _update_masters(self, present: Sequence[bool]) -> None:
         """Step the inner optimizers, with gradients of the parameters that have one on any rank."""
-        self._push_options()
         factor = None if self._reduced is None else self._factor
         if factor is not None and not self.inners.read_clip_factor():
             torch._foreach_mul_([buffer.gradients for buffer in self._shards.buffers], factor)

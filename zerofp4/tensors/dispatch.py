@@ -15,6 +15,14 @@ _SHARDS, _DISTRIBUTES = "torch.distributed.fsdp", "torch.distributed.tensor"
 _READS = "torch.distributed._shard"
 """Where torch.distributed.checkpoint takes the part of a tensor that a chunk of a checkpoint is read into."""
 
+_WAYS = {
+    "torch.optim": "use zerofp4.optim.ZeroFP4Optimizer(params, optimizer_class, ...), in which torch.optim "
+    "updates FP32 masters",
+    "peft": "call zerofp4.unconvert_model(model) before weights are merged",
+}
+"""What to do in place of writing to a quantized tensor, by the modules that do."""
+_OTHER_WAY = "compute the new values in a plain tensor and copy_ that, which requantizes"
+
 _BETWEEN = ("zerofp4.tensors.", "torch._", "torch.utils.", "torch.distributed.distributed_c10d")
 _BETWEEN += ("torch.distributed.c10d_logger",)
 """Modules whose frames lie between an operator and who asked for it."""
@@ -49,10 +57,9 @@ def _refuse_writes(func, args: tuple, kwargs: dict) -> None:
 
 
 def writes(tensor) -> str:
-    return (
-        f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: "
-        "compute the new values in a plain tensor and copy_ that, which requantizes"
-    )
+    module = _who_asks()
+    way = next((way for name, way in _WAYS.items() if f"{module}.".startswith(f"{name}.")), _OTHER_WAY)
+    return f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: {way}"
 
 
 def _refuse_to_be_cut(func) -> None:

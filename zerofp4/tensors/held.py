@@ -6,7 +6,7 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,21 +57,43 @@ def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> Non
                 holder.note_replaced(old)
 
 
-def check_not_held(name: str, parameter: torch.Tensor) -> None:
-    """Raises RuntimeError for a parameter that is about to be replaced and that an optimizer holds."""
-    if not _is_held(parameter):
+def check_not_held(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raises RuntimeError for the first of these parameters, which are to be replaced, that an optimizer or
+    DistributedDataParallel holds. Looks at every object of the interpreter.
+    """
+    found = _find_held(named)
+    if found is None:
         return
-    gc.collect()  # an optimizer that was deleted may be in a cycle
-    if _is_held(parameter):
+    gc.collect()  # what was deleted may be in a cycle
+    found = _find_held(named)
+    if found is not None:
+        name, owner = found
         raise RuntimeError(
-            f"{name} is held by a ZeroFP4Optimizer, which would go on training the parameter that is to be "
-            "replaced: convert a model before its optimizer is built, or delete that optimizer first"
+            f"{name} is held by a {owner}, which would go on using the parameter that is to be replaced: "
+            f"build the {owner} after the conversion, or delete that one first"
         )
 
 
-def _is_held(parameter: torch.Tensor) -> bool:
-    return any(holder.holds(parameter) for holder in list(_holders))
+def _find_held(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
+    """The name of one that is held, and what holds it."""
+    owner_of: dict[int, str] = {}
+    for owner in [o for o in gc.get_objects() if issubclass(type(o), _OWNERS)] if named else ():
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else _optimized(owner)
+        owner_of |= {id(p): type(owner).__name__ for p in parameters if p.requires_grad}
+    for name, parameter in named:
+        trained = any(holder.holds(parameter) for holder in list(_holders))  # also one that was frozen since
+        owner = "ZeroFP4Optimizer" if trained else owner_of.get(id(parameter))
+        if owner is not None:
+            return name, owner
+    return None
 
+
+def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+_OWNERS = (torch.optim.Optimizer, nn.parallel.DistributedDataParallel)
+"""What keeps the very parameters that it was built with."""
 
 _CLIP = nn.utils.clip_grad.__file__
 

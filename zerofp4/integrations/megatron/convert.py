@@ -24,8 +24,8 @@ def convert_model(
     columnwise: keep the transposed copy too. Megatron's own layers dequantize the weight and do not read it.
 
     Call it after install(), on every rank alike, before DistributedDataParallel lays the parameters out:
-    RuntimeError else, also for a weight on the meta device or held by a ZeroFP4Optimizer, before anything
-    is changed.
+    RuntimeError else, also for a weight on the meta device or held by an optimizer, before anything is
+    changed.
     """
     if not is_installed():
         raise RuntimeError("call zerofp4.integrations.megatron.install() first: Megatron would not cast them")
@@ -44,6 +44,7 @@ def convert_model(
                 continue
             _check_free(full, parameter)
             chosen.append((module_name, module, parameter))
+    check_not_held([(f"model: the weight of {name!r}", parameter) for name, _, parameter in chosen])
     for module_name, module, parameter in chosen:
         module.weight = primary_parameter(parameter, module_name, columnwise)
         report.converted.append(module_name)
@@ -57,7 +58,6 @@ def _check_free(name: str, parameter: nn.Parameter) -> None:
         raise RuntimeError(
             f"model: {name!r} is in a buffer of DistributedDataParallel: convert it before that"
         )
-    check_not_held(f"model: {name!r}", parameter)
 
 
 def _why_not(
