@@ -171,6 +171,11 @@ def models_out(folder: str) -> None:
         assert_type(key, str)
         assert_type(master, Tensor)
     zerofp4.save_safetensors(model, optimizer, folder, torch.float32)
+    averages = zerofp4.optim.AveragedMasters(optimizer, decay=0.99)
+    averages.update()
+    assert_type(averages.state_dict(), dict[str, Any])
+    averages.load_state_dict(averages.state_dict())
+    assert_type(dict(zerofp4.master_state_dict(model, averages)), dict[str, Tensor])
     zerofp4.plain_state_dict(model)
     assert_type(zerofp4.unconvert_model(model, optimizer), list[str])
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerofp4.distributed import attempt, exchange, rank_and_size
+from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.sharded_piece import gathered, make_piece
 from zerofp4.optim.state import ShardedState
@@ -20,12 +21,13 @@ SHARD_BYTES = 5 * 10**9
 
 
 def master_state_dict(
-    model: nn.Module, optimizer: ShardedState, dtype: torch.dtype = torch.float32
+    model: nn.Module, optimizer: ShardedState | AveragedMasters, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(key, tensor) for each key of model.state_dict(), in its order, whole on every rank.
 
-    A parameter that the optimizer trains has its FP32 master's values, any other parameter its own, rounded
-    to dtype; buffers stay as they are. Each tensor has memory of its own, tied ones too.
+    A parameter that the optimizer trains has its FP32 master's values, or with AveragedMasters in place of
+    the optimizer their average, any other parameter its own, rounded to dtype; buffers stay as they are. Each
+    tensor has memory of its own, tied ones too.
 
     Collective: one tensor is gathered at a time, so that no rank holds the model in FP32, and every rank
     takes all of them, in the same order. `dict(master_state_dict(...))` is for safetensors and for
@@ -34,24 +36,27 @@ def master_state_dict(
     Raises TypeError for an optimizer that is no ZeroFP4Optimizer, and for a dtype that is not floating,
     RuntimeError for an optimizer whose parameters a later one has taken over.
     """
-    _check_arguments(optimizer, dtype)
-    return _masters(model, optimizer, dtype)
+    return _masters(model, *_find_masters(optimizer, dtype), dtype)
 
 
-def _check_arguments(optimizer: Any, dtype: torch.dtype) -> None:
+def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ShardedState, dict[int, HeldMaster]]:
+    """The optimizer, and this rank's pieces of its masters or their averages, by the identity of the
+    parameter. source: the optimizer, or AveragedMasters of it.
+    """
+    optimizer = source.optimizer if isinstance(source, AveragedMasters) else source
     if not isinstance(optimizer, ShardedState):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
     optimizer._shards.check_not_taken_over()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
+    return optimizer, (optimizer._shards if source is optimizer else source).held_masters()
 
 
 @torch.no_grad()
 def _masters(
-    model: nn.Module, optimizer: ShardedState, dtype: torch.dtype
+    model: nn.Module, optimizer: ShardedState, held: dict[int, HeldMaster], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    held = optimizer._shards.held_masters()
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue  # a module's extra state
@@ -83,7 +88,7 @@ def parameter_values(
 
 def save_safetensors(
     model: nn.Module,
-    optimizer: ShardedState,
+    optimizer: ShardedState | AveragedMasters,
     folder: str | os.PathLike,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
@@ -94,7 +99,7 @@ def save_safetensors(
     index last. What rank 0 raises (ImportError without the package safetensors, OSError) the others raise as
     a RuntimeError. Raises ValueError where ranks train different parameters.
     """
-    _check_arguments(optimizer, dtype)
+    optimizer, masters = _find_masters(optimizer, dtype)
     group = optimizer.process_group()
     writes = rank_and_size(group)[0] == 0
     if optimizer.has_other_parameters_elsewhere():
@@ -108,7 +113,7 @@ def save_safetensors(
         files, error = attempt(_plan, model, folder, dtype)
     exchange(None, error, group, "save_safetensors()")
     held: dict[str, torch.Tensor] = {}
-    for key, tensor in _masters(model, optimizer, dtype):
+    for key, tensor in _masters(model, optimizer, masters, dtype):
         if not writes or error is not None:
             continue  # the others wait in the gathers: an error is told at the end
         held[key] = tensor.cpu().contiguous()
@@ -160,25 +165,25 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         index.replace(index.with_suffix(".json"))
 
 
-def unconvert_model(model: nn.Module, optimizer: ShardedState | None = None) -> list[str]:
+def unconvert_model(model: nn.Module, optimizer: ShardedState | AveragedMasters | None = None) -> list[str]:
     """Replace quantized weights, in place, by ordinary parameters of their dtype, shape and requires_grad.
 
-    optimizer: that of the weights, whose masters give the values; then it is collective, and the optimizer is
-    of no more use: its step() raises. Without one a weight has what it held before it was converted, if
-    nothing has trained it since, else the values of its codes.
+    optimizer: that of the weights, whose masters give the values, or AveragedMasters of it; then it is
+    collective, and the optimizer is of no more use: its step() raises. Without one a weight has what it held
+    before it was converted, if nothing has trained it since, else the values of its codes.
 
     Returns the names of the parameters. Raises RuntimeError, before anything is changed, for a weight that
     another optimizer or DistributedDataParallel holds.
     """
+    held: dict[int, HeldMaster] = {}
     if optimizer is not None:
-        _check_arguments(optimizer, torch.float32)
+        optimizer, held = _find_masters(optimizer, torch.float32)
     found = [
         (module, name, f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
         for name, parameter in module._parameters.items()
         if isinstance(parameter, QuantizedTensor)
     ]
-    held = {} if optimizer is None else optimizer._shards.held_masters()
     others = [(full_name, module._parameters[name]) for module, name, full_name in found]
     check_not_held([(name, p) for name, p in others if id(p) not in held])
     made: dict[int, nn.Parameter] = {}

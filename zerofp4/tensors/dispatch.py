@@ -15,7 +15,10 @@ _SHARDS, _DISTRIBUTES = "torch.distributed.fsdp", "torch.distributed.tensor"
 _READS = "torch.distributed._shard"
 """Where torch.distributed.checkpoint takes the part of a tensor that a chunk of a checkpoint is read into."""
 
+_AVERAGES = "torch.optim.swa_utils"
+"""Its AveragedModel copies averages into a copy of the model."""
 _WAYS = {
+    _AVERAGES: "use zerofp4.optim.AveragedMasters(optimizer, decay), which averages FP32 masters",
     "torch.optim": "use zerofp4.optim.ZeroFP4Optimizer(params, optimizer_class, ...), in which torch.optim "
     "updates FP32 masters",
     "peft": "call zerofp4.unconvert_model(model) before weights are merged",
@@ -143,6 +146,8 @@ def _check_memory(record: Storage) -> None:
 
 def _copy_(target, source, non_blocking=False):
     mine, other = record_of(target), record_of(source)
+    if mine is not None and _who_asks() == _AVERAGES:
+        raise RuntimeError("AveragedModel" + writes(target))
     if mine is None:
         return target.copy_(plain(source, target.dtype), non_blocking)
     _check_memory(mine)

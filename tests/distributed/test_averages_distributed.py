@@ -1,0 +1,97 @@
+"""AveragedMasters: an average of masters that are sharded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import assert_bytes_equal
+
+import zerofp4
+from distributed.cases import shared_folder
+from distributed.checkpoint_cases import build, make_model, run
+from distributed.run import on_ranks
+from zerofp4.optim import AveragedMasters
+
+DECAY = 0.9
+
+
+def averaged(world, steps=3, case="adamw", **options):
+    """A model, its optimizer, the averages, and what they have to be: by hand, of whole masters."""
+    model = make_model(world)
+    optimizer = build(model, case, **options)
+    averages = AveragedMasters(optimizer, DECAY)
+    expected = dict(zerofp4.master_state_dict(model, optimizer))
+    for step in range(steps):
+        run(model, optimizer, [step])
+        averages.update()
+        expected = by_hand(expected, model, optimizer)
+    return model, optimizer, averages, expected
+
+
+def by_hand(expected, model, optimizer):
+    masters = dict(zerofp4.master_state_dict(model, optimizer))
+    return {name: DECAY * expected[name] + (1 - DECAY) * masters[name] for name in masters}
+
+
+def check(model, averages, expected):
+    found = dict(zerofp4.master_state_dict(model, averages))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        if name != "frozen":
+            assert_bytes_equal(value, expected[name], name)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("case", ["adamw", "fused", "muon"])
+def test_the_average_is_that_of_whole_masters(world, case):
+    model, optimizer, averages, expected = averaged(world, case=case)
+    check(model, averages, expected)
+    model.cube.grad = torch.full_like(model.cube, math.nan)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    averages.update()
+    check(model, averages, by_hand(expected, model, optimizer))
+
+
+@on_ranks(1, 2)
+def test_averages_are_saved_and_loaded(world):
+    _, _, averages, expected = averaged(world)
+    path = shared_folder(world)
+    dcp.save({"averages": averages}, checkpoint_id=path)
+    other, optimizer, loaded, _ = averaged(world, steps=1)
+    dcp.load({"averages": loaded}, checkpoint_id=path)
+    check(other, loaded, expected)
+    run(other, optimizer, [1])
+    loaded.update()
+    check(other, loaded, by_hand(expected, other, optimizer))
+    loaded.load_state_dict(averages.state_dict())
+    check(other, loaded, expected)
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    other = make_model(world)
+    loaded = AveragedMasters(build(other, group=alone), DECAY)
+    dcp.load({"averages": loaded}, checkpoint_id=path, no_dist=True)
+    check(other, loaded, expected)
+
+
+@on_ranks(1, 2)
+def test_averages_that_lack_one_are_refused_on_every_rank(world):
+    model, _, averages, expected = averaged(world)
+    state = averages.state_dict()
+    if world.rank == world.world_size - 1:
+        state["state"].popitem()
+    with pytest.raises(ValueError, match=r"'?\w+(\.\w+)?\.average must be .*, got None"):
+        averages.load_state_dict(state)
+    check(model, averages, expected)
+
+
+@on_ranks(1, 2)
+def test_an_ordinary_model_of_averages(world):
+    model, _, averages, expected = averaged(world)
+    zerofp4.unconvert_model(model, averages)
+    for p, name in ((model.first.weight, "first.weight"), (model.second.weight, "second.weight")):
+        assert type(p) is torch.nn.Parameter
+        assert_bytes_equal(p.detach(), expected[name].to(p.dtype), name)

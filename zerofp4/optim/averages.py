@@ -1,0 +1,95 @@
+"""An exponential moving average of the masters of a ZeroFP4Optimizer."""
+
+from typing import Any
+
+import torch
+
+from zerofp4.distributed import attempt, exchange
+from zerofp4.optim.initial import HeldMaster
+from zerofp4.optim.loading import load_error, pieces_of
+from zerofp4.optim.piece import Piece
+from zerofp4.optim.sharded_piece import make_piece
+from zerofp4.optim.state import ShardedState
+
+
+class AveragedMasters:
+    """An exponential moving average (EMA) of the FP32 masters of a ZeroFP4Optimizer, sharded as they are.
+
+    optimizer: of the masters; the average begins with what they are now. decay: the share of the average that
+    an update keeps, from 0 to 1.
+
+    Call update() after each step. It takes no part in collectives, and the average takes 4 bytes for each
+    element of this rank's slice. No value of it is ever quantized. master_state_dict(model, averages),
+    save_safetensors(model, averages, folder) and unconvert_model(model, averages) give it in the model's own
+    keys; state_dict() and load_state_dict() are for torch.distributed.checkpoint, in a world of any size.
+
+    Raises TypeError for what is no ZeroFP4Optimizer, ValueError for a decay out of range.
+    """
+
+    def __init__(self, optimizer: ShardedState, decay: float = 0.999):
+        if not isinstance(optimizer, ShardedState):
+            raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay must be from 0 to 1, got {decay}")
+        self.optimizer, self.decay = optimizer, decay
+        self._slices = [buffer.masters.clone() for buffer in optimizer._shards.buffers]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """average = decay * average + (1 - decay) * master: three operations, each rounded to FP32, so that
+        the bits do not depend on the number of ranks.
+
+        A step that was skipped has left the masters as they were. Raises RuntimeError where another
+        ZeroFP4Optimizer was built over the parameters.
+        """
+        self.optimizer._shards.check_not_taken_over()
+        for average, buffer in zip(self._slices, self.optimizer._shards.buffers, strict=True):
+            average.mul_(self.decay).add_(buffer.masters * (1 - self.decay))
+
+    def held_masters(self) -> dict[int, HeldMaster]:
+        """This rank's pieces of the averages, by the identity of the parameter."""
+        shards, pieces = self.optimizer._shards, {}
+        for buffer, average in zip(shards.buffers, self._slices, strict=True):
+            pieces |= zip(map(id, buffer.parameters), buffer.own_views(average), strict=True)
+        return {key: held._replace(piece=pieces[key]) for key, held in shards.held_masters().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Pieces in the parameters' shapes, as those of the optimizer's state_dict(), and no copies. For
+        torch.distributed.checkpoint the optimizer needs names (named_parameters()).
+        """
+        optimizer, held, state = self.optimizer, self.held_masters(), {}
+        numbers, refusals = optimizer._numbers(), optimizer._saved_names.refusals
+        for parameter, refusal in zip(optimizer._shards.parameters, refusals, strict=True):
+            own, (_, number) = held[id(parameter)], numbers[id(parameter)]
+            values = self._slices[0][:0] if own.piece is None else own.piece
+            piece = make_piece(values, parameter.shape, own.shard.start, optimizer.home_of(parameter))
+            piece.label = None if number.name is None else f"{number.name}.average"
+            piece.refusal = refusal
+            state[number] = {"average": piece}
+        return {"state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of averages. Collective: what does not fit on a rank raises TypeError or
+        ValueError on all of them, and nothing changes.
+        """
+        found, error = attempt(self._read, state_dict)
+        error = None if error is None else load_error(error)
+        exchange(None, error, self.optimizer.process_group(), "load_state_dict() of averages")
+        for own, values in found:
+            own.copy_(values)
+        for piece in pieces_of(state_dict):
+            piece.settle()
+
+    def _read(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each parameter this rank's piece of the average, and what it is to be."""
+        state, found = state_dict["state"], []
+        for number, entries in self.state_dict()["state"].items():
+            own, given = entries["average"], state.get(number, {}).get("average")
+            what = own.label or f"the average of parameter {int(number)}"
+            if not isinstance(given, Piece) or (given.shape, given.shard) != (own.shape, own.shard):
+                raise ValueError(f"state_dict: {what} must be {own}, got {given}")
+            if given.has_unread():
+                raise ValueError(f"state_dict: {what} is not whole in the checkpoint")
+            found.append((own.values, given.present()))
+        return found
