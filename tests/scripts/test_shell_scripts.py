@@ -199,3 +199,25 @@ def test_the_demo_takes_an_installed_package_that_can_be_imported(tmp_path, sour
         (tmp_path / name / "__init__.py").write_text(text)
     assert serves(tmp_path, "any") == works
     assert not serves(tmp_path, "checkout"), "the tests are of this checkout"
+
+
+# What cannot be installed
+
+STUBS = "has_torch() { true; }; is_installed() { true; }; fetch_megatron() { :; }"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("ci", ["true", ""])
+def test_ci_fails_where_a_tool_cannot_be_installed(ci):
+    command = f'. "{SCRIPTS}/setup_env.sh"; {STUBS}; missing() {{ printf "%s\\n" no-such-tool==1 pip; }}; '
+    command += "set -euo pipefail; setup_environment test checkout"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PIP_NO_INDEX": "1", "CI": ci, "PATH": path}
+    run = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    if ci:
+        assert run.returncode != 0
+        assert "error: no-such-tool==1 could not be installed, and CI needs it" in run.stderr
+    else:
+        assert run.returncode == 0, run.stderr
+        assert "no-such-tool==1 could not be installed: what needs it is skipped" in run.stdout
+        assert "installing pip" in run.stdout, "the next one is installed all the same"
