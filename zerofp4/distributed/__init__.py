@@ -11,7 +11,6 @@ from zerofp4.distributed.collectives import (
     start_reduce_max,
     timeout_seconds,
 )
-from zerofp4.distributed.on_host import connect_on_host, has_cpu_backend, reduce_max_on_host
 from zerofp4.distributed.ownership import check_disjoint, check_ownership
 from zerofp4.distributed.packed_gather import PackedGather
 from zerofp4.distributed.phases import PHASES, PREFIX, in_phase
@@ -29,14 +28,11 @@ __all__ = [
     "attempt",
     "check_disjoint",
     "check_ownership",
-    "connect_on_host",
     "exchange",
     "first_difference",
-    "has_cpu_backend",
     "in_phase",
     "rank_and_size",
     "reduce_max",
-    "reduce_max_on_host",
     "resolve_group",
     "start_exchange",
     "start_reduce_max",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import attempt, connect_on_host, exchange, reduce_max_on_host
+from zerofp4.distributed import attempt, exchange
 from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, placement_of
 from zerofp4.integrations.fsdp2.state import prepared_weights
 from zerofp4.integrations.fsdp2.weight import Weight
@@ -29,9 +29,9 @@ def attach(
     prepare says what modules compute with.
 
     A step makes one all-reduce over the ranks that the weights are sharded over. Frozen weights are cast
-    once. Where masters were written to in another way (load_state_dict, torch.distributed.checkpoint), the
-    next forward of the model casts them, if on any rank they were; the ranks ask each other before each
-    forward, on the host. A FusedAdamW leaves the amaxes for the cast.
+    once. After load_state_dict of the model, or of modules in it, which every rank calls alike, the next
+    forward of the model casts what was loaded. Whoever writes to masters in another way calls refresh().
+    A FusedAdamW leaves the amaxes for the cast.
 
     Raises RuntimeError where prepare, fully_shard, values or the optimizer are missing or the model is
     attached already, ValueError for a way of sharding that is not supported; on all ranks that the model is
@@ -79,9 +79,7 @@ class Attachment:
         self._model, self._weights = model, weights
         held = [optimizer for optimizer, *_ in shares]
         self._casters = [Caster(*share, leaves_amaxes=held.count(share[0]) == 1) for share in shares]
-        self._votes = _votes(self._casters)
-        for caster in self._casters:
-            caster.cast()
+        self.refresh()
         self._handles = [
             model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         ]
@@ -95,6 +93,12 @@ class Attachment:
             flag = caster.plan.found_inf
             found[flag.device] = torch.maximum(found.get(flag.device, flag), flag)
         return found
+
+    def refresh(self) -> None:
+        """Cast the masters as they are now. Collective: every rank calls it after masters were written to by
+        anything but the optimizer and load_state_dict, such as a dcp.load into model.state_dict().
+        """
+        _cast(self._casters)
 
     def check(self) -> None:
         """Wait for the last casts. Raises RuntimeError where some rank kept all from casting."""
@@ -110,8 +114,7 @@ class Attachment:
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        for vote in self._votes:
-            vote.cast_what_is_stale()
+        _cast([c for c in self._casters if any(weight.was_loaded for weight in c.weights)])
         for owner in self._sharded_modules_gathered_before():
             owner.reshard()
 
@@ -162,9 +165,6 @@ class Caster:
         if self._leaves_amaxes:
             self.optimizer.offer_amaxes(self.plan)
 
-    def is_stale(self) -> bool:
-        return any(weight.is_stale() for weight in self.weights)
-
     def register_hooks(self) -> list:
         if self.optimizer is None:
             return []
@@ -201,6 +201,13 @@ class Caster:
             self._places = places
             self._offer()
         return masters
+
+
+def _cast(casters: list[Caster]) -> None:
+    """Every rank casts all of them, whatever goes wrong with one, and raises the first error at the end."""
+    errors = [error for caster in casters if (error := attempt(caster.cast)[1]) is not None]
+    if errors:
+        raise errors[0]
 
 
 Share = tuple[torch.optim.Optimizer | None, dist.ProcessGroup, list[Weight], list[list[NVFP4Storage]]]
@@ -244,33 +251,3 @@ def _amax_groups(weights: list[Weight]) -> list[list[NVFP4Storage]]:
                 "to one optimizer and be sharded over the same ranks"
             )
     return [[weight.record for weight in group] for group in groups.values()]
-
-
-class _Vote:
-    """Whether ranks that share weights have to cast them before a forward, asked on the host: no rank waits
-    for its device, and none goes on without the others.
-    """
-
-    def __init__(self, casters: list[Caster]):
-        self._casters = casters
-        self._group = casters[0].group
-        connect_on_host(self._group, casters[0].weights[0].placement.device)
-
-    def cast_what_is_stale(self) -> None:
-        """Collective."""
-        own, error = attempt(lambda: [caster.is_stale() for caster in self._casters])
-        votes = torch.tensor([*(own or [False] * len(self._casters)), error is not None], dtype=torch.int32)
-        reduce_max_on_host(votes, self._group, "finding out which weights are to be cast")
-        *stale, failed = votes.tolist()
-        if failed:
-            raise error or RuntimeError("another rank cannot cast its masters, and says why")
-        for caster, is_stale in zip(self._casters, stale, strict=True):
-            if is_stale:
-                caster.cast()
-
-
-def _votes(casters: list[Caster]) -> list[_Vote]:
-    by_ranks: dict[tuple, list[Caster]] = {}
-    for caster in casters:
-        by_ranks.setdefault(tuple(dist.get_process_group_ranks(caster.group)), []).append(caster)
-    return [_Vote(members) for members in by_ranks.values()]

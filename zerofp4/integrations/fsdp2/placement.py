@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zerofp4.distributed import has_cpu_backend
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.integrations.fsdp2.master import MasterShard
 from zerofp4.integrations.fsdp2.weight import Placement, Weight
@@ -126,11 +125,19 @@ def _check_supported(weight: Weight, group, param) -> None:
             f"{weight.name!r} after the forward pass, which torch cannot do with what is gathered by an "
             "extension: give True or False"
         )
-    if param.offload_to_cpu and not has_cpu_backend(param.mesh_info.shard_process_group):
+    if param.offload_to_cpu and not _has_cpu_backend(param.mesh_info.shard_process_group):
         raise ValueError(
             f"{weight.name!r} is offloaded to the CPU, where its amax has to be reduced, and the process "
             "group has no backend for it: init_process_group('cpu:gloo,cuda:nccl')"
         )
+
+
+def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_dtypes(sharded: Sharded) -> None:

@@ -40,6 +40,8 @@ def _unwrap(module: nn.Module, state_dict: dict, prefix: str, local_metadata: di
 
 
 def _take_over(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *_) -> None:
+    for weight in vars(module)[_WEIGHTS].values():
+        weight.was_loaded = True
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, weight in vars(module)[_WEIGHTS].items():

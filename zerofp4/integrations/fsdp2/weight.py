@@ -67,6 +67,8 @@ class Weight:
         self._casts = self._gathered_casts = 0
         self.writes = 0
         """How often its master was written to, through whichever tensor."""
+        self.was_loaded = False
+        """Whether load_state_dict has written to the master since the last cast, as it has on every rank."""
         self.amax_group: list[Weight] | None = None
         """The weights that it shares its amax with, itself among them."""
 
@@ -124,7 +126,7 @@ class Weight:
 
     def note_cast(self, local: torch.Tensor) -> None:
         """The codes are those of the master, which lies here, as it is now, with the scales of the record."""
-        self._casts += 1
+        self._casts, self.was_loaded = self._casts + 1, False
         self._place, self._version = (local.data_ptr(), self.writes), _version(local)
 
     def note_moved(self, local: torch.Tensor) -> None:
@@ -142,9 +144,6 @@ class Weight:
             if self._version == version:
                 return True
         return self._place is not None and not local.numel()
-
-    def is_stale(self) -> bool:
-        return not self.is_current(self.master())
 
     def is_gathered_before_cast(self) -> bool:
         """Whether the module computes with what was gathered before the last cast."""
@@ -173,11 +172,10 @@ class Weight:
     def _check_current(self) -> None:
         if self._place is None:
             raise RuntimeError(f"{self.name!r} {NOT_ATTACHED}")
-        if self.is_stale():
+        if not self.is_current(self.master()):
             raise RuntimeError(
-                f"the master of {self.name!r} was written to since it was cast: the forward pass of the "
-                "model that attach was called with casts anew, on all ranks; unshard() and the forward of a "
-                "part of it do not"
+                f"the master of {self.name!r} was written to since it was cast: call refresh() of what "
+                "attach returned, on every rank (after load_state_dict the forward of the model does it)"
             )
 
     def gathered(self, outputs: tuple[torch.Tensor], out: torch.Tensor | None):
