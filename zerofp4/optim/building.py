@@ -63,6 +63,7 @@ from zerofp4.optim.parameters import (
     parameter_names,
 )
 from zerofp4.optim.rounds import Rounds
+from zerofp4.optim.save_id import draw_token
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import SpareMemory
 from zerofp4.optim.stepping import SteppedOptimizer
@@ -123,7 +124,8 @@ class BuiltOptimizer(SteppedOptimizer):
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
         announcement = None if checked is None else checked.announcement
-        announced = exchange(announcement, error, group, "building ZeroFP4Optimizer")
+        told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
+        announced, (self._token, *_) = zip(*told, strict=True)
         check_announcements(announced)
         transport, why_collective = check_transport(choices.transport, announced)
         if transport == "auto" and choices.accumulate == "sharded":

@@ -13,6 +13,7 @@ from zerofp4.optim.entries import Found, Problems, Target, find, shown
 from zerofp4.optim.inner import options
 from zerofp4.optim.matching import Match, check_form
 from zerofp4.optim.piece import Home, Piece
+from zerofp4.optim.save_id import SavesRead, saves_read
 from zerofp4.optim.sealing import DamagedFileError, SealedTuple, same_values
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -60,6 +61,13 @@ def pieces_of(state_dict: Mapping) -> Iterator[Piece]:
 def was_read(state_dict: Mapping) -> bool:
     """Whether torch.distributed.checkpoint has read a checkpoint into the pieces of a state dict."""
     return any(piece.asked for piece in pieces_of(state_dict))
+
+
+def find_saves(state_dict: Mapping, present: str) -> SavesRead:
+    """Which saves wrote what was read of a state dict. present: the id of what the optimizer has."""
+    was_in_file = was_read(state_dict)
+    pieces = [p for p in pieces_of(state_dict) if (p.asked if was_in_file else not p.live)]
+    return saves_read(pieces, {k: state_dict.get(k) for k in ("steps", "param_groups")}, present)
 
 
 def is_anothers(state_dict: Mapping, homes: Sequence[Home]) -> bool:

@@ -11,6 +11,7 @@ from zerofp4.distributed import GroupReference
 from zerofp4.optim.checksums import checksum
 from zerofp4.optim.host_memory import keep_freed_buffers
 from zerofp4.optim.read_chunks import ReadChunks
+from zerofp4.optim.save_id import the_one
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part
 from zerofp4.optim.spare import Loan
 from zerofp4.shard import Rectangle, Shard, cut, rectangles
@@ -72,6 +73,8 @@ class Piece(torch.Tensor):
     """Why no file can have it under its name: other ranks have other tensors of that name."""
     reads: ReadChunks | None
     """Of the state dict that it is in; None where what is read is there at once."""
+    written_by: Iterable[str | None]
+    """Ids of the saves that its values are written by, or were read from."""
 
     # What it is, asked for often: of a tensor's own these would be functions of torch, each through a mode.
     shape = property(lambda self: self._shape)
@@ -88,7 +91,7 @@ class Piece(torch.Tensor):
         piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
         piece.boxes, piece.space, piece.ends, piece.loaded, piece.asked = {}, None, None, None, False
         piece.live, piece.label, piece.refusal, piece.reads = live, None, None, None
-        piece.received, piece._shape = [], torch.Size(shape)
+        piece.received, piece.written_by, piece._shape = [], (None,), torch.Size(shape)
         return piece
 
     def __init__(self, *_: Any, **__: Any):
@@ -113,8 +116,15 @@ class Piece(torch.Tensor):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
         piece = type(self)(function(self.present()), self.shape, self.start, self.home)
-        piece.label, piece.refusal = self.label, self.refusal
+        piece.label, piece.refusal, piece.written_by = self.label, self.refusal, self.save_ids
         return piece
+
+    @property
+    def save_ids(self) -> Iterable[str | None]:
+        """Ids of the saves that present() is of: several where a folder mixes them, none of no elements."""
+        if self.asked and self.received is not None:
+            return tuple(dict.fromkeys(part.save_id for part in self.received))
+        return self.written_by
 
     def present(self) -> torch.Tensor:
         """What was loaded into it, or else its values. Raises RuntimeError where it is lost, and
@@ -155,6 +165,7 @@ class Piece(torch.Tensor):
 
     def settle(self) -> None:
         """What was loaded are its values from now on."""
+        self.written_by = self.save_ids
         self.values, self.loaded, self.asked = self.present(), None, False
         self.space = self.space if self.values is self.space else None
 
@@ -211,8 +222,10 @@ class Piece(torch.Tensor):
         own = slice(box.start - self.start, box.start - self.start + box.numel)
         if self.asked:
             values = self._memory()[own].view(box.sizes)
-            return Chunk.into(values, self.label, self.shape, box.start, self.received, self.reads)
-        return Chunk.of(self.present()[own].view(box.sizes), self.label, self.shape, box.start)
+            more = self.received, self.reads, self.save_ids
+            return Chunk.into(values, self.label, self.shape, box.start, *more)
+        values = self.present()[own].view(box.sizes)
+        return Chunk.of(values, self.label, self.shape, box.start, self.save_ids)
 
     def _make_space(self) -> torch.Tensor:
         space = None
@@ -234,7 +247,7 @@ class Piece(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
         shape, start = tuple(self.shape), self.start
-        return _rebuild_piece, (values, shape, start, checksum(values, shape, start))
+        return _rebuild_piece, (values, shape, start, checksum(values, shape, start), the_one(self.save_ids))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         first, last = self.start, self.shard.end
@@ -267,7 +280,7 @@ def _whole(leaf: Any, func: Any = None) -> Any:
     return leaf.present().view(leaf.shape)
 
 
-def _rebuild_piece(values: Any, shape: Any, start: Any, expected: Any) -> Piece:
+def _rebuild_piece(values: Any, shape: Any, start: Any, expected: Any, save_id: Any = None) -> Piece:
     if not (type(values) is torch.Tensor and values.dim() == 1 and values.layout == torch.strided):
         raise TypeError(f"values of a piece must be a 1D tensor, got {type(values).__name__}")
     if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape) or type(start) is not int:
@@ -278,7 +291,9 @@ def _rebuild_piece(values: Any, shape: Any, start: Any, expected: Any) -> Piece:
         raise DamagedFileError(
             f"the elements of a piece of shape {shape} are not those that were saved: the file is damaged"
         )
-    return Piece(values.detach().clone(), shape, start)  # what a file may set_ to another size
+    piece = Piece(values.detach().clone(), shape, start)  # what a file may set_ to another size
+    piece.written_by = (save_id,)
+    return piece
 
 
 torch.serialization.add_safe_globals([_rebuild_piece])
@@ -307,6 +322,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
         target.asked, target.space = True, target._make_space()
         target.loaded = target.space
     target.received = None
+    target.written_by = source.save_ids if isinstance(source, Piece) else (None,)
     if isinstance(source, Piece) and source.shard == target.shard:
         target.present().copy_(source.present(), non_blocking)
     else:

@@ -7,16 +7,23 @@ pickle.
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from zerofp4.optim.checksums import BLOCK, begin_checksum, checksum
 from zerofp4.optim.read_chunks import ReadChunks
+from zerofp4.optim.save_id import ATTRIBUTE as SAVE
+from zerofp4.optim.save_id import id_of, stamp, the_one
 
 ATTRIBUTE = "zerofp4_seal"
 """Of a tensor in a file: (label, shape of the parameter, flat index of its first element, checksum)."""
+
+LONG = 2**32
+"""Added to the checksum of a chunk: pickles of all are equally long. So files of two saves have their chunks
+in the same places, and whoever mixes them hears of two saves, and not of a file that cannot be read.
+"""
 
 
 class DamagedFileError(ValueError):
@@ -38,10 +45,11 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What was read into a box, and whether it had a checksum."""
+    """What was read into a box, whether it had a checksum, and the id of the save that wrote it."""
 
     box: Box
     sealed: bool
+    save_id: str | None = None
 
 
 class Place(NamedTuple):
@@ -49,8 +57,8 @@ class Place(NamedTuple):
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
     received: where is noted what was read into it. reads: of the state dict that is read, None where each
-    chunk is read at once. checksum: what returns that of its elements, where a GPU takes it. written: whether
-    it is in a file, and no longer here.
+    chunk is read at once. save_ids: of what it is written from. checksum: what returns that of its elements,
+    where a GPU takes it. written: whether it is in a file, and no longer here.
     """
 
     label: str | None
@@ -59,6 +67,7 @@ class Place(NamedTuple):
     origin: int
     received: list[Part] | None = None
     reads: ReadChunks | None = None
+    save_ids: Iterable[str | None] = ()
     checksum: Callable[[], int] | None = None
     written: bool = False
 
@@ -91,10 +100,17 @@ class Chunk(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def of(values: torch.Tensor, label: str | None, shape: Sequence[int], start: int) -> "Chunk":
+    def of(
+        values: torch.Tensor,
+        label: str | None,
+        shape: Sequence[int],
+        start: int,
+        save_ids: Iterable[str | None] = (),
+    ) -> "Chunk":
         """To be written."""
         values = _alone(values)
-        return _placed(values, Place(label, tuple(shape), start, values.storage_offset()))
+        place = Place(label, tuple(shape), start, values.storage_offset(), save_ids=save_ids)
+        return _placed(values, place)
 
     @staticmethod
     def into(
@@ -104,9 +120,11 @@ class Chunk(torch.Tensor):
         start: int,
         received: list[Part] | None = None,
         reads: ReadChunks | None = None,
+        save_ids: Iterable[str | None] = (),
     ) -> "Chunk":
-        """To be read into."""
-        return _placed(values, Place(label, tuple(shape), start, values.storage_offset(), received, reads))
+        """To be read into, or written again after that."""
+        origin = values.storage_offset()
+        return _placed(values, Place(label, tuple(shape), start, origin, received, reads, save_ids))
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Chunk":
         seal, whole = _seal_of(source)
@@ -122,14 +140,15 @@ class Chunk(torch.Tensor):
         if place.written:
             raise RuntimeError(f"{place.label or 'a tensor'} was written already, and its memory given away")
         found = checksum(plain, *place[:3]) if place.checksum is None else place.checksum()
-        seal = (place.label, place.shape, place.start, found)
+        seal, save_id = (place.label, place.shape, place.start, found + LONG), the_one(place.save_ids)
+        attributes = {ATTRIBUTE: seal} | ({} if save_id is None else {SAVE: save_id})
         rebuild, arguments = plain.__reduce_ex__(protocol)
         if place.checksum is not None:
             self.place, self.data = (
                 place._replace(written=True, checksum=None),
                 torch.empty(0, dtype=plain.dtype),
             )
-        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, {ATTRIBUTE: seal})
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
 
 
 def _keeping_place(name: str) -> Callable[..., Chunk]:
@@ -184,7 +203,7 @@ def _read(target: Chunk, source: torch.Tensor, whole: torch.Tensor, seal: Any, n
     if seal is not None and on_gpu:
         _check_elements(target, target.as_subclass(torch.Tensor), seal, expected)
     if target.place.received is not None and target.numel():
-        target.place.received.append(Part(target.place.box(target), seal is not None))
+        target.place.received.append(Part(target.place.box(target), seal is not None, id_of(whole)))
 
 
 def _check_place(target: Chunk, source: torch.Tensor, whole: torch.Tensor, seal: Any) -> int:
@@ -208,7 +227,8 @@ def _check_place(target: Chunk, source: torch.Tensor, whole: torch.Tensor, seal:
 
 def _check_elements(target: Chunk, values: torch.Tensor, seal: Any, expected: int) -> None:
     label, shape, start, _ = seal
-    if checksum(values, label, shape, start) != expected:
+    found = checksum(values, label, shape, start)
+    if expected not in (found + LONG, found):  # the latter in older files
         what = target.place.label or "a tensor"
         raise DamagedFileError(f"elements of {what} are not those that were saved: the file is damaged")
 
@@ -220,14 +240,14 @@ class SealedTuple(tuple):
     """A tuple of options whose pickle has a checksum. Where it is changed it is an ordinary one."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _unseal, (tuple(self), _checksum_of(tuple(self)))
+        return _unseal, (tuple(self), _checksum_of(tuple(self)), id_of(self))
 
 
 class SealedInt(int):
     """The same of an int."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _unseal, (int(self), _checksum_of(int(self)))
+        return _unseal, (int(self), _checksum_of(int(self)), id_of(self))
 
 
 def _checksum_of(value: Any) -> int:
@@ -253,10 +273,10 @@ def _plain(value: Any) -> Any:
     return type(value).__qualname__
 
 
-def _unseal(value: Any, expected: Any) -> SealedTuple | SealedInt:
+def _unseal(value: Any, expected: Any, save_id: Any = None) -> SealedTuple | SealedInt:
     if type(value) not in (tuple, int) or _checksum_of(value) != expected:
         raise DamagedFileError("options or steps are not those that were saved: the file is damaged")
-    return SealedTuple(value) if type(value) is tuple else SealedInt(value)
+    return stamp(SealedTuple(value) if type(value) is tuple else SealedInt(value), save_id)
 
 
 torch.serialization.add_safe_globals([_unseal])

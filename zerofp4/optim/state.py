@@ -15,11 +15,19 @@ from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.entries import Target
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner_optimizers import InnerOptimizers
-from zerofp4.optim.loading import check_same_steps, load_error, pieces_of, read, warn_of_options
+from zerofp4.optim.loading import (
+    check_same_steps,
+    find_saves,
+    load_error,
+    pieces_of,
+    read,
+    warn_of_options,
+)
 from zerofp4.optim.matrices import join_states, split_state
 from zerofp4.optim.names import SavedNames
 from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.rounds import Rounds
+from zerofp4.optim.save_id import check_one_save, draw_token, make_id, stamp
 from zerofp4.optim.sealing import SealedInt, SealedTuple
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.spare import Loan, SpareMemory
@@ -45,6 +53,8 @@ class ShardedState(torch.optim.Optimizer):
     _rounds: Rounds | None
     """Where gradients travel before step() is called."""
     _steps: int
+    _token: str
+    """Of the ids of saves: the same on every rank, another after each load."""
     _unheard: Exception | None
     """What went wrong on this rank alone, and the next step is to tell the others."""
     _weights_follow: bool
@@ -134,10 +144,18 @@ class ShardedState(torch.optim.Optimizer):
             g, number = numbers[id(p)]
             state = self._state_of(i, templates[g])
             home, refusal = self._homes[id(p)], self._saved_names.refusals[i]
-            yield saved_entries(number.name, p, held[id(p)], state, templates[g], home, (loan, i), refusal)
+            own = saved_entries(number.name, p, held[id(p)], state, templates[g], home, (loan, i), refusal)
+            for piece in own.values():
+                piece.written_by = (self._save_id,)
+            yield own
+
+    @property
+    def _save_id(self) -> str:
+        """Of what is saved now."""
+        return make_id(self._token, self._steps)
 
     def _saved_groups(self) -> SealedTuple:
-        return saved_groups(self.param_groups, self._saved_names.elsewhere)
+        return stamp(saved_groups(self.param_groups, self._saved_names.elsewhere), self._save_id)
 
     def _state_of(self, i: int, template: StateTemplate) -> Mapping[str, Any]:
         """What the optimizer of the masters keeps of this rank's part of parameter i."""
@@ -174,7 +192,7 @@ class ShardedState(torch.optim.Optimizer):
         state_dict = {
             "state": {numbers[id(p)][1]: own for p, own in entries},
             "param_groups": self._saved_groups(),
-            "steps": SealedInt(self._steps),
+            "steps": stamp(SealedInt(self._steps), self._save_id),
         }
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -200,20 +218,23 @@ class ShardedState(torch.optim.Optimizer):
         added or unfrozen.
 
         Collective. When any rank's state dict does not fit, a parameter of it was moved, or the ranks bring
-        states of different steps, every rank raises ValueError (TypeError for what is no dict), which lists
-        the names, and nothing changes.
+        states of different steps or what two saves wrote, every rank raises ValueError (TypeError for what is
+        no dict), which lists the names, and nothing changes.
         """
-        before, loaded, steps, error = self.inners.present(), None, 0, None
+        before, loaded, steps, saves, error = self.inners.present(), None, 0, None, None
         try:
             self._watch.check_places(self.param_groups)
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             loaded = self._read(state_dict)
-            steps = int(state_dict.get("steps", 0))
+            steps, saves = int(state_dict.get("steps", 0)), find_saves(state_dict, self._save_id)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = load_error(failure)
         try:
-            check_same_steps(exchange(steps, error, self.process_group(), "load_state_dict()"))
+            told = exchange((steps, saves, draw_token()), error, self.process_group(), "load_state_dict()")
+            by_rank, saves_by_rank, (token, *_) = zip(*told, strict=True)
+            check_same_steps(by_rank)
+            check_one_save(saves_by_rank)
         except Exception:
             self.inners.restore(before)
             raise
@@ -224,7 +245,7 @@ class ShardedState(torch.optim.Optimizer):
                 master.copy_(values)
         for piece in pieces_of(state_dict):
             piece.settle()
-        self._steps, self._reduced, self._unheard = steps, None, None
+        self._steps, self._token, self._reduced, self._unheard = steps, token, None, None
         self._publish()
         self._shards.settle()
         self._weights_follow = False
