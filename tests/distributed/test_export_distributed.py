@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def test_safetensors_are_written_in_shards(world):
         export.SHARD_BYTES = limit
         if world.rank == 0:
             index = path / "model.safetensors.index.json"
-            names = sorted(path.glob("*.safetensors")) if shards > 1 else [path / "model.safetensors"]
-            names = [name for name in names if (name.name == "model.safetensors") == (shards == 1)]
-            assert len(names) == shards and index.exists() == (shards > 1) and not list(path.glob("*.draft"))
+            names = sorted(path.glob("*.safetensors"))
+            assert len(names) == shards and index.exists() == (shards > 1)
+            assert set(path.iterdir()) == {*names, *([index] if shards > 1 else [])}
             found = {}
             for name in names:
                 found |= safetensors.load_file(name)
@@ -67,7 +68,15 @@ def test_safetensors_are_written_in_shards(world):
                 assert weight_map.keys() == expected.keys() and set(weight_map.values()) == {
                     n.name for n in names
                 }
+    run(model, optimizer, range(2, 3))
+    error = OSError("No space left on device")
+    with pytest.raises((OSError, RuntimeError), match="No space left"):  # of the rank that writes, on all
+        with mock.patch.object(safetensors, "save_file", side_effect=error if world.rank == 0 else None):
+            zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
     if world.rank == 0:
+        assert set(path.iterdir()) == {*names, index}
+        key, value = next(iter(expected.items()))
+        assert_bytes_equal(safetensors.load_file(names[0])[key], value.cpu(), key)
         shutil.rmtree(path)
         path.write_text("a file in the way")
     with pytest.raises((OSError, RuntimeError), match="File exists"):

@@ -1,7 +1,12 @@
 """A trained model in ordinary tensors: a state dict of its masters, safetensors, ordinary parameters."""
 
+import contextlib
+import itertools
 import json
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,9 +100,10 @@ def save_safetensors(
     """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of 5 GB
     at most, as they are gathered, and an index where there are several.
 
-    Collective; rank 0 of the optimizer's group writes. A file appears under its name once it is whole, the
-    index last. What rank 0 raises (ImportError without the package safetensors, OSError) the others raise as
-    a RuntimeError. Raises ValueError where ranks train different parameters.
+    Collective; rank 0 of the optimizer's group writes. An older export in the folder stays whole until the
+    new one is, and its files are gone afterwards; shards that would have their names are called model-1-...
+    What rank 0 raises (ImportError without the package safetensors, OSError) the others raise as a
+    RuntimeError. Raises ValueError where ranks train different parameters.
     """
     optimizer, masters = _find_masters(optimizer, dtype)
     group = optimizer.process_group()
@@ -107,62 +113,116 @@ def save_safetensors(
             "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
             "slices, stages): write what master_state_dict gives on a rank of each process group"
         )
-    folder = Path(folder)
-    files, error = None, None
+    export, error = None, None
     if writes:
-        files, error = attempt(_plan, model, folder, dtype)
+        export, error = attempt(_Export, Path(folder), model, dtype)
+    try:
+        exchange(None, error, group, "save_safetensors()")
+        for key, tensor in _masters(model, optimizer, masters, dtype):
+            if writes and error is None:  # the others wait in the gathers: an error is told at the end
+                _, error = attempt(export.add, key, tensor)
+        if writes and error is None:
+            _, error = attempt(export.publish)
+    finally:
+        if export is not None:
+            export.end()
     exchange(None, error, group, "save_safetensors()")
-    held: dict[str, torch.Tensor] = {}
-    for key, tensor in _masters(model, optimizer, masters, dtype):
-        if not writes or error is not None:
-            continue  # the others wait in the gathers: an error is told at the end
-        held[key] = tensor.cpu().contiguous()
-        if len(held) == len(files[0][1]):
-            _, error = attempt(_write, folder / files.pop(0)[0], held)
-            held = {}
-    exchange(None, error, group, "save_safetensors()")
 
 
-def _plan(model: nn.Module, folder: Path, dtype: torch.dtype) -> list[tuple[str, list[str]]]:
-    """[(file, its keys)], the folder made, and the index written where it is needed."""
-    import safetensors.torch  # noqa: F401
+class _Export:
+    """The files of an export, in a folder that may have an older one.
 
+    All files are written in a folder of drafts. Shards then move to names that no older index has. The last
+    file to move is the index, or the only file, and that makes the export the new one. Files of the older
+    export go after that. So readers find one of the two, whole, whenever this process ends. Moves replace
+    links and do not follow them.
+    """
+
+    single, index = "model.safetensors", "model.safetensors.index.json"
+    shard = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+    drafts = ".model.safetensors.drafts-"
+
+    def __init__(self, folder: Path, model: nn.Module, dtype: torch.dtype):
+        import safetensors.torch
+
+        self._save_file = safetensors.torch.save_file
+        self._shards, self._total = _shards(model, dtype)
+        self._written = 0
+        self._held: dict[str, torch.Tensor] = {}
+        """Tensors of the shard that is written next."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._names = self._find_names()
+        self._last = self.single if len(self._names) == 1 else self.index
+        self._drafts = Path(tempfile.mkdtemp(prefix=self.drafts, dir=folder))
+
+    def _find_names(self) -> list[str]:
+        if len(self._shards) == 1:
+            return [self.single]
+        for number in itertools.count():
+            prefix = f"model-{number}" if number else "model"
+            count = len(self._shards)
+            names = [f"{prefix}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+            if not any(os.path.lexists(self._folder / name) for name in names):
+                return names
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        """Take the next tensor, and write its shard where it is the last one of that."""
+        self._held[key] = tensor.cpu().contiguous()
+        if len(self._held) == len(self._shards[self._written]):
+            draft = self._drafts / self._names[self._written]
+            self._save_file(self._held, str(draft), metadata={"format": "pt"})
+            _sync(draft)
+            self._held, self._written = {}, self._written + 1
+
+    def publish(self) -> None:
+        """Make this the export of the folder, and remove the older one."""
+        moved = [name for name in self._names if name != self._last]
+        if moved:
+            pairs = zip(self._names, self._shards, strict=True)
+            weight_map = {key: name for name, keys in pairs for key in keys}
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            (self._drafts / self.index).write_text(json.dumps(index, indent=2))
+            _sync(self._drafts / self.index)
+        for name in [*moved, self._last]:
+            os.replace(self._drafts / name, self._folder / name)
+        # An older index goes before its shards.
+        old = [self.index, self.single, *filter(self.shard.fullmatch, os.listdir(self._folder))]
+        for path in [self._folder / name for name in old if name not in (*moved, self._last)]:
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+        for path in self._folder.glob(f"{self.drafts}*"):  # of saves that were killed
+            shutil.rmtree(path, ignore_errors=True)
+
+    def end(self) -> None:
+        """Remove what is of no export."""
+        with contextlib.suppress(OSError):
+            for name in self._names if (self._drafts / self.index).exists() else ():
+                (self._folder / name).unlink(missing_ok=True)
+        shutil.rmtree(self._drafts, ignore_errors=True)
+
+
+def _shards(model: nn.Module, dtype: torch.dtype) -> tuple[list[list[str]], int]:
+    """The keys of each shard, and the bytes of all."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    sizes = {
-        key: value.numel() * (dtype.itemsize if key in parameters else value.itemsize)
-        for key, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
     shards: list[list[str]] = [[]]
-    filled = 0
-    for key, size in sizes.items():
+    filled = total = 0
+    for key, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        size = value.numel() * (dtype.itemsize if key in parameters else value.itemsize)
         if shards[-1] and filled + size > SHARD_BYTES:
             shards.append([])
             filled = 0
         shards[-1].append(key)
-        filled += size
-    folder.mkdir(parents=True, exist_ok=True)
-    index = folder / "model.safetensors.index.json"
-    if len(shards) == 1:
-        index.unlink(missing_ok=True)
-        return [("model.safetensors", shards[0])]
-    files = [(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors", keys) for i, keys in enumerate(shards)]
-    weight_map = {key: name for name, keys in files for key in keys}
-    text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
-    index.with_suffix(".draft").write_text(text)
-    return files
+        filled, total = filled + size, total + size
+    return shards, total
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    draft = path.with_suffix(".draft")
-    save_file(tensors, str(draft), metadata={"format": "pt"})
-    draft.replace(path)
-    index = path.parent / "model.safetensors.index.draft"
-    last = path.stem.partition("-of-")
-    if last[1] and last[0].endswith(last[2]):
-        index.replace(index.with_suffix(".json"))
+def _sync(path: Path) -> None:
+    """Before a file gets its name its contents are on the disk, also where the machine fails."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def unconvert_model(model: nn.Module, optimizer: ShardedState | AveragedMasters | None = None) -> list[str]:

@@ -1,0 +1,221 @@
+"""save_safetensors over an older export: readers find the old one or the new one, whole, at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from optim_cases import make_net
+
+import zerofp4
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, export
+
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SIZES = {1: 10**9, 3: 1200, 4: 1160}
+"""Bytes of a shard, at most, by the number of shards that this gives."""
+
+CHANGES = [(1, 1), (1, 3), (3, 1), (3, 3), (3, 4), (4, 3)]
+"""Numbers of shards of the older and the newer export."""
+
+
+class Run:
+    """A model in training, and the values that its exports have."""
+
+    def __init__(self, device):
+        self.model = make_net(device)
+        self.optimizer = ZeroFP4Optimizer(self.model.named_parameters(), FusedAdamW, lr=0.1)
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            p.grad = torch.ones(p.shape, device=p.device).to(p.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, folder: Path, shards: int) -> None:
+        with mock.patch.object(export, "SHARD_BYTES", SIZES[shards]):
+            zerofp4.save_safetensors(self.model, self.optimizer, folder, torch.float32)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        found = dict(zerofp4.master_state_dict(self.model, self.optimizer))
+        return {key: value.cpu() for key, value in found.items()}
+
+
+@pytest.fixture
+def trained(device):
+    return Run(device)
+
+
+def read_single(folder: Path) -> dict[str, torch.Tensor] | None:
+    return safetensors.load_file(folder / SINGLE) if (folder / SINGLE).exists() else None
+
+
+def read_index(folder: Path) -> dict[str, torch.Tensor] | None:
+    if not (folder / INDEX).exists():
+        return None
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    files = {name: safetensors.load_file(folder / name) for name in set(weight_map.values())}
+    return {key: files[name][key] for key, name in weight_map.items()}
+
+
+def is_of(found: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == values.keys() and all(torch.equal(found[key], values[key]) for key in values)
+
+
+def check_whole(folder: Path, *exports: dict[str, torch.Tensor]) -> None:
+    """Each reader finds one of the exports: who looks for the single file first, and who for the index."""
+    found = [one for one in (read_single(folder), read_index(folder)) if one is not None]
+    assert found, sorted(os.listdir(folder))
+    for one in found:
+        assert any(is_of(one, values) for values in exports), sorted(os.listdir(folder))
+
+
+def check_alone(folder: Path, shards: int, values: dict[str, torch.Tensor]) -> None:
+    """The folder has this export and nothing else."""
+    found = read_single(folder) if shards == 1 else read_index(folder)
+    assert found.keys() == values.keys()
+    for key, value in values.items():
+        assert_bytes_equal(found[key], value, key)
+    if shards == 1:
+        assert os.listdir(folder) == [SINGLE]
+    else:
+        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        assert len(names) == shards and set(os.listdir(folder)) == {INDEX, *names}
+
+
+@contextlib.contextmanager
+def watched(call):
+    """call(name) comes before each call that changes a folder or writes a file."""
+
+    def before(name, function):
+        def replacement(*args, **kwargs):
+            call(name)
+            return function(*args, **kwargs)
+
+        return replacement
+
+    with contextlib.ExitStack() as stack:
+        owners = {
+            os: ("replace", "unlink", "fsync"),
+            Path: ("unlink", "write_text"),
+            tempfile: ("mkdtemp",),
+            safetensors: ("save_file",),
+        }
+        for owner, names in owners.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, before(name, getattr(owner, name))))
+        yield
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES)
+def test_an_export_is_whole_at_any_time_and_alone_afterwards(trained, tmp_path, old, new):
+    """Also where the process is killed: nothing that is done later makes it whole."""
+    trained.save(tmp_path, old)
+    before = trained.values()
+    check_alone(tmp_path, old, before)
+    trained.step()
+    after, calls = trained.values(), []
+
+    def look(name: str) -> None:
+        calls.append(name)
+        check_whole(tmp_path, before, after)
+
+    with watched(look):
+        trained.save(tmp_path, new)
+    assert calls.count("save_file") == new and calls.count("replace") == new + (new > 1)
+    check_alone(tmp_path, new, after)
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES)
+@pytest.mark.parametrize("interrupt", [OSError, KeyboardInterrupt])
+def test_a_save_that_fails_leaves_the_old_export_or_the_new_one(trained, tmp_path, old, new, interrupt):
+    """At each of its calls; the next save is good."""
+    failing_at, is_done = 0, False
+    while not is_done:
+        trained.save(tmp_path, old)
+        before = trained.values()
+        check_alone(tmp_path, old, before)
+        trained.step()
+        after, calls = trained.values(), []
+
+        def fail(name: str, calls=calls, at=failing_at) -> None:
+            calls.append(name)
+            if len(calls) - 1 == at:
+                raise interrupt("no more")
+
+        with watched(fail):
+            try:
+                trained.save(tmp_path, new)
+                is_done = len(calls) <= failing_at
+            except interrupt:
+                pass
+        check_whole(tmp_path, before, after)
+        failing_at += 1
+    assert failing_at > 3 * new
+    check_alone(tmp_path, new, after)
+
+
+def fail_between_shards(run: Run, folder: Path) -> None:
+    """With two of them in their places."""
+    moves = []
+
+    def fail(name: str) -> None:
+        if name == "replace":
+            moves.append(name)
+            if len(moves) == 3:
+                raise OSError("no more")
+
+    with watched(fail), pytest.raises(OSError, match="no more"):
+        run.save(folder, 4)
+
+
+def test_a_failed_save_leaves_nothing_else(trained, tmp_path):
+    trained.save(tmp_path, 3)
+    before = trained.values()
+    trained.step()
+    fail_between_shards(trained, tmp_path)
+    check_alone(tmp_path, 3, before)
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(trained, tmp_path):
+    trained.save(tmp_path, 3)
+    with mock.patch("shutil.rmtree"), mock.patch.object(Path, "unlink"):  # who is killed removes nothing
+        fail_between_shards(trained, tmp_path)
+    assert len(os.listdir(tmp_path)) == 4 + 2 + 1
+    trained.save(tmp_path, 4)
+    check_alone(tmp_path, 4, trained.values())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_links_are_replaced_and_not_followed(trained, tmp_path, shards):
+    names = [SINGLE, INDEX, *(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3))]
+    folder, elsewhere = tmp_path / "export", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    for name in names[:-1]:
+        (elsewhere / name).write_text(name)
+        (folder / name).symlink_to(elsewhere / name)
+    (folder / names[-1]).symlink_to(elsewhere / "not there")
+    trained.save(folder, shards)
+    check_alone(folder, shards, trained.values())
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {n: n for n in names[:-1]}
+
+
+def test_other_files_stay(trained, tmp_path):
+    others = ["config.json", "adapter_model.safetensors", "a-00001-of-00002.safetensors", "model.bin"]
+    for name in others:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "model-00001-of-00009.safetensors").mkdir()
+    for shards in (3, 1):
+        trained.save(tmp_path, shards)
+        assert all((tmp_path / name).read_text() == name for name in others)
+        assert (tmp_path / "model-00001-of-00009.safetensors").is_dir()
