@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -171,6 +172,41 @@ def assert_same_state(one, other) -> None:
 
 def bytes_of(piece) -> bytes:
     return piece.values.cpu().numpy().tobytes()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("case", "name", "value", "message"),
+    [
+        ("fused", "step", math.nan, r"no whole number, 0 or more: \S+\.step \(nan\)"),
+        ("fused", "step", math.inf, r"no whole number, 0 or more: \S+\.step \(inf\)"),
+        ("adamw", "step", -1, r"no whole number, 0 or more: \S+\.step \(-1\.0\)"),
+        ("nadam", "mu_product", math.nan, r"not finite: \S+\.mu_product \(nan\)"),
+        ("nadam", "mu_product", math.inf, r"not finite: \S+\.mu_product \(inf\)"),
+    ],
+)
+def test_scalars_that_would_poison_the_masters_are_refused_on_every_rank(world, case, name, value, message):
+    """Where one rank alone has them, too."""
+    model, other = make_model(world), make_model(world, seed=1)
+    optimizer, loaded = build(model, case), build(other, case)
+    run(model, optimizer, range(2))
+    run(other, loaded, range(5, 6))
+    if world.rank == 1:
+        for state in optimizer.inner.state.values():
+            state[name].fill_(value)
+    path = shared_folder(world)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=path)
+    before = copy.deepcopy(loaded.state_dict())
+    weights = [buffer.clone() for buffer in model_bytes(list(other.parameters()))]
+    for load in (
+        lambda: dcp.load({"optimizer": loaded}, checkpoint_id=path),
+        lambda: loaded.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+        assert_same_state(loaded.state_dict(), before)
+        assert_all_equal(model_bytes(list(other.parameters())), weights, "buffer")
+    run(other, loaded, range(6, 7))
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -134,7 +135,12 @@ def entry(i, name, value):
         (entry(1, "exp_avg", lambda _: None), r"missing: param_groups\[0\]\['params'\]\[1\].*\.exp_avg"),
         (entry(0, "exp_avg_sq", lambda _: "0.5"), r"\.exp_avg_sq \(str\)"),
         (entry(0, "step", lambda _: torch.zeros(2)), r"no scalar: .*\.step"),
+        (entry(0, "step", lambda s: s * math.nan), r"no whole number, 0 or more: .*\.step \(nan\)"),
+        (entry(0, "step", lambda s: s * math.inf), r"no whole number, 0 or more: .*\.step \(inf\)"),
+        (entry(0, "step", lambda s: -s), r"no whole number, 0 or more: .*\.step \(-1\.0\)"),
+        (entry(0, "step", lambda _: 0.5), r"no whole number, 0 or more: .*\.step \(0\.5\)"),
         (lambda s: s["state"][0].pop("step"), r"missing: .*\.step"),
+        (lambda s: s["param_groups"][0].update(lr=math.nan), "Invalid learning rate: nan"),
         (lambda s: s.update(steps=-1), "steps must be an int, 0 or more, got -1"),
         (lambda s: s.update(steps="1"), "steps must be an int, 0 or more, got '1'"),
     ],

@@ -130,6 +130,19 @@ class _Reader:
 
     def scalar(self, name: str, value: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Of shape (); None where there is a problem, or another rank has it."""
+        found, what = self._scalar(name, value, dtype), f"{self.target.label}.{name}"
+        if found is None:
+            return None
+        number, counts = found.item(), name in ("step", STARTED)
+        if counts and not (number >= 0 and number % 1 == 0):  # nor is NaN, and inf % 1 is NaN
+            self._problems.add("no whole number, 0 or more", f"{what} ({number})")
+        elif not math.isfinite(number):  # the next update would put it into the masters
+            self._problems.add("not finite", f"{what} ({number})")
+        else:
+            return found
+        return None
+
+    def _scalar(self, name: str, value: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
         target, what = self.target, f"{self.target.label}.{name}"
         value = _local(value)
         if isinstance(value, numbers.Number):
