@@ -6,7 +6,7 @@ an id, and a load takes the chunks of one id.
 
 An id is a token and the number of steps taken. The ranks agree on a new random token when an optimizer is
 built and whenever it loads. While the token and the number of steps stay, so do masters and moments: two
-saves of one id have the same bytes, and may mix.
+saves of one id have the same bytes, and may mix. docs/checkpoints.md names two exceptions.
 """
 
 import secrets
