@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from zerofp4.distributed import CollectiveError, Stage, exchange
+from zerofp4.distributed import CollectiveError, OwnError, Stage, exchange
 from zerofp4.launch.process_group import World
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -61,9 +61,9 @@ def on_rank_0(function: Callable, stage: str, world: World) -> Any:
         try:
             value = function()
         except CheckpointError as failure:
-            error = failure
+            error = OwnError(failure)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = RuntimeError(f"{stage}: {type(failure).__name__}: {failure}")
+            error = OwnError(RuntimeError(f"{stage}: {type(failure).__name__}: {failure}"))
     try:
         return exchange(value, error, torch.distributed.group.WORLD, stage)[0]
     except CollectiveError:

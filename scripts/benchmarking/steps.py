@@ -18,7 +18,7 @@ from benchmarking.timer import MEGABYTES, Timer, free_memory
 from benchmarking.traffic import Speeds, elements_of
 from benchmarking.workloads import llama_sizes
 from benchmarking.zero_redundancy import measure_zero_redundancy
-from zerofp4.engine import Failures
+from zerofp4.distributed import OwnError
 from zerofp4.launch import World
 
 PREFIXES = {"collective": "", "peer": "peer_"}
@@ -118,7 +118,7 @@ def measure_ours(
             return
         if reduce:
             optimizer._reduce_gradients(gradients)
-        optimizer._step_in_sequence(present, Failures())
+        optimizer._step_in_sequence(present, OwnError())
 
     described = optimizer.describe()
     found, shared = {}, described["shared_bytes"]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.nn import functional as F
 
 import zerofp4
+from distributed.cases import raised_by
 from distributed.checks_optim import check_weights
 from distributed.processes import device_for
 from distributed.run import on_ranks, run_ranks
@@ -200,14 +201,6 @@ def read(optimizer, folder):
 def assert_same_masters(one, other, what):
     for i, (a, b) in enumerate(zip(one.gathered_masters(), other.gathered_masters(), strict=True)):
         assert_bytes_equal(a, b, f"{what}: master {i}")
-
-
-def raised_by(call):
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
 
 
 @on_ranks(2, 3)

@@ -11,6 +11,7 @@ import torch
 from helpers import assert_bytes_equal
 from optim_cases import assert_all_equal, assert_weights_follow, plain_masters, set_gradients
 
+from distributed.cases import raised_by
 from distributed.checks_optim import WAYS, Injected, model_bytes
 from distributed.group_cases import Mixture, assert_same_on, expert_group, give, members
 from distributed.run import on_ranks
@@ -181,10 +182,7 @@ def test_an_update_that_fails_on_one_rank_is_heard_by_all(world, name):
     owner, attribute = (optimizer.inner, "step") if name == "AdamW" else (optimizer.inner._parts[last], "run")
     bad = world.rank == 3
     with mock.patch.object(owner, attribute, side_effect=error) if bad else contextlib.nullcontext():
-        try:
-            optimizer.step()
-        except RuntimeError as failure:
-            raised = failure
+        raised = raised_by(optimizer.step)
     if bad:
         assert raised is error
     elif world.rank == 1 or name == "AdamW":

@@ -71,13 +71,12 @@ def _leave_group(destroy: Callable[[], None]) -> None:
     destroy_process_group() only drops torch's references. Where another one is left the threads live until
     the interpreter is torn down, and one that wants the GIL by then, to drop the last reference to a tensor
     of a finished collective, is ended by pthread_exit in a destructor: "terminate called without an active
-    exception", once in many runs. What pytest.raises caught is such a reference: error, traceback and frames
-    are a cycle, and a frame has an optimizer, a plan or a group of its own. DTensor's caches are another.
+    exception", once in many runs. An error that a frame of its own traceback holds, such as what a test keeps
+    of pytest.raises, is such a reference: error, traceback and frames are a cycle, and a frame has an
+    optimizer, a plan or a group of its own. DTensor's caches are another.
     """
     _forget_meshes()
-    gc.collect()
     destroy()
-    gc.collect()
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     left = [name for name in names if name.startswith(_GLOO_THREADS)]
     if left:
@@ -85,7 +84,9 @@ def _leave_group(destroy: Callable[[], None]) -> None:
 
 
 def _forget_meshes() -> None:
-    """Empties the caches in which DTensor keeps, by mesh and so by group, how tensors are sharded."""
+    """Empties the caches in which DTensor keeps, by mesh and so by group, how tensors are sharded, and frees
+    the models of fully_shard, which are cycles of torch's own.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     debug = importlib.import_module("torch.distributed.tensor.debug")
@@ -96,9 +97,12 @@ def _forget_meshes() -> None:
     getattr(getattr(redistribute, "_gen_transform_infos", None), "cache_clear", lambda: None)()
     topology = sys.modules["torch.distributed.tensor._collective_utils"].MeshTopoInfo
     getattr(topology.build_from_mesh, "cache_clear", lambda: None)()
+    mesh_type = sys.modules["torch.distributed.device_mesh"].DeviceMesh
+    if any(type(one) is mesh_type for one in gc.get_objects()):
+        gc.collect()
     if _schemas_leak():
         for mesh in gc.get_objects():
-            if type(mesh) is sys.modules["torch.distributed.device_mesh"].DeviceMesh:
+            if type(mesh) is mesh_type:
                 mesh._pg_registry.clear()
 
 

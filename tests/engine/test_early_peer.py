@@ -190,9 +190,9 @@ def test_what_could_not_be_sent_is_told_once(ranks, monkeypatch):
         patch.setattr(FlatGradients, "take", refuse)
         start(ranks[:1], gradients[:1])
     assert reducer._peers.log.count("copies") == 2
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="OutOfMemoryError: no memory today"):
         reducer.bring(0)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="OutOfMemoryError: no memory today"):
         reducer.reduce([])
     assert reducer._peers.log[-1] == "arrive"  # the others wait for that
     reducer.drop()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerofp4.engine import Failures, GradientReducer, Sharding, build_buffers, exchange, flat, make_wire
+from zerofp4.distributed import OwnError
+from zerofp4.engine import GradientReducer, Sharding, build_buffers, exchange, flat, make_wire
 from zerofp4.engine.stretches import Flight
 
 
@@ -28,23 +29,24 @@ def test_messages_of_a_step_that_was_left_are_waited_for(device):
     parameters = [torch.zeros(300, device=device)]
     _, reducer = reducer_of(parameters, gradient_wire=torch.bfloat16)
     waited = []
-    reducer._flight += [Flight(None, [Message(waited)] * 2, Failures()) for _ in range(2)]
+    reducer._flight += [Flight(None, [Message(waited)] * 2, OwnError()) for _ in range(2)]
     gradient = torch.randn(300, device=device)
     reducer.reduce([gradient])
     assert len(waited) == 4
     assert reducer.buffers[0].gradients[:300].equal(gradient.bfloat16().float())
 
 
-def test_failures_keep_errors_but_not_interrupts():
-    failures = Failures()
-    with failures:
+def test_a_ranks_own_error_is_the_first_that_is_no_interrupt():
+    error = OwnError()
+    with error:
         raise ValueError("first")
-    with failures:
+    with error:
         raise TypeError("second")
-    with pytest.raises(KeyboardInterrupt), failures:
+    with pytest.raises(KeyboardInterrupt), error:
         raise KeyboardInterrupt
     with pytest.raises(ValueError, match="first"):
-        failures.raise_first()
+        error.raise_if_any()
+    assert not error
 
 
 def test_a_bucket_that_is_full_travels_at_once(device, monkeypatch):

@@ -12,7 +12,7 @@ from zerofp4.cast.reduced_vector import Amaxes, ReducedVector
 from zerofp4.cast.request import CastRequest, check_refresh
 from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
 from zerofp4.cast.status import StepStatus
-from zerofp4.distributed import PackedGather, attempt
+from zerofp4.distributed import OwnError, PackedGather, attempt
 from zerofp4.ops import (
     Addresses,
     CastItem,
@@ -38,18 +38,18 @@ class PlanParts:
 
     @classmethod
     def from_request(
-        cls: type[Plan], request: CastRequest | None, error: Exception | None, group: dist.ProcessGroup | None
+        cls: type[Plan], request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None
     ) -> Plan:
-        """The plan of arguments that were checked, or of the error that was found. Collective."""
+        """The plan of arguments that were checked, or the error that was found. Collective."""
         plan = cls.__new__(cls)
         plan._build(request, error, group)
         return plan
 
     # Building
 
-    def _build(self, request: CastRequest | None, error: Exception | None, group) -> None:
+    def _build(self, request: CastRequest | None, error: OwnError, group) -> None:
         self.group = distributed.GroupReference(group)
-        if error is None:
+        if not error:
             # What this rank cannot run must be known to all before any waits for the others.
             _, error = attempt(target_of, request.device)
         number = _next_number(group)

@@ -21,7 +21,7 @@ from zerofp4.cast.plan_cache import (
     weights_fingerprint,
 )
 from zerofp4.cast.request import CastRequest, check_request
-from zerofp4.distributed import GroupReference, attempt, resolve_group
+from zerofp4.distributed import GroupReference, OwnError, attempt, resolve_group
 from zerofp4.ops import Addresses, pointers
 from zerofp4.storage import NVFP4Storage
 
@@ -66,7 +66,7 @@ def cast_master_weights_to_nvfp4(
         found_inf,
         manual_post_all_gather_processing,
     )
-    fingerprint, _ = attempt(_fingerprint, *arguments)
+    fingerprint = attempt(_fingerprint, *arguments)[0]
     kept = attached(model_weights, "cast_plans")
     found = find(kept, fingerprint, group)
     if found is None:
@@ -108,23 +108,22 @@ class _KeptPlan:
         if present != self.taken:
             self.fingerprint = None  # until the addresses are those of a call
             _, error = attempt(self.plan.adopt, request)
-            if error is not None:
+            if error:
                 self.plan.run(error)
             self.taken = present
         self.plan.let_go()
 
     def step(self, model_weights: Sequence[Any], borrowed: Iterable[torch.Tensor | None]) -> None:
-        late = self.plan.run(None, borrowed)
+        late = self.plan.run(OwnError(), borrowed)
         if self.plan.held_for_graphs:
             pin(self)
         advance_versions(model_weights)
-        if late is not None:
-            raise late
+        late.raise_if_any()
 
 
 def _find_for(
     request: CastRequest | None,
-    error: Exception | None,
+    error: OwnError,
     model_weights: Sequence[Any],
     kept: list[_KeptPlan],
     group: dist.ProcessGroup | None,
@@ -136,7 +135,7 @@ def _find_for(
     """
     for candidate in reversed(kept):
         if candidate.group.refers_to(group) and same_weights(model_weights, candidate.records):
-            if error is not None:
+            if error:
                 candidate.plan.run(error)
             if candidate.plan.fits(request):
                 return candidate

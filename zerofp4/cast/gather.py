@@ -21,7 +21,7 @@ from zerofp4.cast.plan_cache import (
 )
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
 from zerofp4.cast.signature import check_same_weights, describe
-from zerofp4.distributed import GroupReference, PackedGather, attempt
+from zerofp4.distributed import GroupReference, OwnError, PackedGather, attempt
 from zerofp4.ops import (
     GATHER_OTHER,
     GATHER_PRESENT,
@@ -77,7 +77,7 @@ def all_gather_nvfp4(
     shards. An error on one rank in a later call raises RuntimeError on the others, and none changes a weight.
     """
     group = distributed.resolve_group(group)
-    fingerprint, _ = attempt(_fingerprint, model_weights, start_offsets, shard_numels)
+    fingerprint = attempt(_fingerprint, model_weights, start_offsets, shard_numels)[0]
     plans = attached(model_weights, "gather_plans")
     plan = find(plans, fingerprint, group)
     if plan is not None:
@@ -98,13 +98,13 @@ def _fingerprint(model_weights, start_offsets, shard_numels) -> list | None:
 
 
 def _gather_checked(
-    model_weights, parsed, error: Exception | None, plans: list, group: dist.ProcessGroup | None
+    model_weights, parsed, error: OwnError, plans: list, group: dist.ProcessGroup | None
 ) -> _GatherPlan:
     """Gather what _check_gather made of the arguments; returns the plan, an old one or a new one."""
     for plan in reversed(plans):
         if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
-            fits = error is None and parsed[1] == plan.shards
-            if error is None:  # else there may be no codes to gather
+            fits = not error and parsed[1] == plan.shards
+            if not error:  # else there may be no codes to gather
                 plan.gather.bind_if_moved([record.rowwise.data for record in plan.records])
                 plan.addresses = weights_addresses(plan.records)
             if plan.gather.run(GATHER_PRESENT if fits else GATHER_OTHER, error):
@@ -131,11 +131,11 @@ def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP
     return records, shards
 
 
-def _build_gather(parsed, error: Exception | None, group: dist.ProcessGroup | None) -> _GatherPlan:
-    if error is None and parsed[0]:
+def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> _GatherPlan:
+    if not error and parsed[0]:
         # What this rank cannot run must be known to all before any waits for the others.
         _, error = attempt(target_of, parsed[0][0].device)
-    records, shards = parsed if error is None else ([], [])
+    records, shards = ([], []) if error else parsed
     gathered = distributed.exchange((describe(records), shards), error, group, "all_gather_nvfp4()")
     check_same_weights([weights for weights, _ in gathered])
     rank_shards = [[Shard(*shard) for shard in of_rank] for _, of_rank in gathered]
@@ -156,7 +156,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
 
     Raises TypeError or ValueError for anything but a list of distinct 2D-scaled weights on one device.
     """
-    fingerprint, _ = attempt(weights_fingerprint, model_weights)
+    fingerprint = attempt(weights_fingerprint, model_weights)[0]
     plans = attached(model_weights, "transpose_plans")
     plan = find(plans, fingerprint, None)
     if plan is None:

@@ -12,7 +12,7 @@ from zerofp4.cast.assembly import PlanParts
 from zerofp4.cast.reduced_vector import Amaxes
 from zerofp4.cast.request import check_request, matrix_name
 from zerofp4.cast.status import PEER_MESSAGE
-from zerofp4.distributed import attempt
+from zerofp4.distributed import OwnError, attempt
 from zerofp4.ops import MasterPiece
 
 REDUCTION = "reducing the amaxes of a cast"
@@ -131,14 +131,10 @@ class CastPlan(PlanParts):
         so that no rank writes; the others raise RuntimeError as soon as they hear of it: on the CPU in
         this call, on a GPU in check() or in a later step(), which then has done its own work.
         """
-        late = self.run(self.find_moved(every=False))
-        if late is not None:
-            raise late
+        self.run(OwnError(self.find_moved(every=False))).raise_if_any()
 
-    def run(
-        self, error: Exception | None, borrowed: Iterable[torch.Tensor | None] = ()
-    ) -> RuntimeError | None:
-        """A step of a rank that has found an error, which is raised once it has joined the others, or None.
+    def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
+        """A step of a rank whose error, if it has found one, is raised once it has joined the others.
 
         borrowed: what the step uses and the plan does not hold. Returns what is now known to have gone
         wrong in an earlier step.
@@ -155,11 +151,11 @@ class CastPlan(PlanParts):
         Raises as step() does, and then there is nothing to finish; returns what is now known to have gone
         wrong in an earlier step.
         """
-        late = self._take_part(self.find_moved(every=False), ())
+        late = self._take_part(OwnError(self.find_moved(every=False)), ())
         if self._sharded:
             self._vector.pack()
             self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
-        return late
+        return late.take()
 
     def finish_step(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
         """What is queued after it on the current stream finds the scales and this rank's codes.
@@ -179,20 +175,19 @@ class CastPlan(PlanParts):
             distributed.in_phase("amaxes", travelling.wait)()
             self._vector.unpack()
 
-    def _take_part(
-        self, error: Exception | None, borrowed: Iterable[torch.Tensor | None]
-    ) -> RuntimeError | None:
+    def _take_part(self, error: OwnError, borrowed: Iterable[torch.Tensor | None]) -> OwnError:
         """Have this rank's amaxes in the vector, or raise the error once the others have heard of it."""
         self._settle()
-        late = self._status.take()
-        if late is not None:
-            late = RuntimeError(f"an earlier call had no effect: {late}. This step took place")
+        late = OwnError(self._status.take())
+        if late:
+            message = f"an earlier call had no effect: {late.take()}. This step took place"
+            late = OwnError(RuntimeError(message))
         capturing = self._status.is_capturing()
-        if capturing and error is None:
-            error = self.find_moved()
-        if error is not None:
+        if capturing and not error:
+            error = OwnError(self.find_moved())
+        if error:
             self.abstain()
-            raise error from (error.__cause__ or late)
+            error.raise_if_any(late.take())
         if self._request.on_nonfinite == "raise" and capturing:
             raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
         if capturing:
@@ -283,9 +278,7 @@ class CastPlan(PlanParts):
         wait for: synchronize with the replay first, then its errors are raised here.
         """
         self._status.wait()
-        error = self.find_moved()
-        if error is not None:
-            raise error
+        OwnError(self.find_moved()).raise_if_any()
 
     def all_gather(self) -> None:
         """Give every rank the codes of all shards. Collective; only queues work on a GPU.
@@ -301,7 +294,7 @@ class CastPlan(PlanParts):
         if self._gather is None:
             self._gather = self._build_gather()
         capturing = self._sharded and self._status.is_capturing()
-        self._gather.queue(self.find_moved(every=every or capturing))
+        self._gather.queue(OwnError(self.find_moved(every=every or capturing)))
         if self._sharded and not capturing:
             self._status.queued()
 
@@ -313,9 +306,7 @@ class CastPlan(PlanParts):
         values fails. (Not in the replay of a CUDA graph.) Raises RuntimeError if any weight, master or shard
         buffer has moved; what other ranks found wrong is raised by check() or a later step().
         """
-        error = self.find_moved()
-        if error is not None:
-            raise error
+        OwnError(self.find_moved()).raise_if_any()
         self.complete()
 
     def complete(self) -> None:

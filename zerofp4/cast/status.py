@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from zerofp4.distributed import OwnError
 from zerofp4.ops import (
     GATHER_REFUSED,
     GATHER_WITHOUT_STEP,
@@ -85,6 +86,4 @@ class StepStatus:
             return
         if self._done is not None:
             self._done.synchronize()
-        error = self.take()
-        if error is not None:
-            raise error
+        OwnError(self.take()).raise_if_any()

@@ -1,6 +1,13 @@
 """What ranks tell each other: collectives, and agreement on errors."""
 
-from zerofp4.distributed.agreement import attempt, exchange, first_difference
+from zerofp4.distributed.agreement import (
+    OwnError,
+    attempt,
+    error_text,
+    exchange,
+    first_difference,
+    raised_by_all,
+)
 from zerofp4.distributed.collectives import (
     GroupReference,
     all_gather_slices,
@@ -21,6 +28,7 @@ __all__ = [
     "PREFIX",
     "CollectiveError",
     "GroupReference",
+    "OwnError",
     "PackedGather",
     "Pending",
     "Stage",
@@ -28,9 +36,11 @@ __all__ = [
     "attempt",
     "check_disjoint",
     "check_ownership",
+    "error_text",
     "exchange",
     "first_difference",
     "in_phase",
+    "raised_by_all",
     "rank_and_size",
     "reduce_max",
     "resolve_group",

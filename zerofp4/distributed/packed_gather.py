@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from zerofp4.distributed.agreement import OwnError
 from zerofp4.distributed.collectives import GroupReference, all_gather_slices, rank_and_size
 from zerofp4.layout import round_up
 from zerofp4.ops import (
@@ -103,7 +104,7 @@ class PackedGather:
                     runs.append(GatherRun(self._address(rank, i), pointers[i] + first, low, last - first))
         return runs
 
-    def queue(self, error: Exception | None = None) -> None:
+    def queue(self, error: OwnError) -> None:
         """Gather, without waiting for the device. Every rank of the group must call it.
 
         A rank that brings an error raises it. Where one did, or the step before did not take place, no rank
@@ -111,26 +112,25 @@ class PackedGather:
         """
         if self._stages is not None:
             target = self._stages.target()
-            self._exchange(target, GATHER_PRESENT if error is None else GATHER_FAILED)
-            if error is None:
+            self._exchange(target, GATHER_FAILED if error else GATHER_PRESENT)
+            if not error:
                 self._stages.unpack(target)
-        if error is not None:
-            raise error
+        error.raise_if_any()
 
-    def run(self, state: int = GATHER_PRESENT, error: Exception | None = None) -> bool:
+    def run(self, state: int = GATHER_PRESENT, error: OwnError | None = None) -> bool:
         """Gather. Every rank of the group must call it; False when all came only to say that they want
         another gather (GATHER_OTHER).
 
         A rank that brings an error raises it. Where one did, or only some ranks want another gather, all
         others raise RuntimeError, and none has changed a weight. The states are read back on the host.
         """
-        state = state if error is None else GATHER_FAILED
+        state = GATHER_FAILED if error else state
         states = [state]
         if self._stages is not None:
             target = self._stages.target()
             self._exchange(target, state)
-        if error is not None:
-            raise error
+        if error:
+            raise error.take()
         if self._stages is not None:
             states = self._states.tolist()
         if GATHER_FAILED in states:

@@ -9,7 +9,6 @@ from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.early import EarlyReducer
 from zerofp4.engine.early_peer import EarlyPeerReducer
 from zerofp4.engine.exchange import GradientReducer
-from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.host_reducer import HostReducer, Hosts, join_host
@@ -31,7 +30,6 @@ __all__ = [
     "DenseBuffer",
     "EarlyPeerReducer",
     "EarlyReducer",
-    "Failures",
     "FlatBuffer",
     "FlatGradients",
     "GradientPlaces",

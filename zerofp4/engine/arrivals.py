@@ -141,4 +141,5 @@ class Arrivals:
                 errors.append(error)
             gate.open()
         if errors:
-            raise errors[0]
+            del errors[1:]  # see OwnError
+            raise errors.pop()

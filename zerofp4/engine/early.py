@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import Pending
+from zerofp4.distributed import OwnError, Pending, error_text
 from zerofp4.engine.exchange import GradientReducer
-from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.stretches import Stretch
@@ -64,7 +63,7 @@ class EarlyReducer(GradientReducer):
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
         self._underway: collections.deque[Underway] = collections.deque()
         self._age = self._rounds = 0
-        self.error: Exception | None = None
+        self.error: str | None = None
         """Why what this rank has sent since drop() is of no use; then the others' is not added up either."""
         for buffer in buffers:
             buffer.gradients.zero_()
@@ -143,17 +142,17 @@ class EarlyReducer(GradientReducer):
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         if self.error is not None:
-            raise self.error
+            raise RuntimeError(self.error)
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Have all averages. Returns the sums of their squares as a GradientReducer does; None with `adds`,
         where they are those of sums.
         """
-        failures = Failures()
+        error = OwnError()
         for b in range(len(self.buffers)):
-            with failures:
+            with error:
                 self.finish(b)
-        failures.raise_first()
+        error.raise_if_any()
         return None if self._adds else self._squares
 
     @contextlib.contextmanager
@@ -170,7 +169,7 @@ class EarlyReducer(GradientReducer):
         try:
             source.take(gradients)
         except Exception as error:  # the others wait for this rank's part, whatever it is
-            self.error = self.error or error
+            self.error = self.error or error_text(error)
 
     def _take_aside(
         self,

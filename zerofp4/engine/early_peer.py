@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from zerofp4.distributed import error_text
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.peer_reducer import RowReducer
@@ -46,7 +47,7 @@ class EarlyPeerReducer(RowReducer):
     ):
         super().__init__(buffers, group, wire, peers)
         self._left: dict[int, torch.cuda.Event] = {}  # by the address of a source, its last copies
-        self.error: Exception | None = None
+        self.error: str | None = None
         """Why what this rank has sent since drop() is of no use."""
 
     def _make_rows(self) -> list[PeerRows]:
@@ -89,7 +90,7 @@ class EarlyPeerReducer(RowReducer):
         try:
             source.take(gradients)
         except Exception as error:  # told in the vote
-            self.error = self.error or error
+            self.error = self.error or error_text(error)
             return
         self._left[place] = self._peers.start_copies(*self._copies[b])
 
@@ -108,7 +109,7 @@ class EarlyPeerReducer(RowReducer):
 
     def _before_reading(self, b: int) -> None:
         if self.error is not None:
-            raise self.error
+            raise RuntimeError(self.error)
 
 
 def _row(sender: int, receiver: int, stays: bool) -> int:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import GroupReference, Pending, rank_and_size, start_exchange
-from zerofp4.engine.failures import Failures
+from zerofp4.distributed import GroupReference, OwnError, Pending, rank_and_size, start_exchange
 from zerofp4.engine.flat import ALIGNMENT, FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.places import GradientPlaces
@@ -181,14 +180,14 @@ class GradientReducer:
         squares of this rank's slices that are counted, int64 ops.SQUARES, until the next call; None where
         none were added up.
         """
-        failures = Failures()
+        error = OwnError()
         self.begin(gradients)
         self._squares.zero_()
         for b in range(len(self.buffers)):
-            with failures:
+            with error:
                 self.finish(b, self._squares)
         self.forget()
-        failures.raise_first()
+        error.raise_if_any()
         return self._squares
 
     def prepare(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -211,19 +210,19 @@ class GradientReducer:
         """Average those of buffer b, while the next ones travel. squares: those of the means are added to it,
         as ops.average does, where they are counted.
         """
-        failures, buffer = Failures(), self.buffers[b]
+        error, buffer = OwnError(), self.buffers[b]
         squares = squares if buffer.is_counted else None
         of_stretches = None if buffer.replica_count > 1 else squares
         for number in self._numbers(b):
-            with failures:
+            with error:
                 stretch = self._arrive(number)
                 last = stretch.first + stretch.received.shape[1]
                 means, row = buffer.gradients[stretch.first : last], self._row(buffer)
                 ops.average(stretch.received, means, stretch.here[row], row, of_stretches)
         if buffer.replica_count > 1:
-            with failures:
+            with error:
                 self._replicas.take(buffer, squares)
-        failures.raise_first()
+        error.raise_if_any()
 
     def forget(self) -> None:
         """Nothing more of what was begun with is asked for: whoever has the gradients may free them."""
@@ -251,10 +250,10 @@ class GradientReducer:
         if self._follows_in_its_group(number + 1):
             # Before this one is used: what is queued after that waits for it, the network too.
             self._start(number + 1)
-        stretch, works, failures = self._flight.pop(0)
+        stretch, works, error = self._flight.pop(0)
         for work in works:
             work.wait()
-        failures.raise_first()
+        error.raise_if_any()
         return stretch
 
     def _follows_in_its_group(self, number: int) -> bool:
@@ -264,11 +263,11 @@ class GradientReducer:
         return self._stretches[number].buffer.is_sharded_like(self._stretches[number - 1].buffer)
 
     def _start(self, number: int) -> None:
-        stretch, failures = self._stretches[number], Failures()
-        with failures:
+        stretch, error = self._stretches[number], OwnError()
+        with error:
             self._fill(number)
         works = [] if stretch.buffer.world_size == 1 else self._send(stretch)
-        self._flight.append(Flight(stretch, works, failures))
+        self._flight.append(Flight(stretch, works, error))
 
     def _fill(self, number: int) -> None:
         """Have there what a stretch sends."""

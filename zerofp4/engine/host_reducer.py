@@ -7,9 +7,16 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import GroupReference, Pending, attempt, exchange, rank_and_size, start_exchange
+from zerofp4.distributed import (
+    GroupReference,
+    OwnError,
+    Pending,
+    attempt,
+    exchange,
+    rank_and_size,
+    start_exchange,
+)
 from zerofp4.engine.exchange import GradientReducer
-from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients
 from zerofp4.engine.peer_reducer import shared_sources, take_all
@@ -78,7 +85,7 @@ class HostReducer(GradientReducer):
         self._local, self._local_count = rank_and_size(hosts.within())
         super().__init__(buffers, group, wire)
         self.dtypes = [torch.float32] * len(buffers)
-        self._failures = [Failures() for _ in buffers]
+        self._errors = [OwnError() for _ in buffers]
 
     def _make_sources(self) -> list[FlatGradients]:
         arguments = self.buffers, self.dtypes, self._wire, self._places, self._peers
@@ -128,7 +135,7 @@ class HostReducer(GradientReducer):
         return gradients
 
     def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
-        self._failures = take_all(self._sources, None if prepared else gradients)
+        self._errors = take_all(self._sources, None if prepared else gradients)
         self._peers.arrive()
         super().begin(gradients)
 
@@ -141,7 +148,7 @@ class HostReducer(GradientReducer):
             if number + 1 == len(self._stretches):
                 self._peers.arrive()
         b = next(b for b, end in enumerate(self._ends) if number < end)
-        self._failures[b].raise_first()
+        self._errors[b].raise_if_any()
 
     def _arrive(self, number: int) -> Stretch:
         stretch = super()._arrive(number)

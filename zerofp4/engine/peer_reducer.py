@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
+from zerofp4.distributed import OwnError
 from zerofp4.engine.exchange import GradientReducer
-from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.peers import Peers
@@ -35,13 +35,13 @@ def shared_sources(
 
 def take_all(
     sources: Sequence[FlatGradients], gradients: Sequence[torch.Tensor | None] | None
-) -> list[Failures]:
+) -> list[OwnError]:
     """Have the gradients in all sources; None where they are. Returns, by source, what went wrong."""
-    found = [Failures() for _ in sources]
+    found = [OwnError() for _ in sources]
     if gradients is None:
         return found
-    for source, failures in zip(sources, found, strict=True):
-        with failures:
+    for source, error in zip(sources, found, strict=True):
+        with error:
             source.take(gradients)
     return found
 
@@ -102,7 +102,7 @@ class PeerReducer(RowReducer):
         self, buffers: Sequence[FlatBuffer], group: dist.ProcessGroup | None, wire: Wire, peers: Peers
     ):
         super().__init__(buffers, group, wire, peers)
-        self._failures = [Failures() for _ in buffers]
+        self._errors = [OwnError() for _ in buffers]
 
     def _make_sources(self) -> list[FlatGradients]:
         return shared_sources(self.buffers, self.dtypes, self._wire, self._places, self._peers)
@@ -116,9 +116,9 @@ class PeerReducer(RowReducer):
         return gradients
 
     def begin(self, gradients: Sequence[torch.Tensor | None], prepared: bool = False) -> None:
-        self._failures = take_all(self._sources, None if prepared else gradients)
+        self._errors = take_all(self._sources, None if prepared else gradients)
         self._peers.arrive()
 
     def _before_reading(self, b: int) -> None:
-        self._failures[b].raise_first()
+        self._errors[b].raise_if_any()
         self._peers.wait_until_sent()

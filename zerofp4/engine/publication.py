@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import CollectiveError, Pending, in_phase
+from zerofp4.distributed import CollectiveError, OwnError, Pending, in_phase
 from zerofp4.engine.arrivals import Arrivals
-from zerofp4.engine.failures import Failures
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.peers import PeerGather
 from zerofp4.engine.pipeline import Stage, run_in_turns
@@ -46,13 +45,11 @@ class Publication:
         self._arrivals = arrivals
         self._peers = buffers[0].peers
         self._gathers: list[Pending | PeerGather | None] = [None] * len(buffers)
-        self._own = Failures()
-        self._heard = Failures()  # what other ranks could not do, in this step
-        self._late: list[Exception] = []  # and in earlier ones
+        self._own = OwnError(error)
+        self._heard = OwnError()  # what other ranks could not do, in this step
+        self._late = OwnError()  # and in earlier ones
         self._told = False  # whether others hear that this rank could not take part
-        self._failed: list[Exception | None] = [error] * len(buffers)
-        if error is not None:
-            self._own.errors.append(error)
+        self._failed = [error is not None] * len(buffers)
 
     def run(self) -> None:
         leave = Stage(in_phase("amaxes", self._leave_amaxes))
@@ -84,15 +81,18 @@ class Publication:
 
     def _raise_first(self, from_error: Exception | None = None) -> None:
         """This rank's own error before what it heard of others, and this step's before an earlier one's."""
-        errors = [*self._own.errors, *self._heard.errors]
-        if errors:
-            late = self._late[0] if self._late else None
-            pairs = zip(self._failed, self._plans, strict=True)
-            if not self._told and any(failed and plan is None for failed, plan in pairs):
-                errors[0].unheard = True
-            raise errors[0] from (from_error or errors[0].__cause__ or late)
-        if self._late and from_error is None:
-            raise self._late[0]
+        late = self._late.take()
+        first = self._own.take() or self._heard.take()
+        try:
+            if first is not None:
+                pairs = zip(self._failed, self._plans, strict=True)
+                if not self._told and any(failed and plan is None for failed, plan in pairs):
+                    first.unheard = True
+                raise first from (from_error or first.__cause__ or late)
+            if late is not None and from_error is None:
+                raise late
+        finally:  # see OwnError
+            del first, late
 
     def _note_written(self) -> None:
         """As after any update in place, a backward pass through the old values must fail. Plans have said so
@@ -104,7 +104,7 @@ class Publication:
     def _leave_amaxes(self, b: int) -> None:
         if self._prepare is not None:
             self._attempt(b, self._own, self._prepare, b)
-        if self._plans[b] is not None and len(self._buffers) > 1 and self._failed[b] is None:
+        if self._plans[b] is not None and len(self._buffers) > 1 and not self._failed[b]:
             # Now, so that they are reduced while the next bucket is worked on.
             self._attempt(b, self._own, self._plans[b].leave_amaxes)
 
@@ -113,18 +113,16 @@ class Publication:
             in_phase("weights", self._peers.open)()
         if self._plans[b] is None:
             return
-        late = None
-        if self._failed[b] is None:
+        if not self._failed[b]:
             late = self._attempt(b, self._own, self._plans[b].start_step)
-            self._told = self._told or self._failed[b] is not None
+            self._late = self._late or OwnError(late)
+            self._told = self._told or self._failed[b]
         else:
             self._plans[b].abstain()
             self._told = True
-        if late is not None:
-            self._late.append(late)
 
     def _cast(self, b: int, *halfway: tuple[int, int, Callable[[], None]]) -> None:
-        if self._failed[b] is not None:
+        if self._failed[b]:
             return
         if self._plans[b] is None:
             self._attempt(b, self._own, self._buffers[b].cast)
@@ -156,7 +154,7 @@ class Publication:
             return
         if self._gathers[b] is not None:
             in_phase("weights", self._gathers[b].wait)()
-        if self._plans[b] is not None and self._failed[b] is None:
+        if self._plans[b] is not None and not self._failed[b]:
             self._attempt(b, self._own, self._plans[b].complete)
 
     def _is_left(self, b: int) -> bool:
@@ -166,14 +164,14 @@ class Publication:
     def _leave(self, b: int) -> None:
         """Begin to gather bucket b, and leave the rest to arrivals."""
         buffer, plan = self._buffers[b], self._plans[b]
-        complete = plan.derive_columns if self._failed[b] is None else _nothing
+        complete = _nothing if self._failed[b] else plan.derive_columns
         gather = in_phase("weights", buffer.start_gather)()
         self._attempt(b, self._own, self._arrivals.add, buffer, gather, complete)
-        if self._failed[b] is None:
+        if not self._failed[b]:
             plan.note_written()
 
-    def _attempt(self, b: int, failures: Failures, work: Callable, *arguments: Any) -> Any:
-        with failures:
+    def _attempt(self, b: int, error: OwnError, work: Callable, *arguments: Any) -> Any:
+        with error:
             return work(*arguments)
-        self._failed[b] = failures.errors[-1]
+        self._failed[b] = True
         return None

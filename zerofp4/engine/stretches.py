@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerofp4.distributed import Pending
-from zerofp4.engine.failures import Failures
+from zerofp4.distributed import OwnError, Pending
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradients import FlatGradients
 from zerofp4.ops import PeerRows
@@ -45,13 +44,13 @@ class Brought(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A stretch that travels. failures: what went wrong on this rank before it did; what the others get of
+    """A stretch that travels. error: what went wrong on this rank before it did; what the others get of
     it then is of no use, and nobody waits for it.
     """
 
     stretch: Stretch
     works: list[Pending]
-    failures: Failures
+    error: OwnError
 
 
 class Turns:

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from zerofp4.distributed import attempt, exchange
+from zerofp4.distributed import OwnError, exchange
 from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.loading import load_error, pieces_of
+from zerofp4.optim.loading import find_saves, load_error, pieces_of
 from zerofp4.optim.piece import Piece
+from zerofp4.optim.save_id import check_one_save
 from zerofp4.optim.sharded_piece import make_piece
 from zerofp4.optim.state import ShardedState
 
@@ -64,18 +65,22 @@ class AveragedMasters:
             values = self._slices[0][:0] if own.piece is None else own.piece
             piece = make_piece(values, parameter.shape, own.shard.start, optimizer.home_of(parameter))
             piece.label = None if number.name is None else f"{number.name}.average"
-            piece.refusal = refusal
+            piece.refusal, piece.written_by = refusal, (optimizer._save_id,)
             state[number] = {"average": piece}
         return {"state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of averages. Collective: what does not fit on a rank raises TypeError or
-        ValueError on all of them, and nothing changes.
+        """Go on from a state dict of averages. Collective: what does not fit on a rank, and what two saves wrote,
+        raises TypeError or ValueError on all of them, and nothing changes.
         """
-        found, error = attempt(self._read, state_dict)
-        error = None if error is None else load_error(error)
-        exchange(None, error, self.optimizer.process_group(), "load_state_dict() of averages")
+        found, saves, error = [], None, OwnError()
+        try:
+            found, saves = self._read(state_dict), find_saves(state_dict, self.optimizer._save_id)
+        except Exception as failure:  # whatever it is, the other ranks must hear of it
+            error = OwnError(load_error(failure))
+        group = self.optimizer.process_group()
+        check_one_save(exchange(saves, error, group, "load_state_dict() of averages"))
         for own, values in found:
             own.copy_(values)
         for piece in pieces_of(state_dict):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, exchange, rank_and_size, resolve_group
+from zerofp4.distributed import GroupReference, attempt, exchange, rank_and_size, resolve_group
 from zerofp4.engine import (
     TRANSPORTS,
     EarlyPeerReducer,
@@ -118,11 +118,7 @@ class BuiltOptimizer(SteppedOptimizer):
         """Collective. What is wrong on any rank raises on all, before anything has changed."""
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
-        checked, error = None, None
-        try:
-            checked = self._check(params, optimizer_class, group, choices, defaults)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = failure
+        checked, error = attempt(self._check, params, optimizer_class, group, choices, defaults)
         announcement = None if checked is None else checked.announcement
         told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
         announced, (self._token, *_) = zip(*told, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofp4.distributed import attempt, exchange, rank_and_size
+from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.sharded_piece import gathered, make_piece
@@ -113,15 +113,15 @@ def save_safetensors(
             "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
             "slices, stages): write what master_state_dict gives on a rank of each process group"
         )
-    export, error = None, None
+    export, error = None, OwnError()
     if writes:
         export, error = attempt(_Export, Path(folder), model, dtype)
     try:
         exchange(None, error, group, "save_safetensors()")
         for key, tensor in _masters(model, optimizer, masters, dtype):
-            if writes and error is None:  # the others wait in the gathers: an error is told at the end
+            if writes and not error:  # the others wait in the gathers: an error is told at the end
                 _, error = attempt(export.add, key, tensor)
-        if writes and error is None:
+        if writes and not error:
             _, error = attempt(export.publish)
     finally:
         if export is not None:

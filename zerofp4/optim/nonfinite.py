@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerofp4.distributed import raised_by_all
 from zerofp4.engine import are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
@@ -104,12 +105,12 @@ class NonfiniteGradients:
         name = self.first_name
         if name is None:
             return
-        error = FloatingPointError(
-            f"the gradient of {name} holds a NaN or Inf on some rank, and on_nonfinite is 'raise'; no rank "
-            "takes this step"
+        raise raised_by_all(
+            FloatingPointError(
+                f"the gradient of {name} holds a NaN or Inf on some rank, and on_nonfinite is 'raise'; no "
+                "rank takes this step"
+            )
         )
-        error.all_ranks_raise = True
-        raise error
 
     def for_update(self) -> torch.Tensor | None:
         """What the optimizer of the masters is to read on the device; None where the host knows that there is

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import CollectiveError
+from zerofp4.distributed import CollectiveError, OwnError
 from zerofp4.engine import Arrivals, FlatBuffer, Publication
 
 
@@ -26,20 +26,24 @@ def publish_groups(
 
     An error is raised behind the last group, and is `unheard` unless all ranks took part where it was told.
     """
-    errors, heard = [], False
-    for first, last in itertools.pairwise(_group_bounds(buffers)):
-        of_group = buffers[first:last], plans[first:last]
-        try:
-            Publication(*of_group, update and _shifted(update, first), error, arrivals).run()
-        except Exception as failure:
-            if isinstance(failure, CollectiveError) or isinstance(failure.__cause__, CollectiveError):
-                raise  # nobody is left who would wait for the rest
-            reached_all = buffers[first].world_size == world_size
-            heard = heard or (reached_all and not getattr(failure, "unheard", False))
-            errors.append(failure)
-    if errors:
-        errors[0].unheard = not heard
-        raise errors[0]
+    found, heard = OwnError(), False
+    try:
+        for first, last in itertools.pairwise(_group_bounds(buffers)):
+            of_group = buffers[first:last], plans[first:last]
+            try:
+                Publication(*of_group, update and _shifted(update, first), error, arrivals).run()
+            except Exception as failure:
+                if isinstance(failure, CollectiveError) or isinstance(failure.__cause__, CollectiveError):
+                    raise  # nobody is left who would wait for the rest
+                reached_all = buffers[first].world_size == world_size
+                heard = heard or (reached_all and not getattr(failure, "unheard", False))
+                found = found or OwnError(failure)
+        if found:
+            error = found.take()
+            error.unheard = not heard
+            raise error
+    finally:  # see OwnError
+        del error
 
 
 def _group_bounds(buffers: Sequence[FlatBuffer]) -> list[int]:

@@ -66,10 +66,11 @@ class ReadChunks:
             self.wait()
 
     def _wait(self) -> None:
-        failures = [failure for one in self._pending if (failure := one.exception()) is not None]
+        errors = list(filter(None, (one.exception() for one in self._pending)))
         self._pending = []
-        if failures:
-            raise failures[0]
+        if errors:
+            del errors[1:]  # see OwnError
+            raise errors.pop()
 
     def __deepcopy__(self, memo: dict) -> "ReadChunks":
         return self

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from zerofp4.distributed import in_phase
+from zerofp4.distributed import error_text, in_phase
 from zerofp4.engine import EarlyPeerReducer, EarlyReducer
 from zerofp4.optim.watch import Snapshot, gradients_of
 
@@ -141,7 +141,7 @@ class Rounds:
             self._complete(discard or self._stale or changed is not None)
         self._closed, self._again = True, self._stale
         if self._reducer.error is not None:
-            raise self._reducer.error
+            raise RuntimeError(self._reducer.error)
         if changed:
             raise RuntimeError(
                 f"the gradient of {changed} changed after it had begun to travel, as overlap='backward' has "
@@ -245,7 +245,7 @@ class Rounds:
         try:
             self._reducer.keep_apart(self._parameters, gradients_of(self._parameters))
         except Exception as error:  # no memory for a clone: told in the vote
-            self._reducer.error = self._reducer.error or error
+            self._reducer.error = self._reducer.error or error_text(error)
 
     def _note(self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """What a vote is to know of gradients that are gone by then; p.grad is None from now on."""
@@ -256,7 +256,7 @@ class Rounds:
             self._reducer.check(every, self._names)
             self._word = self.word(in_phase("scan", self._word_of)(every))
         except Exception as error:  # told in the vote
-            self._reducer.error = self._reducer.error or error
+            self._reducer.error = self._reducer.error or error_text(error)
         with torch._C.DisableTorchFunctionSubclass():
             for i in indices:
                 self._present[i] = self._present[i] or every[i] is not None

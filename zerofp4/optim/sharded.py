@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import GroupReference
+from zerofp4.distributed import GroupReference, OwnError
 from zerofp4.engine import (
     Arrivals,
     FlatBuffer,
@@ -257,16 +257,19 @@ class ShardedParameters:
         error: what went wrong on this rank, which takes its part, without giving anything, and raises it.
         """
         self.check_not_taken_over()
-        self.settle()
-        if found_inf is None:
-            self.found_inf.zero_()
-        else:
-            self.found_inf.copy_(found_inf)
-        leaving = [one for one in self._amaxes_from if isinstance(one, FusedAdamW)]
-        if update is None and any(one.amaxes_outdated() for one in leaving):
-            for plan in self._present_plans():
-                plan.begin_update()  # takes them back
-        publish_groups(self.buffers, self._plans, self._world_size, update, error, self._arrivals)
+        try:
+            self.settle()
+            if found_inf is None:
+                self.found_inf.zero_()
+            else:
+                self.found_inf.copy_(found_inf)
+            leaving = [one for one in self._amaxes_from if isinstance(one, FusedAdamW)]
+            if update is None and any(one.amaxes_outdated() for one in leaving):
+                for plan in self._present_plans():
+                    plan.begin_update()  # takes them back
+            publish_groups(self.buffers, self._plans, self._world_size, update, error, self._arrivals)
+        finally:  # see OwnError
+            del error
 
     def settle(self) -> None:
         """What is queued next on the current stream finds all weights, or may write to them."""
@@ -279,9 +282,7 @@ class ShardedParameters:
         """
         if self._arrivals is not None:
             self._arrivals.synchronize()
-        moved = self.find_moved()
-        if moved is not None:
-            raise moved
+        OwnError(self.find_moved()).raise_if_any()
         for plan in self._present_plans():
             plan.check()
 

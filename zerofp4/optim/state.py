@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, exchange
+from zerofp4.distributed import GroupReference, OwnError, exchange
 from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_ids, saved_entries, saved_groups
 from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.entries import Target
@@ -55,7 +55,7 @@ class ShardedState(torch.optim.Optimizer):
     _steps: int
     _token: str
     """Of the ids of saves: the same on every rank, another after each load."""
-    _unheard: Exception | None
+    _unheard: str | None
     """What went wrong on this rank alone, and the next step is to tell the others."""
     _weights_follow: bool
     """False from load_state_dict to the next step: weights that were written meanwhile yield to the
@@ -87,6 +87,7 @@ class ShardedState(torch.optim.Optimizer):
         try:
             self._shards.publish(found_inf, update, error)
         finally:
+            del error  # see OwnError
             self._watch.accept_values()
 
     def _follow_masters(self) -> None:
@@ -221,7 +222,7 @@ class ShardedState(torch.optim.Optimizer):
         states of different steps or what two saves wrote, every rank raises ValueError (TypeError for what is
         no dict), which lists the names, and nothing changes.
         """
-        before, loaded, steps, saves, error = self.inners.present(), None, 0, None, None
+        before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
         try:
             self._watch.check_places(self.param_groups)
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -229,7 +230,7 @@ class ShardedState(torch.optim.Optimizer):
             loaded = self._read(state_dict)
             steps, saves = int(state_dict.get("steps", 0)), find_saves(state_dict, self._save_id)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = load_error(failure)
+            error = OwnError(load_error(failure))
         try:
             told = exchange((steps, saves, draw_token()), error, self.process_group(), "load_state_dict()")
             by_rank, saves_by_rank, (token, *_) = zip(*told, strict=True)

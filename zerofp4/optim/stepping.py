@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from zerofp4.distributed import CollectiveError, in_phase
-from zerofp4.engine import Failures, GradientReducer, Peers
+from zerofp4.distributed import CollectiveError, OwnError, error_text, in_phase
+from zerofp4.engine import GradientReducer, Peers
 from zerofp4.optim.bucketed import PreparedStep
 from zerofp4.optim.captured import CapturedSteps
 from zerofp4.optim.clipping import clip_arguments, global_norm
@@ -49,7 +49,7 @@ class SteppedOptimizer(CapturedSteps):
         if self._is_captured():
             self._capture_step(closure)
             return None
-        loss, gradients, intent, word, prepared, error = None, [], None, None, None, None
+        loss, gradients, intent, word, prepared, error = None, [], None, None, None, OwnError()
         held = self._votes.held
         self._follow_masters()
         try:
@@ -71,26 +71,25 @@ class SteppedOptimizer(CapturedSteps):
             told = getattr(failure, "all_ranks_raise", False) and self._votes.held > held
             if told or isinstance(failure, CollectiveError):  # clip_grad_norm_ in the closure has told them
                 raise
-            error = failure
+            error = OwnError(failure)
         agreed = self._vote(gradients, intent, error, word, prepared is None)
         self._agreed_in_sequence = agreed.in_sequence
-        failures = Failures()
         if intent.reduce:
             self._hear(agreed, word)
             self._nonfinite.raise_if_asked()
         are_in_slices = not (intent.reduce or self._reducer.gradients_are_means)
         if agreed.in_sequence and agreed.nonfinite is None and not are_in_slices:
-            self._reduce(gradients, failures)
+            self._reduce(gradients, error)
         try:
             if self._nonfinite.must_leave_out_update():
                 self.found_inf.fill_(1)
             elif agreed.in_sequence:
-                self._step_in_sequence(agreed.present, failures)
+                self._step_in_sequence(agreed.present, error)
             else:
                 self._step_in_buckets(prepared, agreed.present)
         except Exception as failure:
             if getattr(failure, "unheard", False):
-                self._unheard = failure
+                self._unheard = error_text(failure)
             raise
         finally:  # the other ranks, which may have found nothing wrong, count it as well
             self._reduced = None
@@ -115,7 +114,7 @@ class SteppedOptimizer(CapturedSteps):
             raise RuntimeError(
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their vote"
             )
-        gradients, intent, word, snapshot, error = [], None, None, None, None
+        gradients, intent, word, snapshot, error = [], None, None, None, OwnError()
         self._follow_masters()
         try:
             self._tell_unheard()
@@ -136,23 +135,24 @@ class SteppedOptimizer(CapturedSteps):
         except CollectiveError:  # of what travels since a backward pass: there is nobody left to hear of it
             raise
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
-            error = failure
-        agreed = self._vote(gradients, intent, error, word)
-        failures, squares = Failures(), None
+            error = OwnError(failure)
+        agreed, squares = self._vote(gradients, intent, error, word), None
         if intent.reduce:
             self._reduced = self._factor = None
             self._hear(agreed, word)
             if not self._reducer.gradients_are_means:
-                squares = self._reduce(gradients, failures)
+                squares = self._reduce(gradients, error)
             self._nonfinite.raise_if_asked()
             if self._rounds is not None and self._rounds.adds:  # they are not in p.grad any more
                 snapshot = Snapshot(self._gradients())
-            self._reduced = None if failures.errors else snapshot
+            self._reduced = None if error else snapshot
         means, device = self._reducer.means(gradients), self._reducer.device
         total = in_phase("norm", global_norm)(means, intent.norm_type, self.process_group(), device, squares)
-        if failures.errors:  # the others have a norm that is of no use, and hear of it before they use it
-            self._unheard = failures.errors[0]
-            raise self._unheard
+        try:
+            error.raise_if_any()
+        except Exception as failure:  # the others have a norm that is of no use, and hear before they use it
+            self._unheard = error_text(failure)
+            raise
         if self._factor is not None:
             total = total * self._factor
         factor = (intent.max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -181,14 +181,11 @@ class SteppedOptimizer(CapturedSteps):
     # Before the vote
 
     def _tell_unheard(self) -> None:
-        late = None if self._peers is None else self._peers.take_error()
-        if late is not None:
-            raise late
-        error, self._unheard = self._unheard, None
-        if error is not None and self._votes.world_size > 1:
-            raise RuntimeError(
-                f"this rank could not finish its part of an earlier call: {type(error).__name__}: {error}"
-            ) from error
+        if self._peers is not None:
+            OwnError(self._peers.take_error()).raise_if_any()
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None and self._votes.world_size > 1:
+            raise RuntimeError(f"this rank could not finish its part of an earlier call: {unheard}")
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """p.grad of all trainable parameters, which can be read; see _check_parameters()."""
@@ -241,6 +238,7 @@ class SteppedOptimizer(CapturedSteps):
         try:
             agreed = in_phase("vote", self._votes.agree)(*arguments)
         except Exception:
+            error.take()  # of a vote that failed
             if rounds is not None:
                 told = self._votes.travelled
                 rounds.abandon(told.rounds, keep=not told.broken)
@@ -258,12 +256,12 @@ class SteppedOptimizer(CapturedSteps):
         else:
             self._nonfinite.hear(agreed.nonfinite)
 
-    def _reduce(self, gradients: Sequence[torch.Tensor | None], failures: Failures) -> torch.Tensor | None:
+    def _reduce(self, gradients: Sequence[torch.Tensor | None], error: OwnError) -> torch.Tensor | None:
         squares = None
-        with failures:
+        with error:
             squares = self._reduce_gradients(gradients)
         if self._votes.world_size == 1:
-            failures.raise_first()
+            error.raise_if_any()
         return squares
 
     def _reduce_gradients(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -275,14 +273,14 @@ class SteppedOptimizer(CapturedSteps):
         self._bucketed.run(prepared, present, lambda update: self._publish(prepared.found, update=update))
         self._pull_options()
 
-    def _step_in_sequence(self, present: Sequence[bool], failures: Failures) -> None:
+    def _step_in_sequence(self, present: Sequence[bool], error: OwnError) -> None:
         """Update and publish, of which nothing has an effect on a rank that could not reduce."""
-        if not failures.errors:
-            with failures:
+        if not error:
+            with error:
                 in_phase("update", self._update_masters)(present)
         if self._votes.world_size == 1:
-            failures.raise_first()
-        self._publish(self._nonfinite.for_update(), error=failures.errors[0] if failures.errors else None)
+            error.raise_if_any()
+        self._publish(self._nonfinite.for_update(), error=error.take())
 
     def _update_masters(self, present: Sequence[bool]) -> None:
         """Step the inner optimizers, with gradients of the parameters that have one on any rank."""

@@ -7,7 +7,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, exchange, first_difference, rank_and_size, reduce_max
+from zerofp4.distributed import (
+    GroupReference,
+    OwnError,
+    exchange,
+    first_difference,
+    raised_by_all,
+    rank_and_size,
+    reduce_max,
+)
 from zerofp4.optim.announcement import Slots
 from zerofp4.optim.nonfinite import from_word
 from zerofp4.optim.options import host_options, tensor_options_hash
@@ -79,7 +87,7 @@ class Votes:
         self,
         gradients: Sequence[torch.Tensor | None],
         intent: Intent | None,
-        error: BaseException | None,
+        error: OwnError,
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
         in_sequence: bool = True,
@@ -97,8 +105,7 @@ class Votes:
         self.travelled = travelled
         self.held += 1
         if self.world_size == 1:
-            if error is not None:
-                raise error
+            error.raise_if_any()
             present = [gradient is not None for gradient in gradients]
             return Agreement(present, None, in_sequence, travelled.again)
         votes = self._ballot(gradients, intent, error, nonfinite, param_groups, in_sequence, travelled)
@@ -127,9 +134,8 @@ class Votes:
             present = [bool(words[slot]) for slot in self.slots.own]
             self._last = [gradient is not None for gradient in gradients], present
             return Agreement(present, from_word(first, self._count), bool(sequence), bool(again))
-        error = error or RuntimeError(message)
-        error.all_ranks_raise = True  # a closure that calls clip_grad_norm_ must not bring it to another vote
-        raise error
+        # A closure that calls clip_grad_norm_ must not bring it to another vote.
+        raise raised_by_all(error.take() or RuntimeError(message))
 
     def expected(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """What an agreement is expected to find present: what the last one did, where this rank has gradients
@@ -161,7 +167,7 @@ class Votes:
         self,
         gradients: Sequence[torch.Tensor | None],
         intent: Intent | None,
-        error: BaseException | None,
+        error: OwnError,
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
         in_sequence: bool,
@@ -172,7 +178,7 @@ class Votes:
         rank with an error.
         """
         sent = [travelled.rounds, -travelled.rounds, travelled.again, travelled.broken]
-        if error is not None:
+        if error:
             zeros = [0.0] * (self._count + 2 * len(Intent._fields))
             words = [*zeros, *sent, 0.0, 0.0, 0.0, 0.0, self.rank + 1.0]
             return self._to_device(words)

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 import torch
 
+from zerofp4.distributed import OwnError
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.tensors import find_in_no_module, register_holder
 
@@ -81,9 +82,7 @@ class ParameterWatch:
         message = self._find_changed_list(param_groups)
         if message is not None:
             raise RuntimeError(message)
-        moved = self._shards.find_moved()
-        if moved is not None:
-            raise moved
+        OwnError(self._shards.find_moved()).raise_if_any()
 
     def _check_in_use(self) -> None:
         """Raises RuntimeError for a parameter that was replaced in its module and is in no other."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofp4.distributed import OwnError
 from zerofp4.optim.building import BuiltOptimizer, Choices
 from zerofp4.optim.groups import with_references
 
@@ -178,9 +179,8 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         its replays behind a step.
         """
         self._shards.check()
-        late = None if self._peers is None else self._peers.take_error()
-        if late is not None:
-            raise late
+        if self._peers is not None:
+            OwnError(self._peers.take_error()).raise_if_any()
 
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.

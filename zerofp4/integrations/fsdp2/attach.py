@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import attempt, exchange
+from zerofp4.distributed import OwnError, attempt, exchange
 from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, placement_of
 from zerofp4.integrations.fsdp2.state import prepared_weights
 from zerofp4.integrations.fsdp2.weight import Weight
@@ -40,12 +40,11 @@ def attach(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     sharded = Sharded(model)
     weights, error = attempt(_place, model, sharded)
-    shares, error = attempt(_shares, optimizers, weights) if error is None else (None, error)
+    shares, error = (None, error) if error else attempt(_shares, optimizers, weights)
     for group in sharded.process_groups():  # what one rank finds wrong, all raise
         _, error = attempt(exchange, None, error, group, "agreeing to attach a model")
     try:
-        if error is not None:
-            raise error
+        error.raise_if_any()
         return Attachment(model, weights, shares)
     except Exception:
         for weight in weights or ():
@@ -185,10 +184,9 @@ class Caster:
         if self._leaves_amaxes and self.optimizer.amaxes_outdated():
             self.plan.begin_update()  # takes them back
         late = self.plan.run(error)
-        for weight, master in zip(self.weights, masters or (), strict=error is None):
+        for weight, master in zip(self.weights, masters, strict=True):
             weight.note_cast(master)
-        if late is not None:
-            raise late
+        late.raise_if_any()
 
     def _follow_masters(self) -> list[torch.Tensor]:
         """Where the masters are: FSDP2 moves a shard when it pads it, and with assign=True a load brings
@@ -205,9 +203,11 @@ class Caster:
 
 def _cast(casters: list[Caster]) -> None:
     """Every rank casts all of them, whatever goes wrong with one, and raises the first error at the end."""
-    errors = [error for caster in casters if (error := attempt(caster.cast)[1]) is not None]
-    if errors:
-        raise errors[0]
+    first = OwnError()
+    for caster in casters:
+        with first:
+            caster.cast()
+    first.raise_if_any()
 
 
 Share = tuple[torch.optim.Optimizer | None, dist.ProcessGroup, list[Weight], list[list[NVFP4Storage]]]
