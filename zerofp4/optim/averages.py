@@ -71,8 +71,8 @@ class AveragedMasters:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of averages. Collective: what does not fit on a rank, and what two saves wrote,
-        raises TypeError or ValueError on all of them, and nothing changes.
+        """Go on from a state dict of averages. Collective: where one rank's does not fit, or two saves wrote
+        what the ranks bring, all of them raise TypeError or ValueError, and nothing changes.
         """
         found, saves, error = [], None, OwnError()
         try:
