@@ -84,6 +84,15 @@ def test_two_devices(device):
         FusedAdamW([q], lr=torch.tensor(0.1, device=device, dtype=torch.float64)).step()
 
 
+def freed(gradient):
+    gradient.untyped_storage().resize_(0)
+    return gradient
+
+
+def freed_view(gradient):
+    return freed(torch.cat([gradient, gradient])[gradient.shape[0] :])
+
+
 def assert_unchanged(optimizer, parameters, states, values):
     """The parameters and the states of the optimizer's state_dict are as they were."""
     for p, old in zip(parameters, values, strict=True):
@@ -106,6 +115,8 @@ def assert_unchanged(optimizer, parameters, states, values):
             TypeError,
             "is an efficient zero tensor, which has no memory",
         ),
+        (freed, RuntimeError, "needs 48 bytes of its storage, which has 0: it was freed"),
+        (freed_view, RuntimeError, "needs 96 bytes of its storage, which has 0: it was freed"),
         (
             lambda g: g.t().contiguous().t(),
             ValueError,

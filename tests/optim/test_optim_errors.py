@@ -104,6 +104,24 @@ def test_sparse_gradients(device):
         optimizer.step()
 
 
+@pytest.mark.parametrize("offset", [0, 64])
+def test_gradients_that_were_freed(device, offset):
+    """A view of a freed storage is at its offset, not at address 0."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters)
+    for i in (0, 1):  # a quantized weight and a plain one
+        set_gradients(parameters, make_gradients(parameters, 0))
+        gradient = parameters[i].grad
+        memory = gradient.new_zeros(offset + gradient.numel())
+        parameters[i].grad = memory[offset:].view(gradient.shape)
+        memory.untyped_storage().resize_(0)
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match=rf"\['params'\]\[{i}\] has a gradient whose .* was freed"):
+                call()
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+
+
 def test_gradients_on_another_device(device, monkeypatch):
     """torch keeps a gradient with its parameter, so that both have moved as a rule, which is said then."""
     parameters = make_parameters(device)

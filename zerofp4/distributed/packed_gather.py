@@ -19,6 +19,7 @@ from zerofp4.ops import (
     GatherStages,
 )
 from zerofp4.shard import Shard, byte_range
+from zerofp4.storage import addresses_of
 
 
 class PackedGather:
@@ -82,7 +83,7 @@ class PackedGather:
 
         Nothing has changed when it raises (RuntimeError, while a CUDA graph is captured).
         """
-        pointers = [buffer.data_ptr() for buffer in buffers]
+        pointers = addresses_of("rowwise_data", buffers)
         if self._stages is not None:
             own = [
                 GatherRun(pointers[i] + first, self._address(self.rank, i), 0, last - first)

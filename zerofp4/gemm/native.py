@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from zerofp4 import ops
 from zerofp4.gemm.operand import Operand
 from zerofp4.layout import round_up
+from zerofp4.storage import check_memory
 
 CONTRACTION_MULTIPLE, ROWS_MULTIPLE = 32, 16
 """What cuBLASLt's block-scaled products ask of the contraction and of the rows of b."""
@@ -44,7 +45,9 @@ def codes(operand: Operand, rows: int, contraction: int) -> torch.Tensor:
     """The elements with zeros behind them up to [rows, contraction], row-major, in the dtype that scaled_mm
     takes. Scales need nothing: they are padded with zeros to more than that.
     """
-    raw = operand.copy.data.view(torch.uint8)
+    data = operand.copy.data
+    check_memory(f"{operand.side}_data", data)  # scaled_mm does not ask
+    raw = data.view(torch.uint8)
     if not operand.is_nvfp4 and operand.side == "columnwise":
         raw = raw.t().contiguous()  # MXFP8 stores this copy as it stores the other
     width = contraction // 2 if operand.is_nvfp4 else contraction
@@ -58,6 +61,7 @@ def _scaling(operand: Operand) -> tuple[list[torch.Tensor], list, list]:
     multiplies into alpha on the device.
     """
     swizzled = ops.padded_scale(operand.record, operand.side, "swizzled")
+    check_memory(f"{operand.side}_scale_swizzled", swizzled)
     if not operand.is_nvfp4:
         return [swizzled], [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4]
     scaling = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from zerofp4.format import E2M1_MAX
-from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, record_of
+from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, check_memory, record_of
 
 
 class Operand:
@@ -62,6 +62,7 @@ class Operand:
         """
         if self.copy.amax is None:
             return None
+        check_memory("amax", self.copy.amax)  # torch does not ask
         return self.copy.amax * (1 / (E2M1_MAX * self.record.e4m3_max))
 
 

@@ -45,7 +45,8 @@ def gemm(
     waits for the device.
 
     Raises TypeError for what is not quantized or a dtype that is unknown, ValueError for operands that do not
-    match or a missing copy, RuntimeError where a backend is asked for that the hardware lacks.
+    match or a missing copy, RuntimeError where a backend is asked for that the hardware lacks, and for an
+    operand whose memory was freed.
     """
     left, right = as_operand("a", a), as_operand("b", b)
     check_pair(left, right)
@@ -57,10 +58,14 @@ def gemm(
         _check_addressed(bias, accumulate_into)
     used = chosen_backend(left.device, backend)
     bias = None if bias is None else bias.detach()
-    if used == "exact" or 0 in (*shape, left.shape[1]):
-        return exact.multiply(left, right, out_dtype, bias, accumulate_into)
-    plain = bias is None and accumulate_into is None
-    result = native.multiply(left, right, out_dtype if plain else torch.float32)
+    try:
+        if used == "exact" or 0 in (*shape, left.shape[1]):
+            return exact.multiply(left, right, out_dtype, bias, accumulate_into)
+        plain = bias is None and accumulate_into is None
+        result = native.multiply(left, right, out_dtype if plain else torch.float32)
+    except RuntimeError:
+        _check_held(left, right)
+        raise
     if bias is not None:
         result.add_(bias)
     if accumulate_into is not None:
@@ -73,9 +78,19 @@ def gemm_into(a: Operand, b: Operand, out: torch.Tensor, *, backend: str = "auto
     it, with what they have made.
     """
     check_pair(a, b)
-    if chosen_backend(a.device, backend) == "exact" or 0 in (*out.shape, a.shape[1]):
-        return exact.multiply_into(a, b, out)
-    return out.copy_(native.multiply(a, b, out.dtype))
+    try:
+        if chosen_backend(a.device, backend) == "exact" or 0 in (*out.shape, a.shape[1]):
+            return exact.multiply_into(a, b, out)
+        return out.copy_(native.multiply(a, b, out.dtype))
+    except RuntimeError:
+        _check_held(a, b)
+        raise
+
+
+def _check_held(a: Operand, b: Operand) -> None:
+    """Raises RuntimeError, by name, where a product failed because a buffer of a factor was freed."""
+    a.record.check_memory("a")
+    b.record.check_memory("b")
 
 
 def chosen_backend(device: torch.device, backend: str = "auto") -> str:

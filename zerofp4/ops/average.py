@@ -7,10 +7,10 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.operator import backend
-from zerofp4.ops.tensor_list import addresses_of, by_dtype
-from zerofp4.storage import check_buffer, check_memory
+from zerofp4.ops.tensor_list import by_dtype, places_of
+from zerofp4.storage import address_of, check_buffer, check_memory
 
 torch.library.define(
     "zerofp4::average",
@@ -64,14 +64,14 @@ def average(
     _check(pieces, out, own, rank, squares)
     _C.average(
         target=target_of(pieces.device),
-        pieces=pieces.data_ptr(),
-        own=address(own),
+        pieces=address_of("pieces", pieces),
+        own=address_of("own", own),
         dtype=DTYPE_CODES[pieces.dtype],
         rank=rank,
         count=pieces.shape[0],
         numel=pieces.shape[1],
-        output=out.data_ptr(),
-        squares=address(squares),
+        output=address_of("out", out),
+        squares=address_of("squares", squares),
     )
 
 
@@ -87,8 +87,12 @@ def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
     """
     check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
     for dtype, positions in by_dtype(tensors).items():
-        addresses, numels = addresses_of(tensors, positions)
-        _C.add_squares(target_of(squares.device), addresses, numels, DTYPE_CODES[dtype], squares.data_ptr())
+        _C.add_squares(
+            target_of(squares.device),
+            *places_of(tensors, positions),
+            DTYPE_CODES[dtype],
+            address_of("squares", squares),
+        )
 
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:

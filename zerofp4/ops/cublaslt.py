@@ -5,7 +5,8 @@ import functools
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import DTYPE_CODES, address, check_cuda, target_of
+from zerofp4.ops.device import DTYPE_CODES, check_cuda, target_of
+from zerofp4.storage import address_of
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -62,11 +63,11 @@ def multiply(
     workspace = torch.empty(product.workspace, dtype=torch.uint8, device=out.device)
     product.run(
         target_of(out.device),
-        a.data_ptr(),
-        b.data_ptr(),
-        address(alpha),
-        address(bias),
-        out.data_ptr(),
+        address_of("a", a),
+        address_of("b", b),
+        address_of("alpha", alpha),
+        address_of("bias", bias),
+        address_of("out", out),
         workspace.data_ptr(),
     )
     return True

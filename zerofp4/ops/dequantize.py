@@ -12,7 +12,7 @@ from zerofp4.layout import scale_shape
 from zerofp4.ops.device import DTYPE_CODES, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
-from zerofp4.storage import check_buffer
+from zerofp4.storage import address_of, addresses_of, check_buffer
 
 E4M3_MAXIMA = (448, 256)
 _COMPACT = SCALE_LAYOUTS.index("compact")
@@ -98,7 +98,7 @@ def check_items(
 def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, ...]:
     """The item as one of the native list, or a stack as one after the other."""
     data, scale, amax, block_rows, e4m3_max, columnwise = item
-    addresses = (data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr())
+    addresses = _addresses(data, scale, amax, out)
     options = (*out.shape[-2:], columnwise, block_rows, layout, e4m3_max)
     if out.dim() == 2:
         return (*addresses, *options)
@@ -108,6 +108,10 @@ def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, .
         words += [first + e * step for first, step in zip(addresses, steps, strict=True)]
         words += options
     return tuple(words)
+
+
+def _addresses(data, scale, amax, out) -> tuple[int, ...]:
+    return tuple(map(address_of, ("data", "scale", "amax", "out"), (data, scale, amax, out)))
 
 
 def _run(items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
@@ -172,7 +176,7 @@ def write_values(data, scale, amax, block_rows, e4m3_max, columnwise, out) -> No
         return
     rows, cols = out.shape
     if rows and cols:
-        addresses = data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr()
+        addresses = _addresses(data, scale, amax, out)
         options = columnwise, block_rows, _COMPACT, e4m3_max, DTYPE_CODES[out.dtype]
         _C.dequantize(target_of(data.device), *addresses, rows, cols, *options)
 
@@ -197,7 +201,7 @@ def stacked_values_of(
     out = torch.empty((count, rows, 2 * half), dtype=dtype, device=device)
     if not out.numel():
         return out
-    places = [list(map(torch.Tensor.data_ptr, tensors)) for tensors in (data, scales)]
+    places = addresses_of("data", data), addresses_of("scale", scales)
     neutral = neutral_amax(device)  # held: made while a graph is captured, it is nobody else's
     options = (neutral.data_ptr(), rows, 2 * half, block_rows, DTYPE_CODES[dtype])
     step = _C.ARGUMENT_ITEMS if is_capturing(device) else count

@@ -8,7 +8,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.ops.hardware import FP4_CAPABILITY, check_capability
-from zerofp4.storage import Side
+from zerofp4.storage import Side, address_of
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -95,15 +95,11 @@ class StreamUse:
         return True
 
 
-def address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def data_address(name: str, side: Side | None) -> int:
+    return 0 if side is None else address_of(name, side.data)
 
 
-def data_address(side: Side | None) -> int:
-    return 0 if side is None else address(side.data)
-
-
-def scale_addresses(side: Side | None) -> list[int]:
+def scale_addresses(name: str, side: Side | None) -> list[int]:
     """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
     scales = {} if side is None else side.scales
-    return [address(scales.get(layout)) for layout in SCALE_LAYOUTS]
+    return [address_of(name, scales.get(layout)) for layout in SCALE_LAYOUTS]

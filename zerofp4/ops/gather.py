@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import StreamUse, address, is_capturing, target_of
+from zerofp4.ops.device import StreamUse, is_capturing, target_of
 from zerofp4.ops.table import DescriptorTable
+from zerofp4.storage import address_of
 
 GATHER_PRESENT: int = _C.GATHER_PRESENT
 GATHER_FAILED: int = _C.GATHER_FAILED
@@ -66,13 +67,13 @@ class GatherStages:
         self._table, self._streams = DescriptorTable(self.device), StreamUse(self.device)
         self._options = {
             "on_cpu": self.device.type == "cpu",
-            "staging": staging.data_ptr(),
+            "staging": address_of("staging", staging),
             "slot": staging.shape[1],
             "rank": rank,
             "ranks": staging.shape[0],
-            "reduced": 0 if header is None else header.reduced.data_ptr(),
+            "reduced": 0 if header is None else address_of("reduced", header.reduced),
             "hash": 0.0 if header is None else float(header.hash),
-            "status": 0 if header is None else address(header.status),
+            "status": 0 if header is None else address_of("status", header.status),
         }
 
     def bind(

@@ -5,7 +5,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import ceil_div, check_matrix, round_up
-from zerofp4.ops.device import DTYPE_CODES, address, data_address, scale_addresses, target_of
+from zerofp4.ops.device import DTYPE_CODES, data_address, scale_addresses, target_of
 from zerofp4.ops.operator import (
     backend,
     check_bytes,
@@ -16,7 +16,15 @@ from zerofp4.ops.operator import (
     named_sides,
     own_amaxes,
 )
-from zerofp4.storage import BUFFERS, Sides, check_buffer, check_memory, check_transform, scale_name
+from zerofp4.storage import (
+    BUFFERS,
+    Sides,
+    address_of,
+    check_buffer,
+    check_memory,
+    check_transform,
+    scale_name,
+)
 
 torch.library.define(
     "zerofp4::quantize_grouped",
@@ -112,31 +120,32 @@ def _quantize_grouped(
     given = (given_amax, given_columnwise_amax)
     sides = _check(x, splits, *given, hadamard, random_signs, rng_state, *outputs)
     *_, offsets, error = outputs
-    rows = _C.GroupSplits(address(splits), splits.dtype == torch.int64, splits.shape[0], x.shape[0])
+    sizes = address_of("m_splits", splits), splits.dtype == torch.int64, splits.shape[0]
+    rows = _C.GroupSplits(*sizes, x.shape[0])
     target = target_of(x.device)
     kept = tuple(zip(own_amaxes(hadamard, sides), given, strict=True))
-    matrix = (x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape)
-    missing = [address(buffer if value is None else None) for buffer, value in kept]
+    matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape)
+    missing = [0 if value is not None else address_of("amax", buffer) for buffer, value in kept]
     if any(missing):
         _C.grouped_amax(target, *matrix, random_signs, rows, *missing)
     used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
-    stored = [0 if value is None else address(buffer) for buffer, value in kept]
+    stored = [0 if value is None else address_of("amax", buffer) for buffer, value in kept]
     whole = _C.QuantizeArgs(
         **dict(zip(("input", "dtype", "rows", "cols"), matrix, strict=True)),
         block_rows=1,
         hadamard=hadamard,
         random_signs=random_signs,
-        rng_state=address(rng_state),
-        amax=address(columnwise_used if used is None else used),
-        columnwise_amax=address(columnwise_used),
-        rowwise_data=data_address(sides.rowwise),
-        columnwise_data=data_address(sides.columnwise),
-        rowwise_scale=scale_addresses(sides.rowwise),
-        columnwise_scale=scale_addresses(sides.columnwise),
+        rng_state=address_of("rng_state", rng_state),
+        amax=address_of("amax", columnwise_used if used is None else used),
+        columnwise_amax=address_of("columnwise_amax", columnwise_used),
+        rowwise_data=data_address("rowwise_data", sides.rowwise),
+        columnwise_data=data_address("columnwise_data", sides.columnwise),
+        rowwise_scale=scale_addresses("rowwise_scale", sides.rowwise),
+        columnwise_scale=scale_addresses("columnwise_scale", sides.columnwise),
         stored_amax=stored[0],
         stored_columnwise_amax=stored[1],
     )
-    _C.quantize_grouped(target, whole, rows, offsets.data_ptr(), error.data_ptr())
+    _C.quantize_grouped(target, whole, rows, address_of("offsets", offsets), address_of("error", error))
 
 
 @torch.library.register_fake("zerofp4::quantize_grouped")

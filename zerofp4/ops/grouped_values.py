@@ -4,10 +4,10 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.ops.dequantize import E4M3_MAXIMA
-from zerofp4.ops.device import address, target_of
+from zerofp4.ops.device import target_of
 from zerofp4.ops.grouped import grouped_rows, grouped_shapes
 from zerofp4.ops.operator import backend, check_bytes, check_scale, is_plain_call
-from zerofp4.storage import Side, check_buffer
+from zerofp4.storage import Side, address_of, check_buffer
 
 torch.library.define(
     "zerofp4::grouped_values",
@@ -56,13 +56,13 @@ def _run(
     ends = torch.empty(count, dtype=torch.int32, device=data.device)
     _C.grouped_values(
         target_of(data.device),
-        data.data_ptr(),
-        scale.data_ptr(),
-        (address(amax), address(other_amax)),
+        address_of("data", data),
+        address_of("scale", scale),
+        (address_of("amax", amax), address_of("other_amax", other_amax)),
         other_e4m3_max,
-        offsets.data_ptr(),
-        data_offsets.data_ptr(),
-        error.data_ptr(),
+        address_of("offsets", offsets),
+        address_of("data_offsets", data_offsets),
+        address_of("error", error),
         out.data_ptr(),
         ends.data_ptr(),
         tokens,

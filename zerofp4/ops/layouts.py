@@ -14,7 +14,7 @@ from zerofp4.layout import ceil_div, scale_shape
 from zerofp4.ops.lists import KeptList, run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
 from zerofp4.ops.reader import pointers
-from zerofp4.storage import check_memory
+from zerofp4.storage import addresses_of, check_memory
 
 FIELDS = 6
 """Integers of an item of the native list."""
@@ -51,15 +51,13 @@ def _change_layouts(
 
 
 def _words(sources, targets, matrices, layout: str) -> list[int]:
-    """Of the native list; raises RuntimeError for a scale without memory."""
+    """Of the native list."""
     code, words = SCALE_LAYOUTS.index(layout), []
-    inputs, outputs = map(torch.Tensor.data_ptr, sources), map(torch.Tensor.data_ptr, targets)
+    inputs, outputs = addresses_of("scales", sources), addresses_of("out", targets)
     if 3 in set(map(torch.Tensor.dim, targets)):
         inputs, outputs, matrices = _unstacked(sources, targets, matrices)
     for source, target, (rows, cols, block_rows) in zip(inputs, outputs, matrices, strict=True):
         if rows and cols:
-            if not source:
-                raise RuntimeError("a scale has no memory: its storage was freed in place (resize_)")
             words += source, target, rows, ceil_div(cols, BLOCK), block_rows, code
     return words
 
@@ -73,8 +71,8 @@ def _unstacked(sources, targets, matrices) -> tuple[list[int], list[int], list[t
     inputs, outputs, flat = [], [], []
     for source, target, matrix in zip(sources, targets, matrices, strict=True):
         stacked = target.dim() == 3
-        inputs += map(torch.Tensor.data_ptr, source.unbind() if stacked else [source])
-        outputs += map(torch.Tensor.data_ptr, target.unbind() if stacked else [target])
+        inputs += addresses_of("scales", source.unbind() if stacked else [source])
+        outputs += addresses_of("out", target.unbind() if stacked else [target])
         flat += [matrix] * (len(target) if stacked else 1)
     return inputs, outputs, flat
 

@@ -13,10 +13,10 @@ from zerofp4.format import (
     WEIGHT_DTYPES,
 )
 from zerofp4.layout import mxfp8_scale_shape
-from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.lists import run_list, zip_lists
 from zerofp4.ops.operator import backend, check_bytes
-from zerofp4.storage import check_buffer, check_memory
+from zerofp4.storage import address_of, check_buffer, check_memory
 
 FIELDS = 7
 """Integers of an item of the native list."""
@@ -72,10 +72,11 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
     skip: float32 [1], nothing is written where it is not 0.
     """
     _check_quantize(x, skip, *buffers)
-    addresses = [address(buffer) for buffer in buffers]
+    addresses = [address_of("out", buffer) for buffer in buffers]
     if x.numel() and any(addresses):
-        matrix = (x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape)
-        _C.quantize_mxfp8(target_of(x.device), *matrix, address(skip), addresses[:3], addresses[3:])
+        matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape)
+        options = (address_of("skip", skip), addresses[:3], addresses[3:])
+        _C.quantize_mxfp8(target_of(x.device), *matrix, *options)
 
 
 torch.library.register_fake("zerofp4::quantize_mxfp8", _check_quantize)
@@ -108,7 +109,7 @@ def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
     out = _new_one(data, scale, columnwise, layout, dtype)
     if out.numel():
         options = (columnwise, SCALE_LAYOUTS.index(layout), DTYPE_CODES[dtype])
-        inputs = (data.data_ptr(), scale.data_ptr(), *data.shape)
+        inputs = (address_of("data", data), address_of("scale", scale), *data.shape)
         _C.dequantize_mxfp8(target_of(data.device), *inputs, *options, out.data_ptr())
     return out
 
@@ -120,7 +121,8 @@ def _dequantize_mxfp8_many(data, scale, columnwise, layout, dtype) -> list[torch
     code, words = SCALE_LAYOUTS.index(layout), []
     for codes, scales, side, out in zip(data, scale, columnwise, outputs, strict=True):
         if out.numel():
-            words += (codes.data_ptr(), scales.data_ptr(), out.data_ptr(), *codes.shape, side, code)
+            places = address_of("data", codes), address_of("scale", scales), out.data_ptr()
+            words += (*places, *codes.shape, side, code)
     if words:
         device = data[0].device
         native = _C.Mxfp8DequantizeList(device.type == "cpu", words, DTYPE_CODES[dtype])

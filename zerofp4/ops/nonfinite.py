@@ -6,7 +6,8 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.ops.device import DTYPE_CODES, target_of
-from zerofp4.ops.tensor_list import addresses_of, by_dtype
+from zerofp4.ops.tensor_list import by_dtype, places_of
+from zerofp4.storage import address_of
 
 
 def find_nonfinite(tensors: Sequence[torch.Tensor], words: Sequence[int], found: torch.Tensor) -> None:
@@ -17,6 +18,6 @@ def find_nonfinite(tensors: Sequence[torch.Tensor], words: Sequence[int], found:
     """
     target = target_of(found.device)
     for dtype, positions in by_dtype(tensors).items():
-        addresses, numels = addresses_of(tensors, positions)
+        places = places_of(tensors, positions)
         some = [words[i] for i in positions]
-        _C.find_nonfinite(target, addresses, numels, some, DTYPE_CODES[dtype], found.data_ptr())
+        _C.find_nonfinite(target, *places, some, DTYPE_CODES[dtype], address_of("found", found))

@@ -3,7 +3,7 @@
 import torch
 
 from zerofp4.format import BLOCK, MXFP8_SCALE_DTYPE
-from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side
+from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, check_memory
 
 
 def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) -> torch.Tensor:
@@ -11,7 +11,7 @@ def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) ->
     layout.mxfp8_scale_shape say, of each of a stack: the persistent buffer if there is one, else made from
     the compact scales.
 
-    Raises ValueError where the record does not have that side.
+    Raises ValueError where the record does not have that side, RuntimeError where its scales were freed.
     """
     copy: Side | None = getattr(record, side)
     if copy is None:
@@ -19,6 +19,7 @@ def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) ->
     if layout in copy.scales:
         return copy.scales[layout]
     compact = copy.scales["compact"]
+    check_memory(f"{side}_scale", compact)
     if isinstance(record, NVFP4Storage):
         return torch.ops.zerofp4.pad_scale(compact, *record.side_matrix(side), record.block[0], layout)
     raw = compact.view(torch.uint8)

@@ -8,8 +8,8 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.average import SQUARES
-from zerofp4.ops.device import DTYPE_CODES, address, target_of
-from zerofp4.storage import check_buffer
+from zerofp4.ops.device import DTYPE_CODES, target_of
+from zerofp4.storage import address_of, check_buffer
 
 MAX_PEERS: int = _C.MAX_PEERS
 """How many ranks can read each other's memory."""
@@ -46,8 +46,8 @@ def average_rows(rows: PeerRows, out: torch.Tensor, squares: torch.Tensor | None
         dtype=DTYPE_CODES[rows.dtype],
         count=len(rows.addresses),
         numel=rows.numel,
-        output=out.data_ptr(),
-        squares=address(squares),
+        output=address_of("out", out),
+        squares=address_of("squares", squares),
     )
 
 
@@ -77,8 +77,8 @@ class Barrier:
         self._barrier = _C.Barrier(
             flags=list(flags),
             passed=self._passed.data_ptr(),
-            failed=failed.data_ptr(),
-            status=status.data_ptr(),
+            failed=address_of("failed", failed),
+            status=address_of("status", status),
             rank=rank,
             timeout_ns=int(timeout_s * 1e9),
         )

@@ -13,7 +13,7 @@ from zerofp4.ops.dequantize import DequantizeItem, check_items, neutral_amax
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.lists import zip_lists
 from zerofp4.ops.operator import backend, is_plain_call
-from zerofp4.storage import check_buffer, check_memory
+from zerofp4.storage import address_of, check_buffer, check_memory
 
 torch.library.define(
     "zerofp4::product_values",
@@ -48,9 +48,9 @@ def _run_values(copies: Sequence[Copy], dtype: torch.dtype) -> tuple[torch.Tenso
     for data, scale, amax, block_rows, e4m3_max in copies:
         rows, cols = data.shape[0], 2 * data.shape[1]
         out = torch.empty((rows, cols), dtype=dtype, device=device)
-        matrix = data.data_ptr(), scale.data_ptr(), out.data_ptr(), rows, cols, block_rows
+        matrix = address_of("data", data), address_of("scale", scale), out.data_ptr(), rows, cols, block_rows
         outputs.append(out)
-        operands.append((*matrix, amax.data_ptr(), e4m3_max))
+        operands.append((*matrix, address_of("amax", amax), e4m3_max))
     alpha = torch.empty(1, dtype=torch.float32, device=device)
     _C.product_values(target_of(device), DTYPE_CODES[dtype], operands, neutral.data_ptr(), alpha.data_ptr())
     return (*outputs, alpha)

@@ -9,7 +9,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
-from zerofp4.ops.device import DTYPE_CODES, address, data_address, scale_addresses, target_of
+from zerofp4.ops.device import DTYPE_CODES, data_address, scale_addresses, target_of
 from zerofp4.ops.operator import (
     backend,
     check_block_rows,
@@ -26,6 +26,7 @@ from zerofp4.storage import (
     NVFP4Storage,
     Side,
     Sides,
+    address_of,
     check_buffer,
     check_memory,
     check_transform,
@@ -124,21 +125,22 @@ def _fill(amax, given, skip) -> None:
 
 def _amax_pass(target, x, random_signs, skip, amax, hadamard_amax) -> None:
     """Both amaxes in one pass, or those of each matrix of a stack; one of them may be None."""
-    outputs = (address(skip), address(amax), address(hadamard_amax), _count(x))
-    _C.tensor_amax(target, x.data_ptr(), DTYPE_CODES[x.dtype], *x.shape[-2:], random_signs, *outputs)
+    matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape[-2:])
+    amaxes = address_of("amax", amax), address_of("columnwise_amax", hadamard_amax)
+    _C.tensor_amax(target, *matrix, random_signs, address_of("skip", skip), *amaxes, _count(x))
 
 
 _NONE = (0,) * (1 + len(SCALE_LAYOUTS))
 
 
-def _addresses(side: Side | None) -> tuple[int, ...]:
-    """Of the codes and of the scales by layout, 0 where there is no buffer."""
+def _addresses(data: str, scale: str, side: Side | None) -> tuple[int, ...]:
+    """Of the codes and of the scales by layout, which errors call so; 0 where there is no buffer."""
     if side is None:
         return _NONE
     scales = side.scales
     if len(scales) == 1 and "compact" in scales:  # the first layout: most sides have no other
-        return address(side.data), scales["compact"].data_ptr(), 0, 0
-    return (data_address(side), *scale_addresses(side))
+        return address_of(data, side.data), address_of(scale, scales["compact"]), 0, 0
+    return (data_address(data, side), *scale_addresses(scale, side))
 
 
 class Quantization:
@@ -172,14 +174,19 @@ class Quantization:
         """Quantize x, which has elements; the arguments have been checked."""
         kept, columnwise_kept = own_amaxes(self._hadamard, sides)
         buffers = (
-            *_addresses(sides.rowwise),
-            *_addresses(sides.columnwise),
-            address(kept),
-            address(columnwise_kept),
+            *_addresses("rowwise_data", "rowwise_scale", sides.rowwise),
+            *_addresses("columnwise_data", "columnwise_scale", sides.columnwise),
+            address_of("amax", kept),
+            address_of("columnwise_amax", columnwise_kept),
         )
-        given = (address(amax), address(columnwise_amax), address(rng_state), address(skip))
+        given = (
+            address_of("amax", amax),
+            address_of("columnwise_amax", columnwise_amax),
+            address_of("rng_state", rng_state),
+            address_of("skip", skip),
+        )
         experts = x.shape[0] if self._stacked else 1
-        self._native.run(target_of(x.device), x.data_ptr(), buffers, *given, experts)
+        self._native.run(target_of(x.device), address_of("x", x), buffers, *given, experts)
 
 
 def _run(
@@ -235,15 +242,15 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
         amax = torch.empty(_count(x), dtype=torch.float32, device=x.device)
         _amax_pass(target, x, True, None, amax, None)
     arguments = _C.QuantizeArgs(
-        input=x.data_ptr(),
+        input=address_of("x", x),
         dtype=DTYPE_CODES[x.dtype],
         rows=x.shape[-2],
         cols=x.shape[-1],
         block_rows=block_rows,
         e4m3_max=e4m3_max,
         squared_error=error == "mse",
-        rng_state=address(rng_state),
-        amax=amax.data_ptr(),
+        rng_state=address_of("rng_state", rng_state),
+        amax=address_of("amax", amax),
         values=values.data_ptr(),
     )
     _C.quantize(target, arguments, _count(x))

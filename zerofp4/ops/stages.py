@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import DTYPE_CODES, StreamUse, address, is_capturing, scale_addresses, target_of
+from zerofp4.ops.device import DTYPE_CODES, StreamUse, is_capturing, scale_addresses, target_of
 from zerofp4.ops.table import DescriptorTable
 from zerofp4.shard import Shard
-from zerofp4.storage import NVFP4Storage
+from zerofp4.storage import NVFP4Storage, address_of
 
 HEADER_WORDS: int = _C.HEADER_WORDS
 ERROR_WORD: int = _C.ERROR_WORD
@@ -51,20 +51,21 @@ class CastItem(NamedTuple):
 
 def _weight_descriptor(item: CastItem) -> _C.WeightDescriptor:
     record, piece = item.record, item.piece
+    own_amax = None if record.columnwise_amax is record.amax else record.columnwise_amax
     master_dtype = torch.float32 if piece.master is None else piece.master.dtype
     return _C.WeightDescriptor(
-        master=address(piece.master),
+        master=address_of("master", piece.master),
         start=piece.shard.start,
         numel=piece.shard.numel,
         rows=piece.matrix[0],
         cols=piece.matrix[1],
         master_dtype=DTYPE_CODES[master_dtype],
         weight_dtype=DTYPE_CODES[piece.dtype],
-        codes=address(item.codes),
-        amax=address(record.amax),
-        columnwise_amax=address(None if record.columnwise_amax is record.amax else record.columnwise_amax),
-        rowwise_scale=scale_addresses(record.rowwise),
-        columnwise_scale=scale_addresses(record.columnwise),
+        codes=address_of("codes", item.codes),
+        amax=address_of("amax", record.amax),
+        columnwise_amax=address_of("columnwise_amax", own_amax),
+        rowwise_scale=scale_addresses("rowwise_scale", record.rowwise),
+        columnwise_scale=scale_addresses("columnwise_scale", record.columnwise),
         tile_offset=piece.tile_offset,
         amax_offset=piece.amax_offset,
     )
@@ -96,10 +97,10 @@ class CastStages:
         self.device = reduced.device
         self._options = {
             "on_cpu": self.device.type == "cpu",
-            "reduced": reduced.data_ptr(),
+            "reduced": address_of("reduced", reduced),
             "reduced_numel": reduced.numel(),
             "hash": float(hash),
-            "status": address(status),
+            "status": address_of("status", status),
         }
         self._reduced = reduced
         self._table, self._streams = DescriptorTable(self.device), StreamUse(self.device)
@@ -112,7 +113,7 @@ class CastStages:
         Nothing has changed when it raises (RuntimeError, while a CUDA graph is captured).
         """
         weights = [_weight_descriptor(item) for item in items]
-        plan = _C.CastPlan(weights=weights, found_inf=address(found_inf), **self._options)
+        plan = _C.CastPlan(weights=weights, found_inf=address_of("found_inf", found_inf), **self._options)
         self._table.load(plan, len(weights) > 1)
         self._streams.forget()
         self._plan, self._found_inf = plan, found_inf
@@ -196,7 +197,8 @@ class TransposeStage:
 
     def bind(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the addresses of the same pairs anew; as CastStages.bind. Those that it has cost no plan."""
-        addresses = [(data.data_ptr(), out.data_ptr()) for data, out in pairs]
+        names = "rowwise_data", "columnwise_data"
+        addresses = [tuple(map(address_of, names, pair)) for pair in pairs]
         if addresses == self._addresses:
             self._pairs = pairs
             return

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zerofp4.storage import addresses_of
+
 _dtype = operator.attrgetter("dtype")
 
 
@@ -17,7 +19,7 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
     return {kind: [i for i, dtype in enumerate(dtypes) if dtype == kind] for kind in kinds}
 
 
-def addresses_of(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> tuple[list[int], list[int]]:
+def places_of(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> tuple[list[int], list[int]]:
     """The addresses, and the numbers of elements, of those at some positions."""
     chosen = tensors if len(positions) == len(tensors) else [tensors[i] for i in positions]
-    return list(map(torch.Tensor.data_ptr, chosen)), list(map(torch.Tensor.numel, chosen))
+    return addresses_of("tensors", chosen), list(map(torch.Tensor.numel, chosen))

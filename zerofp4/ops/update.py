@@ -8,10 +8,11 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.layout import ceil_div
-from zerofp4.ops.device import DTYPE_CODES, address, target_of
+from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.peers import PeerRows
 from zerofp4.ops.stages import MasterPiece
 from zerofp4.shard import Shard
+from zerofp4.storage import address_of, addresses_of
 
 ROW = 128
 """Columns of the matrix that a tensor without tiles is taken for: those of a kernel's strip."""
@@ -48,11 +49,16 @@ class RankGradients(NamedTuple):
 
     def pieces(self) -> _C.GradientPieces:
         if isinstance(self.received, PeerRows):
-            rows, masters = self.received.addresses, self.masters.data_ptr()
+            rows, masters = self.received.addresses, address_of("masters", self.masters)
             return _C.GradientPieces(rows=rows, masters=masters, rank=self.rank, count=len(rows))
         count, stride = self.received.shape
-        addresses = {"received": self.received.data_ptr(), "masters": self.masters.data_ptr()}
-        return _C.GradientPieces(**addresses, stride=stride, rank=self.rank, count=count)
+        return _C.GradientPieces(
+            received=address_of("received", self.received),
+            masters=address_of("masters", self.masters),
+            stride=stride,
+            rank=self.rank,
+            count=count,
+        )
 
 
 class _Split:
@@ -93,10 +99,10 @@ def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
     whole = MasterPiece(None, Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
     _, shard, (rows, cols), dtype, tile_offset, amax_offset = item.pieces[0] if item.pieces else whole
     return _C.AdamWDescriptor(
-        master=address(item.master),
-        exp_avg=address(item.exp_avg),
-        exp_avg_sq=address(item.exp_avg_sq),
-        step=address(item.step),
+        master=address_of("master", item.master),
+        exp_avg=address_of("exp_avg", item.exp_avg),
+        exp_avg_sq=address_of("exp_avg_sq", item.exp_avg_sq),
+        step=address_of("step", item.step),
         gradient_dtype=DTYPE_CODES[item.gradient_dtype],
         start=shard.start,
         numel=shard.numel,
@@ -130,7 +136,7 @@ class AdamWStage:
         self._plan = _C.AdamWPlan(
             on_cpu=self.device.type == "cpu",
             tensors=[_descriptor(part) for part in parts],
-            reduced=address(reduced),
+            reduced=address_of("reduced", reduced),
         )
         if self.device.type == "cuda":
             contents = torch.frombuffer(bytearray(self._plan.descriptor_bytes()), dtype=torch.uint8)
@@ -145,7 +151,8 @@ class AdamWStage:
         gradients: contiguous, of the item's gradient_dtype and length; None leaves the item as it is.
         """
         # An empty tensor has no address, but its steps count; nothing is read there.
-        addresses = [0 if gradient is None else gradient.data_ptr() or 1 for gradient in gradients]
+        present = iter(addresses_of("gradients", [g for g in gradients if g is not None]))
+        addresses = [0 if gradient is None else next(present) or 1 for gradient in gradients]
         if self._splits is not None:
             splits = self._splits[first : first + len(gradients)]
             for split in splits:
@@ -184,9 +191,9 @@ def adamw_options(
     """
     on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda
     return _C.AdamWOptions(
-        lr_address=lr.data_ptr() if on_gpu else 0,
-        skip=address(skip),
-        factor=address(factor),
+        lr_address=address_of("lr", lr) if on_gpu else 0,
+        skip=address_of("skip", skip),
+        factor=address_of("factor", factor),
         lr=0.0 if on_gpu else float(lr),
         beta1=betas[0],
         beta2=betas[1],

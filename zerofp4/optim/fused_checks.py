@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerofp4.storage import check_memory, check_plain, check_signs, dispatches
+from zerofp4.storage import check_memory, check_plain, check_signs, dispatches, find_freed
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -113,6 +113,7 @@ def are_usable(gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor]
         and list(map(_device, gradients)) == list(map(_device, params))
         and list(map(torch.Tensor.numel, gradients)) == list(map(torch.Tensor.numel, params))
         and all(map(torch.Tensor.is_contiguous, gradients))
+        and find_freed(gradients) is None
         and _are_aligned(gradients)
     )
 

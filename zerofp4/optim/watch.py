@@ -8,6 +8,7 @@ import torch
 
 from zerofp4.distributed import OwnError
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.storage import find_freed
 from zerofp4.tensors import find_in_no_module, register_holder
 
 _version, _grad, _layout, _device, _requires_grad = map(
@@ -60,8 +61,8 @@ class ParameterWatch:
         self._versions = _attributes(_version, self._trainable)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients of the trainable parameters, which are dense, on the device of the masters: they can
-        be read before check() has looked at the parameters. Raises RuntimeError for others.
+        """The gradients of the trainable parameters, which are dense, in memory on the device of the masters:
+        they can be read before check() has looked at the parameters. Raises RuntimeError for others.
         """
         gradients = gradients_of(self._trainable)
         message = self._find_bad_gradient(gradients)
@@ -140,13 +141,19 @@ class ParameterWatch:
     def _find_bad_gradient(self, gradients: Sequence[torch.Tensor | None]) -> str | None:
         present = [gradient for gradient in gradients if gradient is not None]
         device = self._shards.buffers[0].device
-        if set(map(_layout, present)) <= {torch.strided} and set(map(_device, present)) <= {device}:
+        if (
+            set(map(_layout, present)) <= {torch.strided}
+            and set(map(_device, present)) <= {device}
+            and find_freed(present) is None
+        ):
             return None
         for name, gradient in zip(self._names, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 return f"{name} has a gradient of layout {gradient.layout}: gradients must be dense"
             if gradient is not None and gradient.device != device:
                 return f"{name} has a gradient on {gradient.device}, and its master is on {device}"
+            if gradient is not None and find_freed([gradient]) is not None:
+                return f"{name} has a gradient whose storage was freed in place (resize_)"
         return None
 
 

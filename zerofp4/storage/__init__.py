@@ -1,6 +1,15 @@
 """Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged."""
 
-from zerofp4.storage.memory import check_memory, check_plain, check_signs, dispatches, holds
+from zerofp4.storage.memory import (
+    address_of,
+    addresses_of,
+    check_memory,
+    check_plain,
+    check_signs,
+    dispatches,
+    find_freed,
+    holds,
+)
 from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
 from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
 from zerofp4.storage.record import (
@@ -27,6 +36,8 @@ __all__ = [
     "Side",
     "Sides",
     "Storage",
+    "address_of",
+    "addresses_of",
     "allocate",
     "allocate_mxfp8",
     "called",
@@ -40,6 +51,7 @@ __all__ = [
     "check_transform",
     "dispatches",
     "empty_buffer",
+    "find_freed",
     "holds",
     "note_rebinding",
     "rebindings",

@@ -4,6 +4,8 @@ Kernels take addresses. A tensor that has none of its own, or less memory than i
 read and write what belongs to others.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -70,6 +72,52 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         f"{name} is at address {address:#x} of a GPU, which is no multiple of the {tensor.itemsize} "
         "bytes of its elements: pass a copy of its bytes"
     )
+
+
+def address_of(name: str, tensor: torch.Tensor | None) -> int:
+    """The address of a tensor's elements, for a kernel; 0 for None, and where it has none.
+
+    Raises RuntimeError, as check_memory, where the storage was freed in place. Every launch asks, by one
+    comparison: check_memory passed when the tensor was handed over, and FSDP frees what it has gathered.
+    """
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if address < _LARGEST_STORAGE:
+        _check_freed(name, tensor, address)
+    return address
+
+
+def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """address_of() each tensor, which errors call name[i]."""
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    if min(addresses, default=_LARGEST_STORAGE) < _LARGEST_STORAGE:
+        for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
+            _check_freed(f"{name}[{i}]", tensor, address)
+    return addresses
+
+
+def find_freed(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The first of dense tensors whose storage was freed in place; None where none was."""
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    if min(addresses, default=_LARGEST_STORAGE) >= _LARGEST_STORAGE:
+        return None
+    for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
+        has_storage = not (dispatches(tensor) or tensor._is_zerotensor())
+        if address < _LARGEST_STORAGE and has_storage and not holds(tensor):
+            return i
+    return None
+
+
+_LARGEST_STORAGE = 2**40
+"""A freed storage is at address 0, so the address of a tensor in it is the tensor's offset in bytes. Nearly
+all memory lies above the largest offset that there can be.
+"""
+
+
+def _check_freed(name: str, tensor: torch.Tensor, address: int) -> None:
+    if address == tensor.storage_offset() * tensor.itemsize:
+        check_memory(name, tensor)
 
 
 def holds(tensor: torch.Tensor) -> bool:

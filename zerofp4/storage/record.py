@@ -141,6 +141,13 @@ class Storage(Sides):
                 amax_name = "amax" if name == "rowwise" else "columnwise_amax"
                 self._check_buffer(amax_name, side.amax, self.amax_shape)
 
+    def check_memory(self, name: str) -> None:
+        """Raises RuntimeError for the first buffer whose storage does not hold all of it. name: what errors
+        call the tensor, apart from its own name.
+        """
+        for buffer_name, buffer in self.places():
+            check_memory(f"{called(name, self)}: {buffer_name}", buffer)
+
     def _check_buffer(self, name: str, buffer: torch.Tensor, shape: Sequence[int]) -> None:
         check_buffer(name, buffer, shape, self.buffer_dtype(name), self.device)
 

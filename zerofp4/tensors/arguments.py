@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.storage import SIDES, check_memory, check_plain, scale_name
+from zerofp4.storage import SIDES, check_plain, scale_name
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -71,8 +71,7 @@ def check_out(
         for layout in scale_layouts if asked else ():
             if out.record.buffer(scale_name(side, layout)) is None:
                 raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")
-    for name, buffer in out.record.buffers():
-        check_memory(f"out: {name}", buffer)
+    out.record.check_memory("out")
 
 
 def check_generator(generator: torch.Generator | None, stochastic: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerofp4.storage import Storage, check_memory, record_of
+from zerofp4.storage import check_memory, record_of
 from zerofp4.tensors import transfer
 from zerofp4.tensors.initial_value import is_kept_by, replace_initial_value, take_initial_value
 
@@ -139,18 +139,15 @@ def _to_copy(tensor, *, dtype=None, device=None, non_blocking=False, pin_memory=
     return type(tensor)(transfer.copy_record(tensor.record, lambda buffer: buffer.to(**options)))
 
 
-def _check_memory(record: Storage) -> None:
-    for name, buffer in record.buffers():
-        check_memory(name, buffer)
-
-
 def _copy_(target, source, non_blocking=False):
     mine, other = record_of(target), record_of(source)
     if mine is not None and _who_asks() == _AVERAGES:
         raise RuntimeError("AveragedModel" + writes(target))
     if mine is None:
         return target.copy_(plain(source, target.dtype), non_blocking)
-    _check_memory(mine)
+    mine.check_memory("the tensor")
+    if other is not None:
+        other.check_memory("the source of copy_")
     if other is not None and other.scheme == mine.scheme:
         target._copy_bytes(mine, other, non_blocking)
         if mine is not other:
@@ -166,7 +163,7 @@ def _copy_(target, source, non_blocking=False):
 
 
 def _fill_(tensor, value):
-    _check_memory(tensor.record)
+    tensor.record.check_memory("the tensor")
     values = torch.as_tensor(value)
     tensor._requantize(tensor.record, values)
     replace_initial_value(tensor.record, values)
@@ -174,7 +171,7 @@ def _fill_(tensor, value):
 
 
 def _zero_(tensor):
-    _check_memory(tensor.record)
+    tensor.record.check_memory("the tensor")
     tensor.record.zero()
     replace_initial_value(tensor.record, torch.zeros(()))
     return tensor

@@ -28,7 +28,7 @@ def dequantize_many(
     dtype: float32, bfloat16 or float16; by default each tensor's own.
 
     Raises TypeError for what is neither; ValueError for another dtype, for tensors on several devices and for
-    an NVFP4Tensor whose only copy is columnwise with hadamard.
+    an NVFP4Tensor whose only copy is columnwise with hadamard; RuntimeError where a buffer was freed.
     """
     _check_tensors(tensors)
     if dtype is not None and dtype not in WEIGHT_DTYPES:
@@ -38,7 +38,12 @@ def dequantize_many(
     for is_mxfp8, each in dict.fromkeys(wanted):
         members = [i for i, own in enumerate(wanted) if own == (is_mxfp8, each)]
         make = _mxfp8_values if is_mxfp8 else _nvfp4_values
-        made = make([tensors[i] for i in members], each)
+        try:
+            made = make([tensors[i] for i in members], each)
+        except RuntimeError:
+            for i in members:
+                tensors[i].record.check_memory(f"tensors[{i}]")  # by name, if that is it
+            raise
         values |= {i: matrix.view(tensors[i].shape) for i, matrix in zip(members, made, strict=True)}
     return [values[i] for i in range(len(tensors))]
 

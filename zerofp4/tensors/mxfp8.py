@@ -12,7 +12,6 @@ from zerofp4.storage import (
     Side,
     allocate_mxfp8,
     check_layouts,
-    check_memory,
     check_sides,
     side_names,
 )
@@ -42,9 +41,11 @@ def values_source(record: MXFP8Storage) -> tuple[torch.Tensor, torch.Tensor, boo
 
 def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    source = values_source(record)
-    check_memory("the tensor's elements", source[0])
-    values = torch.ops.zerofp4.dequantize_mxfp8(*source, "compact", kernel_dtype)
+    try:
+        values = torch.ops.zerofp4.dequantize_mxfp8(*values_source(record), "compact", kernel_dtype)
+    except RuntimeError:
+        record.check_memory("the tensor")  # by name, if that is it
+        raise
     return values.view(record.shape).to(dtype)
 
 

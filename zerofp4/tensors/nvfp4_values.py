@@ -4,7 +4,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, SCALE_DTYPE, WEIGHT_DTYPES
-from zerofp4.storage import SIDES, NVFP4Storage, Side, check_memory
+from zerofp4.storage import SIDES, NVFP4Storage, Side
 
 
 def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
@@ -25,9 +25,11 @@ def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, tor
 def dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
     """Values in the record's shape: computed in float32, rounded once to dtype. Errors as values_source."""
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    source = values_source(record)
-    check_memory("the tensor's codes", source[0])
-    values = ops.values_of(*source, kernel_dtype)
+    try:
+        values = ops.values_of(*values_source(record), kernel_dtype)
+    except RuntimeError:
+        record.check_memory("the tensor")  # by name, if that is it
+        raise
     values = values if values.dim() == len(record.shape) else values.view(record.shape)
     return values if kernel_dtype == dtype else values.to(dtype)
 

@@ -1,0 +1,146 @@
+"""Storage that was freed in place, as FSDP frees what it has gathered: a kernel would read address 0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from mxfp8_cases import make as make_mxfp8
+from tensor_helpers import make
+
+import zerofp4
+from zerofp4 import ops
+from zerofp4.gemm import Operand
+from zerofp4.storage import check_memory, find_freed
+
+FORMATS = {"nvfp4": make, "mxfp8": make_mxfp8}
+offsets = pytest.mark.parametrize("offset", [0, 64], ids=["whole", "view"])
+"""Elements at which the tensor begins in its storage: torch adds them to the address 0 of a freed one."""
+
+READS = {
+    "dequantize": (lambda t, _: t.dequantize(), "rowwise", "the tensor 'fc1'"),
+    "to": (lambda t, _: t.to(torch.float64), "rowwise", "the tensor 'fc1'"),
+    "linear": (
+        lambda t, _: torch.nn.functional.linear(torch.ones(2, t.shape[1], dtype=t.dtype, device=t.device), t),
+        "rowwise",
+        "the tensor 'fc1'",
+    ),
+    "dequantize_many": (
+        lambda t, other: zerofp4.dequantize_many([other, t]),
+        "rowwise",
+        r"tensors\[1\] 'fc1'",
+    ),
+    "gemm, a": (lambda t, other: zerofp4.gemm(t, other), "rowwise", "a 'fc1'"),
+    "gemm, b": (lambda t, other: zerofp4.gemm(other, t), "rowwise", "b 'fc1'"),
+    "gemm of columns": (
+        lambda t, other: zerofp4.gemm(Operand(t, "columnwise"), Operand(other, "columnwise")),
+        "columnwise",
+        "a 'fc1'",
+    ),
+    "source of copy_": (lambda t, other: other.copy_(t), "", "the source of copy_ 'fc1'"),
+}
+"""What is called, which side of the tensor it reads, and what messages call the tensor."""
+
+
+def at_offset(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy that begins so many elements behind the beginning of its storage."""
+    raw = tensor.view(torch.uint8).view(-1)
+    memory = raw.new_zeros(offset * tensor.itemsize + raw.numel())
+    memory[offset * tensor.itemsize :] = raw
+    return memory[offset * tensor.itemsize :].view(tensor.dtype).view(tensor.shape)
+
+
+def free(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("read", READS)
+@offsets
+def test_a_read_names_the_tensor_and_the_buffer(device, format, read, offset):
+    call, side, named = READS[read]
+    options = {"scale_layouts": ["compact"]}
+    for name, _ in FORMATS[format](device, **options).record.buffers():
+        if not (name == "amax" or name.startswith(side)):
+            continue
+        t, other = (FORMATS[format](device, **options) for _ in range(2))
+        t.record.name = "fc1"
+        buffer = t.record.buffer(name)
+        buffer.set_(at_offset(buffer, offset))
+        call(t, other)
+        free(buffer)
+        with pytest.raises(RuntimeError, match=f"{named}: {name} needs .* which has 0: it was freed"):
+            call(t, other)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_not_read_may_be_gone(device, format):
+    t = FORMATS[format](device, scale_layouts=["compact"])
+    expected = t.dequantize()
+    for name in ("columnwise_data", "columnwise_scale"):
+        free(t.record.buffer(name))
+    assert_bytes_equal(t.dequantize(), expected, "values")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_that_were_freed_are_not_swizzled(device, format):
+    t = FORMATS[format](device, scale_layouts=["compact"])
+    free(t.rowwise_scale)
+    free(t.columnwise_scale)
+    for columnwise, side in enumerate(("rowwise", "columnwise")):
+        with pytest.raises(RuntimeError, match=f"{side}_scale needs .* which has 0"):
+            t.swizzled_scale(columnwise=bool(columnwise))
+
+
+def test_freed_scales_of_a_list_are_not_swizzled(device):
+    tensors = [make(device, scale_layouts=["compact"]) for _ in range(3)]
+    free(tensors[1].rowwise_scale)
+    with pytest.raises(RuntimeError, match=r"scales\[1\] needs 15 bytes of its storage, which has 0"):
+        zerofp4.swizzle_scales(tensors)
+
+
+@offsets
+def test_lists_of_plain_tensors(device, offset):
+    """An empty one has no address either, and nothing to lose."""
+    tensors = [torch.ones(n, device=device) for n in (5, 0, 7)]
+    freed = [*tensors, free(at_offset(torch.ones(9, device=device), offset))]
+    found = torch.zeros((), dtype=torch.int32, device=device)
+    squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+    ops.find_nonfinite(tensors, [3, 2, 1], found)
+    ops.add_squares(tensors, squares)
+    for call in (
+        lambda: ops.find_nonfinite(freed, [4, 3, 2, 1], found),
+        lambda: ops.add_squares(freed, squares),
+    ):
+        with pytest.raises(RuntimeError, match=r"tensors\[3\] needs .* which has 0"):
+            call()
+    assert find_freed(tensors) is None and find_freed(freed) == 3
+
+
+@offsets
+def test_what_a_stage_is_given_later(device, offset):
+    """Codes that are bound to a transpose."""
+    data = at_offset(torch.zeros(16, 16, dtype=torch.uint8, device=device), offset)
+    out = torch.zeros(32, 8, dtype=torch.uint8, device=device)
+    stage = ops.TransposeStage([(data, out)])
+    free(data)
+    with pytest.raises(RuntimeError, match=r"rowwise_data needs .* which has 0"):
+        stage.bind([(data, out)])
+
+
+@offsets
+def test_memory_that_is_given_back_is_read_again(device, offset):
+    """As FSDP gives it for the next gather."""
+    t = make(device, scale_layouts=["compact"])
+    expected = t.dequantize()
+    data = t.record.rowwise.data
+    data.set_(at_offset(data, offset))
+    kept, nbytes = data.clone(), data.untyped_storage().nbytes()
+    free(data)
+    with pytest.raises(RuntimeError, match="freed"):
+        t.dequantize()
+    data.untyped_storage().resize_(nbytes)
+    data.copy_(kept)
+    check_memory("data", data)
+    assert_bytes_equal(t.dequantize(), expected, "values")
