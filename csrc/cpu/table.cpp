@@ -1,54 +1,52 @@
 // The table of functions of one instruction set.
 
+#include <type_traits>
+
 #include "cpu/kernels.h"
 
 #define ZEROFP4_STRING(x) #x
 #define ZEROFP4_NAME(x) ZEROFP4_STRING(x)
 
+// Every field of the table but the first, which is the function of that name.
+#define ZEROFP4_EACH(DO) \
+    DO(partial_amax)     \
+    DO(fused_scale)      \
+    DO(partial_cast)     \
+    DO(transpose)        \
+    DO(gather_pack)      \
+    DO(gather_unpack)    \
+    DO(tensor_amax)      \
+    DO(quantize)         \
+    DO(grouped_amax)     \
+    DO(quantize_grouped) \
+    DO(grouped_values)   \
+    DO(dequantize)       \
+    DO(pad_scale)        \
+    DO(unpad_scale)      \
+    DO(quantize_mxfp8)   \
+    DO(dequantize_mxfp8) \
+    DO(adamw_update)     \
+    DO(average)          \
+    DO(find_nonfinite)   \
+    DO(add_squares)
+
 namespace zerofp4::cpu::ZEROFP4_ISA {
 
-void partial_amax(const CastTable&, int threads);
-void fused_scale(const CastTable&, int threads);
-void partial_cast(const CastTable&, int threads);
-void transpose(const TransposeTable&, int threads);
-void gather_pack(const GatherTable&, int32_t state, int threads);
-void gather_unpack(const GatherTable&, int threads);
-void tensor_amax(const AmaxArgs&, int threads);
-void quantize(const QuantizeArgs&, int threads);
-void grouped_amax(const GroupedAmaxArgs&, int threads);
-void quantize_grouped(const GroupedArgs&, int threads);
-void grouped_values(const GroupedValuesArgs&, int threads);
-void dequantize(const DequantizeTable&, DType, int threads);
-void pad_scale(const ScaleLayoutTable&, int threads);
-void unpad_scale(const ScaleLayoutTable&, int threads);
-void quantize_mxfp8(const Mxfp8Args&, int threads);
-void dequantize_mxfp8(const Mxfp8DequantizeTable&, DType, int threads);
-void adamw_update(const AdamWTable&, int threads);
-void average(const AverageArgs&, int threads);
-void find_nonfinite(const NonfiniteArgs&, int threads);
-void add_squares(const SquaresArgs&, int threads);
+#define ZEROFP4_DECLARE(name) std::remove_pointer_t<decltype(Kernels::name)> name;
+ZEROFP4_EACH(ZEROFP4_DECLARE)
+
+constexpr Kernels make_table() {
+    Kernels table{};
+    table.isa = ZEROFP4_NAME(ZEROFP4_ISA);
+#define ZEROFP4_SET(name) table.name = &name;
+    ZEROFP4_EACH(ZEROFP4_SET)
+    return table;
+}
+
+#define ZEROFP4_COUNT(name) +1
+static_assert(sizeof(Kernels) == (1 ZEROFP4_EACH(ZEROFP4_COUNT)) * sizeof(void*), "a field is not set");
 
 extern const Kernels kTable;
-const Kernels kTable = {ZEROFP4_NAME(ZEROFP4_ISA),
-                        &partial_amax,
-                        &fused_scale,
-                        &partial_cast,
-                        &transpose,
-                        &gather_pack,
-                        &gather_unpack,
-                        &tensor_amax,
-                        &quantize,
-                        &grouped_amax,
-                        &quantize_grouped,
-                        &grouped_values,
-                        &dequantize,
-                        &pad_scale,
-                        &unpad_scale,
-                        &quantize_mxfp8,
-                        &dequantize_mxfp8,
-                        &adamw_update,
-                        &average,
-                        &find_nonfinite,
-                        &add_squares};
+constexpr Kernels kTable = make_table();
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -18,7 +18,7 @@ from op_cases import (
 )
 from quantize_cases import MODES, check, make_record, with_state
 
-from zerofp4 import ops, reference
+from zerofp4 import _C, ops, reference
 from zerofp4.storage import BUFFERS, SIDES
 
 ZEROFP4 = torch.ops.zerofp4
@@ -159,6 +159,22 @@ def test_no_elements(device, mode, shape):
     assert record.amax.item() == record.columnwise_amax.item() == 0
     ops.quantize_into(x, record, rng_state=state, amax=2 * skip, skip=skip - 1)
     assert record.amax.item() == 2
+
+
+@pytest.mark.parametrize("mode", ["nearest", "stochastic", "four over six"])
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+@pytest.mark.parametrize("experts", [1, 3])
+def test_the_extension_divides_by_no_size(device, mode, shape, experts):
+    """Operators leave out matrices without elements; the extension has no work for them."""
+    target, buffer = ops.target_of(device), torch.ones(64, device=device)
+    address = buffer.data_ptr()
+    options = {"stochastic": {"rng_state": address}, "four over six": {"e4m3_max": 256}}.get(mode, {})
+    matrix = {"input": address, "dtype": 0, "rows": shape[0], "cols": shape[1], "block_rows": 16}
+    buffers = {"amax": address, "rowwise_data": address, "columnwise_data": address}
+    _C.quantize(target, _C.QuantizeArgs(**matrix, **buffers, **options), experts)
+    assert (buffer == 1).all()
+    _C.tensor_amax(target, address, 0, *shape, True, 0, address, 0, experts)
+    assert buffer.tolist() == [0.0] * experts + [1.0] * (64 - experts)
 
 
 def test_stochastic_codes_of_a_tile_are_the_same_in_both_copies(device):

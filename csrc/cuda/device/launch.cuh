@@ -58,9 +58,11 @@ inline unsigned grid_size(const char* operation, int64_t blocks) {
     return static_cast<unsigned>(blocks);
 }
 
+// Launches nothing for a grid without blocks: there is no work.
 template <typename... Params, typename... Args>
 void launch(const char* operation, void (*kernel)(Params...), dim3 blocks, cudaStream_t stream,
             const Args&... args) {
+    if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 void find_nonfinite_as(NonfiniteArgs args, cudaStream_t stream) {
     const int64_t blocks = share_out<kScanElements<T>>(args.list, "find_nonfinite");
-    if (blocks > 0) launch("find_nonfinite", find_nonfinite_kernel<T>, blocks, stream, args);
+    launch("find_nonfinite", find_nonfinite_kernel<T>, blocks, stream, args);
 }
 
 }  // namespace

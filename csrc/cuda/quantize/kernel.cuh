@@ -34,10 +34,10 @@ struct TileGrid {
         bands = ceil_div(down, int64_t{1} << shift);
     }
 
-    // Of so many matrices.
+    // Of so many matrices; none for matrices without elements.
     dim3 blocks(int64_t matrices) const {
         constexpr int64_t kMostY = 65535;  // of a grid
-        const int64_t y = std::min(bands * matrices, kMostY);
+        const int64_t y = std::clamp<int64_t>(bands * matrices, 1, kMostY);
         return dim3(grid_size("quantize", columns << shift), static_cast<unsigned>(y),
                     static_cast<unsigned>(ceil_div(bands * matrices, y)));
     }
