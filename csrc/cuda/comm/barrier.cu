@@ -34,7 +34,7 @@ __device__ __forceinline__ bool wait_for(const uint32_t* flag, uint32_t number, 
 
 // One block, a thread for every rank. What this rank has queued before is done and seen by all behind it.
 __global__ void __launch_bounds__(kThreads) barrier_kernel(const __grid_constant__ BarrierArgs args) {
-    wait_for_previous_kernel();
+    wait_for_previous_kernel_and_hold_next();
     __shared__ int missing;
     const int other = static_cast<int>(threadIdx.x);
     const uint32_t number = *args.passed + 1;

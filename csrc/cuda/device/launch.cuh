@@ -33,6 +33,15 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// In its place in a kernel that waits for another GPU: the next kernel starts when this one has ended. Were
+// it to start sooner, its blocks would hold the multiprocessors while this one waits, and a kernel that the
+// other GPU waits for could not run.
+__device__ __forceinline__ void wait_for_previous_kernel_and_hold_next() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
 constexpr bool kCanWait = std::max({__CUDA_ARCH_LIST__}) >= 900;
 
 inline int device_attribute(cudaDeviceAttr attribute, const char* operation) {
