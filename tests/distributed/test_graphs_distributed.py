@@ -105,6 +105,21 @@ def test_replays_are_steps(world, transport):
         assert_equal(captured, eager, step)
 
 
+@on_ranks(2)
+def test_what_ranks_found_is_told_until_the_first_replay(world):
+    """To capture a step runs nothing of it."""
+    run = Run(world, "collective")
+    run.eager(0)
+    set_gradients(run.parameters, run.gradients(1))
+    if world.rank == 1:
+        run.parameters[3].grad.view(-1)[0] = math.nan
+    run.optimizer.step()
+    run.capture()
+    assert run.optimizer.first_nonfinite() == "param_groups[0]['params'][3]"
+    run.replay(2)
+    assert run.optimizer.first_nonfinite() is None
+
+
 def closure():
     return None
 

@@ -288,6 +288,31 @@ def test_a_gpu_waits_in_the_stream_that_reads(gpu):
     assert other.done == ALL  # and so does every other one that reads
 
 
+def test_a_reader_that_comes_while_a_gather_is_queued_waits_later(gpu):
+    """Of another thread: an event that is not recorded yet says that nothing is left to wait for."""
+    bucket, coming, other = Bucket((16, 32)), Arrivals(GPU), Stream(5)
+    (weight,) = bucket.parameters
+
+    def read():
+        mine, gpu.on[:] = list(gpu.on), [other]
+        weight.rowwise_data  # noqa: B018
+        gpu.on[:] = mine
+
+    def wait():
+        read()
+        gpu.on[-1].done.add("gathered")
+        read()
+
+    def complete():
+        gpu.on[-1].done.add("completed")
+        read()
+
+    coming.add(bucket, SimpleNamespace(wait=wait), complete)
+    assert other.done == set()
+    read()
+    assert other.done == ALL
+
+
 def test_what_has_arrived_is_not_waited_for(gpu):
     bucket, coming = Bucket((16, 32)), Arrivals(GPU)
     add(gpu, coming, bucket)

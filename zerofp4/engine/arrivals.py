@@ -107,19 +107,21 @@ class Arrivals:
     def add(self, buffer: PackedBuffer, gather: Gather, complete: Complete) -> None:
         """complete: derives from the codes of all ranks what else the weights have."""
         if self._stream is None:
-            arrival: Arrival = HostArrival(buffer.gate, gather, complete)
-        else:
-            event = torch.cuda.Event()
-            arrival = StreamArrival(buffer.gate, self._device, event)
-        self._pending.append((buffer.gate, arrival))
-        buffer.gate.close(arrival.wait)
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                try:  # behind the current stream, as the gather is
-                    in_phase("weights", gather.wait)()
-                    in_phase("transpose", complete)()
-                finally:
-                    event.record(self._stream)
+            self._close(buffer.gate, HostArrival(buffer.gate, gather, complete))
+            return
+        event = torch.cuda.Event()
+        try:
+            with torch.cuda.stream(self._stream):  # behind the current stream, as the gather is
+                in_phase("weights", gather.wait)()
+                in_phase("transpose", complete)()
+        finally:
+            event.record(self._stream)
+            # Behind the record: a reader in another thread takes an event without one for one that is over.
+            self._close(buffer.gate, StreamArrival(buffer.gate, self._device, event))
+
+    def _close(self, gate: Gate, arrival: Arrival) -> None:
+        self._pending.append((gate, arrival))
+        gate.close(arrival.wait)
 
     def settle(self) -> None:
         """Have everything here for what is queued next on the current stream. Raises the first error of a

@@ -1,7 +1,8 @@
 """The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
 
-device.py says where a call runs, stages.py, gather.py and update.py have the stages of plans, the other files
-one operator on given tensors each: schema, fake and backends. addresses.py asks whether storage has moved.
+device.py says where a call runs, streams.py what kept memory needs on another stream; stages.py, gather.py
+and update.py have the stages of plans, the other files one operator on given tensors each: schema, fake and
+backends. addresses.py asks whether storage has moved.
 """
 
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)

@@ -12,6 +12,7 @@ from zerofp4.layout import scale_shape
 from zerofp4.ops.device import DTYPE_CODES, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
+from zerofp4.ops.streams import Filled
 from zerofp4.storage import address_of, addresses_of, check_buffer
 
 E4M3_MAXIMA = (448, 256)
@@ -32,7 +33,7 @@ torch.library.define(
 )
 
 
-_neutral_amaxes: dict[torch.device, torch.Tensor] = {}
+_neutral_amaxes: dict[torch.device, tuple[torch.Tensor, Filled]] = {}
 
 
 def neutral_amax(device: torch.device) -> torch.Tensor:
@@ -41,10 +42,14 @@ def neutral_amax(device: torch.device) -> torch.Tensor:
     """
     kept = _neutral_amaxes.get(device)
     if kept is not None:
-        return kept
+        made, filled = kept
+        filled.wait()
+        return made
     made = torch.full((1,), E2M1_MAX * E4M3_MAX, dtype=torch.float32, device=device)
     if not is_capturing(device):  # inside a CUDA graph it is filled only when the graph runs
-        _neutral_amaxes[device] = made
+        filled = Filled(device)
+        filled.note()
+        _neutral_amaxes[device] = made, filled
     return made
 
 

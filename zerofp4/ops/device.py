@@ -1,7 +1,6 @@
 """Where a call into the extension runs, and what this build can run."""
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
@@ -65,34 +64,6 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
-
-
-class StreamUse:
-    """Tells torch's allocator on which streams a plan uses memory of its own: once freed, it must not be
-    given to others before what is queued there has run.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._last: int | None = None
-
-    def forget(self) -> None:
-        """There is memory that was not told of."""
-        self._last = None
-
-    def note(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """What is queued next on the current stream uses `tensors`. O(1) while the stream stays the same;
-        returns whether it is another, or forget() was called.
-        """
-        if self._device.type == "cpu":
-            return False
-        stream = current_stream(self._device.index)
-        if stream == self._last:
-            return False
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
-        self._last = stream
-        return True
 
 
 def data_address(name: str, side: Side | None) -> int:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import StreamUse, is_capturing, target_of
+from zerofp4.ops.device import is_capturing, target_of
+from zerofp4.ops.streams import StreamUse
 from zerofp4.ops.table import DescriptorTable
 from zerofp4.storage import address_of
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import StreamUse, is_capturing, target_of
+from zerofp4.ops.device import is_capturing, target_of
+from zerofp4.ops.streams import Filled, StreamUse
 
 NativeList = _C.DequantizeList | _C.Mxfp8DequantizeList | _C.ScaleLayoutList
 
@@ -41,14 +42,16 @@ class KeptList:
     def __init__(self, native: NativeList, count: int, device: torch.device):
         self._native, self._count, self._device = native, count, device
         self._table: torch.Tensor | None = None
-        self._use = StreamUse(device)
+        self._filled, self._use = Filled(device), StreamUse(device)
 
     def run(self) -> None:
         """As run_list; also while a CUDA graph is captured, where it ran before."""
         if self._table is None:
             self._table = _table_of(self._native, self._count, self._device)
-        if self._table.numel():
-            self._use.note([self._table])
+            if self._table.numel():
+                self._filled.note()
+        if self._table.numel() and self._use.note([self._table]):
+            self._filled.wait()
         self._native.run(target_of(self._device))
 
 

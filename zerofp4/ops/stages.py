@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import DTYPE_CODES, StreamUse, is_capturing, scale_addresses, target_of
+from zerofp4.ops.device import DTYPE_CODES, is_capturing, scale_addresses, target_of
+from zerofp4.ops.streams import StreamUse
 from zerofp4.ops.table import DescriptorTable
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage, address_of

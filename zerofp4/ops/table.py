@@ -3,6 +3,7 @@
 import torch
 
 from zerofp4.ops.device import current_stream, is_capturing
+from zerofp4.ops.streams import Filled
 
 
 class DescriptorTable:
@@ -19,9 +20,7 @@ class DescriptorTable:
         """The table in use, last, after those that graphs read."""
         self._held = False
         self._contents = b""
-        self._stream: int | None = None
-        """Of the last load or use: what is queued there finds what was loaded."""
-        self._loaded = torch.cuda.Event() if device.type == "cuda" else None
+        self._filled = Filled(device)
 
     def hold(self) -> None:
         """What is in use now is what a CUDA graph, being captured, reads in every replay."""
@@ -50,24 +49,17 @@ class DescriptorTable:
             )
         first = not self.memory
         fits = not first and self.memory[-1].numel() == len(contents)
-        stream = current_stream(self._device.index)
-        if not fits or self._held or stream != self._stream:
+        if not fits or self._held or self._filled.stream != current_stream(self._device.index):
             kept = self.memory if self._held else self.memory[:-1]
             self.memory = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self._device)]
             self._held = False
         # torch does not reuse pinned memory before the copies from it are done.
         staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
         self.memory[-1].copy_(staging, non_blocking=not first)
-        self._loaded.record(torch.cuda.current_stream(self._device))
-        self._contents, self._stream = contents, stream
+        self._filled.note()
+        self._contents = contents
 
     def wait(self) -> None:
-        """Let the current stream wait for the load, if that was queued on another. Not while a CUDA graph is
-        captured, which nothing outside can be waited for in: torch.cuda.graph has waited for everything.
-        """
-        if not self.memory:
-            return
-        stream = current_stream(self._device.index)
-        if stream != self._stream and not is_capturing(self._device):
-            torch.cuda.current_stream(self._device).wait_event(self._loaded)
-        self._stream = stream
+        """Let the current stream wait for the load."""
+        if self.memory:
+            self._filled.wait()

@@ -11,6 +11,7 @@ from zerofp4.layout import ceil_div
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.peers import PeerRows
 from zerofp4.ops.stages import MasterPiece
+from zerofp4.ops.streams import Filled, StreamUse
 from zerofp4.shard import Shard
 from zerofp4.storage import address_of, addresses_of
 
@@ -144,6 +145,8 @@ class AdamWStage:
             self._table = contents.pin_memory().to(self.device, non_blocking=True)
             self._steps = torch.empty(self._plan.step_bytes(), dtype=torch.uint8, device=self.device)
             self._plan.set_device_tables(self._table.data_ptr(), self._steps.data_ptr())
+        self._filled, self._streams = Filled(self.device), StreamUse(self.device)
+        self._filled.note()
 
     def begin(self, options: _C.AdamWOptions, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Count the step of items [first, first + len(gradients)), which share their options.
@@ -162,15 +165,19 @@ class AdamWStage:
                 for split, gradient, start in zip(splits, gradients, addresses, strict=True)
                 for begin in split.begins
             ]
-        self._plan.begin(target_of(self.device), options, self._firsts[first], addresses)
+        self._plan.begin(self._target(), options, self._firsts[first], addresses)
 
     def update(self, brought: RankGradients | None = None) -> None:
         """brought: those of the other ranks; then what begin() was given are this rank's own, of the same
         dtype.
         """
-        self._plan.update(
-            target_of(self.device), _C.GradientPieces() if brought is None else brought.pieces()
-        )
+        self._plan.update(self._target(), _C.GradientPieces() if brought is None else brought.pieces())
+
+    def _target(self) -> _C.Target:
+        """The current stream, which may be another than that of the last call."""
+        if self.device.type == "cuda" and self._streams.note((self._table, self._steps)):
+            self._filled.wait()
+        return target_of(self.device)
 
 
 def adamw_options(

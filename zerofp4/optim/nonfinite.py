@@ -46,10 +46,12 @@ class NonfiniteGradients:
         self.found = torch.zeros((), dtype=torch.float32, device=device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._first: int | None = None
-        self._heard: torch.Tensor | None = None
-        """float64 []: the word that all ranks heard last, where the host may not have: in a world of one, and
-        once a CUDA graph may write it.
+        self._heard = torch.zeros((), dtype=torch.float64, device=device)
+        """The word that all ranks heard last. Made here: what a CUDA graph makes holds nothing before its
+        first replay.
         """
+        self._is_on_device = False
+        """Whether the host may not know it: in a world of one, and once a CUDA graph may write it."""
 
     @property
     def skipped(self) -> int:
@@ -61,7 +63,7 @@ class NonfiniteGradients:
         """What messages call the first parameter whose gradient held a NaN or Inf; None if none did. Waits
         for the device in a world of one, and where steps of several ranks were captured.
         """
-        if self._heard is not None:
+        if self._is_on_device:
             self._first = from_word(self._heard.item(), len(self._slots.labels))
         return None if self._first is None else self._slots.labels[self._first]
 
@@ -77,19 +79,17 @@ class NonfiniteGradients:
     def hear(self, first: int | None) -> None:
         """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank."""
         # It is what the last call wrote, unless a CUDA graph writes it.
-        is_zero = self._heard is None and self._first is None
+        is_zero = self._first is None and not self._is_on_device
         self._first = first
         if first is not None or not is_zero:  # else nothing is queued in front of an update
             self.found.fill_(first is not None)
-        if self._heard is not None:
             self._heard.fill_(0 if first is None else len(self._slots.labels) - first)
 
     def hear_on_device(self, word: torch.Tensor | None) -> None:
         """As hear(), in a world of one, and of several ranks in a CUDA graph: the word of that parameter, []
         on the device; None is that of no parameter.
         """
-        if self._heard is None:
-            self._heard = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._is_on_device = True
         if word is None:
             self._heard.zero_()
         else:
