@@ -258,6 +258,17 @@ def test_kept_values_are_never_stale_and_stay_where_they_are(primary):
         y.backward(values(16, 48))
 
 
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_module_with_kept_values_moves(primary):
+    module, x = layer(primary_weights=primary), values(16, 64)
+    with torch.no_grad(), autocast(DEQUANTIZED["nvfp4"]):
+        expected = module(x, True)
+        module.to("cpu")
+        assert_bytes_equal(module(x, False), expected, "y")
+        module.weight.copy_(values(48, 64, seed=5))
+        assert_bytes_equal(module(x, False), module(x), "y of new values")
+
+
 def test_a_step_of_the_optimizer_is_seen_by_kept_values():
     model = nn.Sequential(layer(primary_weights=True))
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)

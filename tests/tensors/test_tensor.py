@@ -90,10 +90,71 @@ def test_data_can_be_another_quantized_tensor():
     parameter, other = nn.Parameter(make("cpu")), make("cpu", (16, 32))
     parameter.data = other
     assert parameter.record is other.record and parameter.shape == (16, 32) and parameter.requires_grad
-    with pytest.raises(TypeError, match="data must be an NVFP4Tensor, got Tensor"):
-        parameter.data = torch.zeros(16, 32)
-    with pytest.raises(TypeError, match="a model gets another dtype before its weights are converted"):
-        linear(other).half()
+    for plain in (torch.zeros(16, 32), torch.ones(16, 32, dtype=torch.float16), other.dequantize()):
+        with pytest.raises(TypeError, match=r"data must be an NVFP4Tensor, .*got Tensor of .* takes plain"):
+            parameter.data = plain
+    assert parameter.record is other.record
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("convert", ["method", "to", "to, with a device"])
+def test_a_module_gets_another_dtype_as_a_whole(device, dtype, convert):
+    """Its codes stay, and what they were quantized from."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(8, 80), nn.Linear(80, 48), nn.LayerNorm(48), nn.Linear(48, 16))
+    module.to(device, torch.bfloat16)
+    zerofp4.convert_model(module)
+    weight = module[1].weight
+    weight.hook = []
+    weight.register_post_accumulate_grad_hook(weight.hook.append)
+    before, initial = weight.detach().clone(), weight.get_high_precision_init_val()
+    if convert == "method":
+        module.half() if dtype == torch.float16 else module.float()
+    else:
+        module.to(*[device] * (convert != "to"), dtype)
+    assert {p.dtype for p in module.parameters()} == {dtype}
+    assert module[1].weight is weight and isinstance(weight, zerofp4.NVFP4Tensor)
+    for (name, mine), (_, expected) in zip(weight.record.buffers(), before.record.buffers(), strict=True):
+        assert_bytes_equal(mine, expected, name)
+    assert_bytes_equal(weight.dequantize(), before.dequantize(dtype), "values")
+    assert_bytes_equal(weight.get_high_precision_init_val(), initial, "initial value")
+    module(torch.arange(8, device=device)).sum().backward()
+    assert weight.grad.dtype == dtype and [p is weight for p in weight.hook] == [True]
+
+
+def test_a_dtype_that_quantized_weights_have_not():
+    module = nn.Sequential(nn.Embedding(8, 80, dtype=torch.bfloat16), linear(make("cpu")))
+    with pytest.raises(TypeError, match=r"float64: .* \.to\(torch\.bfloat16\) takes back what else"):
+        module.double()
+    module.to(torch.bfloat16)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    module(torch.arange(8)).sum().backward()
+
+
+def test_hooks_outlive_a_move(device):
+    """torch swaps the parameter even where nothing moves."""
+    module = linear(make(device))
+    weight, seen = module.weight, []
+    kept = weight.register_post_accumulate_grad_hook(lambda p: seen.append(("kept", p is weight)))
+    removed = weight.register_post_accumulate_grad_hook(lambda p: seen.append("removed"))
+    scaled = weight.register_hook(lambda grad: 2 * grad)
+    x = torch.ones(3, 80, dtype=torch.bfloat16, device=device)
+    module(x).sum().backward()
+    expected = weight.grad
+    for move in (lambda: module.to(device), module.bfloat16, module.share_memory, lambda: module.to("cpu")):
+        move()
+        assert module.weight is weight
+    removed.remove()
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("added"))
+    seen.clear()
+    weight.grad = None
+    module(x.cpu()).sum().backward()
+    assert seen == [("kept", True), "added"]
+    assert_bytes_equal(weight.grad, expected.cpu(), "gradient")
+    kept.remove()
+    scaled.remove()
+    module(x.cpu()).sum().backward()
+    assert seen == [("kept", True), "added", "added"]
 
 
 def test_deepcopy_of_a_parameter_and_of_a_module():

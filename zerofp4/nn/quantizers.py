@@ -157,7 +157,7 @@ class WeightCache:
         self._tensor: QuantizedTensor | None = None
         self._quantizers: Quantizers | None = None
         self._of_inference = False
-        self._source: Callable[[], torch.Tensor | None] = lambda: None
+        self._source: Callable[[], torch.Tensor | Storage | None] = lambda: None
         self.state: tuple | None = None
         """Which weight it was made from, and when."""
 
@@ -186,7 +186,9 @@ class WeightCache:
             or not self._is_made_from(weight)
         ):
             self._fill(weight, quantizers)
-            self._source, self.state = weakref.ref(weight), weight_state(weight)
+            # Module.to() swaps quantized parameters, and torch swaps no tensor that has a weak reference.
+            source = weight.record if isinstance(weight, QuantizedTensor) else weight
+            self._source, self.state = weakref.ref(source), weight_state(weight)
         assert self._tensor is not None
         return self._tensor
 
@@ -195,6 +197,8 @@ class WeightCache:
         of a compiled model may get one. That must still be there, or its address is another's.
         """
         source = self._source()
+        if isinstance(weight, QuantizedTensor):
+            return source is weight.record and weight_state(weight) == self.state
         if source is None or weight_state(source) != self.state:
             return False
         return weight is source or weight_state(weight) == self.state

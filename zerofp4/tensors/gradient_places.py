@@ -20,8 +20,8 @@ Autograd takes the tensor over without a copy. Where it adds another gradient to
 memory, since what is written here shares its storage.
 """
 
+import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +38,12 @@ class GradientPlace:
     """
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor, before_write: Callable[[], None]):
-        self._parameter, self._view, self._before_write = weakref.ref(parameter), view, before_write
+        self._parameter, self._view, self._before_write = parameter, view, before_write
         self._given: TensorWeakRef | None = None
-        self._last: TensorWeakRef | None = None
+        """Until it is p.grad: torch swaps no tensor that has a weak reference, and autograd clones one that
+        has another strong reference.
+        """
+        self._last: torch.Tensor | None = None
         self._last_pass = -1
         self._lock = threading.Lock()
         self._key = id(parameter)
@@ -57,19 +60,21 @@ class GradientPlace:
 
     def note(self, gradient: torch.Tensor) -> None:
         """It lies here, and is p.grad."""
-        self._last = TensorWeakRef(gradient)
+        self._given, self._last = None, gradient
 
     def is_kept(self, gradient: torch.Tensor | None) -> bool:
         """Whether somebody has the gradient that lay here last, beside the parameter, whose p.grad this is:
         it may be that of another one by now, and nothing is to be written over it.
         """
-        last = None if self._last is None else self._last()
-        return last is not None and last is not gradient
+        if self._last is None or self._last is gradient:
+            return False
+        # Python's references: self._last and the argument. C++'s: that of the Python object.
+        return sys.getrefcount(self._last) > 2 or self._last._use_count() > 1
 
     def give(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory as a new tensor, with a version of its own; None where nothing may be written there."""
         view = self._view
-        if self._parameter() is not parameter or view.dtype != dtype or view.device != parameter.device:
+        if self._parameter is not parameter or view.dtype != dtype or view.device != parameter.device:
             return None
         number = torch._C._current_graph_task_id()  # that of a pass inside of another is larger
         with self._lock:  # of two threads that go back through the same parameter

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.storage import Storage, note_rebinding
 from zerofp4.tensors import backward_passes, dispatch, products, transfer
 from zerofp4.tensors.held import gradient_of
@@ -39,6 +40,9 @@ class QuantizedTensor(torch.Tensor):
     - clone, deepcopy, pickling, pin_memory and `.to(device)` copy every buffer. detach (so nn.Parameter(t),
       p.data, p.detach(), state_dict()) shares the record: what is written or rebound through one is seen
       through all.
+    - Module.half(), .to(dtype) and their like give a parameter another logical dtype and keep its codes.
+      Where Module.to() keeps the dtype, torch swaps each parameter with a new tensor: hooks and grad_dtype
+      stay, attributes that others have set do not.
     - copy_ from a tensor of the same format, shape and block copies bytes; any other copy_, fill_ and zero_
       quantize into the existing buffers, whose addresses stay. Any other operation that writes raises.
     - torch.distributed's broadcast sends the buffers, once the ranks have agreed that their formats are the
@@ -50,6 +54,9 @@ class QuantizedTensor(torch.Tensor):
 
     A format is a subclass: the type of its records, and three functions of them.
     """
+
+    __slots__ = ("_kept_by_autograd",)
+    """What torch.utils.swap_tensors hands to a setter: see _take_from_autograd."""
 
     record: Storage
     _record_type: type[Storage]
@@ -187,15 +194,55 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
-    """tensor.data = value makes the tensor share the record of another tensor of its format."""
+    """tensor.data = value makes the tensor share the record of another tensor of its format. Its own values
+    in another dtype, which Module.half() and Module.to(dtype) assign, change its dtype and keep its codes.
+    """
     if type(value) is not type(tensor):
-        raise TypeError(
-            f"data must be an {type(tensor).__name__}, got {type(value).__name__}: copy_ takes plain values, "
-            "and a model gets another dtype before its weights are converted"
-        )
+        same = _in_dtype_of(value, tensor)
+        if same is None:
+            raise TypeError(
+                f"data must be an {type(tensor).__name__}, or its own values in another of {WEIGHT_DTYPES}, "
+                f"got {type(value).__name__} of {value.dtype}: copy_ takes plain values, and .to"
+                f"({tensor.dtype}) takes back what else of a module has become {value.dtype}"
+            )
+        value = same
     torch.Tensor.data.__set__(tensor, value)
     tensor.record = value.record
     note_rebinding()
+
+
+def _in_dtype_of(values: torch.Tensor, tensor: QuantizedTensor) -> QuantizedTensor | None:
+    """The tensor in the dtype, and on the device, of these values; None unless they are its own in another
+    dtype.
+    """
+    if values.dtype not in {*WEIGHT_DTYPES} - {tensor.dtype} or values.shape != tensor.shape:
+        return None
+    record = transfer.copy_record(tensor.record, lambda buffer: buffer.to(values.device))
+    record.dtype = values.dtype
+    own = tensor._values_of(record, values.dtype)
+    return type(tensor)(record) if torch.equal(own.nan_to_num(), values.nan_to_num()) else None
+
+
+def _kept_by_autograd(tensor: QuantizedTensor) -> dict[str, object]:
+    """Of a leaf, its hooks, and the dtype of its gradients where that is not its own."""
+    if not tensor.is_leaf:
+        return {}
+    with torch._C.DisableTorchFunctionSubclass():
+        defaults = {"_backward_hooks": None, "_post_accumulate_grad_hooks": None, "grad_dtype": tensor.dtype}
+        kept = {name: getattr(tensor, name, default) for name, default in defaults.items()}
+    return {name: value for name, value in kept.items() if value is not defaults[name]}
+
+
+def _take_from_autograd(tensor: QuantizedTensor, kept: dict[str, object]) -> None:
+    """Give the tensor what autograd keeps of the one that it is about to be swapped with.
+
+    Module.to(), also where it changes nothing, swaps each quantized parameter with a new tensor. To autograd
+    that parameter is another one then, without the hooks of the old.
+    """
+    note_rebinding()
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, value in kept.items():
+            setattr(tensor, name, value)
 
 
 def _refuse_to_apply(tensor: torch.Tensor, *_) -> None:
@@ -223,5 +270,6 @@ def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
     return cls((tuple(record.shape), record.context(), tuple(buffers)), *buffers.values())
 
 
+QuantizedTensor._kept_by_autograd = property(_kept_by_autograd, _take_from_autograd)
 _codes = QuantizedTensor.rowwise_data  # whose type a checker sees
 QuantizedTensor.rowwise_data = property(buffer_property("rowwise_data").fget, _codes.fset, doc=_codes.__doc__)
