@@ -113,6 +113,24 @@ def test_a_master_that_was_exchanged_is_found_before_a_step(device):
     assert_all_equal(everything(parameters, optimizer), before, "tensor")
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
+def test_the_master_of_an_fp32_parameter_may_move_in_place(device, optimizer_class):
+    """It is the parameter's own memory until then."""
+    if device.type != "cpu":
+        pytest.skip("torch does not move storages in place on a GPU")
+    parameters = make_parameters(device)
+    plain = Plain(parameters, optimizer_class, **DEFAULTS)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **DEFAULTS)
+    for step in range(3):
+        set_gradients(parameters, make_gradients(parameters, step))
+        if step == 1:
+            optimizer.state[parameters[3]]["master"].values.share_memory_()
+            optimizer.refresh()
+        plain.step()
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
+
+
 def test_moments_may_move(device):
     """The optimizer of the masters takes their addresses itself."""
     (parameter,) = make_parameters(device, specifications=[((64, 64), torch.bfloat16, True)])

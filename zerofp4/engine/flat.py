@@ -28,6 +28,16 @@ ALIGNMENT = 256
 and no vector load of a kernel is shared by two weights or two ranks."""
 
 
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage holds nothing else.
+
+    Whoever saves models takes tensors over one storage for tied weights, and leaves all but one out, or
+    writes the whole storage for each. What moves such a storage in place (share_memory_()) leaves the memory
+    and all other tensors over it where they are.
+    """
+    return torch.from_dlpack(view)
+
+
 class Halfway(NamedTuple):
     """A place in a slice of weights: a row of the parameter at a position, or its number of rows where the
     place is behind it, and the elements (of `weights`) that are sent before it.
@@ -45,9 +55,9 @@ class FlatBuffer:
     with which it lies whole, in ascending order; None where parameters are cut wherever a slice ends.
     shards[i]: what this rank owns of parameters[i]. masters, gradients: float32 [slice_numel]; what lies
     between two parameters is zero. weights: what the model computes with, allocated by the subclass,
-    world_size slices; take_values() copies the parameters into it, bind() makes them views of it. sharding:
-    over the ranks of its group. replica, replica_count: this rank's number among its replicas, and how many
-    there are; parts: of a slice, by replica, what it averages.
+    world_size slices, whose storage nobody else has; take_values() copies the parameters into it, bind()
+    gives them its memory. sharding: over the ranks of its group. replica, replica_count: this rank's number
+    among its replicas, and how many there are; parts: of a slice, by replica, what it averages.
     """
 
     kind: str
@@ -151,9 +161,9 @@ class FlatBuffer:
 
 
 class DenseBuffer(FlatBuffer):
-    """Parameters of one floating dtype; their `.data` become views of the buffer.
+    """Parameters of one floating dtype; their `.data` lie in the buffer.
 
-    FP32 parameters are their own masters: this rank's slice of the weights.
+    FP32 parameters are their own masters: this rank's slice of the weights, until somebody moves that.
     """
 
     def __init__(
@@ -171,7 +181,7 @@ class DenseBuffer(FlatBuffer):
     def allocate(self) -> None:
         self.weights = self._whole_zeros(self.numel, self.dtype)
         self._own = self.weights[self.begin : self.begin + self.slice_numel]
-        self.masters = self._own if self.dtype == torch.float32 else self._zeros()
+        self.masters = with_own_storage(self._own) if self.dtype == torch.float32 else self._zeros()
 
     def take_values(self) -> None:
         """Copy the values of the parameters into the buffer."""
@@ -179,18 +189,18 @@ class DenseBuffer(FlatBuffer):
             view.view(parameter.shape).copy_(parameter.data)
 
     def bind(self) -> None:
-        """Make the parameters views of the buffer, with its values."""
+        """Give the parameters the memory of the buffer, with its values."""
         for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
-            parameter.data = view.view(parameter.shape)
+            parameter.data = with_own_storage(view.view(parameter.shape))
 
     def cast(self) -> None:
         """Round the masters into this rank's slice of the weights."""
-        if self.masters is not self._own:
+        if self.masters.data_ptr() != self._own.data_ptr():
             self._own.copy_(self.masters)
 
 
 class PackedBuffer(FlatBuffer):
-    """NVFP4 weights; their rowwise_data become views of the buffer, uint8 [numel / 2].
+    """NVFP4 weights; their rowwise_data lie in the buffer, uint8 [numel / 2].
 
     gate: before the codes of all of them, for a gather that readers wait for (Arrivals).
     """
@@ -243,8 +253,8 @@ class PackedBuffer(FlatBuffer):
         self.peers.start_sending(self.weights, self.halfway.sent)
 
     def bind(self) -> None:
-        """Make the weights' codes views of the buffer, with its bytes."""
+        """Give the weights' codes the memory of the buffer, with its bytes."""
         for codes, weight in zip(self._codes(), self.parameters, strict=True):
-            weight.rowwise_data = codes
+            weight.rowwise_data = with_own_storage(codes)
             for _, side in weight.record.sides():
                 side.gate = self.gate

@@ -38,7 +38,7 @@ _TAKEN_OVER = (
 
 
 class ShardedParameters:
-    """Parameters as views of flat buffers, with this rank's pieces of their FP32 masters and gradients.
+    """Parameters that lie in flat buffers, with this rank's pieces of their FP32 masters and gradients.
 
     names: what messages call the parameters. shardings: of each. world_size: the number of all ranks that
     step together. updated: how their masters are. peers: the ranks, where weights lie in memory that they
@@ -178,8 +178,8 @@ class ShardedParameters:
         return [plan for plan in self._plans if plan is not None]
 
     def refresh(self) -> None:
-        """Make the parameters views of the buffers again, with the buffers' values, and take all addresses
-        anew. Not collective.
+        """Give the parameters the memory of the buffers again, with its values, and take all addresses anew.
+        Not collective.
 
         Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
         or kind than it was built with, and RuntimeError where a later optimizer has taken parameters over.

@@ -158,8 +158,9 @@ class ZeroFP4Optimizer(BuiltOptimizer):
 
     def refresh(self) -> None:
         """Go on after parameters, masters or found_inf have moved (share_memory_(), .data assigned): the
-        parameters become views of the optimizer's buffers again, with the values that it gave them last, and
-        all addresses are taken anew. What was assigned meanwhile is dropped. Not collective.
+        parameters get the memory of the optimizer's buffers again, with the values that it gave them last,
+        and all addresses are taken anew. What was assigned meanwhile is dropped, and what was shared with other
+        processes is not any more. Not collective.
 
         Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
         or kind than it was built with (build a new optimizer), and RuntimeError where another

@@ -64,10 +64,10 @@ torch.serialization.add_safe_globals([_rebuild_tensor])
 
 
 def refuse_safetensors(tensor, frame: types.FrameType) -> None:
-    """Raises TypeError where safetensors asks for the storage of a quantized tensor, which has none: what
-    torch would raise names neither the tensor nor a way out.
+    """Raises TypeError where safetensors, or accelerate for it, asks for the storage of a quantized tensor,
+    which has none: what torch would raise names neither the tensor nor a way out.
     """
-    if not frame.f_globals.get("__name__", "").startswith("safetensors"):
+    if not frame.f_globals.get("__name__", "").startswith(("safetensors", "accelerate")):
         return
     name = f" {tensor.record.name!r}" if tensor.record.name else ""
     raise TypeError(

@@ -1,0 +1,162 @@
+"""Models that safetensors, accelerate, transformers and torch.save write beside a ZeroFP4Optimizer: every
+tensor, with its values, and nothing else.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+
+import zerofp4
+from distributed.run import on_ranks
+from zerofp4.optim import ZeroFP4Optimizer
+
+BF16 = torch.bfloat16
+AROUND = 24 << 10
+"""Bytes that a file may have beside its tensors: names and shapes."""
+
+
+def tiny_llama(world, kind, tied=False):
+    """kind: "plain", "converted", or "values" for a converted one whose state dict holds values."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config).to(world.device, BF16)
+    for layer in model.model.layers:  # of several dtypes, as models are trained
+        layer.input_layernorm.float()
+        layer.input_layernorm.register_forward_hook(lambda _, __, y: y.to(BF16))
+    if kind != "plain":
+        zerofp4.convert_model(model)
+    if kind == "values":
+        zerofp4.plain_state_dict(model)
+    return model
+
+
+def train(model, optimizer, world, steps):
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + world.rank)
+        tokens = torch.randint(96, (2, 8), generator=generator).to(world.device)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_accelerate(model, folder):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate.Accelerator(cpu=not torch.cuda.is_available()).save_model(model, folder)
+
+
+def by_torch(model, folder):
+    torch.save(model.state_dict(), folder / "model.pt")
+
+
+def with_safetensors(name):
+    def save(model, folder):
+        safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+        what = model if name == "save_model" else model.state_dict()
+        getattr(safetensors, name)(what, folder / "model.safetensors")
+
+    return save
+
+
+WAYS = {
+    "safetensors' save_model": with_safetensors("save_model"),
+    "safetensors' save_file": with_safetensors("save_file"),
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "Accelerator.save_model": by_accelerate,
+    "torch.save": by_torch,
+}
+ON_RANK_0 = ("Accelerator.save_model", "save_pretrained")
+"""Those that write there alone."""
+
+
+def saved(way, model):
+    """What is in the files, and how many bytes they have."""
+    folder = Path(tempfile.mkdtemp())
+    WAYS[way](model, folder)
+    files = [path for path in folder.iterdir() if path.suffix in (".pt", ".safetensors")]
+    size, found = sum(path.stat().st_size for path in files), {}
+    for path in files:
+        if path.suffix == ".pt":
+            found |= torch.load(path, weights_only=True)
+        else:
+            found |= pytest.importorskip("safetensors.torch").load_file(path)
+    return found, size
+
+
+def nbytes_of(tensors):
+    return sum(t.nbytes for t in tensors)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["plain", "values"])
+def test_every_tensor_is_written(world, kind):
+    """Before and after steps."""
+    model = tiny_llama(world, kind)
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), lr=0.01)
+    for steps in (0, 2):
+        train(model, optimizer, world, steps)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        assert len(expected) == 21
+        for way in WAYS:
+            found, size = saved(way, model)
+            if way in ON_RANK_0 and world.rank:
+                continue
+            assert found.keys() == expected.keys(), way
+            for name, value in expected.items():
+                assert_bytes_equal(found[name].to(world.device), value, f"{way}, {name}")
+            assert size < nbytes_of(expected.values()) + AROUND, way
+        last = model.model.layers[1].mlp
+        with tempfile.TemporaryFile() as file:  # a part of the model alone
+            torch.save(last.state_dict(), file)
+            assert file.tell() < nbytes_of(last.state_dict().values()) + AROUND
+
+
+@on_ranks(1, 2)
+def test_quantized_tensors_are_written_whole_or_not_at_all(world):
+    """By torch.save in as many bytes as they have; packages that cannot name the way that can."""
+    model = tiny_llama(world, "converted")
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), lr=0.01)
+    for steps in (0, 1):
+        train(model, optimizer, world, steps)
+        expected = model.state_dict()
+        found, size = saved("torch.save", model)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if not isinstance(value, zerofp4.NVFP4Tensor):
+                assert_bytes_equal(found[name], value, name)
+                continue
+            buffers = dict(found[name].record.buffers())
+            for part, buffer in value.record.buffers():
+                assert_bytes_equal(buffers[part], buffer, f"{name}: {part}")
+        assert size < nbytes_of(expected.values()) + 4 * AROUND  # several buffers for each tensor
+        for way in WAYS.keys() - {"torch.save"}:
+            with pytest.raises(TypeError, match=r"cannot hold the NVFP4Tensor .*zerofp4\.plain_state_dict"):
+                saved(way, model)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["plain", "values"])
+def test_tied_weights_are_still_seen(world, kind):
+    """The one tensor that both names mean is written once, and read under both."""
+    model = tiny_llama(world, kind, tied=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    optimizer = ZeroFP4Optimizer(model.parameters(), lr=0.01)
+    train(model, optimizer, world, 1)
+    expected = model.state_dict()
+    tied = {"lm_head.weight", "model.embed_tokens.weight"}
+    for way in WAYS.keys() - {"safetensors' save_file"}:
+        found, size = saved(way, model)
+        if way in ON_RANK_0 and world.rank:
+            continue
+        once = nbytes_of(value for name, value in expected.items() if name != "lm_head.weight")
+        assert size < once + AROUND, way
+        assert expected.keys() - found.keys() <= tied and found.keys() & tied, way
+    with pytest.raises(RuntimeError, match="Some tensors share memory"):
+        saved("safetensors' save_file", model)
