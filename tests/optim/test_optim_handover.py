@@ -1,6 +1,8 @@
 """masters_from: a new optimizer begins with the masters of the one before it."""
 
 import copy
+import io
+import pickle
 import re
 import warnings
 
@@ -11,6 +13,7 @@ from optim_cases import (
     Net,
     Plain,
     assert_all_equal,
+    batch,
     check,
     make_gradients,
     make_net,
@@ -19,6 +22,7 @@ from optim_cases import (
 )
 
 import zerofp4
+from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 TAKEN_OVER = "another ZeroFP4Optimizer was built over these parameters"
@@ -154,3 +158,43 @@ def test_sources_that_are_refused(device):
         ZeroFP4Optimizer(parameters, masters_from=old)
     ZeroFP4Optimizer([*parameters[:4], *parameters[5:]], masters_from=old)
     assert_all_equal([p.detach().float() for p in parameters[:4]], before[:4], "parameter")
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, pickle.dumps, lambda optimizer: torch.save(optimizer, io.BytesIO())],
+)
+def test_an_optimizer_is_neither_copied_nor_pickled(duplicate):
+    net = make_net("cpu")
+    optimizer = ZeroFP4Optimizer(net.parameters())
+    for what in (optimizer, (net, optimizer)) if duplicate is not copy.copy else (optimizer,):
+        with pytest.raises(TypeError, match="neither copied nor pickled.* build a new optimizer and have it"):
+            duplicate(what)
+
+
+def test_a_copied_model_goes_on_with_an_optimizer_of_its_own(device):
+    """Trained beside the model that it is a copy of, with the same bytes; until then nothing changes in it."""
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, lr=0.01)
+
+    def train(net, optimizer, seed):
+        net(batch(device, seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(net, optimizer, 0)
+    other, last = copy.deepcopy(net), copy.deepcopy(net)
+    new = ZeroFP4Optimizer(other.named_parameters(), FusedAdamW, lr=0.01)
+    new.load_state_dict(optimizer.state_dict())
+    train(net, optimizer, 1)
+    assert not torch.equal(net.first.weight.rowwise_data, last.first.weight.rowwise_data)
+    for name, value in last.state_dict().items():
+        assert_all_equal(buffers_of(other.state_dict()[name]), buffers_of(value), name)
+    train(other, new, 1)
+    for name, value in net.state_dict().items():
+        assert_all_equal(buffers_of(other.state_dict()[name]), buffers_of(value), name)
+    assert_all_equal(new.gathered_masters(), optimizer.gathered_masters(), "master")
+
+
+def buffers_of(tensor):
+    return [b for _, b in tensor.record.buffers()] if isinstance(tensor, NVFP4Tensor) else [tensor]

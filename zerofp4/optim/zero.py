@@ -156,11 +156,19 @@ class ZeroFP4Optimizer(BuiltOptimizer):
             )
         super().add_param_group(with_references(param_group))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of copy.copy, copy.deepcopy and pickle: raises TypeError."""
+        raise TypeError(
+            "a ZeroFP4Optimizer can be neither copied nor pickled, since its masters belong to these "
+            "parameters and ranks: save its state_dict(); or copy the model, build a new optimizer and have "
+            "it load_state_dict() this one's state_dict()"
+        )
+
     def refresh(self) -> None:
         """Go on after parameters, masters or found_inf have moved (share_memory_(), .data assigned): the
         parameters get the memory of the optimizer's buffers again, with the values that it gave them last,
-        and all addresses are taken anew. What was assigned meanwhile is dropped, and what was shared with other
-        processes is not any more. Not collective.
+        and all addresses are taken anew. What was assigned meanwhile is dropped, and what was shared with
+        other processes is not any more. Not collective.
 
         Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
         or kind than it was built with (build a new optimizer), and RuntimeError where another
