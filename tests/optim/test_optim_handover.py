@@ -168,12 +168,12 @@ def test_an_optimizer_is_neither_copied_nor_pickled(duplicate):
     net = make_net("cpu")
     optimizer = ZeroFP4Optimizer(net.parameters())
     for what in (optimizer, (net, optimizer)) if duplicate is not copy.copy else (optimizer,):
-        with pytest.raises(TypeError, match="neither copied nor pickled.* build a new optimizer and have it"):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled.* build a new optimizer"):
             duplicate(what)
 
 
 def test_a_copied_model_goes_on_with_an_optimizer_of_its_own(device):
-    """Trained beside the model that it is a copy of, with the same bytes; until then nothing changes in it."""
+    """Beside the model that it is a copy of, with the same bytes; until then nothing changes in it."""
     net = make_net(device)
     optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, lr=0.01)
 

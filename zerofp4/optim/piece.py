@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -245,6 +246,13 @@ class Piece(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
+        if not self.is_whole:
+            warnings.warn(
+                "torch.save writes this rank's part of the optimizer's state, and every rank must write its "
+                "own to another file: what saves on rank 0 alone, as accelerate's save_state and Trainer do, "
+                "loses the other parts. Save with torch.distributed.checkpoint",
+                stacklevel=2,
+            )
         values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
         shape, start = tuple(self.shape), self.start
         return _rebuild_piece, (values, shape, start, checksum(values, shape, start), the_one(self.save_ids))
