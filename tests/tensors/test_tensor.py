@@ -91,7 +91,7 @@ def test_data_can_be_another_quantized_tensor():
     parameter.data = other
     assert parameter.record is other.record and parameter.shape == (16, 32) and parameter.requires_grad
     for plain in (torch.zeros(16, 32), torch.ones(16, 32, dtype=torch.float16), other.dequantize()):
-        with pytest.raises(TypeError, match=r"data must be an NVFP4Tensor, .*got Tensor of .* takes plain"):
+        with pytest.raises(TypeError, match="data must be an NVFP4Tensor, got Tensor: copy_ takes"):
             parameter.data = plain
     assert parameter.record is other.record
 
@@ -124,7 +124,7 @@ def test_a_module_gets_another_dtype_as_a_whole(device, dtype, convert):
 
 def test_a_dtype_that_quantized_weights_have_not():
     module = nn.Sequential(nn.Embedding(8, 80, dtype=torch.bfloat16), linear(make("cpu")))
-    with pytest.raises(TypeError, match=r"float64: .* \.to\(torch\.bfloat16\) takes back what else"):
+    with pytest.raises(TypeError, match=r"\.to\(torch\.bfloat16\) takes back what has become torch\.float64"):
         module.double()
     module.to(torch.bfloat16)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}

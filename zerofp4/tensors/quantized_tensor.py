@@ -201,9 +201,9 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
         same = _in_dtype_of(value, tensor)
         if same is None:
             raise TypeError(
-                f"data must be an {type(tensor).__name__}, or its own values in another of {WEIGHT_DTYPES}, "
-                f"got {type(value).__name__} of {value.dtype}: copy_ takes plain values, and .to"
-                f"({tensor.dtype}) takes back what else of a module has become {value.dtype}"
+                f"data must be an {type(tensor).__name__}, got {type(value).__name__}: copy_ takes plain "
+                f"values. A module may become one of {WEIGHT_DTYPES}, and .to({tensor.dtype}) takes back "
+                f"what has become {value.dtype}"
             )
         value = same
     torch.Tensor.data.__set__(tensor, value)
@@ -215,7 +215,8 @@ def _in_dtype_of(values: torch.Tensor, tensor: QuantizedTensor) -> QuantizedTens
     """The tensor in the dtype, and on the device, of these values; None unless they are its own in another
     dtype.
     """
-    if values.dtype not in {*WEIGHT_DTYPES} - {tensor.dtype} or values.shape != tensor.shape:
+    is_dtype = values.dtype in {*WEIGHT_DTYPES} - {tensor.dtype}
+    if isinstance(values, QuantizedTensor) or not is_dtype or values.shape != tensor.shape:
         return None
     record = transfer.copy_record(tensor.record, lambda buffer: buffer.to(values.device))
     record.dtype = values.dtype
