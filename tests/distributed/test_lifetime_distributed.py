@@ -171,6 +171,23 @@ def step_after_a_gradient_was_sent(world, group) -> Callable:
     return optimizer.step
 
 
+def interrupted_update(world, group) -> Callable:
+    """Of all ranks, and a step of the optimizers that it broke."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    _, optimizer = optimizer_of(world, group, torch.optim.AdamW)
+    optimizer.inner.register_step_pre_hook(interrupt)
+
+    def call():
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.step()
+
+    return call
+
+
 def clip(world, group) -> Callable:
     _, optimizer = optimizer_of(world, group)
     return lambda: optimizer.clip_grad_norm_(-1.0 if is_last(world) else 1.0)
@@ -198,6 +215,7 @@ CALLS = {
     "ZeroFP4Optimizer": optimizer_built,
     "closure": step_with_closure,
     "interrupt": interrupted_closure,
+    "interrupted update": interrupted_update,
     "moved parameter": step_of_a_moved_parameter,
     "nan": step_with_nan,
     "behind the vote": step_with_a_hook,

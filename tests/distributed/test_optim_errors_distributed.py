@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from distributed.checks_optim import (
     parameters_of,
 )
 from distributed.run import on_ranks
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
 @on_ranks(2, 3)
@@ -90,6 +92,68 @@ def raises_on_rank_1(world, kind, message):
     if world.rank == 1:
         return pytest.raises(kind, match=message)
     return pytest.raises(RuntimeError, match="rank 1 found an error, and no rank takes this step")
+
+
+@on_ranks(2, 3, time_limit=30)
+@pytest.mark.parametrize("optimizer_class", [FusedAdamW, torch.optim.AdamW])
+def test_an_option_of_one_rank_that_is_not_finite(world, optimizer_class):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    before = optimizer.gathered_masters()
+    if world.rank == 1:
+        optimizer.param_groups[0]["lr"] = math.inf
+    with raises_on_rank_1(world, ValueError, r"param_groups\[0\]\['lr'\] must be finite, got inf"):
+        optimizer.step()
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, time_limit=30)
+def test_an_interrupt_of_all_ranks_breaks_the_optimizer(world):
+    """As that of a terminal: between the updates of two classes."""
+    parameters = parameters_of(world)
+    sgd = {"params": parameters[4:], "optimizer_class": torch.optim.SGD, "lr": 0.1}
+    optimizer = ZeroFP4Optimizer([{"params": parameters[:4]}, sgd])
+    saved, before = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = optimizer.inners.all[1].register_step_pre_hook(interrupt)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    handle.remove()
+    assert "KeyboardInterrupt" in str(optimizer.broken)
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"the optimizer is of no more use: step\(\) was left"):
+            call()
+    optimizer.load_state_dict(saved)
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, time_limit=30)
+def test_what_breaks_on_one_rank_the_others_hear_of(world):
+    """In the vote of the next call: here the update was over, and the rank had done its part of the rest."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    if world.rank == 1:
+        late = mock.patch.object(optimizer.inners, "pull_options", side_effect=KeyboardInterrupt)
+        with late, pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    else:
+        optimizer.step()
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with raises_on_rank_1(world, RuntimeError, "the optimizer is of no more use"):
+            call()
+    assert (optimizer.broken is not None) == (world.rank == 1)
 
 
 @on_ranks(2, time_limit=30)

@@ -1,9 +1,19 @@
-"""What ranks compare of the options of parameter groups."""
+"""What ranks compare of the options of parameter groups, and which ones no optimizer takes."""
 
+import copy
 import math
 
+import pytest
 import torch
+from optim_cases import (
+    assert_all_equal,
+    assert_weights_follow,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+)
 
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.options import HASH_BITS, host_options, host_options_hash, tensor_options_hash
 
 
@@ -38,3 +48,73 @@ def test_the_hash_of_tensors_tells_values_and_places_apart(device):
     assert all(w == int(w) and 0 <= w < 2**HASH_BITS for w in words + pairs)
     assert word(tensor(0.0)) == word(tensor(-0.0)) == word(tensor([[0.0]]))
     assert word(tensor(0.5)) == word(torch.tensor(0.5, dtype=torch.bfloat16)) == word(0.5, tensor(0.5))
+
+
+NOT_FINITE = [
+    ("lr", math.inf),
+    ("lr", math.nan),
+    ("lr", torch.tensor(math.inf)),
+    ("betas", (0.9, math.nan)),
+    ("eps", math.inf),
+    ("weight_decay", math.inf),
+    ("momentum", math.nan),
+]
+
+
+def classes_with(name) -> list[type]:
+    """The optimizers that have the option."""
+    return [torch.optim.SGD] if name == "momentum" else [FusedAdamW, torch.optim.AdamW]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_FINITE)
+def test_options_must_be_finite(device, name, value):
+    """Given for all groups or for one, edited or loaded; masters and weights stay as they are."""
+    for optimizer_class in classes_with(name):
+        parameters = make_parameters(device)
+        with pytest.raises(ValueError, match=r"inf|nan"):
+            ZeroFP4Optimizer(parameters, optimizer_class, **{"lr": 0.1, name: value})
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], name: value}]
+        with pytest.raises(ValueError, match=r"inf|nan"):
+            ZeroFP4Optimizer(groups, optimizer_class, lr=0.1)
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+        optimizer = ZeroFP4Optimizer(groups, optimizer_class, lr=0.1)
+        set_gradients(parameters, make_gradients(parameters, 0))
+        optimizer.step()
+        before = optimizer.gathered_masters()
+        message = rf"param_groups\[1\]\['{name}'\] must be finite, got .*(inf|nan)"
+        kept, optimizer.param_groups[1][name] = optimizer.param_groups[1][name], value
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        optimizer.param_groups[1][name] = kept
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        state_dict["param_groups"][1][name] = value
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state_dict)
+        assert_all_equal(optimizer.gathered_masters(), before, "master")
+        optimizer.step()
+        assert_weights_follow(parameters, optimizer.gathered_masters())
+
+
+def test_options_of_other_names_may_be_infinite(device):
+    class Limited(torch.optim.SGD):
+        def __init__(self, params, lr=0.1, limit=math.inf):
+            super().__init__(params, lr)
+            self.param_groups[0]["limit"] = limit
+
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, Limited)
+    optimizer.param_groups[0]["limit"] = math.inf
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+def test_options_of_fused_adamw_alone_must_be_finite(name):
+    p = torch.zeros(4, requires_grad=True)
+    p.grad = torch.ones(4)
+    with pytest.raises(ValueError, match=f"{name} must be finite, got inf"):
+        FusedAdamW([p], **{name: math.inf})
+    optimizer = FusedAdamW([p])
+    optimizer.param_groups[0][name] = math.inf
+    with pytest.raises(ValueError, match=rf"\[0\]: {name} must be finite, got inf"):
+        optimizer.step()
+    assert p.eq(0).all()

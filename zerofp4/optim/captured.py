@@ -8,6 +8,7 @@ import torch
 from zerofp4.ops import is_capturing
 from zerofp4.optim.bucketed import BucketedStep
 from zerofp4.optim.nonfinite import NonfiniteGradients
+from zerofp4.optim.options import check_finite
 from zerofp4.optim.overlap import overlaps_forward
 from zerofp4.optim.state import ShardedState
 from zerofp4.optim.votes import Votes
@@ -37,6 +38,7 @@ class CapturedSteps(ShardedState):
         self._tell_unheard()
         gradients = self._gradients()
         self._check_parameters()
+        check_finite(self.param_groups)
         present = self._votes.repeat(gradients)
         self._cleared = 0
         nonfinite = self._nonfinite

@@ -11,6 +11,7 @@ import torch
 
 from zerofp4.engine import Updated
 from zerofp4.optim.inner import options
+from zerofp4.optim.options import check_finite
 from zerofp4.optim.parameters import parameter_name
 
 OWN_CLASS = "optimizer_class"
@@ -120,9 +121,10 @@ def try_options(
 
 
 def check_values(classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device) -> None:
-    """Raises what the optimizer's constructor raises for values of options that are out of range: torch looks
-    at those of the defaults only.
+    """Raises what the optimizer's constructor raises for values of options that are out of range, since torch
+    looks at those of the defaults only, and ValueError for a NaN or Inf, which torch does not look for.
     """
+    check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
     for inner, group in zip(classes, param_groups, strict=True):
         known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
         own = {key: value for key, value in group.items() if key in known}

@@ -1,6 +1,7 @@
 """What FusedAdamW takes: every rule about its options, parameters, gradients and state stands here."""
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -33,6 +34,8 @@ def check_options(options: dict[str, Any], where: str = "") -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not options[name] >= 0.0:
             raise ValueError(f"{where}{name} must be 0 or more, got {options[name]}")
+        if options[name] == math.inf:
+            raise ValueError(f"{where}{name} must be finite, got {options[name]}")
 
 
 def check_edited_options(g: int, group: dict[str, Any], device: torch.device | None) -> None:

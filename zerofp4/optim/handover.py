@@ -29,6 +29,8 @@ def take_over(
         raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(source).__name__}")
     if not source.process_group.refers_to(group):
         raise ValueError("masters_from must shard its masters over the same process group")
+    if source.broken is not None:
+        raise ValueError(f"masters_from is of no more use: {source.broken}")
     rounds = source._rounds
     if rounds is not None and rounds.adds and rounds.is_holding:
         raise ValueError(

@@ -1,8 +1,9 @@
 """The options of parameter groups, as ranks compare them: in two words, one of them made on the device."""
 
 import hashlib
+import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,27 @@ HASH_BITS = 48
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd factor as an int64: whatever is multiplied by it and its powers stays different."""
+
+
+MUST_BE_FINITE = ("lr", "betas", "eps", "weight_decay", "momentum")
+"""Options that reach every master of a group, whatever class updates it."""
+
+
+def check_finite(param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for a NaN or Inf in MUST_BE_FINITE. The value of a tensor on a GPU is not looked at,
+    since the host would wait for it.
+    """
+    for g, group in enumerate(param_groups):
+        for name in MUST_BE_FINITE:
+            value = group.get(name)
+            if not all(map(_may_be_finite, value if isinstance(value, tuple | list) else (value,))):
+                raise ValueError(f"param_groups[{g}]['{name}'] must be finite, got {value!r}")
+
+
+def _may_be_finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu" or bool(value.isfinite().all())
+    return not isinstance(value, numbers.Real) or math.isfinite(value)
 
 
 def host_options(param_groups: Sequence[dict], *, read_tensors: bool = False) -> list[tuple[str, str]]:

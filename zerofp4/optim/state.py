@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, OwnError, exchange
+from zerofp4.distributed import GroupReference, OwnError, error_text, exchange
 from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_ids, saved_entries, saved_groups
 from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.entries import Target
@@ -61,6 +61,27 @@ class ShardedState(torch.optim.Optimizer):
     """False from load_state_dict to the next step: weights that were written meanwhile yield to the
     masters.
     """
+
+    broken: RuntimeError | None = None
+    """Why this rank's masters may be of two steps, else None: an interrupt, or in a world of one any error,
+    came behind the agreement of the ranks. step() and clip_grad_norm_() raise from then on, on every rank,
+    until load_state_dict() has brought all masters.
+    """
+
+    def _break(self, call: str, error: BaseException) -> None:
+        """An error of one of several ranks breaks nothing: that rank goes on with its part of the call."""
+        if self._votes.world_size == 1 or not isinstance(error, Exception):
+            # Not the error itself, whose traceback has frames that hold this.
+            self.broken = RuntimeError(
+                f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
+            )
+
+    def _raise_if_broken(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError(
+                f"the optimizer is of no more use: {self.broken}. Load a checkpoint (load_state_dict()), or "
+                "build a new optimizer"
+            ) from self.broken
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -220,7 +241,8 @@ class ShardedState(torch.optim.Optimizer):
 
         Collective. When any rank's state dict does not fit, a parameter of it was moved, or the ranks bring
         states of different steps or what two saves wrote, every rank raises ValueError (TypeError for what is
-        no dict), which lists the names, and nothing changes.
+        no dict), which lists the names, and nothing changes. So they do where
+        the optimizer is `broken` and a master would stay.
         """
         before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
         try:
@@ -240,16 +262,20 @@ class ShardedState(torch.optim.Optimizer):
             self.inners.restore(before)
             raise
         warn_of_options(state_dict, self._saved_groups())
-        self._pull_options()
-        for master, values in zip(self._shards.masters, loaded, strict=True):
-            if master is not None and values is not None:
-                master.copy_(values)
-        for piece in pieces_of(state_dict):
-            piece.settle()
-        self._steps, self._token, self._reduced, self._unheard = steps, token, None, None
-        self._publish()
-        self._shards.settle()
-        self._weights_follow = False
+        try:
+            self._pull_options()
+            for master, values in zip(self._shards.masters, loaded, strict=True):
+                if master is not None and values is not None:
+                    master.copy_(values)
+            for piece in pieces_of(state_dict):
+                piece.settle()
+            self._steps, self._token, self._reduced, self._unheard = steps, token, None, None
+            self._publish()
+            self._shards.settle()
+        except BaseException as failure:
+            self._break("load_state_dict()", failure)
+            raise
+        self._weights_follow, self.broken = False, None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -265,10 +291,15 @@ class ShardedState(torch.optim.Optimizer):
         found = [by_parameter[id(p)] for p in self._shards.parameters]
         self._load_inner(chosen, [one.state for one in found])
         written = set(self._watch.written())
-        return [
+        masters = [
             self._present_values(i) if one.master is None and i in written else one.master
             for i, one in enumerate(found)
         ]
+        own = zip(self._shards.names, self._shards.masters, masters, strict=True)
+        stay = [name for name, mine, values in own if mine is not None and values is None]
+        if self.broken is not None and stay:
+            raise ValueError(f"state_dict has no master of {', '.join(stay)}, and {self.broken}")
+        return masters
 
     def _targets(self) -> dict[int, Target]:
         """What is loaded of each trainable parameter, by its identity."""

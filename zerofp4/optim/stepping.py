@@ -12,7 +12,7 @@ from zerofp4.optim.bucketed import PreparedStep
 from zerofp4.optim.captured import CapturedSteps
 from zerofp4.optim.clipping import clip_arguments, global_norm
 from zerofp4.optim.inner import give_gradients
-from zerofp4.optim.options import host_options_hash
+from zerofp4.optim.options import check_finite, host_options_hash
 from zerofp4.optim.votes import NOTHING, Agreement, Intent, Travelled
 from zerofp4.optim.watch import Snapshot
 
@@ -38,8 +38,10 @@ class SteppedOptimizer(CapturedSteps):
 
         closure: evaluated once, with gradients enabled; its result is returned. Collective.
         Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
-        of parameters, or a parameter that was moved, written to or unfrozen; FloatingPointError, with
-        on_nonfinite="raise", for gradients with a NaN or Inf.
+        of parameters, a parameter that was moved, written to or unfrozen, or where the optimizer is `broken`;
+        ValueError for an lr, betas, eps, weight_decay or momentum that is not finite (but for a tensor on a
+        GPU, which the host does not read); FloatingPointError, with on_nonfinite="raise", for gradients with
+        a NaN or Inf.
 
         A CUDA graph of several ranks may capture it where masters are updated in buckets (describe()), after
         an eager step with gradients of the same parameters; every rank captures and replays alike, which
@@ -63,6 +65,7 @@ class SteppedOptimizer(CapturedSteps):
             reduce = self._reduced is None
             word = self._word(gradients) if reduce else None  # a GPU is at work while the rest is prepared
             self._check_parameters()
+            check_finite(self.param_groups)
             if not reduce:
                 self._reduced.check_unchanged(gradients)
             intent = self._intent(clip=False, reduce=reduce)
@@ -87,9 +90,10 @@ class SteppedOptimizer(CapturedSteps):
                 self._step_in_sequence(agreed.present, error)
             else:
                 self._step_in_buckets(prepared, agreed.present)
-        except Exception as failure:
+        except BaseException as failure:
             if getattr(failure, "unheard", False):
                 self._unheard = error_text(failure)
+            self._break("step()", failure)
             raise
         finally:  # the other ranks, which may have found nothing wrong, count it as well
             self._reduced = None
@@ -186,6 +190,7 @@ class SteppedOptimizer(CapturedSteps):
         unheard, self._unheard = self._unheard, None
         if unheard is not None and self._votes.world_size > 1:
             raise RuntimeError(f"this rank could not finish its part of an earlier call: {unheard}")
+        self._raise_if_broken()
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """p.grad of all trainable parameters, which can be read; see _check_parameters()."""

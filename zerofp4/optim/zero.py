@@ -107,9 +107,10 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     In param_groups a process group is a reference, to be called, which does not keep it alive.
 
     Building, step() and clip_grad_norm_() are collective. What one rank finds wrong before an update raises
-    on every rank, before anything has changed. The page on failures says which errors these are, what is
-    left to the group's timeout, and where the host waits for the device: for one small vector in each of the
-    two calls of several ranks, and for nothing in a world of one with FusedAdamW.
+    on every rank, before anything has changed. What interrupts an update makes the optimizer `broken`, until
+    load_state_dict(). The page on failures says which errors these are, what is left to the group's timeout,
+    and where the host waits for the device: for one small vector in each of the two calls of several ranks,
+    and for nothing in a world of one with FusedAdamW.
     """
 
     def __init__(
@@ -181,12 +182,13 @@ class ZeroFP4Optimizer(BuiltOptimizer):
     def check(self) -> None:
         """Wait for what the last step() has queued, weights that are on their way among it, and raise what
         has gone wrong there: RuntimeError where a rank kept the others from writing, where one did not come
-        to a barrier of the GPUs, or where a parameter, a master or a buffer has moved. Not collective, and
-        the next step() raises what this has not.
+        to a barrier of the GPUs, where a parameter, a master or a buffer has moved, or where the optimizer is
+        `broken`. Not collective, and the next step() raises what this has not.
 
         With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
         its replays behind a step.
         """
+        self._raise_if_broken()
         self._shards.check()
         if self._peers is not None:
             OwnError(self._peers.take_error()).raise_if_any()

@@ -1,0 +1,133 @@
+"""A step that is left in the middle breaks the optimizer, until its masters are those of one step again."""
+
+import copy
+
+import pytest
+import torch
+from optim_cases import (
+    assert_all_equal,
+    assert_weights_follow,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+)
+
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+def interrupt(*_) -> None:
+    raise KeyboardInterrupt("ctrl-c")
+
+
+def interrupt_between_optimizers(optimizer) -> None:
+    """The first has updated its masters, the other has not."""
+    optimizer.inners.all[1].register_step_pre_hook(interrupt)
+
+
+def interrupt_between_buckets(optimizer) -> None:
+    optimizer.inner._parts[1].run = interrupt
+
+
+def two_classes(parameters) -> list[dict]:
+    return [
+        {"params": parameters[::2]},
+        {"params": parameters[1::2], "optimizer_class": torch.optim.SGD, "lr": 0.1},
+    ]
+
+
+BREAKS = {
+    "classes": (two_classes, interrupt_between_optimizers),
+    "buckets": (lambda parameters: parameters, interrupt_between_buckets),
+}
+
+
+def build(device, groups):
+    parameters = make_parameters(device)
+    return parameters, ZeroFP4Optimizer(groups(parameters), FusedAdamW, lr=0.1, bucket_mb=0.003)
+
+
+def take_step(parameters, optimizer, step) -> None:
+    set_gradients(parameters, make_gradients(parameters, step))
+    optimizer.step()
+
+
+def masters_of(optimizer) -> list[torch.Tensor]:
+    return [master.clone() for master in optimizer.gathered_masters()]
+
+
+def undo(optimizer) -> None:
+    for inner in optimizer.inners.all:
+        inner._optimizer_step_pre_hooks.clear()
+        for part in getattr(inner, "_parts", ()):
+            vars(part).pop("run", None)
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_an_interrupt_between_updates(device, how):
+    groups, place = BREAKS[how]
+    parameters, optimizer = build(device, groups)
+    take_step(parameters, optimizer, 0)
+    saved, before = copy.deepcopy(optimizer.state_dict()), masters_of(optimizer)
+    place(optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        take_step(parameters, optimizer, 1)
+    after = masters_of(optimizer)
+    same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert any(same) and not all(same)  # of two steps
+    assert isinstance(optimizer.broken, RuntimeError)
+    assert "step() was left in the middle (KeyboardInterrupt: ctrl-c)" in str(optimizer.broken)
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.check, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"of no more use: step\(\) was left in the middle") as caught:
+            call()
+        assert caught.value.__cause__ is optimizer.broken
+    with pytest.raises(ValueError, match="masters_from is of no more use"):
+        ZeroFP4Optimizer(groups(parameters), FusedAdamW, masters_from=optimizer)
+    assert_all_equal(masters_of(optimizer), after, "master")
+    other, right = build(device, groups)
+    right.load_state_dict(copy.deepcopy(saved))
+    undo(optimizer)
+    optimizer.load_state_dict(saved)
+    assert optimizer.broken is None
+    take_step(other, right, 1)
+    take_step(parameters, optimizer, 1)
+    assert_all_equal(masters_of(optimizer), masters_of(right), "master")
+    in_order = [p for group in optimizer.param_groups for p in group["params"]]
+    assert_weights_follow(in_order, masters_of(optimizer))
+
+
+def test_a_state_dict_without_masters_mends_nothing(device):
+    groups, place = BREAKS["buckets"]
+    parameters, optimizer = build(device, groups)
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(p.shape)) for p in parameters], lr=0.1)
+    set_gradients(plain.param_groups[0]["params"], [torch.ones(p.shape) for p in parameters])
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    place(optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        take_step(parameters, optimizer, 0)
+    with pytest.raises(ValueError, match=r"state_dict has no master of .*left in the middle"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.broken is not None
+
+
+def test_an_error_in_an_update_of_a_rank_alone(device):
+    """It leaves masters as an interrupt does."""
+    parameters, optimizer = build(device, two_classes)
+
+    def fail(*_):
+        raise ValueError("no update today")
+
+    optimizer.inners.all[1].register_step_pre_hook(fail)
+    with pytest.raises(ValueError, match="no update today"):
+        take_step(parameters, optimizer, 0)
+    with pytest.raises(RuntimeError, match="ValueError: no update today"):
+        optimizer.step()
+
+
+def test_what_comes_before_an_update_breaks_nothing(device):
+    parameters, optimizer = build(device, two_classes)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(interrupt)
+    assert optimizer.broken is None
+    optimizer.step()
