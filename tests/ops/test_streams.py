@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
 from zerofp4 import ops
-from zerofp4.ops import dequantize
+from zerofp4.ops import dequantize, streams
 from zerofp4.ops.streams import Filled
 
 CYCLES = 10**9
@@ -117,21 +118,39 @@ def test_an_update_by_a_stage_that_was_built_on_another_stream():
 @needs_gpu
 def test_each_stream_that_comes_waits():
     """One after the other, and those that come back."""
-    side, streams = torch.cuda.Stream(), [torch.cuda.Stream() for _ in range(2)]
+    side, others = torch.cuda.Stream(), [torch.cuda.Stream() for _ in range(2)]
     memory = torch.zeros(1, device="cuda")
     filled = Filled(memory.device)
     found = []
-    for stream in streams:
+    for stream in others:
         on(stream, memory.clone)  # whose memory is there from now on
     with asleep(side):
         with torch.cuda.stream(side):
             memory.fill_(1)
             filled.note()
-        for stream in (*streams, *streams):
+        for stream in (*others, *others):
             with torch.cuda.stream(stream):
                 filled.wait()
                 found.append(memory.clone())
     assert [value.item() for value in found] == [1] * 4
+
+
+def test_every_other_stream_waits_for_the_event(monkeypatch):
+    """By streams that only remember, which need no GPU."""
+    waited, state = [], SimpleNamespace(stream=1, capturing=False)
+    event = SimpleNamespace(record=lambda stream: waited.append(("recorded", state.stream)))
+    stream = SimpleNamespace(wait_event=lambda _: waited.append(("waits", state.stream)))
+    cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda _: stream)
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(streams, "current_stream", lambda _: state.stream)
+    monkeypatch.setattr(streams, "is_capturing", lambda _: state.capturing)
+    filled = Filled(torch.device("cuda", 0))
+    filled.note()
+    for state.stream in (1, 2, 2, 3):
+        filled.wait()
+    state.stream, state.capturing = 4, True
+    filled.wait()  # torch.cuda.graph has waited for everything
+    assert waited == [("recorded", 1), ("waits", 2), ("waits", 3)]
 
 
 def test_on_a_cpu_nothing_waits():

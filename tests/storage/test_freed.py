@@ -75,6 +75,14 @@ def test_a_read_names_the_tensor_and_the_buffer(device, format, read, offset):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_codes_that_shrank(device, format):
+    t = FORMATS[format](device)
+    t.record.rowwise.data.untyped_storage().resize_(8)
+    with pytest.raises(RuntimeError, match=r"the tensor: rowwise_data needs .* which has 8"):
+        t.dequantize()
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_what_is_not_read_may_be_gone(device, format):
     t = FORMATS[format](device, scale_layouts=["compact"])
     expected = t.dequantize()

@@ -4,7 +4,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, SCALE_DTYPE, WEIGHT_DTYPES
-from zerofp4.storage import SIDES, NVFP4Storage, Side
+from zerofp4.storage import SIDES, NVFP4Storage, Side, check_memory
 
 
 def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
@@ -25,8 +25,10 @@ def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, tor
 def dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
     """Values in the record's shape: computed in float32, rounded once to dtype. Errors as values_source."""
     kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
+    source = values_source(record)
     try:
-        values = ops.values_of(*values_source(record), kernel_dtype)
+        check_memory("data", source[0])  # codes that shrank too, which have an address
+        values = ops.values_of(*source, kernel_dtype)
     except RuntimeError:
         record.check_memory("the tensor")  # by name, if that is it
         raise
