@@ -128,16 +128,11 @@ def start_exchange(
         calls += [(group.send, message, to) for message in sent[to]]
         calls += [(group.recv, message, source) for message in received[source]]
     # Not dist.isend() and dist.P2POp, whose checks of each message take the host longer than to send it.
-    device = calls[0][1].device
+    device, named = calls[0][1].device, Stage(stage, group)
     if device.type == "cuda" and group._get_backend(device).supports_coalescing:
-        named = Stage(stage, group)
         with named, _coalescing_manager(group, device, async_ops=True) as together:
             for call, message, peer in calls:
                 call([message], peer, 0)
         return [Pending(work, named) for work in together.works]
-    pending = []
-    for call, message, peer in calls:
-        named = Stage(stage, group, peer)
-        with named:  # one by one: to begin fails too, where the other rank has gone
-            pending.append(Pending(call([message], peer, 0), named))
-    return pending
+    with named:  # to begin fails too, where the other rank has gone
+        return [Pending(call([message], peer, 0), named) for call, message, peer in calls]

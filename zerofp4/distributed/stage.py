@@ -1,4 +1,4 @@
-"""Which stage a collective failed in, and whom it was waiting for: errors of torch say neither."""
+"""Which stage a collective failed in, which errors of torch do not say."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,9 @@ import torch.distributed as dist
 
 class CollectiveError(dist.DistBackendError):
     """A collective did not come to its end: a rank has died, was stopped or is elsewhere, and the process
-    group is of no more use. The message names the stage, this rank, and the other one where that is known.
+    group is of no more use. The message names the stage and this rank; of two ranks also the other one. Among
+    more nobody here knows who went first: a rank that this one waits for may have failed, and have left,
+    because it waited for a third.
 
     Whoever passes errors on to other ranks raises it as it is: a second collective would wait for the same
     rank, as long again.
@@ -19,14 +21,13 @@ class Stage:
     """`with Stage(name, group):` around calls of torch.distributed, and nothing else: what they raise becomes
     a CollectiveError.
 
-    name: of what the ranks do together, as in "averaging gradients". peer: whose part is waited for, by its
-    number in the group; None where all take part.
+    name: of what the ranks do together, as in "averaging gradients".
     """
 
-    __slots__ = ("_group", "_name", "_peer")
+    __slots__ = ("_group", "_name")
 
-    def __init__(self, name: str, group: dist.ProcessGroup | None, peer: int | None = None):
-        self._name, self._group, self._peer = name, group, peer
+    def __init__(self, name: str, group: dist.ProcessGroup | None):
+        self._name, self._group = name, group
 
     def __enter__(self) -> None:
         return None
@@ -36,12 +37,11 @@ class Stage:
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError | torch.OutOfMemoryError):
             return
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        place = f"on rank {rank} of {size}"
-        if self._peer is not None:
-            place += f", in its exchange with rank {self._peer}"
+        # Of a group of two in a larger world the other one may have left because of a third rank.
+        who = f"rank {1 - rank}" if size == dist.get_world_size() == 2 else "a rank"
         raise CollectiveError(
-            f"{self._name} failed {place}: {str(error).splitlines()[0]} (a rank has died, was stopped or is "
-            "elsewhere; this process group is of no more use)"
+            f"{self._name} failed on rank {rank} of {size}: {str(error).splitlines()[0]} ({who} has died, "
+            "was stopped or is elsewhere; this process group is of no more use)"
         ) from error
 
 
