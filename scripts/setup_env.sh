@@ -112,7 +112,7 @@ fetch_megatron() {
     [[ ! -d $folder/megatron/core ]] || return 0
     say "fetching $MEGATRON"
     rm -rf "$folder" && mkdir -p "$folder"
-    "$1" -m pip download --quiet --retries 1 --timeout 15 --no-deps --only-binary=:all: --python-version 3.12 \
+    "$1" -m pip download -qq --retries 1 --timeout 15 --no-deps --only-binary=:all: --python-version 3.12 \
         --dest "$folder" "$MEGATRON" && "$1" -m zipfile -e "$folder"/*.whl "$folder" && rm "$folder"/*.whl ||
         do_without "$MEGATRON"
 }
@@ -147,7 +147,7 @@ setup_environment() {
     mapfile -t wanted < <(missing "$PYTHON" "$extra")
     for requirement in "${wanted[@]}"; do # one by one, so that what cannot be had takes nothing else along
         say "installing $requirement"
-        "$PYTHON" -m pip install --quiet --retries 1 --timeout 15 "$requirement" || do_without "$requirement"
+        "$PYTHON" -m pip install -qq --retries 1 --timeout 15 "$requirement" || do_without "$requirement"
     done
     [[ $extra != test ]] || fetch_megatron "$PYTHON"
     export PATH=$(dirname "$PYTHON"):$PATH
