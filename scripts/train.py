@@ -36,11 +36,10 @@ from checkpoints import CheckpointError, prepare_folder
 from gpt import GPT, PRESETS, parameter_groups
 from hugging_face import ConfigError, layers_of, loss_of, make_model
 from memory import Memory
-from phases import Phases, bytes_sent, shared_bytes
+from phases import Phases, StepProfile, described, show
 from progress import Progress
 from report import KINDS, Recorder, describe, draw, ranks, write_summary
 from sharded import shard, sharded
-from step_profile import StepProfile, show
 from text import Batches, Text, TextTooShortError, in_tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -197,7 +196,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     progress.resume()
     start = time.perf_counter() - progress.seconds
     skipped_in_a_row = 0
-    memory = Memory(world.device, options.steps, shared_bytes(optimizer))
+    memory = Memory(world.device, options.steps, described(optimizer)["shared_bytes"])
     phases = Phases(world.device)
     profile = StepProfile(optimizer, world.device, progress.step, options.steps, options.profile_steps)
     with Recorder(options.out, kind, options.steps, world.rank == 0, progress.step) as recorder, profile:
@@ -257,7 +256,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         "verified": optimizer.verify() if options.parallel == "fsdp2" else verify_model(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
         "milliseconds_per_step": phases.of_step(),
-        "sent_bytes_per_step": bytes_sent(optimizer),
+        "sent_bytes_per_step": described(optimizer)["bytes_sent"],
         "phases_of_step": profile.of_step(),
         "peak_memory_mb": memory.of_all_ranks(),
     }
