@@ -1,28 +1,19 @@
 #!/usr/bin/env python3
 """Measures operations against the copy ceiling and against what others do, and shows the results.
 
-    scripts/bench.py all                        everything that the pages show, on the GPU if there is one
-    scripts/bench.py local_step                 one operation, over every workload it has
+    scripts/bench.py all                        operations on one device, on the GPU if there is one
     scripts/bench.py local_step --workload square --size 4096 --device cpu --threads 2
     scripts/bench.py adamw --scale 16           the lists of weights, 16 times smaller
-    scripts/bench.py transpose --profile        with kernels and host time of every row
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
-    torchrun --nproc-per-node 2 scripts/bench.py step, or without torchrun
-                                                a whole optimizer step, a rank for each GPU
-    scripts/bench.py checkpoint --scale 4 --storage tmpfs, or under torchrun
-                                                dcp.save and dcp.load beside DTensors of the same bytes
-    torchrun --nproc-per-node 2 scripts/bench.py fsdp2
-                                                training steps of fully_shard, gathered in 4 bits and in bf16
-    torchrun --nproc-per-node 2 scripts/bench.py megatron
-                                                Megatron-Core's update and gather, NVFP4 beside its own bf16
-    scripts/bench.py instructions               what rows execute, counted by ncu, for budgets in the tables
+    torchrun --nproc-per-node 2 scripts/bench.py step --transport collective peer
+                                                and fsdp2, megatron and checkpoint; also without torchrun
     scripts/bench.py docs                       charts and the tables of docs/performance.md from the results
 
 Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
 the 224 weights of Llama-3-8B's layers; the process owns what rank 1 of 4 owns when the flat buffer of the
 whole model is cut into equal slices. `2000-small` are 2,000 weights of 768x768, 256x2880 and 256x2872,
-each owned from an odd element. `te-3011` are the shapes of TransformerEngine's pull request of that number,
-`268mb-scales` a matrix whose scales of 1x16 blocks are 268 MB, `64-groups` 64 matrices of 4096x2048.
+each owned from an odd element. `268mb-scales` is a matrix whose scales of 1x16 blocks are 268 MB, `64-groups`
+64 matrices of 4096x2048.
 
 Times are medians after a warm-up; percentages are of a device-to-device copy measured in the same process
 before and after (the higher of both), bytes read plus bytes written over time. Each row says how its bytes
@@ -30,11 +21,6 @@ were counted. An operation writes OUTPUT/<operation>_<device>.json, and the bar 
 
 Others are torch's own ways, and torchao, gemlite and fouroversix where they can be imported: installed, or
 below a folder on PYTHONPATH. One that is absent or fails is said to be, and left out.
-
-`instructions` has Nsight Compute (ncu on PATH) count what each row executes in one call at 8192 x 8192, lists
-4 times smaller, and writes OUTPUT/instructions_cuda.json. Tables then say of a row, for example, "33
-instructions (16 ALU, 12 FMA): at most 61% by issue": so many by the element, of them so many for the units
-for integers and logic and for those that multiply; at 61% of the copy the schedulers issue in every cycle.
 """
 
 import argparse
@@ -45,22 +31,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarking import chart, growth, instructions, tables
-from benchmarking.checkpoints import checkpoint
-from benchmarking.clock import keep_freed_memory
-from benchmarking.fsdp2 import fsdp2
-from benchmarking.megatron import megatron
-from benchmarking.operations import OPERATIONS, SHOWN
-from benchmarking.session import RESULTS, Session, save
-from benchmarking.steps import step
-from benchmarking.timer import only_rank_0_speaks
-from benchmarking.workloads import NAMES
 
-from zerofp4.format import SCALE_LAYOUTS
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from zerofp4_bench import output
+from zerofp4_bench.checkpoints import checkpoint
+from zerofp4_bench.fsdp2 import fsdp2
+from zerofp4_bench.megatron import megatron
+from zerofp4_bench.operations import OPERATIONS, SHOWN
+from zerofp4_bench.ranks import only_rank_0_speaks
+from zerofp4_bench.session import RESULTS, Session, keep_freed_memory, save
+from zerofp4_bench.step import step
+from zerofp4_bench.workloads import NAMES
+
 from zerofp4.launch import destroy_process_group, init_process_group
 
 SIZES = {"cuda": 16384, "cpu": 4096}
 SCALES = {"cuda": 1, "cpu": 16}
+CPU_SCALE_OF_RANKS = 64
 
 
 def at_least(smallest: int):
@@ -75,115 +63,83 @@ def at_least(smallest: int):
     return convert
 
 
+TRANSPORTS = {
+    "nargs": "+",
+    "choices": ("collective", "peer"),
+    "default": ["collective"],
+    "help": "of ZeroFP4Optimizer, one or both (default: collective)",
+}
+BUCKETS = {"type": float, "help": "of ZeroFP4Optimizer (default: its own)"}
+STORAGE = {
+    "choices": ("disk", "tmpfs"),
+    "default": "disk",
+    "help": "where temporary folders are made: in TMPDIR, or in memory, in /dev/shm (default: disk)",
+}
+LAYERS = {"type": at_least(1), "help": "of each model (default: 8 of Llama-3-8B's, 28 of the other)"}
+TOKENS = {"type": at_least(1), "default": 1024, "help": "in a rank's batch (default: 1024)"}
+OF_RANKS: dict[str, tuple[Callable, int, int, str, dict]] = {
+    "step": (step, 1, 20, "steps", {"bucket_mb": BUCKETS, "transport": TRANSPORTS}),
+    "checkpoint": (checkpoint, 2, 3, "saves and loads", {"storage": STORAGE}),
+    "fsdp2": (fsdp2, 1, 10, "groups of 4 steps", {"layers": LAYERS, "tokens": TOKENS}),
+    "megatron": (megatron, 2, 20, "updates", {}),
+}
+"""What runs, scale on GPUs and repeats unless others are asked for, what repeats count, and options."""
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
-    for name, (run, workloads, has_layouts) in OPERATIONS.items():
-        summary = run.__doc__.splitlines()[0]
-        add_options(add_command(commands, name, summary), workloads, has_layouts)
-    summary = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
-    add_options(add_command(commands, "all", summary), tuple(NAMES))
-    add_step_options(add_command(commands, "step", step.__doc__.splitlines()[0]))
-    summary, *more = inspect.cleandoc(checkpoint.__doc__).splitlines()
-    add_checkpoint_options(add_command(commands, "checkpoint", summary, "\n".join(more)))
-    add_fsdp2_options(add_command(commands, "fsdp2", fsdp2.__doc__.splitlines()[0]))
-    add_megatron_options(add_command(commands, "megatron", megatron.__doc__.splitlines()[0]))
-    add_output(add_command(commands, "instructions", "have ncu count what the rows execute on a GPU"))
+    every = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
+    for name, (run, workloads) in OPERATIONS.items():
+        add_options(add_command(commands, name, run.__doc__), workloads)
+    add_options(add_command(commands, "all", every), NAMES)
+    for name, (run, *settings) in OF_RANKS.items():
+        add_options_of_ranks(add_command(commands, name, run.__doc__), *settings)
     summary = "write the charts, and the tables of docs/performance.md, from the results"
-    add_docs_options(add_command(commands, "docs", summary))
+    add_command(commands, "docs", summary)
     options = parser.parse_args(arguments)
-    if options.command not in ("docs", "instructions", "step", "checkpoint", "fsdp2", "megatron"):
+    if options.command in (*OPERATIONS, "all"):
         complete(options, parser)
     return options
 
 
-def add_command(commands, name: str, summary: str, more: str = "") -> argparse.ArgumentParser:
-    kind = argparse.RawDescriptionHelpFormatter if more else argparse.HelpFormatter
-    description = f"{summary}\n{more}" if more else summary
+def add_command(commands, name: str, description: str) -> argparse.ArgumentParser:
+    text = inspect.cleandoc(description)
+    kind = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(
-        name, help=summary, description=description, allow_abbrev=False, formatter_class=kind
+        name, help=text.splitlines()[0], description=text, allow_abbrev=False, formatter_class=kind
     )
 
 
-def add_options(
-    parser: argparse.ArgumentParser, workloads: tuple[str, ...], has_layouts: bool = True
-) -> None:
+def add_options(parser: argparse.ArgumentParser, workloads: tuple[str, ...]) -> None:
     add = parser.add_argument
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=["cuda", "cpu"], default=default, help=f"default here: {default}")
-    names = ", ".join(workloads)
-    add("--workload", action="append", choices=workloads, help=f"may be repeated (default: {names})")
+    names = f"may be repeated (default: {', '.join(workloads)})"
+    add("--workload", action="append", choices=workloads, help=names)
+    parser.set_defaults(size=None)
     if "square" in workloads:
         add("--size", type=at_least(2), help="rows and columns of `square`, even (default: 16384, CPU 4096)")
-    else:
-        parser.set_defaults(size=None)
     help_of_scale = "divides the length of 2000-small and the dimensions of other lists (default: 1, CPU 16)"
     add("--scale", type=at_least(1), help=help_of_scale)
-    if has_layouts:
-        help_of_layouts = "scale buffers that the weights have (default: compact, which is always there)"
-        add("--scale-layouts", nargs="+", choices=SCALE_LAYOUTS, default=["compact"], help=help_of_layouts)
-    else:
-        parser.set_defaults(scale_layouts=["compact"])
     add("--repeats", type=at_least(1), default=50, help="runs per median, fewer of long ones (default: 50)")
     add("--threads", type=at_least(1), help="threads on the CPU (default: torch's)")
     add("--no-peers", dest="peers", action="store_false", help="leave out what others do")
-    add("--profile", action="store_true", help="also count kernels and take the host time of every row")
     add_output(parser)
 
 
-def add_step_options(parser: argparse.ArgumentParser) -> None:
+def add_options_of_ranks(
+    parser: argparse.ArgumentParser, scale: int, repeats: int, of: str, options: dict[str, dict]
+) -> None:
     add = parser.add_argument
-    add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 1, CPU 64)")
-    add("--repeats", type=at_least(1), default=20, help="steps per median (default: 20)")
-    add("--bucket-mb", type=float, help="of ZeroFP4Optimizer (default: its own)")
-    add(
-        "--transport",
-        nargs="+",
-        choices=("collective", "peer"),
-        default=["collective"],
-        help="of ZeroFP4Optimizer, one or both (default: collective)",
-    )
-    add("--timeline", action="store_true", help="also draw what rank 0's GPU does when in a step")
+    words = f"divides the dimensions of the weights (default: {scale}, CPU {CPU_SCALE_OF_RANKS})"
+    add("--scale", type=at_least(1), help=words)
+    add("--repeats", type=at_least(1), default=repeats, help=f"{of} per median (default: {repeats})")
+    for name, settings in options.items():
+        add(f"--{name.replace('_', '-')}", **settings)
     add_output(parser)
-
-
-def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 2, CPU 64)")
-    add("--repeats", type=at_least(1), default=3, help="saves and loads per median (default: 3)")
-    add(
-        "--storage",
-        choices=["disk", "tmpfs"],
-        default="disk",
-        help="where temporary folders are made: in the "
-        "system's folder for them, or in memory, in /dev/shm (default: disk)",
-    )
-    add("--folder", type=Path, help="make them in this folder instead")
-    add_output(parser)
-
-
-def add_fsdp2_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--scale", type=at_least(1), help="divides the dimensions of the layers (default: 1, CPU 64)")
-    add("--repeats", type=at_least(1), default=10, help="groups of 4 steps per median (default: 10)")
-    add("--layers", type=at_least(1), help="of each model (default: 8 of Llama-3-8B's, 28 of the other)")
-    add("--tokens", type=at_least(1), default=1024, help="in a rank's batch (default: 1024)")
-    add_output(parser)
-
-
-def add_megatron_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--scale", type=at_least(1), help="divides the dimensions of the weights (default: 2, CPU 64)")
-    add("--repeats", type=at_least(1), default=20, help="updates per median (default: 20)")
-    add_output(parser)
-
-
-def add_docs_options(parser: argparse.ArgumentParser) -> None:
-    summary = "GB/s of a GPU to other hosts, assumed in what is predicted of several (default: 50)"
-    default = growth.NETWORK_GBPS
-    parser.add_argument("--network", type=at_least(1), default=default, metavar="GBPS", help=summary)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -200,105 +156,64 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
     options.scale = options.scale or SCALES[options.device]
     if options.size % 2:
         parser.error(f"argument --size: must be even, got {options.size}")
-    options.scale_layouts = [name for name in SCALE_LAYOUTS if name in ("compact", *options.scale_layouts)]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 
 
-def measure(name: str, options: argparse.Namespace) -> dict:
+def measure(name: str, options: argparse.Namespace) -> None:
     """Run one operation and write its result file."""
-    operation = OPERATIONS[name]
-    asked = options.workload or operation.workloads
-    settings = {
-        "workload": [workload for workload in asked if workload in operation.workloads],
-        **{key: getattr(options, key) for key in ("size", "scale", "scale_layouts", "repeats")},
-    }
-    if not operation.has_layouts:
-        settings["scale_layouts"] = ["compact"]
-    chosen = argparse.Namespace(**{**vars(options), **settings})
-    session = Session(name, torch.device(options.device), options.repeats, options.profile)
-    operation.run(session, chosen)
+    run, workloads = OPERATIONS[name]
+    settings = {"workload": [one for one in options.workload or workloads if one in workloads]}
+    settings |= {key: getattr(options, key) for key in ("size", "scale", "repeats")}
+    session = Session(name, torch.device(options.device), options.repeats)
+    run(session, argparse.Namespace(**{**vars(options), **settings}))
     gc.collect()  # plans and weights hold one another, and the copy needs room
-    result = session.result(settings)
-    path = save(result, options.output, options.device)
-    tables.print_tables(result)
-    print(f"wrote {path}", flush=True)
-    return result
+    write(session.result(settings), options.output)
 
 
-_SETTINGS = ("scale", "repeats", "bucket_mb", "transport", "layers", "tokens", "storage")
-
-
-def measure_on_ranks(run: Callable, options: argparse.Namespace, scale: int) -> None:
-    """All ranks measure, rank 0 writes. scale: on GPUs, unless the options say another."""
+def measure_on_ranks(options: argparse.Namespace) -> None:
+    """All ranks measure, rank 0 writes."""
+    run, scale, _, _, own = OF_RANKS[options.command]
     world = init_process_group()
     try:
-        options.scale = options.scale or (scale if world.device.type == "cuda" else 64)
-        name = f"{run.__name__}_{world.world_size}_ranks"
+        options.scale = options.scale or (scale if world.device.type == "cuda" else CPU_SCALE_OF_RANKS)
         with only_rank_0_speaks(world):
-            session = Session(name, world.device, options.repeats, False)
+            name = f"{options.command}_{world.world_size}_ranks"
+            session = Session(name, world.device, options.repeats)
             run(session, options, world)
-            settings = {k: v for k, v in vars(options).items() if k in _SETTINGS}
+            settings = {key: getattr(options, key) for key in ("scale", "repeats", *own)}
             result = session.result(settings)
             if world.rank == 0:
-                path = save(result, options.output, world.device.type)
-                tables.print_tables(result)
-                print(f"wrote {path}", flush=True)
-                picture = chart.draw_comparison(options.output, result)
-                if picture is not None:
-                    print(f"wrote {picture}", flush=True)
+                write(result, options.output)
     finally:
         destroy_process_group()
 
 
-def count_instructions(folder: Path) -> int:
-    """The exit code: 1 where they cannot be counted, which is said."""
-    try:
-        path, result = instructions.count(folder)
-    except instructions.CountError as error:
-        print(f"scripts/bench.py instructions: {error}", file=sys.stderr)
-        return 1
-    tables.print_table(tables.instructions_table(result["rows"]))
-    print(f"wrote {path}")
-    return 0
+def write(result: dict, folder: Path) -> None:
+    path = save(result, folder)
+    output.print_tables(result)
+    print(f"wrote {path}", flush=True)
 
 
-def draw(folder: Path, network_gbps: float = growth.NETWORK_GBPS) -> None:
-    """network_gbps: what is assumed of a network between hosts."""
-    results = [result for _, result in tables.load(folder)]
-    charts = chart.draw(folder, results)
+def draw(folder: Path) -> None:
+    charts = output.draw(folder)
     if charts is None:
         print("no chart: matplotlib is not installed (the extra `train` has it)")
-        return
-    charts += filter(None, (chart.draw_comparison(folder, result) for result in results))
-    grown = growth.growth_of(results, network_gbps)
-    for path in (*charts, *([] if grown is None else [growth.draw(folder, grown)])):
+    for path in charts or ():
         print(f"wrote {path}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.command == "docs":
-        draw(RESULTS, options.network)
-        print(f"wrote {tables.write_docs(options.network)}")
-        return 0
-    if options.command == "instructions":
-        return count_instructions(options.output)
-    if options.command == "step":
-        measure_on_ranks(step, options, 1)
-        return 0
-    if options.command == "fsdp2":
-        measure_on_ranks(fsdp2, options, 1)
-        return 0
-    if options.command == "checkpoint":
-        measure_on_ranks(checkpoint, options, 2)
-        return 0
-    if options.command == "megatron":
-        measure_on_ranks(megatron, options, 2)
-        return 0
-    for name in SHOWN if options.command == "all" else [options.command]:
-        measure(name, options)
-    draw(options.output)
+        draw(RESULTS)
+        print(f"wrote {output.write_docs()}")
+    elif options.command in OF_RANKS:
+        measure_on_ranks(options)
+    else:
+        for name in SHOWN if options.command == "all" else [options.command]:
+            measure(name, options)
+        draw(options.output)
     return 0
 
 

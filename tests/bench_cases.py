@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarking.session import ROOT
+from zerofp4_bench.session import ROOT
 
 
 def bench_on_two_ranks(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, Path]:

@@ -13,14 +13,13 @@ from pathlib import Path
 import bench
 import pytest
 import torch
-from benchmarking import clock, tables
-from benchmarking.clock import Clock
-from benchmarking.operations import OPERATIONS, SHOWN, peers
-from benchmarking.session import ROOT, Session
-from benchmarking.targets import KINDS
-from benchmarking.workloads import Tensors, chosen, llama, square
 from early import waits_for
 from helpers import assert_bytes_equal, needs_gpu
+from zerofp4_bench import checkpoints, output, peers, session
+from zerofp4_bench.operations import OPERATIONS, SHOWN
+from zerofp4_bench.rules import KINDS, Moved
+from zerofp4_bench.session import ROOT, Clock, Session
+from zerofp4_bench.workloads import Tensors, chosen, llama, square
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--size", "64", "--scale", "200", "--repeats", "1", "--threads", "1"]
@@ -34,15 +33,9 @@ def threads_are_restored():
 
 
 @pytest.fixture
-def no_chart(monkeypatch):
-    """Drawing takes longer than measuring what is small: test_all and the command line do it."""
-    monkeypatch.setattr(bench, "draw", lambda folder: None)
-
-
-@pytest.fixture
 def quick_copies(monkeypatch):
     """Copy ceilings of 10 GB/s before and 20 GB/s after, at no cost, and caches that are soon cold."""
-    monkeypatch.setattr(clock, "CPU_FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(session, "CPU_FLUSH_BYTES", 1 << 20)
     ceilings = iter([10.0, 20.0] * len(OPERATIONS))
     monkeypatch.setattr(Clock, "copy_gbps", lambda self: next(ceilings))
 
@@ -77,7 +70,7 @@ def check_chart(folder, device: str = "cpu") -> None:
 def local_step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     options = ["local_step", *SMALL[:-1], "2", "--no-peers"]
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *options]
-    command += ["--profile", "--output", str(folder)]
+    command += ["--output", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300), folder
 
 
@@ -89,18 +82,18 @@ def test_local_step_from_the_command_line(early):
     result = json.loads((folder / "local_step_cpu.json").read_text())
     rows = check_result(result, "local_step")
     workloads = ("64", "llama3-8b-scale200/rank1of4", "10-small")
-    stages = ("local_step", "begin", "amax", "scale", "cast")
-    assert list(rows) == [f"{stage}/{workload}" for workload in workloads for stage in stages]
+    assert list(rows) == [f"local_step/{workload}" for workload in workloads]
     assert result["threads"] == 2 and result["settings"]["scale"] == 200
-    assert all(row["target"] is None and row["host_us"] > 0 for row in rows.values())
+    assert all(row["target"] is None for row in rows.values())
     assert "local_step/10-small" in run.stdout and "of copy   8.5n + 6 per tile of all weights" in run.stdout
     check_chart(folder)
 
 
 def checkpoint_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "checkpoint", "--scale", "4096"]
-    command += ["--repeats", "1", "--folder", str(folder), "--output", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300), folder
+    command += ["--repeats", "1", "--output", str(folder)]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300), folder
 
 
 @pytest.mark.heavy
@@ -125,19 +118,20 @@ def test_help_of_checkpoint_says_what_it_takes(capsys):
     assert "21 GB on the host" in capsys.readouterr().out
 
 
-def test_a_folder_that_checkpoints_cannot_be_written_to(capsys):
-    with pytest.raises(OSError, match="name another --folder"):
-        bench.main(["checkpoint", "--scale", "4096", "--folder", "/nonexistent"])
+def test_a_folder_that_checkpoints_cannot_be_written_to(monkeypatch):
+    monkeypatch.setattr(checkpoints, "TMPFS", "/nonexistent")
+    with pytest.raises(OSError, match="set another TMPDIR"):
+        bench.main(["checkpoint", "--scale", "4096", "--storage", "tmpfs"])
 
 
 def all_operations(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     """With quick copies, and without compiling anything."""
     program = f"""
 import sys, torch, bench
-from benchmarking import clock
-clock.CPU_FLUSH_BYTES = 1 << 20
+from zerofp4_bench import session
+session.CPU_FLUSH_BYTES = 1 << 20
 ceilings = iter([10.0, 20.0] * {len(OPERATIONS)})
-clock.Clock.copy_gbps = lambda self: next(ceilings)
+session.Clock.copy_gbps = lambda self: next(ceilings)
 torch.compile = lambda function, **_: function
 sys.exit(bench.main(["all", *sys.argv[1:]]))
 """
@@ -153,7 +147,7 @@ def test_all_writes_a_file_per_operation(early):
     assert run.returncode == 0, run.stderr
     assert {path.name for path in folder.glob("*.json")} == {f"{name}_cpu.json" for name in SHOWN}
     rows = {}
-    for path, result in tables.load(folder):
+    for path, result in output.load(folder):
         rows |= check_result(result, path.name.removesuffix("_cpu.json"))
         assert (result["copy_gbps_before"], result["copy_gbps_after"]) == (10.0, 20.0)
     peers = ("bf16_copy", "reference_eager_local_step", "reference_compile_local_step")
@@ -172,14 +166,6 @@ def test_all_writes_a_file_per_operation(early):
     check_chart(folder)
 
 
-@pytest.mark.parametrize("stage", ["amax", "scale", "cast"])
-def test_a_stage_alone_in_more_scale_layouts(stage, tmp_path, quick_copies, no_chart):
-    options = [*SMALL, "--workload", "square", "--scale-layouts", "swizzled", "--output", str(tmp_path)]
-    bench.main([stage, *options])
-    rows = check_result(json.loads((tmp_path / f"{stage}_cpu.json").read_text()), stage)
-    assert list(rows) == [f"{stage}/64+swizzled"]
-
-
 @needs_gpu
 def test_launches_and_memory_on_a_gpu(tmp_path):
     options = ["--device", "cuda", "--scale", "16", "--repeats", "5", "--output", str(tmp_path)]
@@ -190,18 +176,30 @@ def test_launches_and_memory_on_a_gpu(tmp_path):
             row = rows[f"launches/{name}/{count}"]
             assert row["launches"] == sum(row["kernels"].values()) >= 1
     assert rows["device_memory/llama3-8b-scale16"]["percent_of_shard"] >= 0
-    bench.main(["cast", *options, "--workload", "square", "--size", "64", "--profile"])
-    rows = check_result(json.loads((tmp_path / "cast_cuda.json").read_text()), "cast")
-    assert rows["cast/64"]["launches"] == 1
+    bench.main(["local_step", *options, "--workload", "square", "--size", "64"])
+    rows = check_result(json.loads((tmp_path / "local_step_cuda.json").read_text()), "local_step")
+    assert {f"{stage}/64" for stage in ("begin", "amax", "scale", "cast")} <= rows.keys()
     check_chart(tmp_path, "cuda")
 
 
 @pytest.mark.parametrize(("device", "target"), [("cpu", None), ("cuda", 60)])
 def test_targets_are_those_of_a_gpu(device, target, monkeypatch, quick_copies):
-    measured = Session("host", CPU, 1, with_profile=False)
+    measured = Session("host", CPU, 1)
     monkeypatch.setattr(measured.clock, "is_cuda", device == "cuda")
     measured.count("host_step/10", "host_us", 50.0, "one step")
     assert measured.rows[0]["target"] == target and measured.rows[0]["kind"] == "host_us"
+
+
+def test_kernels_of_a_call_by_a_word_in_their_names(monkeypatch, capsys, quick_copies):
+    measured = Session("local_step", CPU, 1)
+    kernels = {"void amax_kernel<1>": [2e-3, 1e-3, 4e-3], "cast": [1.0], "cast_begin": [1.0]}
+    monkeypatch.setattr(measured.clock, "kernels", lambda run, runs, moved: kernels)
+    words = {"amax/64": "amax_kernel", "cast/64": "cast", "scale/64": "scale"}
+    measured.time_kernels(lambda: None, {row: (word, Moved(1e6, "n", 1)) for row, word in words.items()})
+    assert [(row["name"], row["ms"], row["gbps"]) for row in measured.rows] == [("amax/64", 2.0, 0.5)]
+    said = capsys.readouterr().out
+    assert "cast/64 is left out: 2 kernels are called cast\n" in said
+    assert "scale/64 is left out: 0 kernels are called scale\n" in said
 
 
 def test_the_reference_that_is_timed_does_what_the_plan_does():
@@ -214,14 +212,6 @@ def test_the_reference_that_is_timed_does_what_the_plan_does():
     assert_bytes_equal(weight.amax, amax, "amax")
 
 
-def test_what_comes_before_a_run_comes_before_every_run(quick_copies):
-    calls = []
-    clock = Clock(CPU, repeats=7)
-    _, runs = clock.seconds(lambda: calls.append("run"), 1, before=lambda: calls.append("before"))
-    assert runs == 7
-    assert calls == ["before", "run"] * (len(calls) // 2) and len(calls) >= 2 * 7
-
-
 def test_a_peer_that_cannot_be_compiled_is_left_out(monkeypatch, capsys, quick_copies):
     def refuse(function, **options):
         def compiled(*args):
@@ -230,7 +220,7 @@ def test_a_peer_that_cannot_be_compiled_is_left_out(monkeypatch, capsys, quick_c
         return compiled
 
     monkeypatch.setattr(torch, "compile", refuse)
-    measured = Session("local_step", CPU, 1, with_profile=False)
+    measured = Session("local_step", CPU, 1)
     ours = {"name": "local_step/32", "ms": 1.0, "bytes": 1000, "elements": 1024}
     peers.references(measured, Tensors(square(32), CPU), ours)
     assert [row["name"] for row in measured.rows] == ["reference_eager_local_step/32"]
@@ -238,9 +228,9 @@ def test_a_peer_that_cannot_be_compiled_is_left_out(monkeypatch, capsys, quick_c
 
 
 def test_every_operation_has_a_summary_and_workloads_that_exist():
-    for name, (run, workloads, _) in OPERATIONS.items():
+    for name, (run, workloads) in OPERATIONS.items():
         assert run.__doc__, name
-        options = argparse.Namespace(workload=workloads, size=64, scale=64, scale_layouts=["compact"])
+        options = argparse.Namespace(workload=workloads, size=64, scale=64)
         assert len(list(chosen(options))) == len(workloads) > 0
 
 
@@ -252,17 +242,15 @@ def test_every_operation_has_a_summary_and_workloads_that_exist():
     [
         ([], "the following arguments are required: SUBCOMMAND"),
         (["local_stepp"], "invalid choice: 'local_stepp'"),
-        (["amax", "--size", "63"], "argument --size: must be even, got 63"),
-        (["amax", "--size", "0"], "argument --size: must be at least 2, got 0"),
-        (["amax", "--size", "big"], "argument --size: invalid int value: 'big'"),
-        (["amax", "--scale", "0"], "argument --scale: must be at least 1, got 0"),
-        (["amax", "--repeats", "0"], "argument --repeats: must be at least 1, got 0"),
-        (["amax", "--threads", "0"], "argument --threads: must be at least 1, got 0"),
-        (["amax", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-        (["amax", "--workload", "llama"], "argument --workload: invalid choice: 'llama'"),
+        (["local_step", "--size", "63"], "argument --size: must be even, got 63"),
+        (["local_step", "--size", "0"], "argument --size: must be at least 2, got 0"),
+        (["local_step", "--size", "big"], "argument --size: invalid int value: 'big'"),
+        (["local_step", "--scale", "0"], "argument --scale: must be at least 1, got 0"),
+        (["local_step", "--repeats", "0"], "argument --repeats: must be at least 1, got 0"),
+        (["local_step", "--threads", "0"], "argument --threads: must be at least 1, got 0"),
+        (["local_step", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["local_step", "--workload", "llama"], "argument --workload: invalid choice: 'llama'"),
         (["adamw", "--workload", "square"], "argument --workload: invalid choice: 'square'"),
-        (["quantize", "--scale-layouts", "swizzled"], "unrecognized arguments: --scale-layouts swizzled"),
-        (["amax", "--scale-layouts", "round"], "argument --scale-layouts: invalid choice: 'round'"),
         (["all", "--siz", "64"], "unrecognized arguments: --siz 64"),
         (["docs", "--size", "64"], "unrecognized arguments: --size 64"),
     ],
@@ -277,5 +265,5 @@ def test_wrong_options(arguments, message, capsys):
 def test_cuda_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        bench.parse_options(["amax", "--device", "cuda"])
+        bench.parse_options(["local_step", "--device", "cuda"])
     assert "argument --device: cuda, but torch sees no GPU" in capsys.readouterr().err

@@ -7,12 +7,12 @@ import json
 import bench
 import pytest
 import torch
-from benchmarking.clock import Clock
-from benchmarking.operations import layers
-from benchmarking.targets import KINDS, TARGETS
 from helpers import needs_gpu
 from tensor_helpers import values
 from torch import nn
+from zerofp4_bench import layers
+from zerofp4_bench.rules import KINDS, TARGETS
+from zerofp4_bench.session import Clock
 
 import zerofp4
 from zerofp4.nn import Linear, NVFP4Recipe, autocast
@@ -60,15 +60,15 @@ def test_targets_are_those_of_the_rows_at_full_size():
 
 
 def test_what_is_saved_is_counted_once_and_without_weights():
-    plain, x = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16), values(32, 64).requires_grad_()
-    assert layers.saved_bytes(lambda: plain(x), layers.kept_of(plain)) == x.nbytes
-    assert layers.saved_bytes(lambda: plain(x) + plain(x), layers.kept_of(plain)) == x.nbytes
+    plain, x = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16), values(32, 64)
+    assert layers.saved_bytes(plain, x) == x.nbytes
+    assert layers.saved_bytes(lambda given: plain(given) + plain(given), x) == x.nbytes
     layer = Linear(64, 48, bias=False, dtype=torch.bfloat16)
     columns = 64 * 32 // 2 + 64 * 32 // 16 + 4
     with autocast(NVFP4Recipe()):
         layer(x, True)
-        assert layers.saved_bytes(lambda: layer(x, False), layers.kept_of(layer)) == columns
-        assert layers.saved_bytes(lambda: layer(x), layers.kept_of(layer)) > columns  # the weight of the call
+        assert layers.saved_bytes(lambda given: layer(given, False), x) == columns
+        assert layers.saved_bytes(layer, x) > columns  # the weight of the call
 
 
 @needs_gpu

@@ -9,16 +9,12 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarking import rules
-from benchmarking.clock import Clock
-from benchmarking.operations import inputs, outside, peers
-from benchmarking.operations.hadamard import block_diagonal
-from benchmarking.operations.quantize import RHT
-from benchmarking.session import Session
 from helpers import assert_bytes_equal
+from zerofp4_bench import peers, rules
+from zerofp4_bench.session import Clock, Session
+from zerofp4_bench.tensors import ACTIVATION, RHT, WEIGHT, make_input
 
 import zerofp4
-from zerofp4 import reference
 
 CPU = torch.device("cpu")
 
@@ -30,18 +26,18 @@ def quick_copies(monkeypatch):
 
 @pytest.fixture
 def given():
-    return inputs.make_input(Session("quantize", CPU, 1, with_profile=False), (64, 96))
+    return make_input(Session("quantize", CPU, 1), (64, 96))
 
 
 def test_the_reference_that_is_compiled_quantizes_as_we_do(given):
-    for block in (inputs.ACTIVATION, inputs.WEIGHT):
+    for block in (ACTIVATION, WEIGHT):
         ours = zerofp4.quantize(given.x, block=block)
-        codes, scale = peers.quantize(given.x, given.amax, block[0])
+        codes, scale = peers.quantize(given.x, given.amaxes["amax"], block[0])
         assert_bytes_equal(ours.rowwise_data, codes, f"codes of block {block}")
         assert_bytes_equal(ours.rowwise_scale, scale, f"scales of block {block}")
     ours = zerofp4.quantize(given.x, **RHT)
-    codes, scale = peers.quantize_transformed(given.x, given.columnwise_amax)
-    assert_bytes_equal(ours.columnwise_amax, given.columnwise_amax, "amax of the transform")
+    codes, scale = peers.quantize_transformed(given.x, given.amaxes["columnwise_amax"])
+    assert_bytes_equal(ours.columnwise_amax, given.amaxes["columnwise_amax"], "amax of the transform")
     assert_bytes_equal(ours.columnwise_data, codes, "codes of the transform")
     assert_bytes_equal(ours.columnwise_scale, scale, "scales of the transform")
     ours = zerofp4.quantize_mxfp8(given.x)
@@ -51,26 +47,9 @@ def test_the_reference_that_is_compiled_quantizes_as_we_do(given):
 
 
 def test_the_reference_that_is_compiled_swizzles_as_we_do(given):
-    ours = zerofp4.quantize(given.x, block=inputs.ACTIVATION, scale_layouts=("swizzled",))
+    ours = zerofp4.quantize(given.x, block=ACTIVATION, scale_layouts=("swizzled",))
     theirs = peers.swizzle(ours.rowwise_scale, *given.x.shape)
     assert_bytes_equal(ours.rowwise_scale_swizzled, theirs, "swizzled scales")
-
-
-def test_the_matmul_is_the_transform_of_the_rows(given):
-    expected = reference.hadamard_transform(given.x.t()).t()
-    # The sum of 128 products, most of them 0, in another order than the butterfly's, rounded to bfloat16.
-    torch.testing.assert_close(block_diagonal(given.x)().view_as(given.x), expected, rtol=2**-7, atol=1e-6)
-
-
-def test_scales_in_the_swizzled_layout_alone(given):
-    ours = zerofp4.quantize(given.x, **RHT, scale_layouts=("swizzled",))
-    alone = zerofp4.quantize(torch.zeros_like(given.x), **RHT, scale_layouts=("swizzled",))
-    alone = inputs.without_compact_scales(alone)
-    zerofp4.ops.quantize_into(given.x, alone.record, **given.amaxes)
-    for name in ("rowwise_data", "rowwise_scale_swizzled", "columnwise_data", "columnwise_scale_swizzled"):
-        assert_bytes_equal(getattr(alone, name), getattr(ours, name), name)
-    n = given.x.numel()
-    assert rules.quantize(given.x, alone).bytes == 2 * n + n + 128 * (8 + 4) + 8
 
 
 # Packages
@@ -89,10 +68,10 @@ def test_packages_get_the_scale_that_ours_has(major, asked, given, monkeypatch):
     monkeypatch.setitem(sys.modules, "gemlite.quant_utils", gemlite.quant_utils)
     monkeypatch.setitem(sys.modules, "fouroversix", package)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
-    outside.gemlite_nvfp4(given.x, given.amax)()
-    outside.fouroversix_nvfp4(given.x, given.amax, 16, "mae")()
+    peers.gemlite_nvfp4(given.x, given.amaxes["amax"])()
+    peers.fouroversix_nvfp4(given.x, given.amaxes["amax"], 16, "mae")()
     (x, scale), (_, config) = calls
-    assert x is given.x and scale.item() == pytest.approx(2688 / given.amax.item())
+    assert x is given.x and scale.item() == pytest.approx(2688 / given.amaxes["amax"].item())
     assert packing == asked, (
         "its instruction for E2M1 is refused where there is none, and left alone elsewhere"
     )
@@ -100,7 +79,7 @@ def test_packages_get_the_scale_that_ours_has(major, asked, given, monkeypatch):
         "backend": "triton",
         "scale_rule": "mae",
         "block_scale_2d": True,
-        "kwargs": {"x_amax": given.amax},
+        "kwargs": {"x_amax": given.amaxes["amax"]},
     }
 
 
@@ -125,14 +104,14 @@ def test_packages_that_fail_are_named_and_the_rest_is_measured(tmp_path, monkeyp
 
         return good.call()
 
-    measured = Session("quantize", CPU, 1, with_profile=False)
+    measured = Session("quantize", CPU, 1)
     ours = measured.time("quantize_1d/64", lambda: None, rules.Moved(1000, "n", 500))
-    outside.measure(
+    peers.packages(
         measured,
         ours,
-        torchao=partial(outside.torchao_nvfp4, given.x, given.amax),
-        gemlite=partial(outside.gemlite_nvfp4, given.x, given.amax),
-        fouroversix=partial(outside.fouroversix_nvfp4, given.x, given.amax, 1),
+        torchao=partial(peers.torchao_nvfp4, given.x, given.amaxes["amax"]),
+        gemlite=partial(peers.gemlite_nvfp4, given.x, given.amaxes["amax"]),
+        fouroversix=partial(peers.fouroversix_nvfp4, given.x, given.amaxes["amax"], 1),
         good=good,
     )
     _, theirs = measured.rows
@@ -145,14 +124,14 @@ def test_packages_that_fail_are_named_and_the_rest_is_measured(tmp_path, monkeyp
 
 
 def test_an_error_of_a_peers_kernel_is_its_own(monkeypatch, capsys):
-    measured = Session("quantize", CPU, 1, with_profile=False)
+    measured = Session("quantize", CPU, 1)
 
     def refuse():
         raise RuntimeError("the kernel failed")
 
     monkeypatch.setattr(measured.clock, "synchronize", refuse)
     ours = {"name": "quantize_1d/64", "ms": 1.0, "bytes": 1000, "elements": 500}
-    outside.measure(measured, ours, good=lambda: lambda: None)
+    peers.packages(measured, ours, good=lambda: lambda: None)
     assert not measured.rows
     assert "good_quantize_1d/64 is left out: the kernel failed\n" in capsys.readouterr().out
 
@@ -200,12 +179,12 @@ def test_packages_make_nearly_our_codes(package, operation, device, monkeypatch)
     choice = zerofp4.FourOverSix() if operation.endswith("four_over_six") else None
     ours = zerofp4.quantize(x, block=(rows, 16), amax=amax, four_over_six=choice)
     if package == "torchao":
-        ((scale, codes),) = outside.torchao_nvfp4(x, amax)()
+        ((scale, codes),) = peers.torchao_nvfp4(x, amax)()
     elif package == "gemlite":
-        codes, scale, _ = outside.gemlite_nvfp4(x, amax)()
+        codes, scale, _ = peers.gemlite_nvfp4(x, amax)()
     else:
         rule = choice.error if choice else "static_6"
-        made = outside.fouroversix_nvfp4(x, amax, rows, rule)()
+        made = peers.fouroversix_nvfp4(x, amax, rows, rule)()
         codes, scale = made.values, made.scale_factors
         assert share_of_equal_bytes(ours.swizzled_scale(), scale) > 0.9
     if package != "fouroversix":
@@ -218,14 +197,14 @@ def test_torchao_swizzles_and_makes_mxfp8_as_we_do(device, monkeypatch):
     monkeypatch.setattr(torch, "compile", not_compiled)
     torch.manual_seed(0)
     x = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
-    nvfp4 = zerofp4.quantize(x, block=inputs.ACTIVATION)
-    (swizzled,) = outside.torchao_swizzle(nvfp4.rowwise_scale)()
+    nvfp4 = zerofp4.quantize(x, block=ACTIVATION)
+    (swizzled,) = peers.torchao_swizzle(nvfp4.rowwise_scale)()
     assert share_of_equal_bytes(nvfp4.swizzled_scale(), swizzled) == 1
     ours = zerofp4.quantize_mxfp8(x)
-    ((scale, elements),) = outside.torchao_quantize_mxfp8(x)()
+    ((scale, elements),) = peers.torchao_quantize_mxfp8(x)()
     assert share_of_equal_bytes(ours.rowwise_scale, scale) > 0.99
     assert share_of_equal_bytes(ours.rowwise_data, elements) > 0.99
-    make = outside.torchao_dequantize_mxfp8(ours.rowwise_data, ours.rowwise_scale, torch.bfloat16)
+    make = peers.torchao_dequantize_mxfp8(ours.rowwise_data, ours.rowwise_scale, torch.bfloat16)
     assert share_of_equal_bytes(ours.dequantize(torch.bfloat16), make()[0]) == 1
 
 
@@ -239,9 +218,3 @@ def test_parts_are_compiled_for_their_sizes_and_run_in_turn(monkeypatch):
     assert asked == [{"dynamic": False, "options": None}, {"dynamic": False, "options": peers.EXACT}]
     run()
     assert ran == [1, 2]
-
-
-def test_an_error_of_another_kind_is_no_reason_to_leave_a_peer_out():
-    measured = Session("quantize", CPU, 1, with_profile=False)
-    with pytest.raises(ZeroDivisionError):
-        peers.attempt(measured, "peer/64", {}, lambda: lambda: 1 / 0, RuntimeError)

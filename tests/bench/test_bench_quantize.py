@@ -8,11 +8,10 @@ import sys
 import bench
 import pytest
 import torch
-from benchmarking.clock import Clock
-from benchmarking.operations import OPERATIONS
-from benchmarking.session import Session
-from benchmarking.targets import KINDS, TARGETS
 from helpers import needs_gpu
+from zerofp4_bench.operations import OPERATIONS
+from zerofp4_bench.rules import KINDS, TARGETS
+from zerofp4_bench.session import Clock, Session
 
 import zerofp4
 
@@ -21,8 +20,7 @@ PACKAGES = ("torchao", "gemlite", "fouroversix")
 RHT_ROWS = (
     "quantize_1d_rht",
     "quantize_1d_rht_two_layouts",
-    "quantize_1d_rht_swizzled",
-    "rht_swizzled_over_compact",
+    "rht_two_layouts_over_compact",
     "quantize_1d_rht_then_swizzle",
     "rht_one_pass_over_two",
 )
@@ -42,7 +40,7 @@ def without_packages(monkeypatch):
 
 def measure(operation: str, folder, *options: str, device: str = "cpu") -> dict[str, dict]:
     """The rows of a run on something small, by name."""
-    size = ["--size", "64"] if "square" in OPERATIONS[operation].workloads else []
+    size = ["--size", "64"] if "square" in OPERATIONS[operation][1] else []
     small = ["--device", device, "--scale", "200", "--repeats", "1", "--output", str(folder)]
     assert bench.main([operation, *size, *small, *options]) == 0
     result = json.loads((folder / f"{operation}_{device}.json").read_text())
@@ -61,23 +59,21 @@ def test_quantize(tmp_path, monkeypatch, capsys, without_packages):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     rows = measure("quantize", tmp_path)
     square = (
-        "quantize_1d quantize_1d_both quantize_2d quantize_2d_both tensor_amax amax_rht "
+        "quantize_1d quantize_1d_both quantize_2d quantize_2d_both "
         "quantize_1d_stochastic quantize_1d_four_over_six quantize_2d_four_over_six quantize_dequantize "
-        "reference_compile_quantize_1d reference_compile_quantize_2d reference_compile_quantize_1d_rht "
-        "quantize_1d_rht_then_reference_compile"
+        "reference_compile_quantize_1d reference_compile_quantize_2d reference_compile_quantize_1d_rht"
     )
     expected = {f"{name}/64" for name in (*square.split(), *RHT_ROWS)}
-    expected |= {f"{name}/{shape}" for name in RHT_ROWS for shape in ("40x24", "40x56", "56x40", "70x80")}
     assert rows.keys() == expected
     n = 64 * 64
     assert rows["quantize_1d/64"]["bytes"] == 2 * n + n // 2 + n // 16 + 4
     assert rows["quantize_1d_both/64"]["bytes"] == 2 * n + 2 * (n // 2 + n // 16) + 4
     assert rows["quantize_2d/64"]["bytes"] == 2 * n + n // 2 + n // 256 + 4
     assert rows["quantize_1d_rht/64"]["bytes"] == 2 * n + 2 * (n // 2 + n // 16) + 8
-    assert rows["quantize_1d_rht_swizzled/64"]["bytes"] == 2 * n + 2 * (n // 2 + 128 * 4) + 8
-    assert rows["quantize_1d_rht/70x80"]["bytes"] == 2 * 5600 + 2800 + 350 + 80 * (40 + 5) + 8
-    assert rows["amax_rht/64"]["bytes"] == 2 * n and rows["quantize_dequantize/64"]["bytes"] == 4 * n
-    over = rows["quantize_1d_rht_then_swizzle/64"], rows["quantize_1d_rht_swizzled/64"]
+    two_layouts = 2 * n + 2 * (n // 2 + n // 16 + 128 * 4) + 8
+    assert rows["quantize_1d_rht_two_layouts/64"]["bytes"] == two_layouts
+    assert rows["quantize_dequantize/64"]["bytes"] == 4 * n
+    over = rows["quantize_1d_rht_then_swizzle/64"], rows["quantize_1d_rht_two_layouts/64"]
     assert rows["rht_one_pass_over_two/64"]["speedup"] == pytest.approx(over[0]["ms"] / over[1]["ms"])
     assert over[0]["bytes"] == over[1]["bytes"]
     peer = rows["reference_compile_quantize_1d/64"]
@@ -99,7 +95,6 @@ def test_quantize(tmp_path, monkeypatch, capsys, without_packages):
             "dequantize_1d_columnwise dequantize_1d_fp32 dequantize_2d dequantize_2d_swizzled "
             "dequantize_2d_swizzled_over_compact dequantize_2d_columnwise dequantize_2d_fp32",
         ),
-        ("hadamard", "tensor_amax amax_rht quantize_1d_rht"),
         (
             "mxfp8",
             "quantize_mxfp8 quantize_mxfp8_two_layouts quantize_mxfp8_columnwise quantize_mxfp8_both "
@@ -139,7 +134,7 @@ def test_grouped(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("operation", ["dequantize", "hadamard", "mxfp8", "swizzle"])
+@pytest.mark.parametrize("operation", ["dequantize", "mxfp8", "swizzle"])
 def test_peers_of_an_operation(operation, tmp_path, monkeypatch, without_packages, capsys):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     workload = ["--workload", "268mb-scales"] if operation == "swizzle" else []
@@ -150,13 +145,12 @@ def test_peers_of_an_operation(operation, tmp_path, monkeypatch, without_package
         compiled
         == {
             "dequantize": {"dequantize_1d"},
-            "hadamard": {"transform"},
             "mxfp8": {"quantize_mxfp8", "dequantize_mxfp8"},
             "swizzle": {"swizzle"},
         }[operation]
     )
     others = {name for name in found if "compile" not in name}
-    assert others == {"hadamard": {"matmul_block_diagonal"}, "swizzle": {"clone"}}.get(operation, set())
+    assert others == {"swizzle": {"clone"}}.get(operation, set())
     left_out = capsys.readouterr().out.count("torchao_")
     assert left_out == {"mxfp8": 2, "swizzle": 1}.get(operation, 0)
 
@@ -169,14 +163,16 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.parametrize("operation", ["quantize", "dequantize", "swizzle", "hadamard", "mxfp8", "grouped"])
+@pytest.mark.parametrize("operation", ["quantize", "dequantize", "swizzle", "mxfp8", "grouped"])
 def test_rows_on_a_gpu(operation, tmp_path):
     rows = measure(operation, tmp_path, "--no-peers", device="cuda")
     on_cpu = measure(operation, tmp_path, "--no-peers")
-    launches = {name for name in rows if name.startswith("launches/")}
+    launches = {name for name in rows if name.startswith(("launches/", "tensor_amax/", "amax_rht/"))}
     assert rows.keys() - launches == on_cpu.keys()
+    if operation == "quantize":
+        assert {"tensor_amax/64", "amax_rht/64"} <= rows.keys()
     if operation == "grouped":
         assert rows["launches/quantize_grouped/64x20x10"]["launches"] == 1
-    measured = Session(operation, torch.device("cuda"), 1, with_profile=False)
+    measured = Session(operation, torch.device("cuda"), 1)
     measured.count("swizzle_over_clone/131072x32768", "ratio", 1.0, "a ratio")
     assert measured.rows[0]["target"] == TARGETS["swizzle_over_clone/131072x32768"][1]

@@ -1,62 +1,105 @@
-"""scripts/bench.py step: a step of several ranks. Never how fast anything is."""
+"""scripts/bench.py step: a step of one rank and of two. Never how fast anything is."""
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_cases import bench_on_two_ranks
-from benchmarking import tables
-from benchmarking.steps import count_above
-from benchmarking.targets import KINDS
 from early import waits_for
+from zerofp4_bench import ranks
+from zerofp4_bench.ranks import Timer
+from zerofp4_bench.rules import KINDS
+from zerofp4_bench.session import ROOT
+from zerofp4_bench.step import Ours
 
 import zerofp4
+from zerofp4.distributed import PREFIX
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 PARTS = ("step", "step_clipped", "reduce", "update", "publish")
+SMALL = ["--scale", "256", "--repeats", "1"]
 
 
 def step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    return bench_on_two_ranks(folder, "step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01")
+    return bench_on_two_ranks(folder, "step", *SMALL, "--bucket-mb", "0.01")
 
 
-@pytest.mark.bench
 @pytest.mark.heavy
 @waits_for(step)
 def test_a_step_of_two_ranks(early):
     run, folder = early(step)
     assert run.returncode == 0, run.stderr
     result = json.loads((folder / "step_2_ranks_cpu.json").read_text())
-    names = {row["name"] for row in result["rows"]}
-    for part in (*PARTS, "exposed", "backward", "backward_reduce", "backward_step", "exposed_step_over_bf16"):
-        assert f"{part}/2xcpu" in names
-    rows = {row["name"]: row for row in result["rows"]}
-    for part in ("step", "step_clipped", "publish", "update"):
-        theirs = (
-            "publish_bf16"
-            if part == "publish"
-            else part.replace("step", "step_bf16").replace("update", "update_bf16")
-        )
-        ours, bf16 = rows[f"{part}/2xcpu"], rows[f"{theirs}/2xcpu"]
-        expected = ours["milliseconds"] / bf16["milliseconds"]
-        assert rows[f"{part}_over_bf16/2xcpu"]["ratio"] == pytest.approx(expected)
+    rows = {row["name"].removesuffix("/2xcpu"): row for row in result["rows"]}
     assert len(rows) == len(result["rows"]), "a name stands for one row"
-    assert rows["link/2xcpu"]["gigabytes_per_second"] > 0
-    assert rows["link/2xcpu"]["rule"].startswith("an all-to-all of gloo, 1 x ")
-    for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone", "gather"):
-        assert rows[f"floor_{phase}/2xcpu"]["milliseconds"] > 0
-    for part in (*PARTS, "gather"):
-        assert rows[f"{part}_over_floor/2xcpu"]["ratio"] > 0
-    zero = rows["step_zero_redundancy/2xcpu"]["milliseconds"]
-    expected = pytest.approx(rows["step/2xcpu"]["milliseconds"] / zero)
-    assert rows["step_over_zero_redundancy/2xcpu"]["ratio"] == expected
-    assert {"reduce_zero_redundancy/2xcpu", "update_zero_redundancy/2xcpu"} <= names
     assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
+    assert {"backward", "backward_step", "exposed_step_over_bf16", "host_step", "sent_weights"} <= rows.keys()
+    for part in (*PARTS, "scan"):
+        assert rows[part]["milliseconds"] > 0
+    for part in ("step", "step_clipped", "publish", "update"):
+        theirs = "step_bf16_clipped" if part == "step_clipped" else f"{part}_bf16"
+        expected = rows[part]["milliseconds"] / rows[theirs]["milliseconds"]
+        assert rows[f"{part}_over_bf16"]["ratio"] == pytest.approx(expected)
+    assert rows["link"]["gigabytes_per_second"] > 0
+    assert rows["link"]["rule"].startswith("an all-to-all of gloo, 1 x ")
+    for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone"):
+        assert rows[f"floor_{phase}"]["milliseconds"] > 0
+    for part in PARTS:
+        assert rows[f"{part}_over_floor"]["ratio"] > 0
     assert run.stdout.count("step_2_ranks: copy ceiling") == 1  # rank 0 alone speaks
-    tables.print_tables(result)
+
+
+def step_of_one(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
+    command = [sys.executable, "scripts/bench.py", "step", *SMALL, "--transport", "collective", "peer"]
+    command += ["--output", str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300), folder
+
+
+@pytest.mark.heavy
+@waits_for(step_of_one)
+def test_a_step_of_one_rank(early):
+    run, folder = early(step_of_one)
+    assert run.returncode == 0, run.stderr
+    (path,) = folder.glob("step_1_ranks_*.json")
+    names = [row["name"].split("/")[0] for row in json.loads(path.read_text())["rows"]]
+    assert len(set(names)) == len(names), "a name stands for one row"
+    assert not any(name.startswith("peer_") or name in ("link", "backward") for name in names)
+    assert {"floor_norm", "floor_adamw_reducing", "step_bf16", "floor_step", "step_over_bf16"} <= set(names)
+    assert not {"reduce", "floor_reduce", "floor_adamw"} & set(names), "gradients stay where they are"
+    for part in ("step", "step_clipped", "update", "publish"):
+        assert {part, f"{part}_over_floor"} <= set(names)
+    assert "nothing travels" in run.stdout
+
+
+def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():
+    """On a GPU on whatever stream, and however late; on the CPU as long as the host is in it."""
+
+    def phase(name: str, begin: float, end: float) -> dict:
+        return {"cat": "user_annotation", "name": PREFIX + name, "ts": begin, "dur": end - begin, "tid": 1}
+
+    def work(number: int, launch: float, begin: float, took: float) -> list[dict]:
+        start = {"cat": "cuda_runtime", "ts": launch, "args": {"correlation": number}}
+        return [start, {"cat": "kernel", "ts": begin, "dur": took, "args": {"correlation": number}}]
+
+    events = [phase("amaxes", 0, 1000), phase("update", 1000, 2000), phase("cast", 2000, 4000)]
+    for number, times in enumerate([(500, 5e3, 1e3), (1500, 1e3, 9e4), (2500, 7e3, 500), (3000, 8e3, 3e3)]):
+        events += work(number, *times)
+    assert ranks._span(events, {"amaxes", "cast"}, on_gpu=True) == 6.0
+    assert ranks._span(events, {"amaxes", "cast"}, on_gpu=False) == 3.0
+    assert ranks._span(events, {"weights"}, on_gpu=True) == 0.0
+
+
+def test_what_is_done_before_a_call_is_done_before_every_call(monkeypatch):
+    calls = []
+    timer = Timer.__new__(Timer)
+    timer.repeats, timer._longest = 2, sum
+    monkeypatch.setattr(timer, "_once", lambda run, from_idle: run() or 1.0)
+    assert timer.time(lambda: calls.append("run"), before=lambda: calls.append("before")) == 2.0
+    assert calls == ["before", "run"] * (ranks.WARM_UP + 2)
 
 
 def test_what_a_peak_has_above_the_state():
@@ -64,23 +107,20 @@ def test_what_a_peak_has_above_the_state():
     weights = [zerofp4.quantize(torch.randn(64, 64).bfloat16(), columnwise=True) for _ in range(2)]
     parameters = [torch.nn.Parameter(weight) for weight in weights]
     optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, bucket_mb=0.5)
-    gradients = [torch.ones(64, 64, dtype=torch.bfloat16) for _ in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    for parameter in parameters:
+        parameter.grad = torch.ones(64, 64, dtype=torch.bfloat16)
     optimizer.step()
     elements = 2 * 64 * 64
-    held = sum(b.nbytes for weight in weights for _, b in weight.record.buffers())
-    held += elements * (2 + 3 * 4)  # gradients, masters and moments
-    counted = []
-    timer = SimpleNamespace(
-        places="1xcuda", session=SimpleNamespace(count=lambda *a, **k: counted.append((a, k)))
-    )
-    count_above(timer, "memory_above", [held / 1e6 + 7.0], optimizer, gradients)
+    held = sum(weight.nbytes for weight in weights) + elements * (2 + 3 * 4)  # gradients, masters and moments
+    counted, ours = [], Ours.__new__(Ours)
+    world = SimpleNamespace(world_size=1)
+    ours.shapes = [(64, 64)] * 2
+    ours.timer = SimpleNamespace(world=world, count=lambda *a, **k: counted.append((a, k)))
+    ours.count_above("memory_above", [held / 1e6 + 7.0], optimizer.describe()["bucket_mb"], parameters, False)
     (((name, kind, above, _), target),) = counted
-    assert (name, kind) == ("memory_above/1xcuda", "megabytes") and above == pytest.approx(7.0)
+    assert (name, kind) == ("memory_above", "megabytes") and above == pytest.approx(7.0)
     assert target["target"] == pytest.approx(0.01 * 4 * elements / 1e6 + 2 * 0.5 * 2**20 / 1e6)
-    optimizer._shards.make_gradients()
-    count_above(timer, "memory_above", [(held + 4 * elements) / 1e6 + 7.0], optimizer, gradients)
+    ours.count_above("memory_above", [(held + 4 * elements) / 1e6 + 7.0], 0.5, parameters, True)
     assert counted.pop()[0][2] == pytest.approx(7.0)
-    count_above(timer, "memory_above", [], optimizer, gradients)  # on the CPU nobody counts
+    ours.count_above("memory_above", [], 0.5, parameters, False)  # on the CPU nobody counts
     assert len(counted) == 1

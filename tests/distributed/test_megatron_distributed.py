@@ -176,10 +176,10 @@ class Rows:
 @on_ranks(2, time_limit=LIMIT)
 def test_the_benchmark_measures_both_kinds_of_weights(world):
     with megatron_groups():
-        from benchmarking.megatron import megatron
+        from zerofp4_bench.megatron import megatron
 
-        session, small = Rows(world.device), [((64, 96), True)] * 4
-        with mock.patch("benchmarking.megatron.llama_sizes", lambda scale: small):
+        session, small = Rows(world.device), [(64, 96)] * 4
+        with mock.patch("zerofp4_bench.megatron.weight_shapes", lambda scale: small):
             megatron(session, argparse.Namespace(scale=1, repeats=1), world)
         rows = session.rows
         for part in ("publish", "step"):

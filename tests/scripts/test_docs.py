@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarking import tables
 from early import waits_for
 from torch import nn
+from zerofp4_bench import output
 
 import zerofp4
 
@@ -136,8 +136,8 @@ def test_the_training_snippet_is_that_of_the_readme():
 
 def test_the_tables_are_those_of_the_result_files():
     page = (DOCS / "performance.md").read_text()
-    shown = page.split(tables.BEGIN)[1].split(tables.END)[0]
-    assert shown == tables.docs_section(), "run scripts/bench.py docs"
+    shown = page.split(output.BEGIN)[1].split(output.END)[0]
+    assert shown == output.docs_section(), "run scripts/bench.py docs"
 
 
 def test_the_api_page_has_every_public_name():

@@ -1,0 +1,25 @@
+"""The subcommands of scripts/bench.py for one device."""
+
+import argparse
+from collections.abc import Callable
+
+from zerofp4_bench import host, layers, tensors, weights
+from zerofp4_bench.session import Session
+from zerofp4_bench.workloads import LISTS
+
+OPERATIONS: dict[str, tuple[Callable[[Session, argparse.Namespace], None], tuple[str, ...]]] = {
+    "local_step": (weights.local_step, LISTS),
+    "transpose": (weights.transpose, LISTS),
+    "adamw": (weights.adamw, ("llama3-8b", "2000-small")),
+    "host": (host.host, ("llama3-8b",)),
+    "quantize": (tensors.quantize, ("square",)),
+    "dequantize": (tensors.dequantize, ("square",)),
+    "swizzle": (tensors.swizzle, ("268mb-scales", "llama3-8b")),
+    "mxfp8": (tensors.mxfp8, ("square",)),
+    "grouped": (tensors.grouped, ("64-groups",)),
+    "layers": (layers.layers, ("llama3-8b",)),
+}
+"""What runs, whose docstring is the help of the subcommand, and the workloads that it can run."""
+
+SHOWN = tuple(name for name in OPERATIONS if name != "layers")
+"""What `all` runs."""

@@ -1,0 +1,83 @@
+"""Lists of weights: the local step of a cast and its stages, transposes, and AdamW that leaves amaxes."""
+
+import argparse
+
+import torch
+
+import zerofp4
+from zerofp4_bench import peers, rules
+from zerofp4_bench.session import Session
+from zerofp4_bench.workloads import Tensors, chosen
+
+STAGES = {
+    "begin": ("cast_begin", rules.begin),
+    "amax": ("partial_amax", rules.amax),
+    "scale": ("fused_scale", rules.scale),
+    "cast": ("partial_cast", rules.cast),
+}
+"""Of a step, in their order: a word in the name of the kernel, and how its bytes are counted."""
+
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def local_step(session: Session, options: argparse.Namespace) -> None:
+    """CastPlan.step() of a world of one, on a GPU each kernel of it in a profile, and peers."""
+    for workload in chosen(options):
+        tensors, name = Tensors(workload, session.device), workload.part_name
+        plan = tensors.plan()
+        ours = session.time(f"local_step/{name}", plan.step, rules.local_step(workload))
+        if session.clock.is_cuda:
+            stages = {f"{stage}/{name}": (word, rule(workload)) for stage, (word, rule) in STAGES.items()}
+            session.time_kernels(plan.step, stages)
+        if options.peers:
+            peers.bf16_copy(session, tensors, ours)
+            peers.references(session, tensors, ours)
+
+
+def transpose(session: Session, options: argparse.Namespace) -> None:
+    """CastPlan.post(): the packed transposes of all weights."""
+    for workload in chosen(options):
+        plan = Tensors(workload, session.device).plan()
+        session.time(f"transpose/{workload.name}", plan.post, rules.transpose(workload))
+
+
+def adamw(session: Session, options: argparse.Namespace) -> None:
+    """FusedAdamW over the owned masters, and the cast with its amaxes; the same with torch.optim.AdamW."""
+    for workload in chosen(options):
+        tensors = Tensors(workload, session.device)
+        masters = with_gradients(tensors)
+        plan = tensors.plan()
+        optimizer = zerofp4.optim.FusedAdamW(masters, **ADAMW)
+        optimizer.offer_amaxes(plan)  # so that its steps read the masters once
+        ours = with_and_without_cast(session, tensors, "adamw", optimizer, plan)
+        if options.peers:
+            optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
+            theirs = with_and_without_cast(session, tensors, "torch_adamw", optimizer, tensors.plan())
+            for mine, peer in zip(ours, theirs, strict=True):
+                mine["speedup"] = session.compare(mine, peer)
+
+
+def with_gradients(tensors: Tensors) -> list[torch.Tensor]:
+    """The masters that exist, each with a gradient that is a view of one flat buffer like theirs."""
+    gradients = torch.randn_like(tensors.flat).mul_(1e-2)
+    masters = [master for master in tensors.masters if master is not None]
+    for master in masters:
+        master.grad = gradients[master.storage_offset() :][: master.numel()]
+    return masters
+
+
+def with_and_without_cast(
+    session: Session, tensors: Tensors, name: str, optimizer: torch.optim.Optimizer, plan: zerofp4.CastPlan
+) -> list[dict]:
+    """Rows of both. The bytes are those that ours needs, whatever the optimizer."""
+    workload = tensors.workload
+
+    def step_and_cast() -> None:
+        optimizer.step()
+        plan.step()
+
+    then_cast = f"{name}_then_cast/{workload.name}"
+    return [
+        session.time(f"{name}/{workload.name}", optimizer.step, rules.adamw(workload)),
+        session.time(then_cast, step_and_cast, rules.adamw_then_cast(workload)),
+    ]

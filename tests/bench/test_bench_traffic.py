@@ -1,0 +1,243 @@
+"""What a step's phases move, what they take at least, and how that grows: counted by hand for small steps."""
+
+import json
+from types import SimpleNamespace
+
+import bench
+import pytest
+import torch
+from zerofp4_bench import output, session, step, traffic
+from zerofp4_bench.ranks import Timer
+from zerofp4_bench.rules import KINDS
+from zerofp4_bench.traffic import Speeds, Step, Traffic, parts, phases, step_of
+from zerofp4_bench.workloads import weight_shapes
+
+SENT = {"gradients": 2048, "amaxes": 24, "weights": 512}
+SHAPES = [(32, 32), (32, 32)]
+"""2,048 elements in 8 tiles: two ranks own 1,024 each."""
+
+
+def two_ranks(transport: str) -> Step:
+    return Step(2048, 8, 2, 2, transport, True, SENT)
+
+
+# Bytes of a step
+
+
+def test_bytes_of_ranks_that_share_memory():
+    """By owned element 24 + 2W, of which 2(W-1) are served to others, who serve as many through the link."""
+    found = phases(two_ranks("peer"))
+    assert {name: (t.memory, t.link) for name, t in found.items()} == {
+        "scan": (2 * 2048, 0),
+        "norm": (2 * 2048, 0),
+        "reduce": (8 * 1024, 2048),
+        "adamw": (28 * 1024, 0),
+        "adamw_reducing": (28 * 1024, 2048),
+        "publish": (4.5 * 1024 + 6 * 8 + 1024 + 2048, 536),
+        "publish_alone": (8.5 * 1024 + 4 * 4 + 6 * 8 + 1024 + 2048, 536),
+    }
+    assert found["adamw_reducing"].formula == "24n + 2Wn"
+
+
+def test_bytes_of_collectives_pass_through_a_buffer():
+    peer, found = phases(two_ranks("peer")), phases(two_ranks("collective"))
+    for phase in ("reduce", "adamw_reducing"):  # 2(W-1) read to be sent, as many written as they arrive
+        assert found[phase].memory - peer[phase].memory == 4 * 1024
+        assert found[phase].link == peer[phase].link
+    assert {found[phase] == peer[phase] for phase in ("scan", "adamw", "publish", "publish_alone")} == {True}
+
+
+def test_bytes_of_a_world_of_one():
+    one = Step(2048, 8, 1, 2, "none", True, dict.fromkeys(SENT, 0))
+    assert {name: t.memory for name, t in phases(one).items()} == {
+        "scan": 2 * 2048,
+        "reduce": 6 * 2048,
+        "adamw": 28 * 2048,
+        "norm": 2 * 2048,
+        "adamw_reducing": 26 * 2048,
+        "publish": 5.5 * 2048 + 48,
+        "publish_alone": 9.5 * 2048 + 80,
+    }
+    assert parts(one)["step"] == ("scan", "adamw_reducing", "publish")
+    assert parts(one)["step_clipped"] == ("scan", "norm", "adamw_reducing", "publish")
+    assert parts(one._replace(in_buckets=False))["step"] == ("scan", "reduce", "adamw", "publish")
+    assert {traffic.link for traffic in phases(one).values()} == {0}
+
+
+def test_a_step_that_updates_in_buckets_reduces_in_the_update():
+    found = parts(two_ranks("peer"))
+    assert found["step"] == ("scan", "adamw_reducing", "publish")
+    assert found["step_clipped"] == ("scan", "reduce", "adamw", "publish")
+    assert parts(two_ranks("peer")._replace(in_buckets=False))["step"] == found["step_clipped"]
+
+
+def test_the_slower_way_is_the_floor():
+    speeds = Speeds(memory=1e6, link=1e5)
+    assert speeds.milliseconds(Traffic("", 1000, 50)) == {"memory": 1.0, "link": 0.5}
+    assert speeds.floor(Traffic("", 1000, 50)) == 1.0
+    assert speeds.floor(Traffic("", 1000, 200)) == 2.0
+    assert Speeds(1e6).floor(Traffic("", 1000)) == 1.0
+
+
+def test_what_describe_says():
+    bucket = {"ranks": 2, "gradients_travel_as": "bfloat16"}
+    said = {"buckets": [bucket, bucket], "transport": "peer", "in_buckets": True, "bytes_sent": SENT}
+    assert step_of(SHAPES, said) == two_ranks("peer")
+    assert step_of([(32, 17)], said).tiles == 4
+    other = bucket | {"gradients_travel_as": "float32"}
+    with pytest.raises(ValueError, match="in several ways"):
+        step_of(SHAPES, said | {"buckets": [bucket, other]})
+
+
+# Rows
+
+
+class Rows:
+    """As a session, of what is counted."""
+
+    def __init__(self):
+        self.rows, self.said = {}, []
+
+    def count(self, name, kind, value, rule):
+        assert kind in KINDS and name not in self.rows
+        self.rows[name] = SimpleNamespace(value=value, rule=rule)
+
+
+def a_timer(device: str = "cuda", prefix: str = "peer_") -> Timer:
+    timer = Timer.__new__(Timer)
+    timer.session, timer.prefix, timer.places = Rows(), prefix, f"2x{device}"
+    timer.device, timer.world = torch.device(device), SimpleNamespace(world_size=2)
+    return timer
+
+
+def test_rows_of_floors():
+    timer = a_timer()
+    measured = {"step": 7.2, "step_clipped": 9.0, "reduce": 4.0, "update": 3.0, "publish": 1.0}
+    speeds = Speeds(memory=28 * 1024e3, link=1024e3)
+    traffic.count_floors(timer, two_ranks("peer"), speeds, measured)
+    rows = timer.session.rows
+    scan, publish = 4096 / 28672, max((4.5 * 1024 + 48 + 3072) / 28672, 536 / 1024)
+    assert rows["peer_floor_adamw_reducing/2xcuda"].value == 2.0  # the link
+    assert "24n + 2Wn bytes" in rows["peer_floor_adamw_reducing/2xcuda"].rule
+    assert rows["peer_floor_adamw/2xcuda"].value == 1.0
+    assert rows["peer_floor_step/2xcuda"].value == pytest.approx(scan + 2.0 + publish)
+    over = rows["peer_step_over_floor/2xcuda"].value
+    assert over == pytest.approx(7.2 / (scan + 2.0 + publish))
+    assert rows["peer_reduce_over_floor/2xcuda"].value == 2.0
+
+
+def test_what_has_no_room_is_left_out(monkeypatch):
+    timer = a_timer("cpu")
+    assert timer.has_room("step", 1e30)
+    monkeypatch.setattr(timer, "has_room", lambda name, nbytes: nbytes < 1e4)
+    assert step.measure_bf16(timer, SHAPES) is None and not timer.session.rows
+
+
+# How a step grows
+
+
+def test_a_planned_step_sends_what_describe_says_of_a_real_one():
+    result = json.loads((session.RESULTS / "step_2_ranks_cuda.json").read_text())
+    said = {row["name"]: row.get("megabytes") for row in result["rows"]}
+    for transport in ("collective", "peer"):
+        planned = traffic.planned(weight_shapes(1), 2, transport)
+        for phase in ("gradients", "amaxes", "weights"):  # of amaxes each bucket has a header
+            assert planned.sent[phase] / 1e6 == pytest.approx(said[f"sent_{phase}/2xcuda"], rel=1e-4)
+        assert (planned.transport, planned.in_buckets) == (transport, True)
+
+
+def test_a_world_of_one_sends_nothing():
+    for way in traffic.WAYS:
+        found = [t for part in traffic.phases_of(way, SHAPES, 1).values() for _, t in part]
+        assert {t.link for t in found} == {0}
+    assert traffic.planned(SHAPES, 1, "peer").transport == "none"
+
+
+def test_bytes_of_a_bf16_step():
+    found = traffic.bf16_phases(2048, 2)
+    assert {name: (t.memory, t.link) for name, t in found.items()} == {
+        "scatter": (2 * 2048 + 4 * 1024 + 2 * 1024, 2048),
+        "widen": (6 * 1024, 0),
+        "clip": (12 * 1024, 0),
+        "adamw": (28 * 1024, 0),
+        "cast": (6 * 1024, 0),
+        "gather": (4 * 1024, 2048),
+    }
+    names = [name for name, _ in traffic.phases_of("bf16", SHAPES, 2)["step_clipped"]]
+    assert names == ["scatter", "widen", "clip", "adamw", "cast", "gather"]
+    assert [name for name, _ in traffic.phases_of("bf16", SHAPES, 1)["publish"]] == ["cast"]
+
+
+def test_what_rows_are_called():
+    assert traffic.row_of("peer", "step_clipped", 4) == "peer_step_clipped/4xcuda"
+    assert traffic.row_of("peer", "step", 1) == "step/1xcuda"
+    assert traffic.row_of("bf16", "step_clipped", 2) == "step_bf16_clipped/2xcuda"
+
+
+def result_of(ranks: int, scale: int = 64, device: str = "D", longer: float = 2.0, link=200.0) -> dict:
+    """As a run would write it that takes `longer` than its floors. Without the peer transport."""
+    speeds, shapes = Speeds(1e9, 1e9 * link), weight_shapes(scale)
+    rows = [row_of_kind(f"link/{ranks}xcuda", "gigabytes_per_second", link)]
+    for way in ("collective", "bf16"):
+        for part, of_part in traffic.phases_of(way, shapes, ranks).items():
+            took = longer * sum(speeds.floor(each) for _, each in of_part)
+            rows.append(row_of_kind(traffic.row_of(way, part, ranks), "milliseconds", took))
+    found = {"benchmark": f"step_{ranks}_ranks", "device": device, "threads": None, "copy_gbps": 1.0}
+    return found | {"settings": {"scale": scale}, "rows": rows}
+
+
+def row_of_kind(name: str, kind: str, value: float) -> dict:
+    return {"name": name, "kind": kind, kind: value, "target": None, "rule": "r"}
+
+
+def test_the_smallest_number_of_gpus_above_one_says_how_much_longer_parts_take():
+    found = traffic.growth_of([result_of(4, longer=3.0), result_of(1, longer=4.0), result_of(2)])
+    assert found.base.ranks == 2 and found.ranks == [1, 2, 4, 8]
+    for way in ("collective", "bf16"):
+        for part in traffic.PARTS:
+            ratios = [found.cell(way, part, ranks).ratio for ranks in (1, 2, 4)]
+            alone = None if (way, part) == ("collective", "reduce") else 2.0  # gradients of one are means
+            assert ratios == pytest.approx([alone, 1.0, 1.5])
+            assert (found.cell(way, part, 1).predicted is None) == (alone is None)
+            eight = found.cell(way, part, 8)
+            assert eight == (None, pytest.approx(2 * found.floor(way, part, 8)))
+    assert found.cell("peer", "step", 2) == traffic.Cell(None, None)
+
+
+def test_the_link_is_that_of_the_file():
+    slower, faster = (traffic.growth_of([result_of(2, link=link)]) for link in (0.1, 1e3))
+    assert slower.speeds == Speeds(1e9, 1e8)
+    assert (slower.limit("bf16", 8), faster.limit("bf16", 8)) == ("scatter: link", "scatter: memory")
+
+
+def test_a_file_of_another_device_or_scale_or_of_the_cpu_is_not_compared():
+    cpu, others = result_of(2) | {"threads": 2}, [result_of(4, device="E"), result_of(1, scale=128)]
+    found = traffic.growth_of([result_of(2), *others, cpu])
+    assert list(found.measured) == [2] and found.left_out == others
+    expected = "Not compared, being of another device or scale: step_4_ranks on E; step_1_ranks on D."
+    assert expected in output.growth_words(found)
+    assert traffic.growth_of([cpu]) is None and traffic.growth_of([result_of(1)]) is None
+    assert traffic.growth_of([result_of(2) | {"benchmark": "fsdp2_2_ranks"}]) is None
+
+
+def test_the_chart_and_the_table_of_the_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for ranks in (1, 2, 4):
+        (folder / f"step_{ranks}_ranks_cuda.json").write_text(json.dumps(result_of(ranks)))
+    monkeypatch.setattr(output, "ROOT", tmp_path)
+    monkeypatch.setattr(output, "RESULTS", folder)
+    bench.draw(folder)
+    path = folder / "step_growth_cuda.png"
+    assert path.read_bytes().startswith(b"\x89PNG") and f"wrote {path}" in capsys.readouterr().out
+    lines = output.docs_section().splitlines()
+    place = lines.index("![A step of several GPUs, measured and predicted](../results/step_growth_cuda.png)")
+    assert place > max(i for i, line in enumerate(lines) if "step_4_ranks_cuda.json" in line)
+    assert "200 GB/s to other GPUs of the host (measured)" in lines[place + 2]
+    assert lines[place + 4] == "|  | 1 GPU | 2 GPUs | 4 GPUs | 8 GPUs |"
+    row = next(line for line in lines if line.startswith("| collective: step |"))
+    measured, predicted = row.split("|")[3].split("=")[0].split("/")
+    assert float(measured) == float(predicted)
+    assert len(lines) == place + 6 + (len(traffic.PARTS) + 1) * len(traffic.WAYS)
+    assert "| bf16: longest | adamw: memory |" in "\n".join(lines)
