@@ -140,7 +140,7 @@ def entry(i, name, value):
         (entry(0, "step", lambda s: -s), r"no whole number, 0 or more: .*\.step \(-1\.0\)"),
         (entry(0, "step", lambda _: 0.5), r"no whole number, 0 or more: .*\.step \(0\.5\)"),
         (lambda s: s["state"][0].pop("step"), r"missing: .*\.step"),
-        (lambda s: s["param_groups"][0].update(lr=math.nan), "Invalid learning rate: nan"),
+        (lambda s: s["param_groups"][0].update(lr=math.nan), r"\[.lr.\] must be finite, got nan"),
         (lambda s: s.update(steps=-1), "steps must be an int, 0 or more, got -1"),
         (lambda s: s.update(steps="1"), "steps must be an int, 0 or more, got '1'"),
     ],
