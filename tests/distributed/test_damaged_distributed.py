@@ -17,7 +17,7 @@ import zerofp4
 from distributed.cases import shared_folder
 from distributed.checks_optim import Injected, model_bytes
 from distributed.run import on_ranks
-from zerofp4.optim import FusedAdamW, read_chunks
+from zerofp4.optim import FusedAdamW
 
 MUTATIONS = 60
 
@@ -84,7 +84,6 @@ def changed(content: bytes, elements: bytes, draw: random.Random) -> bytes:
 def test_changed_files_are_refused(world):
     """Or what was loaded is what was saved, to the byte: a change in a model's weight is undone by its
     master. After a refusal the optimizer is as it was, and never steps with weights that torch has read.
-    Every other time all chunks count as large, and arrive on a thread of their own.
     """
     logging.disable(logging.CRITICAL)  # torch logs a traceback of each
     path, draw = Path(shared_folder(world)), random.Random(world.world_size)  # rank 0 alone draws
@@ -95,9 +94,7 @@ def test_changed_files_are_refused(world):
     elements: list = [None] * world.world_size
     dist.all_gather_object(elements, own)
     files, refused = sorted(path.iterdir()), 0
-    large = read_chunks.LARGE
-    for i in range(MUTATIONS):
-        read_chunks.LARGE = large if i % 2 else 0
+    for _ in range(MUTATIONS):
         if world.rank == 0:
             file = draw.choice(files)
             content = file.read_bytes()
@@ -124,7 +121,6 @@ def test_changed_files_are_refused(world):
             file.write_bytes(content)
         dist.barrier()
     assert refused > MUTATIONS // 2
-    read_chunks.LARGE = large
     logging.disable(logging.NOTSET)
 
 

@@ -1,4 +1,4 @@
-"""Places of gradients, and what comes in between: hooks, users, checkpoints, errors, threads, loans."""
+"""Places of gradients, and what comes in between: hooks, users, checkpoints, errors, threads."""
 
 from __future__ import annotations
 
@@ -177,16 +177,6 @@ def test_a_step_in_the_middle_of_a_gradient_raises(device, models):
     back(placed, device, times=2)
     handle.remove()
     assert len(errors) == 1
-
-
-def test_memory_that_was_lent_is_given_back_before(device, models, given):
-    seen = []
-    lent = models.memory.lend(lambda: seen.append(lent.clone()))
-    lent.fill_(5)
-    for model in models[:2]:
-        back(model, device)
-    assert len(seen) == 1 and (seen[0] == 5).all() and given == [True]
-    models.check()
 
 
 def test_threads(device, models):

@@ -5,7 +5,7 @@ So no bit is lost that the gradients had, no sum depends on a library's algorith
 half the bytes of FP32 sums.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -155,20 +155,6 @@ class GradientReducer:
         change of another: p.grad that were not are clones now. What may fail here comes before a vote.
         """
         return self._places.keep_apart(parameters, gradients)
-
-    def lend(self, numbers: Collection[int], end: Callable[[], None]) -> dict[int, torch.Tensor]:
-        """Of buffers of these numbers, memory like their masters in which gradients stay, for others who have
-        it until they are told its end; nothing where some p.grad lies there, nor of a group of one rank,
-        where gradients of two bytes have half as much.
-        """
-        self._places.follow()
-        with torch._C.DisableTorchFunctionSubclass():
-            gradients = [parameter.grad for buffer in self.buffers for parameter in buffer.parameters]
-        if any(gradient is not None and self._places.hold(gradient) for gradient in gradients):
-            return {}
-        stay = {b: source for b, source in enumerate(self._sources) if isinstance(source, GradientViews)}
-        large = {b for b in numbers if b in stay and stay[b].flat.nbytes >= 4 * self.buffers[b].slice_numel}
-        return {b: stay[b].lend(end) for b in large}
 
     def nbytes_sent(self, b: int) -> int:
         """By this rank, of the gradients of buffer b in a step."""

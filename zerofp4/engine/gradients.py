@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ class FlatGradients:
         self._views = [view.view(p.shape) for view, p in zip(views, buffer.parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self._views]
         self._dtypes = [flat.dtype] * len(views)
-        self._between = self._gaps = _between(flat.view(-1), buffer.offsets, [view.numel() for view in views])
+        self._gaps = _between(flat.view(-1), buffer.offsets, [view.numel() for view in views])
 
     def own_views(self, rank: int) -> dict[int, torch.Tensor]:
         """By the position of the parameter, what lies in this rank's slice of it, 1D."""
@@ -77,14 +77,10 @@ class GradientViews(FlatGradients):
 
     def __init__(self, buffer: FlatBuffer, flat: torch.Tensor, places: GradientPlaces):
         super().__init__(buffer, flat)
-        self._gaps = []  # nobody else writes there, unless it is lent
-        self._end: Callable[[], None] | None = None
+        self._gaps = []  # nobody else writes there
         me = weakref.ref(self)
         with torch._C.DisableTorchFunctionSubclass():
-            self._places = [
-                GradientPlace(parameter, view, functools.partial(_end_loan, me))
-                for parameter, view in zip(buffer.parameters, self._views, strict=True)
-            ]
+            self._places = list(map(GradientPlace, buffer.parameters, self._views))
             handles = [
                 parameter.register_post_accumulate_grad_hook(
                     functools.partial(_move, me, view, places, place)
@@ -93,24 +89,6 @@ class GradientViews(FlatGradients):
             ]
         weakref.finalize(self, _remove, handles, self._places).atexit = False
         places.add(buffer.indices, self._views)
-
-    def lend(self, end: Callable[[], None]) -> torch.Tensor:
-        """Of this memory, while no p.grad lies in it, float32 [slice_numel]: whoever has it may write there
-        until end() is called, before a gradient is moved, or written, there.
-        """
-        self._end, self._gaps = end, self._between
-        return self.flat.view(-1).view(torch.uint8)[: 4 * self._buffer.slice_numel].view(torch.float32)
-
-    def end_loan(self) -> None:
-        """Before a gradient is moved, or written, here."""
-        if self._end is not None:
-            self._end()
-            self._end = None
-
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self.end_loan()
-        super().take(gradients)
-        self._gaps = []
 
     def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
         """Raises RuntimeError inside of a backward pass where take() would write over part of a gradient."""
@@ -131,12 +109,6 @@ def _between(flat: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return [flat[end:begin] for end, begin in zip(ends, [*offsets, flat.numel()], strict=True) if end < begin]
 
 
-def _end_loan(owner: "weakref.ref[GradientViews]") -> None:
-    memory = owner()
-    if memory is not None:
-        memory.end_loan()
-
-
 def _move(
     owner: "weakref.ref[GradientViews]",
     view: torch.Tensor,
@@ -148,8 +120,8 @@ def _move(
     which that one ran, has begun to write there.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        gradient, memory = parameter.grad, owner()
-        if memory is None or gradient is None or gradient.requires_grad:
+        gradient = parameter.grad
+        if owner() is None or gradient is None or gradient.requires_grad:
             return
         if is_same_memory(view, gradient):
             place.note(gradient)
@@ -158,7 +130,6 @@ def _move(
             return
         # What lies in other places stays: what belongs here may be another's, who would lose it.
         if not places.hold(gradient) and not place.is_awaited() and not place.is_kept(gradient):
-            memory.end_loan()
             with torch.no_grad():
                 view.copy_(gradient)
             # Another object each time, with a version of its own: it is another gradient.

@@ -58,11 +58,6 @@ class GradientPlaces:
         self._of_storages.append(views[0])
         self._take_addresses()
 
-    def follow(self) -> None:
-        """This memory may have moved since, in place: share_memory_() of a p.grad takes all of it along."""
-        if any(storage_address(view) not in self._storages for view in self._of_storages):
-            self._take_addresses()
-
     def _take_addresses(self) -> None:
         self._homes = {index: (view.data_ptr(), view.dtype) for index, view in self._views.items()}
         self._storages = {storage_address(view) for view in self._of_storages}
@@ -78,7 +73,9 @@ class GradientPlaces:
         """p.grad of all trainable parameters, with clones where they lay in the place of another: these are
         p.grad from then on.
         """
-        self.follow()
+        # It may have moved since, in place: share_memory_() of a p.grad takes all of it along.
+        if any(storage_address(view) not in self._storages for view in self._of_storages):
+            self._take_addresses()
         if not self._storages or self._are_at_home(gradients):
             return gradients
         kept = list(gradients)

@@ -65,7 +65,6 @@ from zerofp4.optim.parameters import (
 from zerofp4.optim.rounds import Rounds
 from zerofp4.optim.save_id import draw_token
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.spare import SpareMemory
 from zerofp4.optim.stepping import SteppedOptimizer
 from zerofp4.optim.votes import Votes
 from zerofp4.optim.watch import ParameterWatch
@@ -204,7 +203,6 @@ class BuiltOptimizer(SteppedOptimizer):
         self._nonfinite = NonfiniteGradients(
             choices.on_nonfinite, slots, size, self._shards.parameters[0].device, self.inners, wire.dtype
         )
-        self._spare = SpareMemory(self._shards, self._reducer)
         self._steps = self._cleared = 0
         self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
         self._weights_follow = True
@@ -261,7 +259,6 @@ class BuiltOptimizer(SteppedOptimizer):
             adds=adds,
             word_of=lambda gradients: me()._nonfinite.word(gradients),
             is_reduced=lambda: me()._reduced is not None or me()._shards.is_taken_over,
-            take_back=lambda: me()._spare.take_back(),
         )
         return reducer
 

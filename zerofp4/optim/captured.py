@@ -37,7 +37,7 @@ class CapturedSteps(ShardedState):
         self._follow_masters()
         self._tell_unheard()
         gradients = self._gradients()
-        self._check_parameters()
+        self._watch.check(self.param_groups)
         check_finite(self.param_groups)
         present = self._votes.repeat(gradients)
         self._cleared = 0

@@ -11,7 +11,6 @@ from zerofp4.optim.inner import options
 from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.sealing import SealedTuple
 from zerofp4.optim.sharded_piece import make_piece
-from zerofp4.optim.spare import Loan
 from zerofp4.optim.template import STARTED, Entry, StateTemplate
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -91,19 +90,17 @@ def saved_entries(
     state: Mapping[str, Any],
     template: StateTemplate,
     home: Home,
-    spare: tuple[Loan, int],
     refusal: str | None,
 ) -> dict[str, Piece]:
     """Pieces of what this rank holds of a parameter of that name: `master`, and the optimizer's state by
     its names.
 
     state: of the master here, empty where there is none yet or the rank owns nothing: then all is zeros. So
-    every rank has the same names. spare: whose memory a load may use for the master, and the number of the
-    parameter there. refusal: why no file can have it under its name, None where one can.
+    every rank has the same names. refusal: why no file can have it under its name, None where one can.
     """
     shape, shard = parameter.shape, held.shard
     own = torch.zeros(0, device=home.device) if held.piece is None else held.piece
-    pieces = {"master": make_piece(own, shape, shard.start, home, spare)}
+    pieces = {"master": make_piece(own, shape, shard.start, home)}
     entries = dict(template.entries)
     for name, value in state.items():
         if name not in entries and value is not None:
@@ -125,7 +122,7 @@ def saved_entries(
         pieces[STARTED] = _scalar(torch.tensor(float(bool(state))), entry, is_held, home)
     for name, piece in pieces.items():
         piece.label = None if parameter_name is None else f"{parameter_name}.{name}"
-        piece.refusal, piece.reads = refusal, spare[0].reads
+        piece.refusal = refusal
     return pieces
 
 

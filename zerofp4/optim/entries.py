@@ -57,7 +57,7 @@ class Problems:
 def find(target: Target, entries: Mapping, read: bool, problems: Problems) -> Found:
     """This rank's range of everything that the optimizer keeps of a parameter."""
     # Of what was not in a checkpoint the state dict still has what the optimizer had.
-    entries = {k: v for k, v in entries.items() if not (read and isinstance(v, Piece) and not v.asked)}
+    entries = {k: v for k, v in entries.items() if not (read and isinstance(v, Piece) and v.loaded is None)}
     take, template = _Reader(target, problems), target.template
     master = take.elements("master", entries.pop("master")) if "master" in entries else None
     entries = {k: v for k, v in entries.items() if v is not None}
@@ -122,8 +122,6 @@ class _Reader:
             self._problems.add("saved by a rank with other elements", f"{what} ({first}..{last})")
         elif value.has_unread():
             self._problems.add("not whole in the checkpoint", what)
-        elif value.is_lost:
-            self._problems.add("read into memory that gradients or another load needed since", what)
         else:
             return value.present()
         return None

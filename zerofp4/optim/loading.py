@@ -32,8 +32,6 @@ def read(
     check_form(state_dict)
     ids = parameter_ids(param_groups)
     match = Match(state_dict, [[number.name for number in own] for own in ids])
-    for piece in pieces_of(state_dict):
-        piece.wait()
     check_seals(state_dict)
     was_in_file, anothers = was_read(state_dict), is_anothers(state_dict, homes)
     problems, found = Problems(), {}
@@ -60,13 +58,13 @@ def pieces_of(state_dict: Mapping) -> Iterator[Piece]:
 
 def was_read(state_dict: Mapping) -> bool:
     """Whether torch.distributed.checkpoint has read a checkpoint into the pieces of a state dict."""
-    return any(piece.asked for piece in pieces_of(state_dict))
+    return any(piece.loaded is not None for piece in pieces_of(state_dict))
 
 
 def find_saves(state_dict: Mapping, present: str) -> SavesRead:
     """Which saves wrote what was read of a state dict. present: the id of what the optimizer has."""
     was_in_file = was_read(state_dict)
-    pieces = [p for p in pieces_of(state_dict) if (p.asked if was_in_file else not p.live)]
+    pieces = [p for p in pieces_of(state_dict) if (p.loaded is not None if was_in_file else not p.live)]
     return saves_read(pieces, {k: state_dict.get(k) for k in ("steps", "param_groups")}, present)
 
 
@@ -80,7 +78,7 @@ def check_seals(state_dict: Mapping) -> None:
     """Raises DamagedFileError where some of what was read has a checksum and the rest has none. One optimizer
     wrote all of it: a damaged index leads to elements of a model, say, which have none.
     """
-    pieces = [piece for piece in pieces_of(state_dict) if piece.asked]
+    pieces = [piece for piece in pieces_of(state_dict) if piece.loaded is not None]
     sealed = {part.sealed for piece in pieces for part in piece.received or ()}
     if len(sealed) == 2:
         bare = [p.label or "a tensor" for p in pieces if not all(part.sealed for part in p.received or ())]

@@ -10,17 +10,12 @@ import torch
 
 from zerofp4.distributed import GroupReference
 from zerofp4.optim.checksums import checksum
-from zerofp4.optim.host_memory import keep_freed_buffers
-from zerofp4.optim.read_chunks import ReadChunks
 from zerofp4.optim.save_id import the_one
 from zerofp4.optim.sealing import Chunk, DamagedFileError, Part
-from zerofp4.optim.spare import Loan
 from zerofp4.shard import Rectangle, Shard, cut, rectangles
 
 CHUNK = 2**24
-"""Bytes of a file's chunk, at most: torch reads each into a new buffer, of which two are there at a time, and
-whose pages keep_freed_buffers() can keep.
-"""
+"""Bytes of a file's chunk, at most: torch reads each into a new buffer."""
 
 
 class Home:
@@ -44,8 +39,8 @@ class Piece(torch.Tensor):
     here: `values`, 1D. Of a tensor without dimensions a rank has the element, as others may, or nothing.
 
     torch.distributed.checkpoint writes it as the rectangles that the range covers, and reads these from
-    whatever chunks a checkpoint has. What it reads goes to memory of its own, `loaded`: the optimizer's
-    values are as they were until load_state_dict has found everything to be right.
+    whatever chunks a checkpoint has. What it reads goes to new memory, `loaded`: the optimizer's values stay
+    as they are until load_state_dict() has checked everything.
 
     Copies, pickles and moves to another device are pieces too. copy_ into one loads it. Other operations see
     the whole tensor where it is all here, else they raise RuntimeError.
@@ -54,16 +49,10 @@ class Piece(torch.Tensor):
     values: torch.Tensor
     start: int
     home: Home | None
-    spare: tuple[Loan, int] | None
-    """Whose memory may be read into, and for which parameter."""
     boxes: dict[tuple[int, ...], Rectangle]
     """By their offsets, those that a save or a load has asked for."""
-    space: torch.Tensor | None
-    """Memory that a load has set aside for `loaded`."""
-    ends: int | None
-    """Of the loan, when that memory was lent; None for memory of its own."""
     loaded: torch.Tensor | None
-    asked: bool
+    """What a load has read, or is to read; None where nothing was asked for."""
     received: list[Part] | None
     """What of it was read into `loaded`; None for all."""
     live: bool
@@ -72,8 +61,6 @@ class Piece(torch.Tensor):
     """Of the parameter and the entry, as a file has it."""
     refusal: str | None
     """Why no file can have it under its name: other ranks have other tensors of that name."""
-    reads: ReadChunks | None
-    """Of the state dict that it is in; None where what is read is there at once."""
     written_by: Iterable[str | None]
     """Ids of the saves that its values are written by, or were read from."""
 
@@ -86,12 +73,12 @@ class Piece(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, values, shape, start=0, home=None, spare=None, live=False):
+    def __new__(cls, values, shape, start=0, home=None, live=False):
         properties = {"dtype": values.dtype, "device": values.device}
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
-        piece.values, piece.start, piece.home, piece.spare = values, start, home, spare
-        piece.boxes, piece.space, piece.ends, piece.loaded, piece.asked = {}, None, None, None, False
-        piece.live, piece.label, piece.refusal, piece.reads = live, None, None, None
+        piece.values, piece.start, piece.home = values, start, home
+        piece.boxes, piece.loaded = {}, None
+        piece.live, piece.label, piece.refusal = live, None, None
         piece.received, piece.written_by, piece._shape = [], (None,), torch.Size(shape)
         return piece
 
@@ -123,43 +110,18 @@ class Piece(torch.Tensor):
     @property
     def save_ids(self) -> Iterable[str | None]:
         """Ids of the saves that present() is of: several where a folder mixes them, none of no elements."""
-        if self.asked and self.received is not None:
+        if self.loaded is not None and self.received is not None:
             return tuple(dict.fromkeys(part.save_id for part in self.received))
         return self.written_by
 
     def present(self) -> torch.Tensor:
-        """What was loaded into it, or else its values. Raises RuntimeError where it is lost, and
-        DamagedFileError where the last chunk that was read is not what was written.
-        """
-        self.wait()
-        return self._memory()
-
-    def _memory(self) -> torch.Tensor:
-        """present(), also while chunks of it are on their way."""
-        if self.is_lost:
-            raise RuntimeError(
-                f"{self.label or 'a tensor'} was read from a checkpoint into memory that gradients or "
-                "another load needed since: give a state dict to load_state_dict() right after it was read"
-            )
+        """What was loaded into it, or else its values."""
         return self.values if self.loaded is None else self.loaded
-
-    def wait(self) -> None:
-        """Until all that was read is there."""
-        if self.reads is not None:
-            self.reads.wait()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether others have written to where it was read."""
-        if self.space is None or self.ends is None or self.spare[0].ends == self.ends:
-            return False
-        return self.space is (self.values if self.loaded is None else self.loaded)
 
     def has_unread(self) -> bool:
         """Whether a checkpoint that it was loaded from lacks some of its elements."""
-        if not self.asked or self.received is None:
+        if self.loaded is None or self.received is None:
             return False
-        self.wait()
         boxes = list(dict.fromkeys(part.box for part in self.received))
         overlap = any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
         return overlap or sum(math.prod(box.sizes) for box in boxes) != self.values.numel()
@@ -167,8 +129,7 @@ class Piece(torch.Tensor):
     def settle(self) -> None:
         """What was loaded are its values from now on."""
         self.written_by = self.save_ids
-        self.values, self.loaded, self.asked = self.present(), None, False
-        self.space = self.space if self.values is self.space else None
+        self.values, self.loaded = self.present(), None
 
     # torch.distributed.checkpoint
 
@@ -200,43 +161,21 @@ class Piece(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list:
-        """Only a load asks: from now on what comes is read into other memory than the values.
-
-        It is made here, for all pieces before anything is read: between the buffers that torch reads files
-        into, and frees, they would leave holes in the host's memory that nothing fits in.
-
-        Boxes are whole: a chunk of a file that several of them had a part of would be read once for each.
+        """Only a load asks. Boxes are whole: a chunk of a file that several of them had a part of would be
+        read once for each.
         """
-        keep_freed_buffers()
-        self.asked, self.loaded, self.received = True, None, []
-        self.space = self._make_space()
-        if self.reads is not None:
-            self.reads.expect(self.values.numel())
+        self.loaded, self.received = torch.empty_like(self.values, memory_format=torch.contiguous_format), []
         return self._chunks(self._rectangles())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        if self.asked and self.loaded is None:
-            self.loaded = self.space
         if not self.numel():
             return self.present().view(self.shape)
         box = self.boxes[tuple(index.offset)]
         own = slice(box.start - self.start, box.start - self.start + box.numel)
-        if self.asked:
-            values = self._memory()[own].view(box.sizes)
-            more = self.received, self.reads, self.save_ids
-            return Chunk.into(values, self.label, self.shape, box.start, *more)
         values = self.present()[own].view(box.sizes)
+        if self.loaded is not None:
+            return Chunk.into(values, self.label, self.shape, box.start, self.received, self.save_ids)
         return Chunk.of(values, self.label, self.shape, box.start, self.save_ids)
-
-    def _make_space(self) -> torch.Tensor:
-        space = None
-        if self.spare is not None:
-            loan, i = self.spare
-            space = loan.memory(i)
-            self.ends = None if space is None else loan.ends
-        if space is None:
-            space = torch.empty(self.values.shape, dtype=self.dtype, device=self.device)
-        return space
 
     # Copies
 
@@ -327,8 +266,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     if not isinstance(target, Piece):
         return target.copy_(_whole(source, "copy_"), non_blocking)
     if target.loaded is None:
-        target.asked, target.space = True, target._make_space()
-        target.loaded = target.space
+        target.loaded = torch.empty_like(target.values, memory_format=torch.contiguous_format)
     target.received = None
     target.written_by = source.save_ids if isinstance(source, Piece) else (None,)
     if isinstance(source, Piece) and source.shard == target.shard:

@@ -25,7 +25,7 @@ class Rounds:
     added to the FP32 slices, and p.grad is None afterwards. `early` says whether buckets begin before that.
 
     word_of: what a rank votes of a NaN or Inf in gradients. is_reduced: whether clip_grad_norm_ has reduced
-    what the next step uses; then nothing is sent. take_back: ends a loan of memory that gradients need.
+    what the next step uses; then nothing is sent.
     """
 
     def __init__(
@@ -38,11 +38,10 @@ class Rounds:
         adds: bool,
         word_of: Callable[[Sequence[torch.Tensor | None]], torch.Tensor | None],
         is_reduced: Callable[[], bool],
-        take_back: Callable[[], None],
     ):
         self._parameters, self._names, self._reducer = list(parameters), list(names), reducer
         self._early, self.adds = early, adds
-        self._word_of, self._is_reduced, self._take_back = word_of, is_reduced, take_back
+        self._word_of, self._is_reduced = word_of, is_reduced
         self._members = [[parameters[i] for i in buffer.indices] for buffer in reducer.buffers]
         self._bucket_of = {i: b for b, buffer in enumerate(reducer.buffers) for i in buffer.indices}
         self.total = 0
@@ -226,7 +225,6 @@ class Rounds:
 
     def _start(self, discard: bool = False) -> None:
         b = self._next
-        self._take_back()
         if discard:
             in_phase("gradients", self._reducer.start)(b, None)
         else:

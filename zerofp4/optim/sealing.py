@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofp4.optim.checksums import BLOCK, begin_checksum, checksum
-from zerofp4.optim.read_chunks import ReadChunks
 from zerofp4.optim.save_id import ATTRIBUTE as SAVE
 from zerofp4.optim.save_id import id_of, stamp, the_one
 
@@ -56,9 +55,8 @@ class Place(NamedTuple):
     """Where a box of a parameter lies, whose elements are [start, start + numel) of the flat order.
 
     label: of the parameter and the entry, None where they have no name. origin: storage offset of the box.
-    received: where is noted what was read into it. reads: of the state dict that is read, None where each
-    chunk is read at once. save_ids: of what it is written from. checksum: what returns that of its elements,
-    where a GPU takes it. written: whether it is in a file, and no longer here.
+    received: where is noted what was read into it. save_ids: of what it is written from. checksum: what
+    returns that of its elements, where a GPU takes it. written: whether it is in a file, and no longer here.
     """
 
     label: str | None
@@ -66,7 +64,6 @@ class Place(NamedTuple):
     start: int
     origin: int
     received: list[Part] | None = None
-    reads: ReadChunks | None = None
     save_ids: Iterable[str | None] = ()
     checksum: Callable[[], int] | None = None
     written: bool = False
@@ -119,20 +116,15 @@ class Chunk(torch.Tensor):
         shape: Sequence[int],
         start: int,
         received: list[Part] | None = None,
-        reads: ReadChunks | None = None,
         save_ids: Iterable[str | None] = (),
     ) -> "Chunk":
         """To be read into, or written again after that."""
         origin = values.storage_offset()
-        return _placed(values, Place(label, tuple(shape), start, origin, received, reads, save_ids))
+        return _placed(values, Place(label, tuple(shape), start, origin, received, save_ids))
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Chunk":
         seal, whole = _seal_of(source)
-        arrive = functools.partial(_read, self, source, whole, seal, non_blocking)
-        if self.place.reads is None:
-            arrive()
-        else:  # a tensor with a seal was made from a pickle, for nobody else
-            self.place.reads.bring(self, arrive, nobody_else_writes=seal is not None)
+        _read(self, source, whole, seal, non_blocking)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple:

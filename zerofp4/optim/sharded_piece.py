@@ -11,12 +11,12 @@ from zerofp4.distributed import Stage
 from zerofp4.optim.piece import Home, Piece
 
 
-def make_piece(values: torch.Tensor, shape: Any, start: int, home: Home, spare: Any = None) -> Piece:
+def make_piece(values: torch.Tensor, shape: Any, start: int, home: Home) -> Piece:
     """Where there are several ranks it is a DTensor in name, so that what asks for a full state dict gathers
     it.
     """
     kind = Piece if home.group() is None else _sharded_piece()
-    return kind(values, shape, start, home, spare, live=True)
+    return kind(values, shape, start, home, live=True)
 
 
 class _AsPieces(TorchDispatchMode):

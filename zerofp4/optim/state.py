@@ -30,7 +30,6 @@ from zerofp4.optim.rounds import Rounds
 from zerofp4.optim.save_id import check_one_save, draw_token, make_id, stamp
 from zerofp4.optim.sealing import SealedInt, SealedTuple
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.spare import Loan, SpareMemory
 from zerofp4.optim.template import StateTemplate, make_template
 from zerofp4.optim.votes import Votes
 from zerofp4.optim.watch import ParameterWatch, Snapshot
@@ -48,7 +47,6 @@ class ShardedState(torch.optim.Optimizer):
     _saved_names: SavedNames
     _votes: Votes
     _watch: ParameterWatch
-    _spare: SpareMemory
     _reduced: Snapshot | None
     _rounds: Rounds | None
     """Where gradients travel before step() is called."""
@@ -154,19 +152,14 @@ class ShardedState(torch.optim.Optimizer):
             for p, number in zip(group["params"], own, strict=True)
         }
 
-    def _has_reduced(self) -> bool:
-        """Whether the FP32 slices have gradients that a step is to use."""
-        return self._reduced is not None or (self._rounds is not None and self._rounds.is_holding)
-
     def _all_entries(self) -> Iterator[dict[str, Piece]]:
         """What is saved of each trainable parameter."""
         templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
-        loan = Loan(lambda loan: self._spare.lend(loan, is_reduced=self._has_reduced()))
         for i, p in enumerate(self._shards.parameters):
             g, number = numbers[id(p)]
             state = self._state_of(i, templates[g])
             home, refusal = self._homes[id(p)], self._saved_names.refusals[i]
-            own = saved_entries(number.name, p, held[id(p)], state, templates[g], home, (loan, i), refusal)
+            own = saved_entries(number.name, p, held[id(p)], state, templates[g], home, refusal)
             for piece in own.values():
                 piece.written_by = (self._save_id,)
             yield own

@@ -64,7 +64,7 @@ class SteppedOptimizer(CapturedSteps):
             gradients = self._gradients()
             reduce = self._reduced is None
             word = self._word(gradients) if reduce else None  # a GPU is at work while the rest is prepared
-            self._check_parameters()
+            self._watch.check(self.param_groups)
             check_finite(self.param_groups)
             if not reduce:
                 self._reduced.check_unchanged(gradients)
@@ -124,7 +124,7 @@ class SteppedOptimizer(CapturedSteps):
             self._tell_unheard()
             numbers = clip_arguments(max_norm, norm_type)
             gradients = self._gradients()
-            self._check_parameters()
+            self._watch.check(self.param_groups)
             if self._reduced is not None:
                 self._reduced.check_unwritten()
             reduce = self._reduced is None or self._reduced.changed(gradients)
@@ -193,7 +193,7 @@ class SteppedOptimizer(CapturedSteps):
         self._raise_if_broken()
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """p.grad of all trainable parameters, which can be read; see _check_parameters()."""
+        """p.grad of all trainable parameters, which can be read."""
         try:
             gradients = self._watch.gradients()
             self._reducer.check(gradients, self._shards.names)
@@ -202,13 +202,6 @@ class SteppedOptimizer(CapturedSteps):
             raise
         gradients = self._reducer.keep_apart(self._shards.parameters, gradients)
         return gradients if self._rounds is None else self._rounds.merged(gradients)
-
-    def _check_parameters(self) -> None:
-        """Before gradients are moved to where they travel from, and anything is reduced: raises where
-        parameters are not as they were left, and ends a loan of that memory.
-        """
-        self._watch.check(self.param_groups)
-        self._spare.take_back()
 
     def _word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         word = in_phase("scan", self._nonfinite.word)(gradients)

@@ -22,7 +22,6 @@ memory, since what is written here shares its storage.
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,12 +32,10 @@ _places: dict[int, "GradientPlace"] = {}
 
 
 class GradientPlace:
-    """Memory of a parameter's shape, in which its gradients are to lie, until close(). before_write: called
-    before a product gets it.
-    """
+    """Memory of a parameter's shape, in which its gradients are to lie, until close()."""
 
-    def __init__(self, parameter: torch.Tensor, view: torch.Tensor, before_write: Callable[[], None]):
-        self._parameter, self._view, self._before_write = parameter, view, before_write
+    def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
+        self._parameter, self._view = parameter, view
         self._given: TensorWeakRef | None = None
         """Until it is p.grad: torch swaps no tensor that has a weak reference, and autograd clones one that
         has another strong reference.
@@ -84,7 +81,6 @@ class GradientPlace:
                 return None
             if self.is_kept(None):
                 return None
-            self._before_write()
             given = view.data
             self._given, self._last_pass = TensorWeakRef(given), number
             return given
