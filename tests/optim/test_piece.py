@@ -93,13 +93,13 @@ def test_elements_that_no_file_had_are_noticed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.zeros(2, 2), (4,), 0, 0), "1D tensor"),
-        (([1.0], (4,), 0, 0), "1D tensor, got list"),
-        ((torch.zeros(3), (4,), 2, 0), r"elements 2..4 of shape \(4,\)"),
-        ((torch.zeros(3), (4,), -1, 0), "elements -1"),
-        ((torch.zeros(3), [4], 0, 0), "must be integers"),
-        ((torch.zeros(3), (-4,), 0, 0), "must be integers"),
-        ((torch.zeros(3), (4,), 0, 1), "not those that were saved: the file is damaged"),
+        ((torch.zeros(2, 2), (4,), 0, None, ""), "1D tensor"),
+        (([1.0], (4,), 0, None, ""), "1D tensor, got list"),
+        ((torch.zeros(3), (4,), 2, None, ""), r"elements 2..4 of shape \(4,\)"),
+        ((torch.zeros(3), (4,), -1, None, ""), "elements -1"),
+        ((torch.zeros(3), [4], 0, None, ""), "must be integers"),
+        ((torch.zeros(3), (-4,), 0, None, ""), "must be integers"),
+        ((torch.zeros(3), (4,), 0, None, ""), "not those that were saved: the file is damaged"),
     ],
 )
 def test_pickles_are_checked(arguments, message):

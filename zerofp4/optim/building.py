@@ -63,7 +63,7 @@ from zerofp4.optim.parameters import (
     parameter_names,
 )
 from zerofp4.optim.rounds import Rounds
-from zerofp4.optim.save_id import draw_token
+from zerofp4.optim.seal import draw_token
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.stepping import SteppedOptimizer
 from zerofp4.optim.votes import Votes

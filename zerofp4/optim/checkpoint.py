@@ -8,9 +8,7 @@ import torch
 
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.inner import options
-from zerofp4.optim.piece import Home, Piece
-from zerofp4.optim.sealing import SealedTuple
-from zerofp4.optim.sharded_piece import make_piece
+from zerofp4.optim.piece import Home, Piece, make_piece
 from zerofp4.optim.template import STARTED, Entry, StateTemplate
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -66,7 +64,7 @@ def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
     return ids
 
 
-def saved_groups(param_groups: Sequence[dict], elsewhere: Sequence[Sequence[str]]) -> SealedTuple:
+def saved_groups(param_groups: Sequence[dict], elsewhere: Sequence[Sequence[str]]) -> tuple[dict, ...]:
     """The options, and whose they are. A tuple, which torch.distributed.checkpoint writes as one value: other
     groups than those that were saved can load it.
 
@@ -80,7 +78,7 @@ def saved_groups(param_groups: Sequence[dict], elsewhere: Sequence[Sequence[str]
         names = {} if own and own[0].name is None else {"param_names": [p.name for p in own]}
         more = {"elsewhere": list(others)} if others else {}
         groups.append(chosen | names | more | {"params": list(own)})
-    return SealedTuple(groups)
+    return tuple(groups)
 
 
 def saved_entries(

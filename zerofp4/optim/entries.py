@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.optim.piece import Home, Piece
-from zerofp4.optim.sharded_piece import gathered
+from zerofp4.optim.piece import Home, Piece, gathered
 from zerofp4.optim.template import STARTED, StateTemplate
 from zerofp4.shard import Shard
 

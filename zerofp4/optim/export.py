@@ -17,7 +17,7 @@ from torch import nn
 from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.sharded_piece import gathered, make_piece
+from zerofp4.optim.piece import gathered, make_piece
 from zerofp4.optim.state import ShardedState
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, check_not_held
 

@@ -13,8 +13,7 @@ from zerofp4.optim.entries import Found, Problems, Target, find, shown
 from zerofp4.optim.inner import options
 from zerofp4.optim.matching import Match, check_form
 from zerofp4.optim.piece import Home, Piece
-from zerofp4.optim.save_id import SavesRead, saves_read
-from zerofp4.optim.sealing import DamagedFileError, SealedTuple, same_values
+from zerofp4.optim.seal import SealedTuple, digest
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how an optimizer computes and not what: those of the optimizer that loads stay."""
@@ -32,7 +31,6 @@ def read(
     check_form(state_dict)
     ids = parameter_ids(param_groups)
     match = Match(state_dict, [[number.name for number in own] for own in ids])
-    check_seals(state_dict)
     was_in_file, anothers = was_read(state_dict), is_anothers(state_dict, homes)
     problems, found = Problems(), {}
     for g, (group, own) in enumerate(zip(param_groups, ids, strict=True)):
@@ -61,11 +59,16 @@ def was_read(state_dict: Mapping) -> bool:
     return any(piece.loaded is not None for piece in pieces_of(state_dict))
 
 
-def find_saves(state_dict: Mapping, present: str) -> SavesRead:
-    """Which saves wrote what was read of a state dict. present: the id of what the optimizer has."""
-    was_in_file = was_read(state_dict)
-    pieces = [p for p in pieces_of(state_dict) if (p.loaded is not None if was_in_file else not p.live)]
-    return saves_read(pieces, {k: state_dict.get(k) for k in ("steps", "param_groups")}, present)
+def find_saves(state_dict: Mapping, present: str) -> tuple[dict[str | None, str], dict[str, str]]:
+    """What check_one_save() takes of this rank. present: the id of what the optimizer has, which a partial
+    load leaves there.
+    """
+    was_in_file, tensors = was_read(state_dict), {}
+    for piece in pieces_of(state_dict):
+        if piece.loaded is not None if was_in_file else not piece.live:
+            tensors = piece.save_ids | tensors
+    ids = {getattr(state_dict.get(key), "save_id", None): key for key in ("steps", "param_groups")}
+    return tensors, {save_id: key for save_id, key in ids.items() if save_id not in (None, present)}
 
 
 def is_anothers(state_dict: Mapping, homes: Sequence[Home]) -> bool:
@@ -74,25 +77,12 @@ def is_anothers(state_dict: Mapping, homes: Sequence[Home]) -> bool:
     return any(piece.live and id(piece.home) not in own for piece in pieces_of(state_dict))
 
 
-def check_seals(state_dict: Mapping) -> None:
-    """Raises DamagedFileError where some of what was read has a checksum and the rest has none. One optimizer
-    wrote all of it: a damaged index leads to elements of a model, say, which have none.
-    """
-    pieces = [piece for piece in pieces_of(state_dict) if piece.loaded is not None]
-    sealed = {part.sealed for piece in pieces for part in piece.received or ()}
-    if len(sealed) == 2:
-        bare = [p.label or "a tensor" for p in pieces if not all(part.sealed for part in p.received or ())]
-        raise DamagedFileError(
-            f"elements of {', '.join(bare)} have no checksum where others have: the file is damaged"
-        )
-
-
 def warn_of_options(state_dict: Mapping, own: SealedTuple) -> None:
     """Where a checkpoint was read that has no param_groups in this form, which a planner lets pass: then
     there are still this optimizer's own. From a file they would be sealed. own: what it saves of them.
     """
     groups = state_dict["param_groups"]
-    if was_read(state_dict) and type(groups) is tuple and same_values(groups, own):
+    if was_read(state_dict) and type(groups) is tuple and digest(groups) == digest(own):
         warnings.warn(
             "the checkpoint has no param_groups that ZeroFP4Optimizer wrote: lr and other options stay as "
             "they are here. What get_state_dict() of torch.distributed.checkpoint.state_dict returned is "

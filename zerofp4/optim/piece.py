@@ -3,15 +3,15 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofp4.distributed import GroupReference
-from zerofp4.optim.checksums import checksum
-from zerofp4.optim.save_id import the_one
-from zerofp4.optim.sealing import Chunk, DamagedFileError, Part
+from zerofp4.distributed import GroupReference, Stage
+from zerofp4.optim.seal import Chunk, Place, checksum, the_one
 from zerofp4.shard import Rectangle, Shard, cut, rectangles
 
 CHUNK = 2**24
@@ -53,8 +53,8 @@ class Piece(torch.Tensor):
     """By their offsets, those that a save or a load has asked for."""
     loaded: torch.Tensor | None
     """What a load has read, or is to read; None where nothing was asked for."""
-    received: list[Part] | None
-    """What of it was read into `loaded`; None for all."""
+    received: dict[tuple[int, tuple[int, ...]], str | None] | None
+    """What of it was read into `loaded` (see seal.Place); None for all."""
     live: bool
     """Whether the values are those of an optimizer itself, and no copy."""
     label: str | None
@@ -79,7 +79,7 @@ class Piece(torch.Tensor):
         piece.values, piece.start, piece.home = values, start, home
         piece.boxes, piece.loaded = {}, None
         piece.live, piece.label, piece.refusal = live, None, None
-        piece.received, piece.written_by, piece._shape = [], (None,), torch.Size(shape)
+        piece.received, piece.written_by, piece._shape = {}, (None,), torch.Size(shape)
         return piece
 
     def __init__(self, *_: Any, **__: Any):
@@ -104,15 +104,17 @@ class Piece(torch.Tensor):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
         piece = type(self)(function(self.present()), self.shape, self.start, self.home)
-        piece.label, piece.refusal, piece.written_by = self.label, self.refusal, self.save_ids
+        piece.label, piece.refusal, piece.written_by = self.label, self.refusal, tuple(self.save_ids)
         return piece
 
     @property
-    def save_ids(self) -> Iterable[str | None]:
-        """Ids of the saves that present() is of: several where a folder mixes them, none of no elements."""
-        if self.loaded is not None and self.received is not None:
-            return tuple(dict.fromkeys(part.save_id for part in self.received))
-        return self.written_by
+    def save_ids(self) -> dict[str | None, str]:
+        """Of the saves that present() is of, with the name of this piece: several where a folder mixes them,
+        none of no elements.
+        """
+        was_read = self.loaded is not None and self.received is not None
+        ids = self.received.values() if was_read else self.written_by
+        return dict.fromkeys(ids, self.label or "a tensor")
 
     def present(self) -> torch.Tensor:
         """What was loaded into it, or else its values."""
@@ -122,13 +124,13 @@ class Piece(torch.Tensor):
         """Whether a checkpoint that it was loaded from lacks some of its elements."""
         if self.loaded is None or self.received is None:
             return False
-        boxes = list(dict.fromkeys(part.box for part in self.received))
-        overlap = any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-        return overlap or sum(math.prod(box.sizes) for box in boxes) != self.values.numel()
+        boxes = [(_unravel(start, self.shape), sizes) for start, sizes in self.received]
+        overlap = any(_overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
+        return overlap or sum(math.prod(sizes) for _, sizes in boxes) != self.values.numel()
 
     def settle(self) -> None:
         """What was loaded are its values from now on."""
-        self.written_by = self.save_ids
+        self.written_by = tuple(self.save_ids)
         self.values, self.loaded = self.present(), None
 
     # torch.distributed.checkpoint
@@ -164,7 +166,7 @@ class Piece(torch.Tensor):
         """Only a load asks. Boxes are whole: a chunk of a file that several of them had a part of would be
         read once for each.
         """
-        self.loaded, self.received = torch.empty_like(self.values, memory_format=torch.contiguous_format), []
+        self.loaded, self.received = torch.empty_like(self.values, memory_format=torch.contiguous_format), {}
         return self._chunks(self._rectangles())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
@@ -172,10 +174,8 @@ class Piece(torch.Tensor):
             return self.present().view(self.shape)
         box = self.boxes[tuple(index.offset)]
         own = slice(box.start - self.start, box.start - self.start + box.numel)
-        values = self.present()[own].view(box.sizes)
-        if self.loaded is not None:
-            return Chunk.into(values, self.label, self.shape, box.start, self.received, self.save_ids)
-        return Chunk.of(values, self.label, self.shape, box.start, self.save_ids)
+        place = Place(self.label, box.start, tuple(self.shape), self.save_ids, self.received)
+        return Chunk.of(self.present()[own].view(box.sizes), place)
 
     # Copies
 
@@ -193,8 +193,8 @@ class Piece(torch.Tensor):
                 stacklevel=2,
             )
         values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
-        shape, start = tuple(self.shape), self.start
-        return _rebuild_piece, (values, shape, start, checksum(values, shape, start), the_one(self.save_ids))
+        about = tuple(self.shape), self.start, the_one(self.save_ids)
+        return _rebuild_piece, (values, *about, checksum(values, *about))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         first, last = self.start, self.shard.end
@@ -227,17 +227,29 @@ def _whole(leaf: Any, func: Any = None) -> Any:
     return leaf.present().view(leaf.shape)
 
 
-def _rebuild_piece(values: Any, shape: Any, start: Any, expected: Any, save_id: Any = None) -> Piece:
+def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
+    """The index of an element by dimension."""
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, offset = divmod(flat, size)
+        index.insert(0, offset)
+    return index
+
+
+def _overlap(one: tuple[Sequence[int], Sequence[int]], other: tuple[Sequence[int], Sequence[int]]) -> bool:
+    """Whether two boxes, offsets and sizes, have an element in common."""
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+
+
+def _rebuild_piece(values: Any, shape: Any, start: Any, save_id: Any, expected: Any) -> Piece:
     if not (type(values) is torch.Tensor and values.dim() == 1 and values.layout == torch.strided):
         raise TypeError(f"values of a piece must be a 1D tensor, got {type(values).__name__}")
     if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape) or type(start) is not int:
         raise TypeError(f"shape and start of a piece must be integers, got {shape!r} and {start!r}")
     if start < 0 or start + values.numel() > math.prod(shape):
         raise ValueError(f"a piece has elements {start}..{start + values.numel() - 1} of shape {shape}")
-    if values.device.type != "meta" and checksum(values, shape, start) != expected:
-        raise DamagedFileError(
-            f"the elements of a piece of shape {shape} are not those that were saved: the file is damaged"
-        )
+    if values.device.type != "meta" and checksum(values, shape, start, save_id) != expected:
+        raise ValueError(f"elements of shape {shape} are not those that were saved: the file is damaged")
     piece = Piece(values.detach().clone(), shape, start)  # what a file may set_ to another size
     piece.written_by = (save_id,)
     return piece
@@ -268,7 +280,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     if target.loaded is None:
         target.loaded = torch.empty_like(target.values, memory_format=torch.contiguous_format)
     target.received = None
-    target.written_by = source.save_ids if isinstance(source, Piece) else (None,)
+    target.written_by = tuple(source.save_ids) if isinstance(source, Piece) else (None,)
     if isinstance(source, Piece) and source.shard == target.shard:
         target.present().copy_(source.present(), non_blocking)
     else:
@@ -287,3 +299,68 @@ _HANDLERS = {
     _aten.new_empty.default: _new_empty,
     _aten._to_copy.default: _to_copy,
 }
+
+
+# Several ranks
+
+
+def make_piece(values: torch.Tensor, shape: Any, start: int, home: Home) -> Piece:
+    """Where there are several ranks it is a DTensor in name, so that what asks for a full state dict gathers
+    it.
+    """
+    kind = Piece if home.group() is None else _sharded_piece()
+    return kind(values, shape, start, home, live=True)
+
+
+class _AsPieces(TorchDispatchMode):
+    """Under it every operator does with pieces what Piece has for it, whatever else they are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return Piece.__torch_dispatch__(func, types, args, kwargs)
+
+
+@functools.cache
+def _sharded_piece() -> type[Piece]:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    class ShardedPiece(Piece, DTensor):
+        """A piece of a tensor whose other elements are on other ranks.
+
+        torch's full state dicts gather nothing but DTensors. Of one it has the mesh, redistribute() and
+        full_tensor(); the placement says that whoever distributes a whole tensor leaves it whole, which the
+        optimizer cuts.
+        """
+
+        device_mesh = property(lambda self: self.home.mesh)
+        placements = property(lambda self: (Replicate(),))
+
+        def redistribute(self, device_mesh=None, placements=None, **_):
+            """Collective: the whole tensor on every rank, as a replicated DTensor."""
+            return DTensor.from_local(gathered(self), self.home.mesh, [Replicate()], run_check=False)
+
+        def to_local(self, *, grad_placements=None):
+            return self
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            """torch 2.11 takes every DTensor past its __torch_dispatch__, to operators that know no pieces. A
+            mode comes before both.
+            """
+            with _AsPieces(), torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    return ShardedPiece
+
+
+def gathered(piece: Piece) -> torch.Tensor:
+    """Collective: the whole tensor, in its shape, from the ranges that the ranks hold, wherever these lie."""
+    group, own = piece.home.group(), piece.present()
+    if group is None:
+        return own.view(piece.shape).clone()
+    flat = torch.zeros(piece.numel(), dtype=piece.dtype, device=piece.home.device)
+    flat[piece.start : piece.shard.end] = own.to(flat.device)
+    if flat.numel():
+        # Of the bytes: the others' are 0, and what several ranks have is the same. A sum makes -0 a 0.
+        with Stage("gathering a whole tensor", group):
+            dist.all_reduce(flat.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group=group)
+    return flat.view(piece.shape)

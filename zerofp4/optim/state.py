@@ -27,8 +27,7 @@ from zerofp4.optim.matrices import join_states, split_state
 from zerofp4.optim.names import SavedNames
 from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.rounds import Rounds
-from zerofp4.optim.save_id import check_one_save, draw_token, make_id, stamp
-from zerofp4.optim.sealing import SealedInt, SealedTuple
+from zerofp4.optim.seal import SealedTuple, check_one_save, draw_token, make_id, sealed
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.template import StateTemplate, make_template
 from zerofp4.optim.votes import Votes
@@ -170,7 +169,7 @@ class ShardedState(torch.optim.Optimizer):
         return make_id(self._token, self._steps)
 
     def _saved_groups(self) -> SealedTuple:
-        return stamp(saved_groups(self.param_groups, self._saved_names.elsewhere), self._save_id)
+        return sealed(saved_groups(self.param_groups, self._saved_names.elsewhere), self._save_id)
 
     def _state_of(self, i: int, template: StateTemplate) -> Mapping[str, Any]:
         """What the optimizer of the masters keeps of this rank's part of parameter i."""
@@ -207,7 +206,7 @@ class ShardedState(torch.optim.Optimizer):
         state_dict = {
             "state": {numbers[id(p)][1]: own for p, own in entries},
             "param_groups": self._saved_groups(),
-            "steps": stamp(SealedInt(self._steps), self._save_id),
+            "steps": sealed(self._steps, self._save_id),
         }
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
