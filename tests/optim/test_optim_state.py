@@ -1,5 +1,6 @@
 """Saving and loading the state of ZeroFP4Optimizer, in one process."""
 
+import collections
 import copy
 import io
 import math
@@ -14,6 +15,7 @@ from optim_cases import (
     make_net,
     make_parameters,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 from zerofp4.optim import ZeroFP4Optimizer
@@ -250,3 +252,67 @@ def test_steps_are_counted_over_a_restart(device):
     del state["steps"]  # saved before they were counted
     resumed.load_state_dict(state)
     assert resumed.state_dict()["steps"] == 0
+
+
+class Looks(collections.defaultdict):
+    """State that counts how often somebody looks into it."""
+
+    count = 0
+
+    def __contains__(self, key):
+        self.count += 1
+        return super().__contains__(key)
+
+
+class Counting(torch.optim.SGD):
+    """made, steps: how many optimizers of the class there were, and how many steps they took."""
+
+    made = steps = 0
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        type(self).made += 1
+        self.state = Looks(dict, self.state)
+
+    def step(self, closure=None):
+        type(self).steps += 1
+        return super().step(closure)
+
+
+def test_state_of_one_parameter_takes_work_for_that_one(device):
+    found = []
+    for count in (3, 30):
+        parameters = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(count)]
+        optimizer = ZeroFP4Optimizer(parameters, Counting, lr=0.1)
+        optimizer.state_dict()
+        looks, pieces = optimizer.inner.state, []
+        made, looks.count = Counting.made, 0
+        for p in (parameters[-1], parameters[0]):
+            pieces.append(optimizer.state[p]["master"])
+        found.append((looks.count, Counting.made - made))
+        assert [piece.shape for piece in pieces] == [(4,)] * 2
+    assert found[0] == found[1] and found[0][0] > 0 == found[0][1], found
+
+
+def test_what_is_kept_is_found_out_once_and_again_where_an_option_changes_it(device):
+    """By a trial step, of which global hooks of torch know nothing."""
+    optimizer, steps = ZeroFP4Optimizer(make_parameters(device), Counting, lr=0.1), Counting.steps
+    hooked = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: hooked.append("before")),
+        register_optimizer_step_post_hook(lambda *_: hooked.append("after")),
+    ]
+    try:
+        for lr in (0.1, 0.2):
+            optimizer.param_groups[0]["lr"] = lr
+            assert "momentum_buffer" not in optimizer.state_dict()["state"][0]
+        assert Counting.steps == steps + 1
+        optimizer.param_groups[0]["momentum"] = 0.9
+        for _ in range(2):
+            assert "momentum_buffer" in optimizer.state_dict()["state"][0]
+        assert Counting.steps == steps + 2 and hooked == []
+        optimizer.step()
+        assert set(hooked) == {"before", "after"}
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -58,9 +58,9 @@ class AveragedMasters:
         torch.distributed.checkpoint the optimizer needs names (named_parameters()).
         """
         optimizer, held, state = self.optimizer, self.held_masters(), {}
-        numbers, refusals = optimizer._numbers(), optimizer._saved_names.refusals
+        refusals = optimizer._saved_names.refusals
         for parameter, refusal in zip(optimizer._shards.parameters, refusals, strict=True):
-            own, (_, number) = held[id(parameter)], numbers[id(parameter)]
+            own, (_, number) = held[id(parameter)], optimizer._number_of(parameter)
             values = self._slices[0][:0] if own.piece is None else own.piece
             piece = make_piece(values, parameter.shape, own.shard.start, optimizer.home_of(parameter))
             piece.label = None if number.name is None else f"{number.name}.average"

@@ -54,13 +54,18 @@ def own_name(name: str) -> str:
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
+def parameter_id(group: dict, i: int, number: int) -> ParameterId:
+    """Of parameter i of a group, with its number over all groups."""
+    names = group.get("param_names")
+    return ParameterId(number, own_name(names[i]) if names else None)
+
+
 def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
     """By group, numbered over all of them."""
     ids, count = [], 0
     for group in param_groups:
-        names = group.get("param_names") or [None] * len(group["params"])
-        ids.append([ParameterId(count + i, name and own_name(name)) for i, name in enumerate(names)])
-        count += len(names)
+        ids.append([parameter_id(group, i, count + i) for i in range(len(group["params"]))])
+        count += len(ids[-1])
     return ids
 
 

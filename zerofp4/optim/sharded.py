@@ -84,6 +84,8 @@ class ShardedParameters:
             self._bind(buffer)
             for index, master in zip(buffer.indices, buffer.own_views(buffer.masters), strict=True):
                 self.masters[index] = master
+        found = {i: shard for b in self.buffers for i, shard in zip(b.indices, b.shards, strict=True)}
+        self._shards = [found[i] for i in range(len(self.parameters))]
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         self._plans = [self._build_plan(buffer, amax_groups or ()) for buffer in self.buffers]
@@ -208,10 +210,13 @@ class ShardedParameters:
         for buffer in self.buffers:
             initialize_masters(buffer, held)
 
+    def held_master(self, i: int) -> HeldMaster:
+        """This rank's piece of the master of parameters[i]."""
+        return HeldMaster(self.masters[i], self._shards[i])
+
     def held_masters(self) -> dict[int, HeldMaster]:
         """This rank's pieces of the masters, by the identity of the parameter."""
-        rows = zip(self.parameters, self.masters, self.shards(), strict=True)
-        return {id(parameter): HeldMaster(master, shard) for parameter, master, shard in rows}
+        return {id(parameter): self.held_master(i) for i, parameter in enumerate(self.parameters)}
 
     def groups(self) -> list[GroupReference]:
         """By parameter, the ranks that it is sharded over."""
@@ -220,8 +225,7 @@ class ShardedParameters:
 
     def shards(self) -> list[Shard]:
         """By parameter, what this rank owns."""
-        found = {i: shard for b in self.buffers for i, shard in zip(b.indices, b.shards, strict=True)}
-        return [found[i] for i in range(len(self.parameters))]
+        return self._shards
 
     def take_amaxes_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Let those optimizers of masters that can update theirs bucket by bucket, and leave the amaxes of

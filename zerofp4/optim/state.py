@@ -1,16 +1,15 @@
 """What a ZeRO optimizer saves, loads, gathers and hands over."""
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, OwnError, error_text, exchange
-from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_ids, saved_entries, saved_groups
+from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_id, saved_entries, saved_groups
 from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.entries import Target
 from zerofp4.optim.initial import initial_values
@@ -29,7 +28,7 @@ from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.rounds import Rounds
 from zerofp4.optim.seal import SealedTuple, check_one_save, draw_token, make_id, sealed
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.template import StateTemplate, make_template
+from zerofp4.optim.template import StateTemplate, make_template, template_key
 from zerofp4.optim.votes import Votes
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 
@@ -137,31 +136,40 @@ class ShardedState(torch.optim.Optimizer):
         """Whether there is a rank that trains other parameters than this one. The same on every rank."""
         return len(self._votes.slots.labels) > len(self._votes.slots.own)
 
-    def _templates(self) -> list[StateTemplate]:
-        """By group, from the present options."""
-        pairs = zip(self._classes, self.param_groups, strict=True)
-        return [make_template(inner, group, self._device) for inner, group in pairs]
+    @functools.cached_property
+    def _made_templates(self) -> dict[Hashable, StateTemplate]:
+        return {}
 
-    def _numbers(self) -> dict[int, tuple[int, ParameterId]]:
-        """Of each parameter its group and its number, by its identity."""
-        ids = parameter_ids(self.param_groups)
-        return {
-            id(p): (g, number)
-            for g, (group, own) in enumerate(zip(self.param_groups, ids, strict=True))
-            for p, number in zip(group["params"], own, strict=True)
-        }
+    def _template(self, g: int) -> StateTemplate:
+        """Of a group, from its present options."""
+        inner, group, made = self._classes[g], self.param_groups[g], self._made_templates
+        key = template_key(inner, group)
+        if key not in made:
+            made[key] = make_template(inner, group, self._device)
+        return made[key]
 
-    def _all_entries(self) -> Iterator[dict[str, Piece]]:
-        """What is saved of each trainable parameter."""
-        templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
-        for i, p in enumerate(self._shards.parameters):
-            g, number = numbers[id(p)]
-            state = self._state_of(i, templates[g])
-            home, refusal = self._homes[id(p)], self._saved_names.refusals[i]
-            own = saved_entries(number.name, p, held[id(p)], state, templates[g], home, refusal)
-            for piece in own.values():
-                piece.written_by = (self._save_id,)
-            yield own
+    @functools.cached_property
+    def _positions(self) -> dict[int, tuple[int, int, int]]:
+        """Of each parameter its group, its position there and its number, by its identity."""
+        groups = [group["params"] for group in self.param_groups]
+        every = ((g, i, p) for g, members in enumerate(groups) for i, p in enumerate(members))
+        return {id(p): (g, i, number) for number, (g, i, p) in enumerate(every)}
+
+    def _number_of(self, parameter: torch.Tensor) -> tuple[int, ParameterId]:
+        """Its group and its number."""
+        g, i, number = self._positions[id(parameter)]
+        return g, parameter_id(self.param_groups[g], i, number)
+
+    def _entries(self, i: int) -> dict[str, Piece]:
+        """What is saved of trainable parameter i."""
+        p, held = self._shards.parameters[i], self._shards.held_master(i)
+        g, number = self._number_of(p)
+        template, refusal = self._template(g), self._saved_names.refusals[i]
+        state = self._state_of(i, template)
+        own = saved_entries(number.name, p, held, state, template, self._homes[id(p)], refusal)
+        for piece in own.values():
+            piece.written_by = (self._save_id,)
+        return own
 
     @property
     def _save_id(self) -> str:
@@ -180,11 +188,7 @@ class ShardedState(torch.optim.Optimizer):
 
     def _view_state(self) -> StateView:
         reference = weakref.ref(self)  # a circle would keep the masters until the next collection
-
-        def entries_of(i: int) -> dict[str, Piece]:
-            return next(itertools.islice(reference()._all_entries(), i, None))
-
-        return StateView(self._shards.parameters, entries_of)
+        return StateView(self._shards.parameters, lambda i: reference()._entries(i))
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -201,10 +205,8 @@ class ShardedState(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._push_options()
-        numbers = self._numbers()
-        entries = zip(self._shards.parameters, self._all_entries(), strict=True)
         state_dict = {
-            "state": {numbers[id(p)][1]: own for p, own in entries},
+            "state": {self._number_of(p)[1]: self._entries(i) for i, p in enumerate(self._shards.parameters)},
             "param_groups": self._saved_groups(),
             "steps": sealed(self._steps, self._save_id),
         }
@@ -295,28 +297,26 @@ class ShardedState(torch.optim.Optimizer):
 
     def _targets(self) -> dict[int, Target]:
         """What is loaded of each trainable parameter, by its identity."""
-        templates, held, numbers = self._templates(), self._shards.held_masters(), self._numbers()
         targets = {}
-        for p, label in zip(self._shards.parameters, self._shards.names, strict=True):
-            g, number = numbers[id(p)]
-            label, shard = number.name or label, held[id(p)].shard
-            targets[id(p)] = Target(label, p.shape, shard, templates[g], self.home_of(p))
+        rows = zip(self._shards.parameters, self._shards.names, self._shards.shards(), strict=True)
+        for p, label, shard in rows:
+            g, number = self._number_of(p)
+            targets[id(p)] = Target(number.name or label, p.shape, shard, self._template(g), self.home_of(p))
         return targets
 
     def _present_values(self, i: int) -> torch.Tensor:
-        parameter = self._shards.parameters[i]
-        shard = self._shards.held_masters()[id(parameter)].shard
-        return initial_values(parameter)[shard.start : shard.end]
+        shard = self._shards.shards()[i]
+        return initial_values(self._shards.parameters[i])[shard.start : shard.end]
 
     def _load_inner(self, chosen: Sequence[dict], states: Sequence[dict]) -> None:
         groups = [group | new for group, new in zip(self.param_groups, chosen, strict=True)]
-        templates, numbers, by_master = self._templates(), self._numbers(), {}
+        by_master = {}
         for i, (p, state) in enumerate(zip(self._shards.parameters, states, strict=True)):
             masters = self._shards.optimized[i]
             if self._shards.updated[i].work is None:
                 parts = [state] * len(masters)
             else:
-                parts = split_state(state, templates[numbers[id(p)][0]], p.shape, len(masters))
+                parts = split_state(state, self._template(self._number_of(p)[0]), p.shape, len(masters))
             by_master |= {id(master): part for master, part in zip(masters, parts, strict=True)}
         self.inners.load(groups, by_master, self._device)
 

@@ -1,9 +1,11 @@
 """What an optimizer keeps of a parameter, found out before it has kept any."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.inner import options
@@ -54,6 +56,21 @@ class StateTemplate(NamedTuple):
         return "step" if "step" in self.entries else STARTED
 
 
+def template_key(inner: InnerClass, group: dict) -> Hashable:
+    """Equal where the optimizer of a group keeps the same state: its class, and all of its options but the
+    value of a float that is not 0.
+    """
+
+    def kind(value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            return torch.Tensor
+        if isinstance(value, float):
+            return float, value == 0
+        return tuple(map(kind, value)) if isinstance(value, list | tuple) else repr(value)
+
+    return inner.optimizer_class, inner.whole, *((k, kind(v)) for k, v in sorted(options(group).items()))
+
+
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> StateTemplate:
     """From a step with a parameter of two elements, or a small matrix, an lr of its own and no gradient but
     zeros.
@@ -63,9 +80,25 @@ def make_template(inner: InnerClass, group: dict, device: torch.device) -> State
     optimizer = inner.optimizer_class([chosen | {"params": [trial]}], **inner.defaults)
     lazy = not optimizer.state.get(trial)
     trial.grad = torch.zeros_like(trial)
-    optimizer.step()
+    with _no_global_hooks():
+        optimizer.step()
     found = optimizer.state.get(trial, {})
     return StateTemplate({k: entry_of(k, v, trial) for k, v in found.items() if v is not None}, lazy)
+
+
+@contextlib.contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """A trial is no step of the run. To call the function that torch has wrapped is not enough: a class may
+    call the step() of the class that it is based on.
+    """
+    kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in kept:
+            hooks.update(own)
 
 
 def entry_of(name: str, value: Any, trial: torch.Tensor) -> Entry:
