@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofp4.distributed import first_difference
-from zerofp4.optim.checkpoint import own_name
 from zerofp4.optim.groups import Place, Ranks
+from zerofp4.optim.state_dict import own_name
 
 
 class Member(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 
 from zerofp4.distributed import OwnError, exchange
 from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.loading import find_saves, load_error, pieces_of
+from zerofp4.optim.load import find_saves, load_error, pieces_of
 from zerofp4.optim.piece import Piece, make_piece
 from zerofp4.optim.seal import check_one_save
 from zerofp4.optim.state import ShardedState

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerofp4.optim.template import Entry, StateTemplate, entry_of
+from zerofp4.optim.state_dict import Entry, StateTemplate, entry_of
 
 
 def matrices_of(piece: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:

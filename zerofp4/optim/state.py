@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, OwnError, error_text, exchange
-from zerofp4.optim.checkpoint import ParameterId, StateView, parameter_id, saved_entries, saved_groups
 from zerofp4.optim.classes import InnerClass
-from zerofp4.optim.entries import Target
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner_optimizers import InnerOptimizers
-from zerofp4.optim.loading import (
+from zerofp4.optim.load import (
+    Target,
     check_same_steps,
     find_saves,
     load_error,
@@ -28,7 +27,16 @@ from zerofp4.optim.piece import Home, Piece
 from zerofp4.optim.rounds import Rounds
 from zerofp4.optim.seal import SealedTuple, check_one_save, draw_token, make_id, sealed
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.template import StateTemplate, make_template, template_key
+from zerofp4.optim.state_dict import (
+    ParameterId,
+    StateTemplate,
+    StateView,
+    make_template,
+    parameter_id,
+    saved_entries,
+    saved_groups,
+    template_key,
+)
 from zerofp4.optim.votes import Votes
 from zerofp4.optim.watch import ParameterWatch, Snapshot
 
