@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import pytest
@@ -189,8 +190,11 @@ def test_describe_says_what_the_ranks_agreed_on(world):
 
 @on_ranks(2)
 def test_a_step_after_one_that_was_interrupted(world):
-    """On all ranks at the same place: reductions and messages of the first are on their way."""
+    """On all ranks at the same place: reductions and messages of the first are on their way when the ranks go
+    on from a checkpoint.
+    """
     parameters, optimizer = build(world)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
     part, run = optimizer.inner._parts[1], optimizer.inner._parts[1].run
 
     def interrupt(*_):
@@ -200,6 +204,7 @@ def test_a_step_after_one_that_was_interrupted(world):
     part.run = interrupt
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
+    optimizer.load_state_dict(checkpoint)
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
         optimizer.step()
