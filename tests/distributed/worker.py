@@ -12,6 +12,7 @@ collective, and the group is of no more use: all ranks end, and the test process
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -77,10 +78,20 @@ def _leave_group(destroy: Callable[[], None]) -> None:
     """
     _forget_meshes()
     destroy()
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    left = [name for name in names if name.startswith(_GLOO_THREADS)]
-    if left:
-        raise RuntimeError(f"a group outlived destroy_process_group(): its threads still run: {left}")
+    deadline = time.monotonic() + 10  # a thread of gloo may hold its last work until it runs again
+    while left := _gloo_threads():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a group outlived destroy_process_group(): its threads still run: {left}")
+        time.sleep(0.02)
+
+
+def _gloo_threads() -> list[str]:
+    """Names of those of this process."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(path.read_text().strip())
+    return [name for name in names if name.startswith(_GLOO_THREADS)]
 
 
 def _forget_meshes() -> None:
