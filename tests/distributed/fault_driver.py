@@ -26,7 +26,7 @@ import zerofp4
 from zerofp4 import distributed
 from zerofp4.engine import flat, gradients
 from zerofp4.launch import World
-from zerofp4.optim import ZeroFP4Optimizer, loading, piece, stepping
+from zerofp4.optim import ZeroFP4Optimizer, load, piece, stepping
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
@@ -69,7 +69,7 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         "gather": (flat.PackedBuffer, "start_gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "publish": (sys.modules["checkpoints"], "digest", 2),
-        "load": (loading, "find", 2),
+        "load": (load, "find", 2),
     }
     if stage == "backward":
         model[1].weight.register_hook(lambda _: fail(kind))
