@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -75,6 +76,23 @@ def test_averages_are_saved_and_loaded(world):
     loaded = AveragedMasters(build(other, group=alone), DECAY)
     dcp.load({"averages": loaded}, checkpoint_id=path, no_dist=True)
     check(other, loaded, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("between", ["update", "load"])
+def test_files_of_two_averages_of_one_step_are_refused(world, between):
+    _, _, averages, _ = averaged(world)
+    paths = shared_folder(world), shared_folder(world)
+    dcp.save({"averages": averages}, checkpoint_id=paths[0])
+    averages.update() if between == "update" else averages.load_state_dict(averages.state_dict())
+    dcp.save({"averages": averages}, checkpoint_id=paths[1])
+    dist.barrier()
+    if world.rank == 0:
+        shutil.copy(paths[1] / "__0_0.distcp", paths[0] / "__0_0.distcp")
+    dist.barrier()
+    with pytest.raises(ValueError, match="mixes 2 saves"):
+        dcp.load({"averages": averages}, checkpoint_id=paths[0])
+    dcp.load({"averages": averages}, checkpoint_id=paths[1])
 
 
 @on_ranks(1, 2)

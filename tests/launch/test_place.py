@@ -32,7 +32,7 @@ def test_mpirun_is_recognized(environment, size):
 def test_ranks_started_by_torchrun():
     assert ranks_started({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}) == 8
     assert ranks_started({"RANK": "0", "WORLD_SIZE": "2"}) == 2
-    assert ranks_started({"WORLD_SIZE": "8"}) == 1  # as launch reads it: one of the two says nothing
+    assert ranks_started({"WORLD_SIZE": "8"}) == 8
 
 
 def test_each_local_rank_has_a_gpu_of_its_own(two_gpus):

@@ -300,6 +300,18 @@ def test_a_model_inside_ddp_is_not_converted(world_of_one):
         zerofp4.convert_model(model)
 
 
+def test_a_model_inside_ddp_is_not_unconverted(world_of_one):
+    """Its optimizer may hold its parameters; whoever averages their gradients may not."""
+    model = nn.Sequential(nn.Linear(32, 64))
+    zerofp4.convert_model(model)
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    ddp = nn.parallel.DistributedDataParallel(model, init_sync=False)
+    with pytest.raises(RuntimeError, match=r"0.weight is held by a DistributedDataParallel"):
+        zerofp4.unconvert_model(model, optimizer)
+    del ddp
+    assert zerofp4.unconvert_model(model, optimizer) == ["0.weight"]
+
+
 def test_a_root_that_is_a_linear_layer():
     model = nn.Linear(32, 32)
     assert zerofp4.convert_model(model).converted == [""]

@@ -1,9 +1,11 @@
 """A step that is left in the middle breaks the optimizer, until its masters are those of one step again."""
 
 import copy
+import io
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from optim_cases import (
     assert_all_equal,
     assert_weights_follow,
@@ -12,7 +14,8 @@ from optim_cases import (
     set_gradients,
 )
 
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+import zerofp4
+from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, state
 
 
 def interrupt(*_) -> None:
@@ -63,9 +66,10 @@ def undo(optimizer) -> None:
 
 
 @pytest.mark.parametrize("how", BREAKS)
-def test_an_interrupt_between_updates(device, how):
+def test_an_interrupt_between_updates(device, how, tmp_path):
     groups, place = BREAKS[how]
     parameters, optimizer = build(device, groups)
+    averages = AveragedMasters(optimizer)
     take_step(parameters, optimizer, 0)
     saved, before = copy.deepcopy(optimizer.state_dict()), masters_of(optimizer)
     place(optimizer)
@@ -80,6 +84,15 @@ def test_an_interrupt_between_updates(device, how):
         with pytest.raises(RuntimeError, match=r"of no more use: step\(\) was left in the middle") as caught:
             call()
         assert caught.value.__cause__ is optimizer.broken
+    model = torch.nn.ParameterList(parameters)
+    for save in (
+        lambda: torch.save(optimizer.state_dict(), io.BytesIO()),
+        lambda: dcp.save(dict(optimizer.state[parameters[0]]), checkpoint_id=tmp_path, no_dist=True),
+        lambda: dict(zerofp4.master_state_dict(model, optimizer)),
+        averages.update,
+    ):
+        with pytest.raises((RuntimeError, dcp.api.CheckpointException), match="masters may be of two steps"):
+            save()
     with pytest.raises(ValueError, match="masters_from is of no more use"):
         ZeroFP4Optimizer(groups(parameters), FusedAdamW, masters_from=optimizer)
     assert_all_equal(masters_of(optimizer), after, "master")
@@ -122,6 +135,24 @@ def test_an_error_in_an_update_of_a_rank_alone(device):
         take_step(parameters, optimizer, 0)
     with pytest.raises(RuntimeError, match="ValueError: no update today"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["exchange", "warn_of_options"])
+def test_a_load_that_is_interrupted_before_it_changes_masters_changes_nothing(device, where, monkeypatch):
+    (parameters, optimizer), (other, right) = (build(device, two_classes) for _ in range(2))
+    for members, one in ((parameters, optimizer), (other, right)):
+        take_step(members, one, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for members, one in ((parameters, optimizer), (other, right)):
+        take_step(members, one, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(state, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(saved)
+    assert optimizer.broken is None
+    for members, one in ((parameters, optimizer), (other, right)):
+        take_step(members, one, 2)
+    assert_all_equal(masters_of(optimizer), masters_of(right), "master")
 
 
 def test_what_comes_before_an_update_breaks_nothing(device):

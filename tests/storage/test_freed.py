@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import assert_bytes_equal
@@ -37,6 +40,10 @@ READS = {
         "columnwise",
         "a 'fc1'",
     ),
+    "clone": (lambda t, _: t.clone(), "", "the tensor 'fc1'"),
+    "deepcopy": (lambda t, _: copy.deepcopy(t), "", "the tensor 'fc1'"),
+    "move": (lambda t, _: t.to("cpu", copy=True), "", "the tensor 'fc1'"),
+    "pickle": (lambda t, _: pickle.dumps(t), "", "the tensor 'fc1'"),
     "source of copy_": (lambda t, other: other.copy_(t), "", "the source of copy_ 'fc1'"),
 }
 """What is called, which side of the tensor it reads, and what messages call the tensor."""

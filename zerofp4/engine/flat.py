@@ -35,7 +35,9 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     writes the whole storage for each. What moves such a storage in place (share_memory_()) leaves the memory
     and all other tensors over it where they are.
     """
-    return torch.from_dlpack(view)
+    # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
+    with torch.inference_mode(False), torch.cuda.device_of(view):
+        return torch.from_dlpack(view)
 
 
 class Halfway(NamedTuple):

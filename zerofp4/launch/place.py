@@ -44,8 +44,8 @@ def mpirun_size(environment: Mapping[str, str]) -> int | None:
 
 def ranks_started(environment: Mapping[str, str]) -> int:
     """How many ranks a launcher started, this one among them: 1 without one, and where only MPI knows."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return place_from_environment({"LOCAL_RANK": "0", **environment}).world_size
+    if "WORLD_SIZE" in environment:
+        return place_from_environment({"RANK": "0", "LOCAL_RANK": "0", **environment}).world_size
     return mpirun_size(environment) or 1
 
 

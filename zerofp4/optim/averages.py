@@ -1,5 +1,6 @@
 """An exponential moving average of the masters of a ZeroFP4Optimizer."""
 
+import hashlib
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from zerofp4.distributed import OwnError, exchange
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.load import find_saves, load_error, pieces_of
 from zerofp4.optim.piece import Piece, make_piece
-from zerofp4.optim.seal import check_one_save
+from zerofp4.optim.seal import check_one_save, draw_token, make_id
 from zerofp4.optim.state import ShardedState
 
 
@@ -18,10 +19,11 @@ class AveragedMasters:
     optimizer: of the masters; the average begins with what they are now. decay: the share of the average that
     an update keeps, from 0 to 1.
 
-    Call update() after each step. It takes no part in collectives, and the average takes 4 bytes for each
-    element of this rank's slice. No value of it is ever quantized. master_state_dict(model, averages),
-    save_safetensors(model, averages, folder) and unconvert_model(model, averages) give it in the model's own
-    keys; state_dict() and load_state_dict() are for torch.distributed.checkpoint, in a world of any size.
+    Call update() after each step. It takes no part in collectives. The average takes 4 bytes for each element
+    of this rank's slice, and update() as many once more for the largest bucket while it runs. No value of it
+    is ever quantized. master_state_dict(model, averages), save_safetensors(model, averages, folder) and
+    unconvert_model(model, averages) give it in the model's own keys; state_dict() and load_state_dict() are
+    for torch.distributed.checkpoint, in a world of any size.
 
     Raises TypeError for what is no ZeroFP4Optimizer, ValueError for a decay out of range.
     """
@@ -31,7 +33,11 @@ class AveragedMasters:
             raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
+        optimizer._shards.check_not_taken_over()
         self.optimizer, self.decay = optimizer, decay
+        # Of the ids of saves: the same on every rank, another after each load.
+        self._token = hashlib.sha256(f"{optimizer._save_id} {decay}".encode()).hexdigest()[:16]
+        self._updates = 0
         self._slices = [buffer.masters.clone() for buffer in optimizer._shards.buffers]
 
     @torch.no_grad()
@@ -43,8 +49,14 @@ class AveragedMasters:
         ZeroFP4Optimizer was built over the parameters.
         """
         self.optimizer._shards.check_not_taken_over()
+        self.optimizer._raise_if_broken()
+        self._updates += 1
         for average, buffer in zip(self._slices, self.optimizer._shards.buffers, strict=True):
             average.mul_(self.decay).add_(buffer.masters * (1 - self.decay))
+
+    @property
+    def _save_id(self) -> str:
+        return make_id(self._token, self._updates)
 
     def held_masters(self) -> dict[int, HeldMaster]:
         """This rank's pieces of the averages, by the identity of the parameter."""
@@ -64,7 +76,7 @@ class AveragedMasters:
             values = self._slices[0][:0] if own.piece is None else own.piece
             piece = make_piece(values, parameter.shape, own.shard.start, optimizer.home_of(parameter))
             piece.label = None if number.name is None else f"{number.name}.average"
-            piece.refusal, piece.written_by = refusal, (optimizer._save_id,)
+            piece.refusal, piece.written_by = refusal, (self._save_id,)
             state[number] = {"average": piece}
         return {"state": state}
 
@@ -75,11 +87,14 @@ class AveragedMasters:
         """
         found, saves, error = [], None, OwnError()
         try:
-            found, saves = self._read(state_dict), find_saves(state_dict, self.optimizer._save_id)
+            found, saves = self._read(state_dict), find_saves(state_dict, self._save_id)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))
         group = self.optimizer.process_group()
-        check_one_save(exchange(saves, error, group, "load_state_dict() of averages"))
+        told = exchange((saves, draw_token()), error, group, "load_state_dict() of averages")
+        by_rank, (token, *_) = zip(*told, strict=True)
+        check_one_save(by_rank)
+        self._token, self._updates = token, 0
         for own, values in found:
             own.copy_(values)
         for piece in pieces_of(state_dict):

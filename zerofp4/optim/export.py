@@ -39,7 +39,7 @@ def master_state_dict(
     save_pretrained(state_dict=...).
 
     Raises TypeError for an optimizer that is no ZeroFP4Optimizer, and for a dtype that is not floating,
-    RuntimeError for an optimizer whose parameters a later one has taken over.
+    RuntimeError for an optimizer that is `broken`, or whose parameters a later one has taken over.
     """
     return _masters(model, *_find_masters(optimizer, dtype), dtype)
 
@@ -52,6 +52,7 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ShardedState, dict[i
     if not isinstance(optimizer, ShardedState):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
     optimizer._shards.check_not_taken_over()
+    optimizer._raise_if_broken()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
     return optimizer, (optimizer._shards if source is optimizer else source).held_masters()
@@ -245,7 +246,7 @@ def unconvert_model(model: nn.Module, optimizer: ShardedState | AveragedMasters 
         if isinstance(parameter, QuantizedTensor)
     ]
     others = [(full_name, module._parameters[name]) for module, name, full_name in found]
-    check_not_held([(name, p) for name, p in others if id(p) not in held])
+    check_not_held(others, apart_from=() if optimizer is None else (optimizer, optimizer._watch))
     made: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module, name, _ in found:

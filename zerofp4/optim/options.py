@@ -17,8 +17,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd factor as an int64: whatever is multiplied by it and its powers stays different."""
 
 
-MUST_BE_FINITE = ("lr", "betas", "eps", "weight_decay", "momentum")
-"""Options that reach every master of a group, whatever class updates it."""
+MUST_BE_FINITE = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "rho")
+"""Options of torch's classes that reach every master of a group."""
 
 
 def check_finite(param_groups: Sequence[Mapping[str, Any]]) -> None:

@@ -59,6 +59,8 @@ class Piece(torch.Tensor):
     """Whether the values are those of an optimizer itself, and no copy."""
     label: str | None
     """Of the parameter and the entry, as a file has it."""
+    unsound: str | None
+    """Why its values must not be saved: the optimizer is broken."""
     refusal: str | None
     """Why no file can have it under its name: other ranks have other tensors of that name."""
     written_by: Iterable[str | None]
@@ -78,7 +80,7 @@ class Piece(torch.Tensor):
         piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
         piece.values, piece.start, piece.home = values, start, home
         piece.boxes, piece.loaded = {}, None
-        piece.live, piece.label, piece.refusal = live, None, None
+        piece.live, piece.label, piece.refusal, piece.unsound = live, None, None, None
         piece.received, piece.written_by, piece._shape = {}, (None,), torch.Size(shape)
         return piece
 
@@ -104,7 +106,8 @@ class Piece(torch.Tensor):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
         piece = type(self)(function(self.present()), self.shape, self.start, self.home)
-        piece.label, piece.refusal, piece.written_by = self.label, self.refusal, tuple(self.save_ids)
+        piece.label, piece.refusal, piece.unsound = self.label, self.refusal, self.unsound
+        piece.written_by = tuple(self.save_ids)
         return piece
 
     @property
@@ -149,6 +152,7 @@ class Piece(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self.boxes.values()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list:
+        self._check_sound()
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -184,7 +188,12 @@ class Piece(torch.Tensor):
             memo[id(self)] = self.map(torch.clone)
         return memo[id(self)]
 
+    def _check_sound(self) -> None:
+        if self.unsound is not None:
+            raise RuntimeError(self.unsound)
+
     def __reduce_ex__(self, protocol: Any) -> tuple:
+        self._check_sound()
         if not self.is_whole:
             warnings.warn(
                 "torch.save writes this rank's part of the optimizer's state, and every rank must write its "

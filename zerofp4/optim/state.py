@@ -68,17 +68,15 @@ class ShardedState(torch.optim.Optimizer):
 
     broken: RuntimeError | None = None
     """Why this rank's masters may be of two steps, else None: an interrupt, or in a world of one any error,
-    came behind the agreement of the ranks. step() and clip_grad_norm_() raise from then on, on every rank,
-    until load_state_dict() has brought all masters.
+    came behind the agreement of a step, or any error behind that of load_state_dict(). step(),
+    clip_grad_norm_() and saving raise from then on, until load_state_dict() has brought all masters.
     """
 
     def _break(self, call: str, error: BaseException) -> None:
-        """An error of one of several ranks breaks nothing: that rank goes on with its part of the call."""
-        if self._votes.world_size == 1 or not isinstance(error, Exception):
-            # Not the error itself, whose traceback has frames that hold this.
-            self.broken = RuntimeError(
-                f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
-            )
+        """Keeps the error's text, not the error, whose traceback has frames that hold this."""
+        self.broken = RuntimeError(
+            f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
+        )
 
     def _raise_if_broken(self) -> None:
         if self.broken is not None:
@@ -177,6 +175,7 @@ class ShardedState(torch.optim.Optimizer):
         own = saved_entries(number.name, p, held, state, template, self._homes[id(p)], refusal)
         for piece in own.values():
             piece.written_by = (self._save_id,)
+            piece.unsound = None if self.broken is None else f"{self.broken}: it must not be saved"
         return own
 
     @property
@@ -243,8 +242,8 @@ class ShardedState(torch.optim.Optimizer):
 
         Collective. When any rank's state dict does not fit, a parameter of it was moved, or the ranks bring
         states of different steps or what two saves wrote, every rank raises ValueError (TypeError for what is
-        no dict), which lists the names, and nothing changes. So they do where
-        the optimizer is `broken` and a master would stay.
+        no dict), which lists the names, and nothing changes. The same happens where the optimizer is `broken`
+        and a master would stay.
         """
         before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
         try:
@@ -253,17 +252,20 @@ class ShardedState(torch.optim.Optimizer):
                 state_dict = hook(self, state_dict) or state_dict
             loaded = self._read(state_dict)
             steps, saves = int(state_dict.get("steps", 0)), find_saves(state_dict, self._save_id)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
+        except Exception as failure:  # whatever it is, every rank raises it
             error = OwnError(load_error(failure))
+        except BaseException:
+            self.inners.restore(before)
+            raise
         try:
             told = exchange((steps, saves, draw_token()), error, self.process_group(), "load_state_dict()")
             by_rank, saves_by_rank, (token, *_) = zip(*told, strict=True)
             check_same_steps(by_rank)
             check_one_save(saves_by_rank)
-        except Exception:
+            warn_of_options(state_dict, self._saved_groups())
+        except BaseException:
             self.inners.restore(before)
             raise
-        warn_of_options(state_dict, self._saved_groups())
         try:
             self._pull_options()
             for master, values in zip(self._shards.masters, loaded, strict=True):

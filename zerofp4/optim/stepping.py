@@ -93,7 +93,8 @@ class SteppedOptimizer(CapturedSteps):
         except BaseException as failure:
             if getattr(failure, "unheard", False):
                 self._unheard = error_text(failure)
-            self._break("step()", failure)
+            if self._votes.world_size == 1 or not isinstance(failure, Exception):
+                self._break("step()", failure)  # else this rank has gone on with its part of the step
             raise
         finally:  # the other ranks, which may have found nothing wrong, count it as well
             self._reduced = None

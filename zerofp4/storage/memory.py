@@ -103,15 +103,16 @@ def find_freed(tensors: Sequence[torch.Tensor]) -> int | None:
     if min(addresses, default=_LARGEST_STORAGE) >= _LARGEST_STORAGE:
         return None
     for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
-        has_storage = not (dispatches(tensor) or tensor._is_zerotensor())
-        if address < _LARGEST_STORAGE and has_storage and not holds(tensor):
-            return i
+        if address < _LARGEST_STORAGE and not dispatches(tensor):
+            if not (tensor._is_zerotensor() or holds(tensor)):
+                return i
     return None
 
 
 _LARGEST_STORAGE = 2**40
-"""A freed storage is at address 0, so the address of a tensor in it is the tensor's offset in bytes. Nearly
-all memory lies above the largest offset that there can be.
+"""A freed storage is at address 0, so the address of a tensor in it is the tensor's offset in bytes. Most
+memory lies above the largest offset that there can be. Some allocators of GPUs use addresses below it, where
+each tensor is looked at more closely.
 """
 
 

@@ -128,6 +128,7 @@ def _as_strided(tensor, size, stride, storage_offset=None):
 
 
 def _clone(tensor, *, memory_format=None):
+    tensor.record.check_memory("the tensor")
     return type(tensor)(tensor.record.map(torch.clone))
 
 

@@ -57,15 +57,16 @@ def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> Non
                 holder.note_replaced(old)
 
 
-def check_not_held(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def check_not_held(named: Sequence[tuple[str, torch.Tensor]], apart_from: Sequence[object] = ()) -> None:
     """Raises RuntimeError for the first of these parameters, which are to be replaced, that an optimizer or
-    DistributedDataParallel holds. Looks at every object of the interpreter.
+    DistributedDataParallel holds, other than `apart_from`. Looks at every object that the collector tracks
+    (none that gc.freeze() put away).
     """
-    found = _find_held(named)
+    found = _find_held(named, apart_from)
     if found is None:
         return
     gc.collect()  # what was deleted may be in a cycle
-    found = _find_held(named)
+    found = _find_held(named, apart_from)
     if found is not None:
         name, owner = found
         raise RuntimeError(
@@ -74,14 +75,20 @@ def check_not_held(named: Sequence[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-def _find_held(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
+def _find_held(
+    named: Sequence[tuple[str, torch.Tensor]], apart_from: Sequence[object]
+) -> tuple[str, str] | None:
     """The name of one that is held, and what holds it."""
     owner_of: dict[int, str] = {}
-    for owner in [o for o in gc.get_objects() if issubclass(type(o), _OWNERS)] if named else ():
+    tracked = gc.get_objects() if named else []
+    kinds = {kind for kind in set(map(type, tracked)) if issubclass(kind, _OWNERS)}  # of 10**5 objects, in C
+    owners = [o for o in tracked if type(o) in kinds] if kinds else []
+    for owner in (o for o in owners if not any(o is one for one in apart_from)):
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _optimized(owner)
         owner_of |= {id(p): type(owner).__name__ for p in parameters if p.requires_grad}
     for name, parameter in named:
-        trained = any(holder.holds(parameter) for holder in list(_holders))  # also one that was frozen since
+        holders = [holder for holder in list(_holders) if not any(holder is one for one in apart_from)]
+        trained = any(holder.holds(parameter) for holder in holders)  # also one that was frozen since
         owner = "ZeroFP4Optimizer" if trained else owner_of.get(id(parameter))
         if owner is not None:
             return name, owner

@@ -15,6 +15,7 @@ from zerofp4.tensors.initial_value import HAD_MASTER, INIT_VAL
 
 def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
     """A record of function(buffer) that begins with what the record begins with."""
+    record.check_memory("the tensor")
     new = record.map(function)
     if HAD_MASTER in record.attachments:
         new.attachments[HAD_MASTER] = True
@@ -29,6 +30,7 @@ def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor
 def reduce_tensor(tensor) -> tuple:
     """What pickle writes: `rebuild_tensor` and its arguments."""
     record = tensor.record
+    record.check_memory("the tensor")
     buffers = dict(record.buffers())
     for name, buffer in buffers.items():
         if buffer.untyped_storage().nbytes() > buffer.nbytes:  # do not write all of a flat buffer
