@@ -10,7 +10,7 @@ from helpers import assert_bytes_equal, needs_gpu
 
 from distributed.cases import SPLITS, split
 from zerofp4 import ops
-from zerofp4.distributed import PackedGather, packed_gather
+from zerofp4.distributed import OwnError, PackedGather, packed_gather
 from zerofp4.shard import Shard
 
 POISON = 0xA5
@@ -202,17 +202,17 @@ def test_queueing_allocates_nothing_and_waits_for_nothing(monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
     ranks = Ranks(monkeypatch, device, 2, _split_all(2, "odd"))
     gather = ranks.gathers[0]
-    gather.queue()
+    gather.queue(OwnError())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         torch.cuda._sleep(10**8)
-        gather.queue()
+        gather.queue(OwnError())
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert not torch.cuda.current_stream().query(), "the host waited, or was too slow to show anything"
         with pytest.raises(ValueError, match="mine"):
-            gather.queue(ValueError("mine"))
+            gather.queue(OwnError(ValueError("mine")))
         assert not torch.cuda.current_stream().query()
     finally:
         torch.cuda.set_sync_debug_mode("default")

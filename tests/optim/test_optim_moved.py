@@ -84,6 +84,18 @@ def test_refresh_drops_what_was_assigned(device):
     optimizer.step()
 
 
+def test_refresh_in_inference_mode(device):
+    """The parameters are those of training, as they were."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters)
+    with torch.inference_mode():
+        optimizer.refresh()
+    assert not any(p.is_inference() for p in parameters)
+    sum((p.dequantize() if hasattr(p, "record") else p).float().square().sum() for p in parameters).backward()
+    optimizer.step()
+    assert optimizer.found_inf.item() == 0
+
+
 def test_refresh_of_a_parameter_that_is_another(device):
     for data, now in [
         (torch.zeros(300, dtype=torch.float64), "float64 (300,)"),

@@ -58,12 +58,17 @@ NOT_FINITE = [
     ("eps", math.inf),
     ("weight_decay", math.inf),
     ("momentum", math.nan),
+    ("dampening", math.inf),
+    ("alpha", math.nan),
+    ("lr_decay", math.inf),
 ]
 
 
 def classes_with(name) -> list[type]:
     """The optimizers that have the option."""
-    return [torch.optim.SGD] if name == "momentum" else [FusedAdamW, torch.optim.AdamW]
+    others = {"alpha": torch.optim.RMSprop, "lr_decay": torch.optim.Adagrad}
+    others |= dict.fromkeys(("momentum", "dampening"), torch.optim.SGD)
+    return [others[name]] if name in others else [FusedAdamW, torch.optim.AdamW]
 
 
 @pytest.mark.parametrize(("name", "value"), NOT_FINITE)
