@@ -274,6 +274,17 @@ def add(gpu, coming, bucket):
 ALL = {"gathered", "completed"}
 
 
+def test_the_allocator_is_told_of_the_memory_that_it_gave(gpu, monkeypatch):
+    """Codes have storages of their own over a flat buffer, which torch's allocator does not know."""
+    bucket, told = Bucket((16, 32)), []
+    (weight,) = bucket.parameters
+    bucket.weights = weight.rowwise_data.view(-1).clone()
+    weight.rowwise_data = torch.from_dlpack(bucket.weights.view(16, 16))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: told.append(id(tensor)))
+    Arrivals(GPU).watch(bucket)
+    assert {id(bucket.weights), id(weight.columnwise_data), id(weight.columnwise_scale)} <= set(told)
+
+
 def test_a_gpu_waits_in_the_stream_that_reads(gpu):
     bucket, coming = Bucket((16, 32)), Arrivals(GPU)
     (weight,) = bucket.parameters

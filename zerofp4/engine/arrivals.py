@@ -100,6 +100,7 @@ class Arrivals:
         """Its weights, as they are bound now, are written to on a stream that the allocator does not know."""
         if self._stream is None:
             return
+        buffer.weights.record_stream(self._stream)  # torch ignores it for codes, whose storage is their own
         for weight in buffer.parameters:
             for _, place in weight.record.places():
                 place.record_stream(self._stream)
