@@ -27,7 +27,7 @@ from distributed.checks_optim import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.engine.matrices import longest_first
+from zerofp4.engine.buckets import longest_first
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import Shard
 

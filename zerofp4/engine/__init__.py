@@ -5,20 +5,19 @@ exchange, its weights one gather in place, and a step works on one bucket while 
 """
 
 from zerofp4.engine.arrivals import Arrivals
+from zerofp4.engine.buckets import Updated, build_buffers
 from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.early import EarlyReducer
 from zerofp4.engine.early_peer import EarlyPeerReducer
 from zerofp4.engine.exchange import GradientReducer
-from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer
+from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer, Sharding
 from zerofp4.engine.gradients import FlatGradients, GradientViews
 from zerofp4.engine.host_reducer import HostReducer, Hosts, join_host
 from zerofp4.engine.local_reducer import LocalReducer
-from zerofp4.engine.partition import Updated, build_buffers
 from zerofp4.engine.peer_reducer import PeerReducer
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.places import GradientPlaces, are_sendable, is_sendable
 from zerofp4.engine.publication import Publication
-from zerofp4.engine.sharding import Sharding
 from zerofp4.engine.stretches import Brought
 from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
 

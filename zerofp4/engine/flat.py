@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, Pending, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import PeerGather, Peers
-from zerofp4.engine.sharding import Sharding
 from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.shard import equal_slices, intersect, whole_slices
@@ -38,6 +37,25 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
     with torch.inference_mode(False), torch.cuda.device_of(view):
         return torch.from_dlpack(view)
+
+
+class Sharding(NamedTuple):
+    """The ranks that a parameter is sharded over, and the ranks that hold replicas of it.
+
+    group: each element is owned by one of its ranks; None for one rank alone.
+    copy: if ranks outside of the group hold the same parameter, sharded in the same way, this rank's number
+        among the owners of the same elements; else None.
+    replicas: the owners of the same elements in other groups, and this rank: they average their gradients.
+    """
+
+    group: dist.ProcessGroup | None
+    copy: int | None = None
+    replicas: dist.ProcessGroup | None = None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a norm over all ranks counts this rank's elements, not those of another copy."""
+        return not self.copy
 
 
 class Halfway(NamedTuple):

@@ -1,0 +1,162 @@
+"""Buckets: which parameters share a flat buffer, and which rank owns a matrix that must stay whole."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zerofp4.distributed import rank_and_size
+from zerofp4.engine.flat import DenseBuffer, FlatBuffer, PackedBuffer, Sharding
+from zerofp4.engine.wire import Wire
+from zerofp4.tensors import NVFP4Tensor
+
+
+class Updated(NamedTuple):
+    """How the master of a parameter is updated.
+
+    by: the number of the optimizer that updates it. All parameters of a bucket have the same one.
+    work: what an update costs, in any unit, if it needs whole matrices; None if it takes any slice.
+    """
+
+    by: int = 0
+    work: int | None = None
+
+
+def build_buffers(
+    parameters: Sequence[torch.Tensor],
+    together: Sequence[int],
+    shardings: Sequence[Sharding],
+    wire: Wire,
+    updated: Sequence[Updated] | None = None,
+    as_made: bool = False,
+    rounded_first: bool = False,
+) -> list[FlatBuffer]:
+    """Build one flat buffer per bucket, the same list on every rank.
+
+    The parameters of a bucket share their sharding, their optimizer and their kind (NVFP4, or a dtype), and
+    buffers are sorted by these three. In a group of one rank nothing travels: each combination is one bucket.
+
+    together: by parameter, the number of its amax group, which must lie in one bucket.
+    shardings: by parameter.
+    updated: by parameter; None for one optimizer that takes any slice.
+    as_made: sort buffers as a backward pass is expected to make their gradients: NVFP4 weights of the last
+        layers first. Dense buckets follow, since each spans many layers and, as a rule, the embedding.
+    rounded_first: within a sharding, put NVFP4 weights last, so that a step waits for dense weights only.
+    """
+    updated = updated or [Updated()] * len(parameters)
+    buffers: list[FlatBuffer] = []
+    for sharding, positions in _positions(shardings).items():
+        world_size = rank_and_size(sharding.group)[1]
+        works = {i: updated[i].work for i in positions if updated[i].work is not None}
+        owners = dict(zip(works, longest_first([*works.values()], world_size), strict=True))
+        for indices in _of_one_kind(positions, parameters, updated, rounded_first):
+            sizes = [wire.nbytes(parameters[i]) for i in indices]
+            most = wire.bucket_bytes if world_size > 1 else sum(sizes)
+            numbers = [together[i] for i in indices]
+            is_whole = indices[0] in owners
+            if is_whole:
+                buckets = in_whole_slices(sizes, [owners[i] for i in indices], numbers, most // world_size)
+            else:
+                buckets = in_buckets(sizes, numbers, most, first_last=as_made)
+            for bucket in buckets:
+                chosen = [indices[position] for position in bucket]
+                members = [parameters[i] for i in chosen]
+                kind = PackedBuffer if isinstance(members[0], NVFP4Tensor) else DenseBuffer
+                with_ranks = [owners[i] for i in chosen] if is_whole else None
+                buffers.append(kind(chosen, members, sharding.group, with_ranks, sharding))
+    return sorted(buffers, key=lambda b: (b.kind != "nvfp4", -min(b.indices))) if as_made else buffers
+
+
+def _positions(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    """The positions of each key; keys in order of first appearance."""
+    found: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return found
+
+
+def _of_one_kind(
+    positions: Sequence[int],
+    parameters: Sequence[torch.Tensor],
+    updated: Sequence[Updated],
+    rounded_first: bool,
+) -> list[list[int]]:
+    """Split positions into lists of one kind and one optimizer."""
+    order = ("nvfp4", torch.bfloat16, torch.float16, torch.float32)
+    kinds: dict[tuple[bool, int, int], list[int]] = {}
+    for i in positions:
+        is_packed = isinstance(parameters[i], NVFP4Tensor)
+        kind = order.index("nvfp4" if is_packed else parameters[i].dtype)
+        kinds.setdefault((rounded_first and is_packed, updated[i].by, kind), []).append(i)
+    return [kinds[key] for key in sorted(kinds)]
+
+
+def in_buckets(
+    sizes: Sequence[int], together: Sequence[int], most: int, first_last: bool = False
+) -> list[list[int]]:
+    """Cut neighbouring positions into buckets of at most `most`; a larger position gets a bucket of its own.
+
+    together: positions with the same number share a bucket, where the first of them is.
+    first_last: the first bucket is sent last, with nothing left to hide its transfer. So if one bucket is not
+        enough, each is at most half of the sum of itself and all before it, down to an eighth of `most`.
+    """
+    rest = sum(sizes)
+    shrinks = first_last and rest > most
+    buckets: list[list[list[int]]] = []
+    room = 0
+    for positions in list(_positions(together).values())[:: -1 if first_last else 1]:
+        size = sum(sizes[i] for i in positions)
+        if not buckets or size > room:
+            buckets.append([])
+            room = min(most, max(rest // 2, most // 8)) if shrinks else most
+        buckets[-1].append(positions)
+        room -= size
+        rest -= size
+    if first_last:
+        buckets = [bucket[::-1] for bucket in reversed(buckets)]
+    return [[i for positions in bucket for i in positions] for bucket in buckets]
+
+
+# Whole matrices. The slices of a bucket are as long as the longest of them, so a rank that does not fill its
+# slice wastes memory and bandwidth. Owners are chosen first, over all buckets, to balance the time of
+# updates; then each bucket takes about equally much of every rank.
+
+
+def longest_first(works: Sequence[int], world_size: int) -> list[int]:
+    """Assign each job to a rank: longest job first, to the rank with the least work so far, ties by index."""
+    loads, owners = [0] * world_size, [0] * len(works)
+    for i in sorted(range(len(works)), key=lambda i: -works[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += works[i]
+    return owners
+
+
+def in_whole_slices(
+    sizes: Sequence[int], owners: Sequence[int], together: Sequence[int], room: int
+) -> list[list[int]]:
+    """Put each position into the first bucket where its owner's slice has room for it.
+
+    together: positions with the same number share a bucket.
+    room: of each rank in a bucket. What is larger opens a bucket whose slices are all that large.
+
+    Returns the positions of each bucket, sorted by owner.
+    """
+    buckets: list[list[int]] = []
+    rooms: list[int] = []
+    filled: list[Counter[int]] = []  # by owner
+    for positions in _positions(together).values():
+        needed: Counter[int] = Counter()
+        for i in positions:
+            needed[owners[i]] += sizes[i]
+        for b, most in enumerate(rooms):
+            if all(filled[b][owner] + size <= most for owner, size in needed.items()):
+                break
+        else:
+            b = len(buckets)
+            buckets.append([])
+            rooms.append(max(room, *needed.values()))
+            filled.append(Counter())
+        buckets[b] += positions
+        filled[b] += needed
+    return [sorted(positions, key=lambda i: (owners[i], i)) for positions in buckets]
