@@ -7,7 +7,7 @@ from torch import nn
 from zerofp4 import quantize
 from zerofp4.distributed import first_difference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.parameters import parameter_names
+from zerofp4.optim.param_groups import parameter_names
 from zerofp4.storage import called
 
 

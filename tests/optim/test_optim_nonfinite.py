@@ -18,7 +18,7 @@ from optim_cases import (
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.announcement import Slots
+from zerofp4.optim.build import Slots
 from zerofp4.optim.nonfinite import BEGINNING, NonfiniteGradients, first_nonfinite, from_word
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}

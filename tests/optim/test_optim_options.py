@@ -14,7 +14,7 @@ from optim_cases import (
 )
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.options import HASH_BITS, host_options, host_options_hash, tensor_options_hash
+from zerofp4.optim.param_groups import HASH_BITS, host_options, host_options_hash, tensor_options_hash
 
 
 def groups(*lrs, **options):

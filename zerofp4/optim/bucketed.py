@@ -10,8 +10,7 @@ from zerofp4.engine import GradientReducer, Peers
 from zerofp4.ops import RankGradients
 from zerofp4.optim.fused import FusedAdamW, Update
 from zerofp4.optim.fused_checks import GRADIENT_DTYPES
-from zerofp4.optim.inner import holding, is_plain
-from zerofp4.optim.inner_optimizers import InnerOptimizers
+from zerofp4.optim.inner import InnerOptimizers, holding, is_plain
 from zerofp4.optim.sharded import ShardedParameters
 
 

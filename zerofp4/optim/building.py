@@ -27,15 +27,26 @@ from zerofp4.engine import (
     make_wire,
     set_gradient_dtype,
 )
-from zerofp4.optim.announcement import (
+from zerofp4.optim.bucketed import BucketedStep
+from zerofp4.optim.build import (
     Announcement,
+    amax_group_numbers,
     announce,
     check_announcements,
+    check_can_overlap,
+    check_hosts,
+    check_overlap,
+    check_parameters,
     check_transport,
+    describe,
     find_slots,
+    overlaps_backward,
+    overlaps_forward,
 )
-from zerofp4.optim.bucketed import BucketedStep
-from zerofp4.optim.classes import (
+from zerofp4.optim.groups import Place, find_hosts, find_places
+from zerofp4.optim.initial import HandedMaster, HeldMaster, broadcast_frozen, take_over
+from zerofp4.optim.inner import (
+    InnerOptimizers,
     check_amax_groups,
     check_values,
     group_classes,
@@ -43,25 +54,9 @@ from zerofp4.optim.classes import (
     try_options,
     without_class,
 )
-from zerofp4.optim.groups import Place, find_hosts, find_places
-from zerofp4.optim.handover import take_over
-from zerofp4.optim.initial import HeldMaster, broadcast_frozen
-from zerofp4.optim.inner_optimizers import InnerOptimizers
 from zerofp4.optim.names import find_saved_names
 from zerofp4.optim.nonfinite import NonfiniteGradients, check_policy
-from zerofp4.optim.overlap import (
-    check_can_overlap,
-    check_hosts,
-    check_overlap,
-    overlaps_backward,
-    overlaps_forward,
-)
-from zerofp4.optim.parameters import (
-    amax_group_numbers,
-    check_parameters,
-    describe,
-    parameter_names,
-)
+from zerofp4.optim.param_groups import parameter_names
 from zerofp4.optim.rounds import Rounds
 from zerofp4.optim.seal import draw_token
 from zerofp4.optim.sharded import ShardedParameters
@@ -295,6 +290,21 @@ class BuiltOptimizer(SteppedOptimizer):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
                     broadcast_frozen(parameter, place.sharding)
+
+    def _handed_masters(self) -> dict[int, HandedMaster]:
+        """What this optimizer offers to the one that is built with it as masters_from, by id(parameter)."""
+        if self.broken is not None:
+            raise ValueError(f"masters_from is of no more use: {self.broken}")
+        if self._rounds is not None and self._rounds.adds and self._rounds.is_holding:
+            raise ValueError(
+                "masters_from holds gradients of backward passes that no step has used, which would be lost: "
+                "call its step() or zero_grad() first"
+            )
+        written = set(self._watch.written())
+        return {
+            id(p): HandedMaster(self._shards.held_master(i), group, i in written)
+            for i, (p, group) in enumerate(zip(self._shards.parameters, self._shards.groups(), strict=True))
+        }
 
     def _build_inners(self) -> None:
         optimized = zip(self._trainable, self._shards.optimized, strict=True)

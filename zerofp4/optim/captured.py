@@ -7,9 +7,9 @@ import torch
 
 from zerofp4.ops import is_capturing
 from zerofp4.optim.bucketed import BucketedStep
+from zerofp4.optim.build import overlaps_forward
 from zerofp4.optim.nonfinite import NonfiniteGradients
-from zerofp4.optim.options import check_finite
-from zerofp4.optim.overlap import overlaps_forward
+from zerofp4.optim.param_groups import check_finite
 from zerofp4.optim.state import ShardedState
 from zerofp4.optim.votes import Votes
 

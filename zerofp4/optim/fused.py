@@ -10,7 +10,7 @@ from zerofp4.ops import AdamWItem, AdamWStage, RankGradients, adamw_options, is_
 from zerofp4.optim import fused_checks as checks
 from zerofp4.optim.fused_part import Member, Part
 from zerofp4.optim.local import local_of, local_state
-from zerofp4.optim.parameters import parameter_name
+from zerofp4.optim.param_groups import parameter_name
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""

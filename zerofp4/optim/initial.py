@@ -1,12 +1,12 @@
 """What masters begin with: rank 0's values of the parameters, or the masters of an earlier optimizer."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import Stage
+from zerofp4.distributed import GroupReference, Stage
 from zerofp4.engine import FlatBuffer, Sharding
 from zerofp4.shard import Shard, intersect
 from zerofp4.tensors import NVFP4Tensor, note_master
@@ -16,103 +16,142 @@ CHUNK = 1 << 22
 
 
 class HeldMaster(NamedTuple):
-    """This rank's piece of the master that an earlier optimizer has of a parameter; None where it owns
-    nothing of it.
-    """
+    """This rank's piece of the master that an optimizer holds for a parameter; None if it owns nothing."""
 
     piece: torch.Tensor | None
     shard: Shard
 
 
-def initialize_masters(buffer: FlatBuffer, held: Mapping[int, HeldMaster]) -> None:
-    """Collective: give the masters the initial values of rank 0, as DDP does, or those in `held`, by the
-    identity of the parameter, in the same group of ranks.
+class HandedMaster(NamedTuple):
+    """A master that an earlier optimizer offers to a later one.
+
+    group: the ranks that the parameter is sharded over.
+    is_written: whether somebody has written to the parameter since the last step.
     """
-    for parameter, shard, master in zip(
-        buffer.parameters, buffer.shards, buffer.own_views(buffer.masters), strict=True
-    ):
-        if id(parameter) in held:
-            chunk_of = _held_chunks(held[id(parameter)], buffer)
-        else:
-            chunk_of = _initial_chunks(parameter, buffer)
+
+    held: HeldMaster
+    group: GroupReference
+    is_written: bool
+
+
+def take_over(
+    source: Any,
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    group: dist.ProcessGroup | None,
+    shardings: Sequence[Sharding],
+) -> dict[int, HeldMaster]:
+    """This rank's pieces of the masters that an earlier optimizer holds for parameters, by id(parameter).
+
+    source: None, or a ZeroFP4Optimizer. It has `process_group`, a GroupReference, and `_handed_masters()`,
+        which returns a HandedMaster for each of its parameters, by id(parameter), and raises ValueError if it
+        is broken or holds gradients that no step has used.
+    group: all ranks that step together.
+    shardings: by parameter.
+
+    Raises TypeError or ValueError for a source that cannot hand over.
+    """
+    if source is None:
+        return {}
+    if not hasattr(source, "_handed_masters"):
+        raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(source).__name__}")
+    if not source.process_group.refers_to(group):
+        raise ValueError("masters_from must shard its masters over the same process group")
+    handed = source._handed_masters()
+    taken = {}
+    for p, name, sharding in zip(parameters, names, shardings, strict=True):
+        if id(p) not in handed:
+            continue
+        master = handed[id(p)]
+        if not master.group.refers_to(sharding.group):
+            raise ValueError(f"{name} is sharded over another process group than in masters_from")
+        if master.is_written:
+            raise ValueError(
+                f"{name} was written to since the last step of masters_from, whose master would undo that"
+            )
+        taken[id(p)] = master.held
+    if not taken:
+        raise ValueError("masters_from has the master of none of the trainable parameters of params")
+    return taken
+
+
+def initialize_masters(buffer: FlatBuffer, held: Mapping[int, HeldMaster]) -> None:
+    """Collective: fill the masters of a bucket, chunk by chunk.
+
+    held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
+    """
+    own = buffer.own_views(buffer.masters)
+    for parameter, shard, master in zip(buffer.parameters, buffer.shards, own, strict=True):
+        earlier, source = held.get(id(parameter)), None
+        if earlier is None and buffer.rank == buffer.replica == 0:
+            source = initial_values(parameter)
         for first in range(0, parameter.numel(), CHUNK):
             size = min(CHUNK, parameter.numel() - first)
-            values = chunk_of(first, size)
-            own = intersect(first, size, shard.start, shard.end)
-            if own.numel:
-                start = first + own.start - shard.start
-                master[start : start + own.numel] = values[own.start : own.end]
+            if earlier is None:
+                values = _initial_chunk(source, first, size, buffer)
+            else:
+                values = _held_chunk(earlier, first, size, buffer)
+            part = intersect(first, size, shard.start, shard.end)
+            if part.numel:
+                start = first + part.start - shard.start
+                master[start : start + part.numel] = values[part.start : part.end]
         if hasattr(parameter, "clear_high_precision_init_val"):
             parameter.clear_high_precision_init_val()
         note_master(parameter)
 
 
-Chunks = Callable[[int, int], torch.Tensor]
-"""(first, size): elements [first, first + size) of an initial value, float32, the same on every rank."""
+def _initial_chunk(source: torch.Tensor | None, first: int, size: int, buffer: FlatBuffer) -> torch.Tensor:
+    """Elements [first, first + size) of rank 0's value, float32, on every rank. source: on rank 0 only."""
+    if source is None:
+        values = torch.empty(size, dtype=torch.float32, device=buffer.device)
+    else:
+        values = source[first : first + size].to(buffer.device, torch.float32)
+    if buffer.replica_count > 1 and buffer.rank == 0:
+        _broadcast(values, buffer.replicas(), "initial values")
+    if buffer.world_size > 1:
+        _broadcast(values, buffer.group(), "initial values")
+    return values
 
 
-def _initial_chunks(parameter: torch.Tensor, buffer: FlatBuffer) -> Chunks:
-    source = initial_values(parameter) if buffer.rank == buffer.replica == 0 else None
-
-    def chunk(first: int, size: int) -> torch.Tensor:
-        if source is None:
-            values = torch.empty(size, dtype=torch.float32, device=buffer.device)
-        else:
-            values = source[first : first + size].to(buffer.device, torch.float32)
-        if buffer.replica_count > 1 and buffer.rank == 0:
-            with Stage("sending rank 0's initial values", group := buffer.replicas()):
-                dist.broadcast(values, group=group, group_src=0)
-        if buffer.world_size > 1:
-            with Stage("sending rank 0's initial values", group := buffer.group()):
-                dist.broadcast(values, group=group, group_src=0)
-        return values
-
-    return chunk
-
-
-def _held_chunks(held: HeldMaster, buffer: FlatBuffer) -> Chunks:
-    def chunk(first: int, size: int) -> torch.Tensor:
-        # A sum of integers, all but one of which are 0, keeps every bit; one of floats makes -0 a 0.
-        bits = torch.zeros(size, dtype=torch.int32, device=buffer.device)
-        own = intersect(first, size, held.shard.start, held.shard.end)
-        if own.numel:
-            start = first + own.start - held.shard.start
-            bits[own.start : own.end] = held.piece[start : start + own.numel].view(torch.int32)
-        if buffer.world_size > 1:
-            with Stage("taking over masters", group := buffer.group()):
-                dist.all_reduce(bits, group=group)
-        return bits.view(torch.float32)
-
-    return chunk
+def _held_chunk(held: HeldMaster, first: int, size: int, buffer: FlatBuffer) -> torch.Tensor:
+    """Elements [first, first + size) of an earlier master, float32, on every rank of the group."""
+    # A sum of integers of which at most one is not 0 keeps every bit; a sum of floats makes -0 a 0.
+    bits = torch.zeros(size, dtype=torch.int32, device=buffer.device)
+    part = intersect(first, size, held.shard.start, held.shard.end)
+    if part.numel:
+        start = first + part.start - held.shard.start
+        bits[part.start : part.end] = held.piece[start : start + part.numel].view(torch.int32)
+    if buffer.world_size > 1:
+        with Stage("taking over masters", group := buffer.group()):
+            dist.all_reduce(bits, group=group)
+    return bits.view(torch.float32)
 
 
 def initial_values(parameter: torch.Tensor) -> torch.Tensor:
-    """1D values that a parameter's master begins with, on any device.
-
-    What it held before it was quantized, if it has kept that (convert_model), else what it holds.
+    """1D values that a parameter's master begins with, on any device: those before it was quantized if
+    convert_model kept them, otherwise its own.
     """
     getter = getattr(parameter, "get_high_precision_init_val", None)
     value = None if getter is None else getter()
     if value is None:
-        quantized = isinstance(parameter, NVFP4Tensor)
-        value = parameter.dequantize(torch.float32) if quantized else parameter
+        value = parameter.dequantize(torch.float32) if isinstance(parameter, NVFP4Tensor) else parameter
     return value.detach().reshape(-1)
 
 
 def broadcast_frozen(parameter: torch.Tensor, sharding: Sharding) -> None:
-    """Give a parameter without master the bytes that rank 0 has."""
-    for group in (sharding.group, sharding.replicas):  # each replica those of its first, then of the first
-        if group is not None:
-            _broadcast_bytes(parameter, group)
-
-
-def _broadcast_bytes(parameter: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Collective: give a parameter that has no master the bytes of rank 0."""
     quantized = isinstance(parameter, NVFP4Tensor)
-    for tensor in [buffer for _, buffer in parameter.record.buffers()] if quantized else [parameter]:
-        if not tensor.numel():
-            continue
-        values = tensor.detach().contiguous()
-        with Stage("sending rank 0's frozen parameters", group):
-            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(values)
+    tensors = [buffer for _, buffer in parameter.record.buffers()] if quantized else [parameter]
+    for group in (sharding.group, sharding.replicas):  # from each group's first rank, then the first group's
+        for tensor in tensors if group is not None else ():
+            if not tensor.numel():
+                continue
+            values = tensor.detach().contiguous()
+            _broadcast(values.view(-1).view(torch.uint8), group, "frozen parameters")
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)
+
+
+def _broadcast(values: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
+    with Stage(f"sending rank 0's {what}", group):
+        dist.broadcast(values, group=group, group_src=0)

@@ -1,33 +1,302 @@
-"""An optimizer of masters, whose groups are those of the parameters but for what is in them."""
+"""The torch optimizers that update the masters: which class updates which masters, and what it must see."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zerofp4.optim.groups import PROCESS_GROUPS
+from zerofp4.engine import Updated
+from zerofp4.optim.param_groups import check_finite, options, parameter_name
 
-_NOT_OPTIONS = {"params", "param_names", *PROCESS_GROUPS}
-
-
-def options(group: dict) -> dict:
-    """What a group of parameters and that of their masters share."""
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-def copy_options(source: Sequence[dict], target: Sequence[dict]) -> None:
-    for group, other in zip(source, target, strict=True):
-        other.update(options(group))
+NOT_ELEMENTWISE = {
+    "Adafactor": "its second moments are sums over rows and columns of a matrix: whole_matrices=True gives "
+    "it whole ones",
+    "LBFGS": "its update takes inner products over all parameters",
+    "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
+}
+"""Optimizers that compute something else on a slice of a parameter than on the whole of it, and why."""
 
 
-def heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer leaves masters and state as they are, and counts nothing, where its
-    attribute `found_inf`, float32 [] on the device, is 1: FusedAdamW, and torch's with fused=True, as their
-    GradScaler relies on.
+class InnerClass(NamedTuple):
+    """The class that updates the masters of a parameter group.
 
-    Not with momentum: where torch's fused SGD skips its first step, its momentum buffers stay uninitialized,
-    and the second step takes them for values.
+    defaults: options of groups that lack them.
+    whole: whether the optimizer gets whole matrices; otherwise it gets 1D slices.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+    defaults: dict[str, Any]
+    whole: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
+
+    def trial(self, device: torch.device) -> torch.Tensor:
+        """The smallest parameter that the class takes."""
+        return torch.zeros((1, 1) if self.whole else 1, dtype=torch.float32, device=device)
+
+
+def group_classes(
+    param_groups: Sequence[dict], optimizer_class: type, whole_matrices: bool | None, defaults: dict
+) -> list[InnerClass]:
+    """The class of each group: its own entry `optimizer_class`, or the argument of that name.
+
+    whole_matrices, defaults: arguments of ZeroFP4Optimizer, for its own optimizer_class only.
+
+    Raises TypeError for what is no torch.optim.Optimizer, ValueError for a class that cannot be sharded, and
+    for a group with a class of its own that lacks one of the defaults.
+    """
+    if not (whole_matrices is None or isinstance(whole_matrices, bool)):
+        raise TypeError(f"whole_matrices must be None, True or False, got {whole_matrices!r}")
+    main = _inner_class("optimizer_class", optimizer_class, defaults, whole_matrices)
+    classes = []
+    for g, group in enumerate(param_groups):
+        own = group.get("optimizer_class", optimizer_class)
+        if own is optimizer_class:
+            classes.append(main)
+            continue
+        where = f"param_groups[{g}]['optimizer_class']"
+        classes.append(_inner_class(where, own, {}, None))
+        lacking = inspect.signature(own).parameters.keys() - group.keys()
+        missing = [name for name in defaults if name in lacking]
+        if missing:
+            raise ValueError(
+                f"{where} is {own.__name__}, and {', '.join(missing)} was given for "
+                f"{optimizer_class.__name__}: a group with a class of its own needs its own"
+            )
+    if main not in classes and (defaults or whole_matrices):
+        given = ", ".join([*defaults, *(["whole_matrices"] if whole_matrices else [])])
+        raise ValueError(f"{given}: given for {optimizer_class.__name__}, which is the class of no group")
+    return classes
+
+
+def _inner_class(where: str, optimizer_class: Any, defaults: dict, whole: bool | None) -> InnerClass:
+    """Check one class. where: what error messages call the argument. whole: whole_matrices."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(f"{where} must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
+    bases = {base.__name__ for base in optimizer_class.__mro__}
+    if "Muon" in bases and whole is False:
+        raise ValueError(f"whole_matrices=False: {optimizer_class.__name__} orthogonalizes whole matrices")
+    for name, reason in NOT_ELEMENTWISE.items():
+        if name in bases and not (whole and name == "Adafactor"):
+            raise ValueError(
+                f"{where}: {optimizer_class.__name__} cannot run on shards of parameters, {reason}"
+            )
+    return InnerClass(optimizer_class, defaults, bool(whole) or "Muon" in bases)
+
+
+def without_class(group: dict) -> dict:
+    """The group without an entry `optimizer_class`; the group itself if it has none."""
+    if "optimizer_class" not in group:
+        return group
+    return {key: value for key, value in group.items() if key != "optimizer_class"}
+
+
+def class_numbers(classes: Sequence[InnerClass]) -> list[int]:
+    """Number the classes of the groups in order of first appearance."""
+    numbers: dict[type, int] = {}
+    return [numbers.setdefault(inner.optimizer_class, len(numbers)) for inner in classes]
+
+
+def try_options(
+    classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device
+) -> list[torch.optim.Optimizer]:
+    """Build an optimizer of one element for each group, which raises for wrong options."""
+    return [
+        inner.optimizer_class([options(group) | {"params": [inner.trial(device)]}], **inner.defaults)
+        for inner, group in zip(classes, param_groups, strict=True)
+    ]
+
+
+def check_values(classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device) -> None:
+    """Raise what the constructors raise for options of groups that are out of range, and ValueError for a
+    NaN or Inf. torch itself checks defaults only, and not for these two.
+    """
+    check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
+    for inner, group in zip(classes, param_groups, strict=True):
+        known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
+        own = {key: value for key, value in group.items() if key in known}
+        inner.optimizer_class([inner.trial(device)], **(inner.defaults | own))
+
+
+def how_updated(
+    param_groups: Sequence[dict], classes: Sequence[InnerClass], tried: Sequence[torch.optim.Optimizer]
+) -> list[Updated]:
+    """How the master of each trainable parameter is updated. tried: what try_options() returned.
+
+    Raises ValueError for a parameter that is neither a matrix nor a stack of them, if its optimizer gets
+    whole matrices.
+    """
+    found = []
+    for g, (group, number) in enumerate(zip(param_groups, class_numbers(classes), strict=True)):
+        steps = tried[g].param_groups[0].get("ns_steps", 1)
+        for i, p in enumerate(group["params"]):
+            if not p.requires_grad:
+                continue
+            if classes[g].whole and p.dim() not in (2, 3):
+                raise ValueError(
+                    f"{parameter_name(g, i, group)} has shape {tuple(p.shape)}, and {classes[g].name} gets "
+                    "whole matrices: of 2D parameters and of stacks in 3D ones. Give it a group with another "
+                    "optimizer_class"
+                )
+            found.append(Updated(number, _matrix_work(p.shape, steps) if classes[g].whole else None))
+    return found
+
+
+def _matrix_work(shape: Sequence[int], steps: Any) -> int:
+    """Multiplications and additions of an update by Muon, `steps` iterations for each matrix. The cost of
+    other classes is assumed to grow alike.
+    """
+    *stack, rows, columns = shape
+    short, long = sorted((rows, columns))
+    steps = steps if isinstance(steps, int) and steps > 0 else 1
+    return math.prod(stack) * steps * (4 * short**2 * long + 2 * short**3)
+
+
+def check_amax_groups(numbers: Sequence[int], updated: Sequence[Updated], names: Sequence[str]) -> None:
+    """Raise ValueError for weights that share an amax but not their optimizer: they could not share a bucket.
+
+    numbers: by parameter, the number of its amax group.
+    """
+    first: dict[int, int] = {}
+    for i, number in enumerate(numbers):
+        j = first.setdefault(number, i)
+        if updated[i].by != updated[j].by:
+            raise ValueError(
+                f"amax_groups: {names[j]} and {names[i]} share an amax, but not their optimizer_class"
+            )
+
+
+class InnerOptimizers:
+    """The optimizers of the masters, one for each class. Their groups are the parameter groups, with masters.
+
+    classes: by parameter group.
+    masters: by id(parameter), this rank's part of its master in the form that its class takes; missing or
+        empty where this rank owns nothing.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[InnerClass],
+        param_groups: Sequence[dict],
+        masters: Mapping[int, Sequence[torch.Tensor]],
+    ):
+        self._classes = list(classes)
+        self._numbers = class_numbers(classes)  # by parameter group, its optimizer's index in `all`
+        self.all: tuple[torch.optim.Optimizer, ...] = ()
+        for number in range(max(self._numbers) + 1):
+            groups = [
+                options(group) | {"params": [m for p in group["params"] for m in masters.get(id(p), ())]}
+                for group in self._of(number, param_groups)
+            ]
+            inner = self._classes[self._numbers.index(number)]
+            self.all += (inner.optimizer_class(groups, **inner.defaults),)
+        self._noted = [options(group) for group in self.param_groups]  # as they were last copied
+
+    def _of(self, number: int, by_group: Sequence) -> list:
+        """Select the entries of one optimizer from a list by parameter group."""
+        return [value for value, own in zip(by_group, self._numbers, strict=True) if own == number]
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The groups of all optimizers, in the order of the parameter groups."""
+        groups = [iter(optimizer.param_groups) for optimizer in self.all]
+        return [next(groups[number]) for number in self._numbers]
+
+    def push_options(self, param_groups: Sequence[dict]) -> None:
+        """Copy the options of the parameter groups to the optimizers.
+
+        Raises RuntimeError if somebody else, such as a scheduler over an inner optimizer, has changed an
+        option there: this would undo the change.
+        """
+        for g, (group, noted) in enumerate(zip(self.param_groups, self._noted, strict=True)):
+            for key, value in noted.items():
+                if _differs(group.get(key), value):
+                    raise RuntimeError(
+                        f"group {g} of the inner optimizer had {key}={value!r} and has {group.get(key)!r}, "
+                        "which param_groups of the ZeroFP4Optimizer would undo: change these, and build "
+                        "schedulers over the ZeroFP4Optimizer"
+                    )
+        self._copy_options(param_groups, self.param_groups)
+
+    def pull_options(self, param_groups: Sequence[dict]) -> None:
+        """Copy the options of the optimizers to the parameter groups."""
+        self._copy_options(self.param_groups, param_groups)
+
+    def _copy_options(self, source: Sequence[dict], target: Sequence[dict]) -> None:
+        for group, other in zip(source, target, strict=True):
+            other.update(options(group))
+        self._noted = [options(group) for group in self.param_groups]
+
+    # A step
+
+    def heed_found_inf(self) -> bool:
+        return all(map(_heeds_found_inf, self.all))
+
+    def read_clip_factor(self) -> bool:
+        """Whether all multiply gradients by their attribute `clip_factor`, and no hook sees them before."""
+        return all(hasattr(type(one), "clip_factor") and is_plain(one) for one in self.all)
+
+    def step(self, **scalars: torch.Tensor | None) -> None:
+        """Step each optimizer. scalars: attributes that it has meanwhile, as in holding()."""
+        for optimizer in self.all:
+            with holding(optimizer, **scalars):
+                optimizer.step()
+
+    # State
+
+    def state_of(self, master: torch.Tensor) -> dict[str, Any]:
+        """The state of a master; empty if it has none yet."""
+        return next((o.state[master] for o in self.all if master in o.state), {})
+
+    def present(self) -> list[tuple]:
+        """State and groups as they are, for restore()."""
+        return [(optimizer.state, optimizer.param_groups) for optimizer in self.all]
+
+    def restore(self, present: Sequence[tuple]) -> None:
+        """Undo a load(), which replaces these objects."""
+        for optimizer, (state, groups) in zip(self.all, present, strict=True):
+            optimizer.state, optimizer.param_groups = state, groups
+
+    def load(self, param_groups: Sequence[dict], states: Mapping[int, dict], device: torch.device) -> None:
+        """Load options and state. param_groups: with the new options. states: by id(master).
+
+        Raises what the optimizers raise for options that are out of range, and for their state.
+        """
+        check_values(self._classes, param_groups, device)
+        for number, optimizer in enumerate(self.all):
+            masters = [master for group in optimizer.param_groups for master in group["params"]]
+            positions = {id(master): i for i, master in enumerate(masters)}
+            groups = zip(self._of(number, param_groups), optimizer.param_groups, strict=True)
+            optimizer.load_state_dict(
+                {
+                    "state": {i: states[key] for key, i in positions.items() if states.get(key)},
+                    "param_groups": [
+                        options(new) | {"params": [positions[id(master)] for master in own["params"]]}
+                        for new, own in groups
+                    ],
+                }
+            )
+
+
+def _differs(value: Any, other: Any) -> bool:
+    """Whether an option was replaced. Values of tensors are not compared: all groups share the tensor."""
+    if value is other:
+        return False
+    return isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other
+
+
+def _heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step does nothing and counts nothing while the attribute `found_inf`, float32 [] on the
+    device, is 1: with FusedAdamW, and with torch's classes with fused=True, as their GradScaler relies on.
+
+    Not with momentum: if torch's fused SGD skips its first step, its momentum buffers stay uninitialized, and
+    the second step reads them.
     """
     if hasattr(type(optimizer), "found_inf"):
         return True
@@ -37,9 +306,7 @@ def heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer is its class's step() and nothing else: no hooks, nor what a scheduler
-    puts around the step of an optimizer that it is given.
-    """
+    """Whether step() of an optimizer is that of its class, with no hooks and no wrapper of a scheduler."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -49,35 +316,19 @@ def is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return not any(hooks) and "step" not in vars(optimizer)
 
 
-def reads_clip_factor(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer multiplies gradients by its attribute `clip_factor`, and nobody looks
-    at them before.
-    """
-    return hasattr(type(optimizer), "clip_factor") and is_plain(optimizer)
-
-
 def give_gradients(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """To each master its gradient, for the next step; those without one are skipped by it.
+    """Set the grad of each master for the next step; a step skips masters whose gradient is None.
 
-    The masters keep them: they are the same views in every step, and to assign one costs more than to see
-    that it is there.
+    The gradients are the same views in every step, and assigning one costs more than comparing it.
     """
     for master, gradient in masters:
         if master.grad is not gradient:
             master.grad = gradient
 
 
-def step_masters(optimizer: torch.optim.Optimizer, **scalars: torch.Tensor | None) -> None:
-    """scalars: attributes that the optimizer has in this step, such as found_inf where it heeds it; None is
-    none.
-    """
-    with holding(optimizer, **scalars):
-        optimizer.step()
-
-
 @contextlib.contextmanager
 def holding(optimizer: torch.optim.Optimizer, **scalars: torch.Tensor | None) -> Iterator[None]:
-    """The optimizer has these attributes meanwhile, but for those that are None."""
+    """Give the optimizer these attributes, except those that are None, for the duration of the block."""
     present = {name: scalar for name, scalar in scalars.items() if scalar is not None}
     vars(optimizer).update(present)
     try:

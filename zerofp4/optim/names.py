@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zerofp4.optim.announcement import Announcement, Member
+from zerofp4.optim.build import Announcement, Member
 
 
 class SavedNames(NamedTuple):

@@ -8,8 +8,8 @@ from zerofp4.distributed import raised_by_all
 from zerofp4.engine import are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
-from zerofp4.optim.announcement import Slots
-from zerofp4.optim.inner_optimizers import InnerOptimizers
+from zerofp4.optim.build import Slots
+from zerofp4.optim.inner import InnerOptimizers
 
 POLICIES = ("skip_step", "raise")
 """What on_nonfinite may be."""

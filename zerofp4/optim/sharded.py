@@ -22,10 +22,10 @@ from zerofp4.engine import (
     describe_buckets,
 )
 from zerofp4.ops import Addresses
+from zerofp4.optim.build import amax_group_numbers, kind_of
 from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import HeldMaster, initialize_masters
 from zerofp4.optim.matrices import matrices_of
-from zerofp4.optim.parameters import amax_group_numbers, kind_of
 from zerofp4.optim.publishing import publish_groups
 from zerofp4.shard import Shard
 from zerofp4.storage import record_of

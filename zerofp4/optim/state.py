@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, OwnError, error_text, exchange
-from zerofp4.optim.classes import InnerClass
 from zerofp4.optim.initial import initial_values
-from zerofp4.optim.inner_optimizers import InnerOptimizers
+from zerofp4.optim.inner import InnerClass, InnerOptimizers
 from zerofp4.optim.load import (
     Target,
     check_same_steps,

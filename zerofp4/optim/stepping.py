@@ -12,7 +12,7 @@ from zerofp4.optim.bucketed import PreparedStep
 from zerofp4.optim.captured import CapturedSteps
 from zerofp4.optim.clipping import clip_arguments, global_norm
 from zerofp4.optim.inner import give_gradients
-from zerofp4.optim.options import check_finite, host_options_hash
+from zerofp4.optim.param_groups import check_finite, host_options_hash
 from zerofp4.optim.votes import NOTHING, Agreement, Intent, Travelled
 from zerofp4.optim.watch import Snapshot
 

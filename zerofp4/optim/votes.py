@@ -16,9 +16,9 @@ from zerofp4.distributed import (
     rank_and_size,
     reduce_max,
 )
-from zerofp4.optim.announcement import Slots
+from zerofp4.optim.build import Slots
 from zerofp4.optim.nonfinite import from_word
-from zerofp4.optim.options import host_options, tensor_options_hash
+from zerofp4.optim.param_groups import host_options, tensor_options_hash
 
 
 class Intent(NamedTuple):
