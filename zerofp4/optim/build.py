@@ -20,7 +20,7 @@ from zerofp4.tensors import NVFP4Tensor
 
 
 def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise TypeError or ValueError for parameters that no rank could build an optimizer over."""
+    """Raise TypeError or ValueError for parameters that an optimizer cannot be built over."""
     seen: dict[int, str] = {}
     for parameter, name in zip(parameters, names, strict=True):
         if id(parameter) in seen:
@@ -62,16 +62,13 @@ def amax_group_numbers(
 
     Raises TypeError or ValueError for groups that a cast plan of all NVFP4 weights would refuse.
     """
-    weights = [i for i, p in enumerate(parameters) if isinstance(p, NVFP4Tensor)]
-    numbers = list(range(len(weights), len(weights) + len(parameters)))
-    grouped = number_groups([parameters[i].record for i in weights], amax_groups)
-    for i, number in zip(weights, grouped, strict=True):
-        numbers[i] = number
-    return numbers
+    of_weights = number_groups([p.record for p in parameters if isinstance(p, NVFP4Tensor)], amax_groups)
+    numbers, others = iter(of_weights), itertools.count(len(of_weights))
+    return [next(numbers if isinstance(p, NVFP4Tensor) else others) for p in parameters]
 
 
 def kind_of(parameter: torch.Tensor) -> str:
-    """The dtype and shape of a parameter as text."""
+    """The dtype and shape of a parameter, as text."""
     dtype = "nvfp4 " * isinstance(parameter, NVFP4Tensor) + str(parameter.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(parameter.shape)}"
 
@@ -79,7 +76,7 @@ def kind_of(parameter: torch.Tensor) -> str:
 def describe(
     param_groups: Sequence[dict], optimizers: Sequence[str], updated: Sequence[Updated]
 ) -> list[str]:
-    """Describe in each parameter what the ranks that share it must have in common.
+    """Describe, for each parameter, what the ranks that share it must have in common.
 
     optimizers: by group, the name of the class. updated: by trainable parameter.
     """
@@ -227,19 +224,18 @@ def announce(
 
     Raises ValueError for an amax group whose weights are in several process groups.
     """
-    first: dict[int, tuple[Place, int, str]] = {}  # by amax group, its first parameter
+    first: dict[int, tuple[Sharding, int, str]] = {}  # by amax group, its first parameter
     counts: Counter[Ranks] = Counter()
-    members, numbers, described = [], iter(amax_numbers), zip(labels, kinds, strict=True)
+    members, numbers, described = [], iter(amax_numbers), iter(zip(labels, kinds, strict=True))
     for g, (group, place) in enumerate(zip(param_groups, places, strict=True)):
         names = group.get("param_names") or [None] * len(group["params"])
-        for p, name, (label, kind) in zip(group["params"], names, described, strict=False):
-            together = None
+        for p, name in zip(group["params"], names, strict=True):
+            (label, kind), together = next(described), None
             if p.requires_grad:
-                other_place, together, other = first.setdefault(
-                    next(numbers), (place, counts[place.ranks], label)
-                )
+                here = place.sharding, counts[place.ranks], label
                 counts[place.ranks] += 1
-                if other_place.sharding != place.sharding:
+                sharding, together, other = first.setdefault(next(numbers), here)
+                if sharding != place.sharding:
                     raise ValueError(
                         f"amax_groups put {other} and {label} together, which are in other process groups"
                     )

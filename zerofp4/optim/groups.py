@@ -23,6 +23,7 @@ Ranks = tuple[int, ...]
 class Place(NamedTuple):
     """The ranks that hold the parameters of a parameter group.
 
+    sharding: as process groups. The rest is in numbers, which other ranks can read.
     ranks: all ranks that have these parameters, the replicas included.
     copies: the ranks that `replicated_over` names, or this rank alone.
     parts: how many of `ranks` each element is sharded over; fewer than all where there are replicas.

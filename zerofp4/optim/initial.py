@@ -142,10 +142,9 @@ def broadcast_frozen(parameter: torch.Tensor, sharding: Sharding) -> None:
     """Collective: give a parameter that has no master the bytes of rank 0."""
     quantized = isinstance(parameter, NVFP4Tensor)
     tensors = [buffer for _, buffer in parameter.record.buffers()] if quantized else [parameter]
-    for group in (sharding.group, sharding.replicas):  # from each group's first rank, then the first group's
-        for tensor in tensors if group is not None else ():
-            if not tensor.numel():
-                continue
+    # First within each replica, from its first rank, then from the first replica to the others.
+    for group in filter(None, (sharding.group, sharding.replicas)):
+        for tensor in filter(torch.Tensor.numel, tensors):
             values = tensor.detach().contiguous()
             _broadcast(values.view(-1).view(torch.uint8), group, "frozen parameters")
             if values.data_ptr() != tensor.data_ptr():
