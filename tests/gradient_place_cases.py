@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
-from zerofp4.engine import DenseBuffer, GradientPlaces, GradientViews
+from zerofp4.engine import DenseBuffer, GradientMemory
 
 BF16 = torch.bfloat16
 
@@ -21,28 +21,26 @@ def values(*shape, seed=0):
 
 
 class Models(NamedTuple):
-    """A model, the same one whose gradients have places, and these."""
+    """A model, the same one whose gradients lie in flat memory, and that memory."""
 
     plain: nn.Module
     placed: nn.Module
-    memory: GradientViews
-    places: GradientPlaces
+    memory: GradientMemory
 
     def check(self):
         for (name, expected), p in zip(self.plain.named_parameters(), self.placed.parameters(), strict=True):
             assert (p.grad is None) == (expected.grad is None), name
             if p.grad is not None:
                 assert_bytes_equal(p.grad.detach(), expected.grad.detach(), name)
-        parameters = list(self.placed.parameters())
-        gradients = self.places.keep_apart(parameters, [p.grad for p in parameters])
+        gradients = [p.grad for p in self.placed.parameters()]
         self.memory.check(gradients, [name for name, _ in self.placed.named_parameters()])
         self.memory.take([None if g is None else g.detach() for g in gradients])
-        for (name, expected), view in zip(self.plain.named_parameters(), self.memory._views, strict=True):
+        for (name, expected), view in zip(self.plain.named_parameters(), self.memory.views, strict=True):
             grad = torch.zeros_like(view) if expected.grad is None else expected.grad.detach()
             assert_bytes_equal(view, grad, f"what travels of {name}")
 
     def are_there(self):
-        views = self.memory._views
+        views = self.memory.views
         return [
             p.grad.data_ptr() == v.data_ptr() for p, v in zip(self.placed.parameters(), views, strict=True)
         ]
@@ -52,14 +50,13 @@ def made(model, device, dtype=BF16):
     plain = model.to(device)
     placed = copy.deepcopy(plain)
     parameters = list(placed.parameters())
-    places = GradientPlaces()
-    return Models(plain, placed, memory_of(parameters, places, dtype), places)
+    return Models(plain, placed, memory_of(parameters, dtype))
 
 
-def memory_of(parameters, places, dtype=BF16):
+def memory_of(parameters, dtype=BF16):
     buffer = DenseBuffer(range(len(parameters)), parameters, None)
     shape = buffer.world_size, buffer.slice_numel
-    return GradientViews(buffer, torch.zeros(shape, dtype=dtype, device=buffer.device), places)
+    return GradientMemory(buffer, torch.zeros(shape, dtype=dtype, device=buffer.device), set())
 
 
 class Twice(nn.Module):

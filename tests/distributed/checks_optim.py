@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
-from zerofp4 import CastPlan, NVFP4Tensor
+from zerofp4 import CastPlan, NVFP4Tensor, ops
+from zerofp4.distributed import OwnError
 from zerofp4.optim import ZeroFP4Optimizer
 
 # Sizes that cut parameters at slice boundaries, also inside rows and tiles.
@@ -117,20 +118,21 @@ def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def as_if_captured():
     """Nothing is built there, as nothing can be while a graph is captured."""
     with (
-        mock.patch("zerofp4.optim.captured.is_capturing", lambda device: True),
+        mock.patch("zerofp4.optim.zero.is_capturing", lambda device: True),
         mock.patch("zerofp4.optim.fused_part.Part.build", side_effect=AssertionError("built")),
     ):
         yield
 
 
-def refuse_one_step(plan: CastPlan) -> None:
+def refuse_one_step(plan: CastPlan, error: Exception | None = None) -> None:
     """Have the next start_step() raise, as on a rank that finds "storage has moved" and tells the others."""
+    error = error or RuntimeError("storage has moved")
     start = plan.start_step
 
     def refuse():
         plan.start_step = start
         plan.abstain()
-        raise RuntimeError("storage has moved")
+        raise error
 
     plan.start_step = refuse
 
@@ -138,7 +140,7 @@ def refuse_one_step(plan: CastPlan) -> None:
 class Injected(ZeroFP4Optimizer):
     """Takes the gradients of this rank for those of the whole group, and updates all masters at once."""
 
-    def _reduce_gradients(self, gradients):
+    def _average(self, gradients, squares):
         for i, shard in enumerate(self._shards.shards()):
             if shard.numel:
                 own = self._shards.gradients[i]
@@ -147,8 +149,12 @@ class Injected(ZeroFP4Optimizer):
                 else:
                     own.copy_(gradients[i].reshape(-1)[shard.start : shard.end])
 
-    def _can_update_in_buckets(self):
-        return False
+        if squares is not None:
+            ops.add_squares(list(self._means(gradients)), squares)
+        return OwnError()
+
+    def _find_obstacle(self):
+        return "gradients are injected"
 
 
 class Net(nn.Module):

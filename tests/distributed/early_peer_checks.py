@@ -92,7 +92,7 @@ def micro_batches(world, **options):
                 for micro in range(2):
                     loss_of(net, world, 10 * step + micro, rare=micro == 0).backward()
             for a, b in ((net.layers[0].weight, net.layers[3].weight), (net.layers[1].bias, net.rare.bias)):
-                a.grad, b.grad = b.grad, a.grad
+                a.grad, b.grad = b.grad.clone(), a.grad.clone()
             net.layers[2].weight.grad = net.layers[2].weight.grad.clone()
             loss_of(net, world, 10 * step + 2, rare=False).backward()
             optimizer.step()

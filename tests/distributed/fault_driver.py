@@ -24,9 +24,9 @@ from torch import nn
 
 import zerofp4
 from zerofp4 import distributed
-from zerofp4.engine import flat, gradients
+from zerofp4.engine import collective, gradient_memory
 from zerofp4.launch import World
-from zerofp4.optim import ZeroFP4Optimizer, load, piece, stepping
+from zerofp4.optim import ZeroFP4Optimizer, load, piece, zero
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
@@ -63,10 +63,10 @@ def failing(function: Callable, kind: str, call: int = 1) -> Callable:
 def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optimizer) -> None:
     """In the middle of the stage: the first bucket of gradients travels, the first pieces are written."""
     targets = {
-        "reduce": (gradients.FlatGradients, "take", 2),
-        "norm": (stepping, "global_norm", 1),
+        "reduce": (gradient_memory.GradientMemory, "take", 2),
+        "norm": (zero, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
-        "gather": (flat.PackedBuffer, "start_gather", 1),
+        "gather": (collective.CollectiveTransport, "gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "publish": (sys.modules["checkpoints"], "digest", 2),
         "load": (load, "find", 2),

@@ -18,7 +18,7 @@ import zerofp4
 from distributed.overlap_cases import SMALL, Net, make
 from zerofp4 import NVFP4Tensor
 from zerofp4.distributed import all_gather_slices
-from zerofp4.engine import PackedBuffer
+from zerofp4.engine import CollectiveTransport, PackedBuffer
 
 
 class LateGather:
@@ -42,7 +42,13 @@ class LateGather:
 def late_gathers() -> Iterator[list[PackedBuffer]]:
     """Gathers of codes that begin in here are such; of which buffers somebody has waited for, in order."""
     begun: list[PackedBuffer] = []
-    with mock.patch.object(PackedBuffer, "start_gather", lambda buffer: LateGather(buffer, begun)):
+    gather_now = CollectiveTransport.gather
+
+    def gather(transport, b):
+        bucket = transport.buckets[b]
+        return LateGather(bucket, begun) if isinstance(bucket, PackedBuffer) else gather_now(transport, b)
+
+    with mock.patch.object(CollectiveTransport, "gather", gather):
         yield begun
 
 

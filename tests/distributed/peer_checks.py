@@ -22,7 +22,7 @@ from distributed.checks_optim import SPECIFICATIONS, gradients_of, model_bytes
 from distributed.mesh_cases import check_order_of_addition
 from zerofp4 import launch
 from zerofp4.distributed import start_exchange
-from zerofp4.engine import host_reducer
+from zerofp4.engine import hosts as host_transport
 from zerofp4.engine.peers import Peers
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -80,7 +80,7 @@ def hosts(world, bucket_mb):
         return ZeroFP4Optimizer(parameters, *arguments, hosts=mesh, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_reducer, "start_exchange", exchange_on_the_cpu)
+        patch.setattr(host_transport, "start_exchange", exchange_on_the_cpu)
         for name in ("FusedAdamW", "AdamW"):
             for clip in (False, True):
                 check_order_of_addition(alike, (2, 2), build, name, clip, bucket_mb=bucket_mb)

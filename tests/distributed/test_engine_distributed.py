@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -203,9 +204,10 @@ def test_a_hook_on_one_rank_makes_all_take_the_step_in_sequence(world):
 
 @on_ranks(2, 3)
 def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
-    """Its error is its own, the others hear of it, and the step after refresh() is whole again."""
+    """Its error is its own, and no weight behind it changes; a load mends the optimizer of every rank."""
     parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
-    plan = optimizer._shards._plans[1]
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    plan = optimizer._shards.plans[1]
     if world.rank == 1:
         refuse_one_step(plan)
     before = parameters[1].rowwise_data.clone()
@@ -217,16 +219,20 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
     else:
         optimizer.step()
     assert_bytes_equal(parameters[1].rowwise_data, before, "codes")
-    if world.device.type == "cpu":  # on a GPU the others hear of it in the next step
+    told = "left in the middle" if world.device.type == "cpu" or world.rank == 1 else "rank 1 found an error"
+    with pytest.raises(RuntimeError, match=told):
         optimizer.step()
-        check_weights(parameters, optimizer)
+    optimizer.load_state_dict(checkpoint)
+    optimizer.step()
+    check_weights(parameters, optimizer)
 
 
 @on_ranks(2)
-def test_a_step_in_which_one_rank_alone_raises_is_counted_by_all(world):
-    """The others, which have found nothing wrong, would be a step ahead of it ever after."""
+def test_a_step_in_which_one_rank_alone_raises_breaks_its_optimizer(world):
+    """The others, which have found nothing wrong, hear of it in the next step."""
     parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
-    plan = optimizer._shards._plans[1]
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    plan = optimizer._shards.plans[len(optimizer._shards._present_plans()) - 1]
     set_gradients(parameters, make_gradients(parameters, world.rank))
     if world.rank == 1:
         complete = plan.complete
@@ -239,8 +245,15 @@ def test_a_step_in_which_one_rank_alone_raises_is_counted_by_all(world):
         plan.complete = raise_late
         with pytest.raises(RuntimeError, match="storage has moved"):
             optimizer.step()
+        assert "storage has moved" in str(optimizer.broken)
     else:
         optimizer.step()
+        assert optimizer.broken is None
+    told = "left in the middle" if world.rank == 1 else "rank 1 found an error, and no rank takes this step"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=told):
+            optimizer.step()
+    optimizer.load_state_dict(checkpoint)
     optimizer.step()
     check_weights(parameters, optimizer)
 
@@ -252,7 +265,7 @@ def test_gradients_take_no_memory_until_they_are_clipped(world):
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, step))
         optimizer.step()
-        for buffer, dtype in zip(optimizer._shards.buffers, optimizer._reducer.dtypes, strict=True):
+        for buffer, dtype in zip(optimizer._shards.buffers, optimizer._transport.dtypes, strict=True):
             assert buffer.has_gradients == (dtype not in dtypes)
     optimizer.clip_grad_norm_(1.0)
     assert optimizer._shards.has_gradients()

@@ -12,10 +12,10 @@ from helpers import assert_bytes_equal
 from optim_cases import make_gradients, set_gradients
 
 from distributed import cases
-from distributed.checks_optim import check_weights, model_bytes, parameters_of
+from distributed.checks_optim import check_weights, model_bytes, parameters_of, refuse_one_step
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.engine import flat, gradients
+from zerofp4.engine import GradientMemory, flat
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, fused
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -96,79 +96,85 @@ def test_the_same_error_again(world):
     check_weights(parameters, optimizer)
 
 
-@on_ranks(2, 3)
-def test_an_error_behind_the_vote_holds_up_nobody(world):
-    """The weights of that bucket stay, on every rank; those of the others are their masters."""
-    for what in ("update", "amaxes", "gradients"):
-        parameters, optimizer = build(world)
-        plan, part = optimizer._shards._plans[1], optimizer.inner._parts[1]
-        before = [p.rowwise_data.clone() for p in optimizer._shards.buffers[1].parameters]
-        owner, name, call = {
-            "update": (part, "run", 1),
-            "amaxes": (plan, "leave_amaxes", 1),
-            "gradients": (gradients.FlatGradients, "take", 2),
-        }[what]
-        error = ValueError(f"no {what} today")
-        with on_rank_1(world, owner, name, error, call):
-            raised = raised_by(optimizer.step)
-        if world.device.type == "cpu" or world.rank == 1:  # on a GPU the others hear of it in the next step
-            assert_told(world, raised, error, ABSTAINED)
-        for p, codes in zip(optimizer._shards.buffers[1].parameters, before, strict=True):
-            assert_bytes_equal(p.rowwise_data, codes, f"{what}: codes")
-        if world.device.type == "cpu":
-            optimizer.step()
-            check_weights(parameters, optimizer)
+BROKEN = "left in the middle"
 
 
-@on_ranks(2)
-def test_what_nobody_can_hear_of_ends_the_next_step(world):
-    """A weight that is only rounded has no header in which a rank could say that it has none."""
-    parameters, optimizer = build(world)
-    error, b = ValueError("cannot round"), len(optimizer._shards.buffers) - 1
-    with on_rank_1(world, optimizer._shards.buffers[b], "cast", error):
-        raised = raised_by(optimizer.step)
-    assert raised is (error if world.rank == 1 else None)
-    masters = optimizer.gathered_masters()
-    assert_told(world, raised_by(optimizer.step), error, FOUND)
-    for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
-        assert_bytes_equal(now, before, f"master {i}")
+def assert_broken(world, optimizer, checkpoint, parameters, others_are_too):
+    """Until a load: the rank that failed says so, and the others hear of it, unless they failed as well."""
+    broken = world.rank == 1 or others_are_too
+    assert (optimizer.broken is not None) == broken
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        error = raised_by(call)
+        assert isinstance(error, RuntimeError) and (BROKEN if broken else FOUND) in str(error), error
+    optimizer.zero_grad()
+    optimizer.load_state_dict(checkpoint)
+    assert optimizer.broken is None
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     check_weights(parameters, optimizer)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("what", ["update", "amaxes", "gradients", "rounding"])
+def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
+    """The weights of that bucket stay, on every rank, and the optimizer is broken until a load."""
+    parameters, optimizer = build(world, gradient_wire=torch.float16)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    plan, part, last = optimizer._shards.plans[1], optimizer.inner._parts[1], optimizer._shards.buffers[-1]
+    before = [p.rowwise_data.clone() for p in optimizer._shards.buffers[1].parameters]
+    owner, name, call = {
+        "update": (part, "run", 1),
+        "amaxes": (plan, "start_step", 1),
+        "gradients": (GradientMemory, "take", 2),
+        "rounding": (last, "cast", 1),
+    }[what]
+    error = ValueError(f"no {what} today")
+    if what == "amaxes":
+        refuse_one_step(plan, error) if world.rank == 1 else None
+        raised = raised_by(optimizer.step)
+    else:
+        with on_rank_1(world, owner, name, error, call):
+            raised = raised_by(optimizer.step)
+    told = what != "rounding" and world.device.type == "cpu"  # a GPU's hosts hear of it later
+    if told or world.rank == 1:
+        assert_told(world, raised, error, ABSTAINED)
+    if what != "rounding":
+        for p, codes in zip(optimizer._shards.buffers[1].parameters, before, strict=True):
+            assert_bytes_equal(p.rowwise_data, codes, f"{what}: codes")
+    assert_broken(world, optimizer, checkpoint, parameters, told)
 
 
 @on_ranks(2, 3)
 def test_an_optimizer_of_the_masters_that_raises_holds_up_nobody(world):
     parameters, optimizer = build(world, torch.optim.SGD, weight_decay=0.0)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
     before = [p.rowwise_data.clone() if isinstance(p, NVFP4Tensor) else None for p in parameters]
     error = ValueError("no update today")
     with on_rank_1(world, optimizer.inner, "step", error):
         raised = raised_by(optimizer.step)
-    if world.device.type == "cpu" or world.rank == 1:
+    told = world.device.type == "cpu"
+    if told or world.rank == 1:
         assert_told(world, raised, error, ABSTAINED)
     for i, (p, codes) in enumerate(zip(parameters, before, strict=True)):
         if codes is not None:
             assert_bytes_equal(p.rowwise_data, codes, f"codes {i}")
-    if world.device.type == "cpu":
-        optimizer.step()
-        check_weights(parameters, optimizer)
+    assert_broken(world, optimizer, checkpoint, parameters, told)
 
 
 @on_ranks(2)
 def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
-    parameters, optimizer = build(world)
+    parameters, optimizer = build(world, gradient_wire=torch.float16)
+    checkpoint, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
     error = ValueError("cannot be taken")
-    with on_rank_1(world, gradients.FlatGradients, "take", error, call=2):
+    with on_rank_1(world, GradientMemory, "take", error, call=2):
         raised = raised_by(lambda: optimizer.clip_grad_norm_(1.0))
     assert raised is (error if world.rank == 1 else None)
-    masters = optimizer.gathered_masters()
     assert_told(world, raised_by(optimizer.step), error, FOUND)
     for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
         assert_bytes_equal(now, before, f"master {i}")
     optimizer.zero_grad()
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    check_weights(parameters, optimizer)
+    assert_broken(world, optimizer, checkpoint, parameters, False)
 
 
 @on_ranks(2)

@@ -14,8 +14,7 @@ from optim_cases import make_parameters, set_gradients
 from distributed.checks_optim import SPECIFICATIONS, as_if_captured, model_bytes
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.bucketed import BucketedStep
-from zerofp4.optim.votes import Votes
+from zerofp4.optim.agreement import Agreement
 
 
 class Run:
@@ -158,8 +157,8 @@ def test_what_cannot_be_captured(world):
     run.eager(1)
     plain.eager(1)
     assert_equal(run, plain, 1)
-    obstacle = mock.patch.object(BucketedStep, "prepare", side_effect=RuntimeError("not like this"))
-    with as_if_captured(), obstacle, mock.patch.object(Votes, "agree_on_device") as together:
+    obstacle = mock.patch.object(ZeroFP4Optimizer, "_make_update", side_effect=RuntimeError("not like this"))
+    with as_if_captured(), obstacle, mock.patch.object(Agreement, "agree_on_device") as together:
         with pytest.raises(RuntimeError, match="not like this"):
             run.optimizer.step()
     assert not together.called

@@ -18,8 +18,8 @@ from distributed.checks_optim import as_if_captured, assert_same_on_all_ranks, m
 from distributed.file_peers import FilePeers
 from distributed.mesh_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
 from distributed.run import on_ranks
-from zerofp4.engine import FlatGradients
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, building
+from zerofp4.engine import GradientMemory, Peers
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 
 SHAPE = (2, 2)
 
@@ -33,7 +33,7 @@ def sharing_memory(world) -> Iterator[None]:
     def join(hosts, group, device):
         return FilePeers(hosts.within(), late=True)
 
-    with mock.patch.object(building, "join_host", join):
+    with mock.patch.object(zero, "join_host", join):
         yield
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, nam
     with sharing_memory(world):
         optimizer = ZeroFP4Optimizer(parameters, CLASSES[name], hosts=mesh_of(world, SHAPE), **OPTIONS)
     set_gradients(parameters, gradients_of(parameters, world.rank, 0))
-    refusing = mock.patch.object(FlatGradients, "take", side_effect=MemoryError("no room"))
+    refusing = mock.patch.object(GradientMemory, "take", side_effect=MemoryError("no room"))
     told = r"rank 1 found an error|another rank could not take part|could not finish its part"
     with refusing if world.rank == 1 else contextlib.nullcontext():
         error = (MemoryError, "no room") if world.rank == 1 else (RuntimeError, told)
@@ -124,7 +124,7 @@ def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, nam
 @on_ranks(4)
 def test_a_host_without_room_is_heard_of_on_all(world):
     parameters = parameters_of(world)
-    no_room = mock.patch.object(building.Peers if world.device.type == "cuda" else FilePeers, "zeros")
+    no_room = mock.patch.object(Peers if world.device.type == "cuda" else FilePeers, "zeros")
     with sharing_memory(world), no_room if world.rank < 2 else contextlib.nullcontext() as zeros:
         if zeros is not None:
             zeros.side_effect = MemoryError("no room")

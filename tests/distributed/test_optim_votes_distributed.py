@@ -189,29 +189,6 @@ def test_a_rank_that_skipped_a_step_alone_is_found_by_its_schedule(world):
     assert_all_equal(everything(parameters, optimizer), before, "tensor")
 
 
-@on_ranks(2, 3, time_limit=30)
-@pytest.mark.parametrize("clip", [False, True])
-def test_a_rank_that_skipped_a_step_alone_is_found_by_its_zero_grad(world, clip):
-    """With a constant lr nothing else tells: its gradients of batch 1 meet those of batch 0."""
-    parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
-    before = everything(parameters, optimizer)
-    for batch in range(2):
-        optimizer.zero_grad()
-        set_gradients(parameters, make_gradients(parameters, batch))
-        if world.rank == world.world_size - 1 and batch == 0:
-            continue
-        call = (lambda: optimizer.clip_grad_norm_(1.0)) if clip else optimizer.step
-        message = raised_everywhere(world, RuntimeError, call)
-        assert message.startswith("since the last step some ranks called zero_grad() 1 times and others 2")
-        break
-    assert_all_equal(everything(parameters, optimizer), before, "tensor")
-    optimizer.zero_grad()
-    set_gradients(parameters, make_gradients(parameters, 0))
-    optimizer.step()
-    check_weights(parameters, optimizer)
-
-
 @on_ranks(2)
 def test_a_rank_without_gradients_may_have_dropped_them(world):
     """Then it has none of another batch, and counts as zeros."""
@@ -262,7 +239,7 @@ def test_ranks_out_of_step(world):
         optimizer.step()
     optimizer._optimizer_step_post_hooks.clear()
     optimizer.step()
-    optimizer._steps += world.rank
+    optimizer._saved.steps += world.rank
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         message = raised_everywhere(world, RuntimeError, call)
         assert message.startswith("the ranks are out of step: some have taken 4 steps and others 5")
@@ -304,3 +281,28 @@ def test_a_step_is_one_vote(world):
         assert words == [torch.float64, torch.int64]  # the vote, the norm
     finally:
         dist.all_reduce = reduce
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.SGD])
+def test_a_found_inf_that_a_user_sets_skips_the_step_on_every_rank(world, cls):
+    """As a GradScaler sets it, on one rank: it is the user's, and stays where it is."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, cls, lr=0.1)
+    before = [*model_bytes(parameters), *optimizer.gathered_masters()]
+    before = [tensor.clone() for tensor in before]
+    for step, value in enumerate((1.0, 0.0)):
+        set_gradients(parameters, make_gradients(parameters, world.rank))
+        given = torch.tensor([value], device=world.device)
+        if world.rank == world.world_size - 1:
+            optimizer.inner.found_inf = given
+        optimizer.step()
+        if world.rank == world.world_size - 1:
+            assert optimizer.inner.found_inf is given
+        assert (optimizer.found_inf.item(), optimizer.skipped_steps) == (value, 1)
+        name = optimizer.first_nonfinite()
+        assert name is None if step else "which was given a found_inf" in name
+        if value:
+            now = [*model_bytes(parameters), *optimizer.gathered_masters()]
+            assert_all_equal(now, before, "tensor")
+    check_weights(parameters, optimizer)

@@ -155,5 +155,5 @@ def test_describe_counts_what_travels(world):
     optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.01)
     set_gradients(parameters, make_gradients(parameters, world.rank))
     optimizer.step()
-    words = sum(plan.reduced.numel() for plan in optimizer._shards._plans)
+    words = sum(plan.reduced.numel() for plan in optimizer._shards.plans)
     assert optimizer.describe()["bytes_sent"]["amaxes"] == 2 * words

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from zerofp4.engine import DenseBuffer, GradientPlaces, GradientViews
+from zerofp4.engine import DenseBuffer, GradientMemory
 
 
 class Model(nn.Module):
@@ -48,7 +48,7 @@ def models(device):
 def views_of(parameters):
     buffer = DenseBuffer(range(len(parameters)), parameters, None)
     flat = torch.zeros(1, buffer.slice_numel, dtype=torch.bfloat16, device=buffer.device)
-    return GradientViews(buffer, flat, GradientPlaces())
+    return GradientMemory(buffer, flat, set())
 
 
 def inputs(device, step):

@@ -15,7 +15,7 @@ from optim_cases import (
 )
 
 import zerofp4
-from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, state
+from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, zero
 
 
 def interrupt(*_) -> None:
@@ -146,7 +146,7 @@ def test_a_load_that_is_interrupted_before_it_changes_masters_changes_nothing(de
     for members, one in ((parameters, optimizer), (other, right)):
         take_step(members, one, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(state, where, interrupt)
+        patched.setattr(zero, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(saved)
     assert optimizer.broken is None

@@ -175,7 +175,7 @@ def test_replays_of_a_cuda_graph_skip_steps(device, turned):
 def test_what_was_heard_is_told_until_a_graph_is_replayed():
     """To capture a step of several ranks runs nothing of it."""
     device, slots = torch.device("cuda", 0), Slots([0, 1, 2], ["a", "b", "c"])
-    nonfinite = NonfiniteGradients("skip_step", slots, 2, device, None, None)
+    nonfinite = NonfiniteGradients("skip_step", slots, device, None)
     nonfinite.hear(1)
     word = torch.tensor(3.0, dtype=torch.float64, device=device)
     graph = torch.cuda.CUDAGraph()

@@ -1,54 +1,64 @@
-"""A step of many ranks: what lies in which bucket, how gradients travel, and what is done while what travels.
+"""One step of many ranks: buckets, transports of gradients and weights, and the program of a step.
 
-Parameters of one kind that are neighbours make a bucket, sharded over all ranks: so its gradients are one
-exchange, its weights one gather in place, and a step works on one bucket while the ranks exchange another.
+Neighbouring parameters of one kind make a bucket, which is sharded over all ranks: its gradients are one
+exchange, its weights one all-gather in place, and a step works on one bucket while others travel.
 """
 
-from zerofp4.engine.arrivals import Arrivals
+from zerofp4.engine.backward import BackwardSchedule, EarlyCollective, early_places
 from zerofp4.engine.buckets import Updated, build_buffers
+from zerofp4.engine.collective import CollectiveTransport
 from zerofp4.engine.description import describe_buckets
-from zerofp4.engine.early import EarlyReducer
-from zerofp4.engine.early_peer import EarlyPeerReducer
-from zerofp4.engine.exchange import GradientReducer
 from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer, Sharding
-from zerofp4.engine.gradients import FlatGradients, GradientViews
-from zerofp4.engine.host_reducer import HostReducer, Hosts, join_host
-from zerofp4.engine.local_reducer import LocalReducer
-from zerofp4.engine.peer_reducer import PeerReducer
+from zerofp4.engine.gradient_memory import (
+    GradientMemory,
+    GradientSnapshot,
+    are_sendable,
+    attributes,
+    gradients_of,
+    in_order,
+    is_sendable,
+)
+from zerofp4.engine.hosts import Hosts, HostTransport, join_host
+from zerofp4.engine.late_gather import LateGathers
+from zerofp4.engine.peer import PeerTransport, PushTransport
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
-from zerofp4.engine.places import GradientPlaces, are_sendable, is_sendable
-from zerofp4.engine.publication import Publication
-from zerofp4.engine.stretches import Brought
+from zerofp4.engine.step import Step
+from zerofp4.engine.transport import Arrived, Exchange, Transport
 from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
 
 __all__ = [
     "ALIGNMENT",
     "TRANSPORTS",
-    "Arrivals",
-    "Brought",
+    "Arrived",
+    "BackwardSchedule",
+    "CollectiveTransport",
     "DenseBuffer",
-    "EarlyPeerReducer",
-    "EarlyReducer",
+    "EarlyCollective",
+    "Exchange",
     "FlatBuffer",
-    "FlatGradients",
-    "GradientPlaces",
-    "GradientReducer",
-    "GradientViews",
-    "HostReducer",
+    "GradientMemory",
+    "GradientSnapshot",
+    "HostTransport",
     "Hosts",
-    "LocalReducer",
+    "LateGathers",
     "PackedBuffer",
-    "PeerReducer",
+    "PeerTransport",
     "Peers",
-    "Publication",
+    "PushTransport",
     "Sharding",
+    "Step",
+    "Transport",
     "Updated",
     "Wire",
     "are_sendable",
+    "attributes",
     "build_buffers",
     "check_gradient_dtype",
     "describe_buckets",
+    "early_places",
     "gradient_dtype",
+    "gradients_of",
+    "in_order",
     "is_sendable",
     "join_host",
     "join_peers",

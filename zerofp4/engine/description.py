@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
-from zerofp4.engine.exchange import GradientReducer
 from zerofp4.engine.flat import FlatBuffer
+from zerofp4.engine.transport import Transport
 
 HIGH_PRIORITY = (
     "NCCL's stream has the priority of the others, so that what travels waits until kernels that were queued "
@@ -18,7 +18,10 @@ HIGH_PRIORITY = (
 
 
 def describe_buckets(
-    buffers: Sequence[FlatBuffer], plans: Sequence[CastPlan | None], reducer: GradientReducer
+    buffers: Sequence[FlatBuffer],
+    plans: Sequence[CastPlan | None],
+    transport: Transport,
+    group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """buckets: what lies in each, and the bytes that this rank sends for it in a step. bytes_sent: those of
     all of them by phase. advice: what would make it faster, if anything.
@@ -35,8 +38,8 @@ def describe_buckets(
                 "replicas": buffer.replica_count,
                 "elements": sum(parameter.numel() for parameter in buffer.parameters),
                 "whole_matrices": buffer.is_of_whole_matrices,
-                "gradients_travel_as": str(reducer.dtypes[b]).removeprefix("torch."),
-                "gradients": reducer.nbytes_sent(b),
+                "gradients_travel_as": str(transport.dtypes[b]).removeprefix("torch."),
+                "gradients": transport.nbytes_sent(b),
                 # A ring sends every byte twice, but for the share of a rank.
                 "amaxes": 2 * others * amaxes // buffer.world_size,
                 "weights": others * buffer.weights.nbytes // buffer.world_size,
@@ -46,7 +49,7 @@ def describe_buckets(
     return {
         "buckets": buckets,
         "bytes_sent": {phase: sum(bucket[phase] for bucket in buckets) for phase in phases},
-        "advice": _advice(buffers[0].device, reducer.group()),
+        "advice": _advice(buffers[0].device, group),
     }
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, Pending, all_gather_slices, rank_and_size
-from zerofp4.engine.peers import PeerGather, Peers
+from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
+from zerofp4.engine.peers import Peers
 from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.shard import equal_slices, intersect, whole_slices
@@ -130,6 +130,11 @@ class FlatBuffer:
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
 
+    @functools.cached_property
+    def gradient_views(self) -> list[torch.Tensor | None]:
+        """own_views() of `gradients`."""
+        return self.own_views(self.gradients)
+
     @property
     def has_gradients(self) -> bool:
         """Whether there is such memory by now."""
@@ -168,16 +173,8 @@ class FlatBuffer:
 
     @property
     def halfway(self) -> Halfway | None:
-        """Where start_sending() may be called in a cast of two parts; None where it is cast at once."""
+        """Where a cast may stop once, so that the first half of the slice is sent; None where nothing is."""
         return None
-
-    def start_gather(self, begun: bool = False) -> Pending | PeerGather | None:
-        """Begin to fill in the other ranks' slices of the weights. begun: behind start_sending()."""
-        if self.world_size == 1:
-            return None
-        if self.peers is not None:
-            return self.peers.start_gather(self.weights, self.halfway.sent if begun else 0)
-        return all_gather_slices(self.weights, self.group(), async_op=True, stage="gathering weights")
 
 
 class DenseBuffer(FlatBuffer):
@@ -266,11 +263,6 @@ class PackedBuffer(FlatBuffer):
         row = matrix * rows + row // BLOCK * BLOCK
         sent = offset + row * cols - self.begin
         return Halfway(position, row, sent // 2) if sent > 0 else None
-
-    def start_sending(self) -> None:
-        """Begin to give the other ranks the codes that a cast has made by halfway."""
-        assert self.halfway is not None
-        self.peers.start_sending(self.weights, self.halfway.sent)
 
     def bind(self) -> None:
         """Give the weights' codes the memory of the buffer, with its bytes."""

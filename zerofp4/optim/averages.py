@@ -10,7 +10,7 @@ from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.load import find_saves, load_error, pieces_of
 from zerofp4.optim.piece import Piece, make_piece
 from zerofp4.optim.seal import check_one_save, draw_token, make_id
-from zerofp4.optim.state import ShardedState
+from zerofp4.optim.zero import ZeroFP4Optimizer
 
 
 class AveragedMasters:
@@ -28,15 +28,15 @@ class AveragedMasters:
     Raises TypeError for what is no ZeroFP4Optimizer, ValueError for a decay out of range.
     """
 
-    def __init__(self, optimizer: ShardedState, decay: float = 0.999):
-        if not isinstance(optimizer, ShardedState):
+    def __init__(self, optimizer: ZeroFP4Optimizer, decay: float = 0.999):
+        if not isinstance(optimizer, ZeroFP4Optimizer):
             raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
         optimizer._shards.check_not_taken_over()
         self.optimizer, self.decay = optimizer, decay
         # Of the ids of saves: the same on every rank, another after each load.
-        self._token = hashlib.sha256(f"{optimizer._save_id} {decay}".encode()).hexdigest()[:16]
+        self._token = hashlib.sha256(f"{optimizer._saved.save_id} {decay}".encode()).hexdigest()[:16]
         self._updates = 0
         self._slices = [buffer.masters.clone() for buffer in optimizer._shards.buffers]
 
@@ -70,11 +70,11 @@ class AveragedMasters:
         torch.distributed.checkpoint the optimizer needs names (named_parameters()).
         """
         optimizer, held, state = self.optimizer, self.held_masters(), {}
-        refusals = optimizer._saved_names.refusals
-        for parameter, refusal in zip(optimizer._shards.parameters, refusals, strict=True):
-            own, (_, number) = held[id(parameter)], optimizer._number_of(parameter)
+        saved = optimizer._saved
+        for parameter, refusal in zip(optimizer._shards.parameters, saved.names.refusals, strict=True):
+            own, number = held[id(parameter)], saved.number_of(parameter)
             values = self._slices[0][:0] if own.piece is None else own.piece
-            piece = make_piece(values, parameter.shape, own.shard.start, optimizer.home_of(parameter))
+            piece = make_piece(values, parameter.shape, own.shard.start, saved.home_of(parameter))
             piece.label = None if number.name is None else f"{number.name}.average"
             piece.refusal, piece.written_by = refusal, (self._save_id,)
             state[number] = {"average": piece}

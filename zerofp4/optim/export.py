@@ -18,7 +18,7 @@ from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.piece import gathered, make_piece
-from zerofp4.optim.state import ShardedState
+from zerofp4.optim.zero import ZeroFP4Optimizer
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, check_not_held
 
 SHARD_BYTES = 5 * 10**9
@@ -26,7 +26,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def master_state_dict(
-    model: nn.Module, optimizer: ShardedState | AveragedMasters, dtype: torch.dtype = torch.float32
+    model: nn.Module, optimizer: ZeroFP4Optimizer | AveragedMasters, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(key, tensor) for each key of model.state_dict(), in its order, whole on every rank.
 
@@ -44,12 +44,12 @@ def master_state_dict(
     return _masters(model, *_find_masters(optimizer, dtype), dtype)
 
 
-def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ShardedState, dict[int, HeldMaster]]:
+def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, dict[int, HeldMaster]]:
     """The optimizer, and this rank's pieces of its masters or their averages, by the identity of the
     parameter. source: the optimizer, or AveragedMasters of it.
     """
     optimizer = source.optimizer if isinstance(source, AveragedMasters) else source
-    if not isinstance(optimizer, ShardedState):
+    if not isinstance(optimizer, ZeroFP4Optimizer):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
     optimizer._shards.check_not_taken_over()
     optimizer._raise_if_broken()
@@ -60,7 +60,7 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ShardedState, dict[i
 
 @torch.no_grad()
 def _masters(
-    model: nn.Module, optimizer: ShardedState, held: dict[int, HeldMaster], dtype: torch.dtype
+    model: nn.Module, optimizer: ZeroFP4Optimizer, held: dict[int, HeldMaster], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict(keep_vars=True).items():
@@ -74,14 +74,14 @@ def _masters(
 
 
 def parameter_values(
-    parameter: torch.Tensor, optimizer: ShardedState | None, held: HeldMaster | None, dtype: torch.dtype
+    parameter: torch.Tensor, optimizer: ZeroFP4Optimizer | None, held: HeldMaster | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """A new plain tensor: the whole master of a parameter that the optimizer trains, which is collective,
     else what the parameter holds.
     """
     if held is not None:
         own = torch.zeros(0, device=parameter.device) if held.piece is None else held.piece
-        home = optimizer.home_of(parameter)
+        home = optimizer._saved.home_of(parameter)
         return gathered(make_piece(own, parameter.shape, held.shard.start, home)).to(dtype)
     if isinstance(parameter, NVFP4Tensor):
         value = parameter.get_high_precision_init_val()
@@ -94,7 +94,7 @@ def parameter_values(
 
 def save_safetensors(
     model: nn.Module,
-    optimizer: ShardedState | AveragedMasters,
+    optimizer: ZeroFP4Optimizer | AveragedMasters,
     folder: str | os.PathLike,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
@@ -109,7 +109,7 @@ def save_safetensors(
     optimizer, masters = _find_masters(optimizer, dtype)
     group = optimizer.process_group()
     writes = rank_and_size(group)[0] == 0
-    if optimizer.has_other_parameters_elsewhere():
+    if optimizer._agreement.has_other_parameters_elsewhere():
         raise ValueError(
             "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
             "slices, stages): write what master_state_dict gives on a rank of each process group"
@@ -226,7 +226,9 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def unconvert_model(model: nn.Module, optimizer: ShardedState | AveragedMasters | None = None) -> list[str]:
+def unconvert_model(
+    model: nn.Module, optimizer: ZeroFP4Optimizer | AveragedMasters | None = None
+) -> list[str]:
     """Replace quantized weights, in place, by ordinary parameters of their dtype, shape and requires_grad.
 
     optimizer: that of the weights, whose masters give the values, or AveragedMasters of it; then it is
@@ -257,7 +259,9 @@ def unconvert_model(model: nn.Module, optimizer: ShardedState | AveragedMasters 
     return [full_name for _, _, full_name in found]
 
 
-def _ordinary(old: QuantizedTensor, optimizer: ShardedState | None, held: HeldMaster | None) -> nn.Parameter:
+def _ordinary(
+    old: QuantizedTensor, optimizer: ZeroFP4Optimizer | None, held: HeldMaster | None
+) -> nn.Parameter:
     new = nn.Parameter(parameter_values(old, optimizer, held, old.dtype), old.requires_grad)
     vars(new).update({k: v for k, v in vars(old).items() if k not in ("record", "_is_param")})
     new.grad = old.grad

@@ -242,6 +242,11 @@ class InnerOptimizers:
         """Whether all multiply gradients by their attribute `clip_factor`, and no hook sees them before."""
         return all(hasattr(type(one), "clip_factor") and is_plain(one) for one in self.all)
 
+    def found_inf(self) -> torch.Tensor | None:
+        """What a user has set as `found_inf` of one of the optimizers; of several the sum."""
+        given = [vars(one)["found_inf"] for one in self.all if vars(one).get("found_inf") is not None]
+        return sum(flag.reshape(()) for flag in given) if given else None
+
     def step(self, **scalars: torch.Tensor | None) -> None:
         """Step each optimizer. scalars: attributes that it has meanwhile, as in holding()."""
         for optimizer in self.all:
@@ -328,11 +333,15 @@ def give_gradients(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) 
 
 @contextlib.contextmanager
 def holding(optimizer: torch.optim.Optimizer, **scalars: torch.Tensor | None) -> Iterator[None]:
-    """Give the optimizer these attributes, except those that are None, for the duration of the block."""
-    present = {name: scalar for name, scalar in scalars.items() if scalar is not None}
-    vars(optimizer).update(present)
+    """Give the optimizer these attributes for the duration of the block, in place of a user's own; None
+    is for no attribute.
+    """
+    own = vars(optimizer)
+    before = {name: own.pop(name) for name in scalars if name in own}
+    own.update((name, scalar) for name, scalar in scalars.items() if scalar is not None)
     try:
         yield
     finally:
-        for name in present:
-            delattr(optimizer, name)
+        for name in scalars:
+            own.pop(name, None)
+        own.update(before)

@@ -9,7 +9,6 @@ from zerofp4.engine import are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
-from zerofp4.optim.inner import InnerOptimizers
 
 POLICIES = ("skip_step", "raise")
 """What on_nonfinite may be."""
@@ -17,39 +16,34 @@ POLICIES = ("skip_step", "raise")
 BEGINNING = 16
 """So many gradients are handed to a GPU first, which reads them while the host looks at the others."""
 
+FOUND_INF = 0.5
+"""The word of a found_inf that a user gave the optimizer of the masters: below those of all parameters."""
+
 
 class NonfiniteGradients:
-    """What is known of the gradients that were reduced last, and what follows from it.
+    """What is known of a NaN or Inf in the gradients that were averaged last, and what follows from it.
 
-    policy: one of POLICIES. slots: the places of the parameters among those of all ranks. world_size: of all
-    ranks that step together. device: where gradients are. inners: the optimizers of the masters. wire: what
-    gradients are rounded to on their way, None for their own dtype: one that this rounds to infinity is
-    infinite, in a world of any size.
+    A word stands for a parameter: the larger the word, the earlier the parameter; 0 for none.
 
-    found: float32 [] on the device, 1 where the gradients of any rank hold a NaN or Inf. An update reads it
-    there. In a world of one the host does not know it, and what it counts and names is read when somebody
-    asks; several ranks have heard it in their vote.
+    policy: one of POLICIES.
+    slots: the places of the parameters among those of all ranks.
+    device: where gradients are.
+    wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
+    becomes infinite by it counts, in a world of any size.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        slots: Slots,
-        world_size: int,
-        device: torch.device,
-        inners: InnerOptimizers,
-        wire: torch.dtype | None,
-    ):
-        self._policy, self._inners, self._wire = policy, inners, wire
-        self._slots, self._alone, self._device = slots, world_size == 1, device
+    def __init__(self, policy: str, slots: Slots, device: torch.device, wire: torch.dtype | None):
+        self._policy, self._wire, self._device = policy, wire, device
+        self._labels = [*slots.labels, "the optimizer of the masters, which was given a found_inf"]
         self._words = [len(slots.labels) - slot for slot in slots.own]
         self.found = torch.zeros((), dtype=torch.float32, device=device)
+        """1 where a gradient of any rank holds a NaN or Inf. The update reads it on the device."""
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
-        self._first: int | None = None
-        self._heard = torch.zeros((), dtype=torch.float64, device=device)
-        """The word that all ranks heard last. Made here: what a CUDA graph makes holds nothing before its
-        first replay.
+        self._word = torch.zeros((), dtype=torch.float64, device=device)
+        """The largest of all ranks. Made here: what a CUDA graph makes holds nothing before its first replay.
         """
+        self._first: int | None = None
+        """What the host knows of it."""
         self._is_on_device = False
         """Whether the host may not know it: in a world of one, and once a CUDA graph may write it."""
 
@@ -60,45 +54,52 @@ class NonfiniteGradients:
 
     @property
     def first_name(self) -> str | None:
-        """What messages call the first parameter whose gradient held a NaN or Inf; None if none did. Waits
-        for the device in a world of one, and where steps of several ranks were captured.
+        """What messages call the first parameter with a NaN or Inf; None if there is none. Waits for the
+        device where the host does not know it.
         """
         if self._is_on_device:
-            self._first = from_word(self._heard.item(), len(self._slots.labels))
-        return None if self._first is None else self._slots.labels[self._first]
+            self._first = from_word(self._word.item(), len(self._labels) - 1)
+        return None if self._first is None else self._labels[self._first]
 
-    def word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """What this rank votes, None where there is nothing to look at. Waits for nothing: a world of one
-        that is captured in a CUDA graph does not look where the optimizer of the masters cannot be told on
-        the device.
+    def word(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        indices: Sequence[int] | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The word of this rank's gradients, on the device; None without gradients. Waits for nothing.
+
+        indices: which trainable parameters the gradients are of; None for all.
+        found_inf: what a user gave the optimizer of the masters.
         """
-        if self._alone and is_capturing(self._device) and not self._inners.heed_found_inf():
-            return None
-        return first_nonfinite(gradients, self._wire, self._words)
+        words = self._words if indices is None else [self._words[i] for i in indices]
+        word = first_nonfinite(gradients, self._wire, words)
+        if found_inf is None:
+            return word
+        given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF
+        return given if word is None else torch.maximum(word.double(), given)
 
     def hear(self, first: int | None) -> None:
-        """Of a vote: the slot of the first parameter whose gradient holds a NaN or Inf on any rank."""
-        # It is what the last call wrote, unless a CUDA graph writes it.
+        """The ranks have agreed. first: the slot of the first parameter with a NaN or Inf on any rank."""
+        # `found` is what the last call wrote, unless a CUDA graph writes it.
         is_zero = self._first is None and not self._is_on_device
         self._first = first
         if first is not None or not is_zero:  # else nothing is queued in front of an update
             self.found.fill_(first is not None)
-            self._heard.fill_(0 if first is None else len(self._slots.labels) - first)
+            self._word.fill_(0 if first is None else len(self._labels) - 1 - first or FOUND_INF)
 
     def hear_on_device(self, word: torch.Tensor | None) -> None:
-        """As hear(), in a world of one, and of several ranks in a CUDA graph: the word of that parameter, []
-        on the device; None is that of no parameter.
-        """
+        """The same where the host does not know it: a word on the device; None is that of no parameter."""
         self._is_on_device = True
         if word is None:
-            self._heard.zero_()
+            self._word.zero_()
         else:
-            self._heard.copy_(word)
-        self.found.copy_(self._heard != 0)
+            self._word.copy_(word)
+        self.found.copy_(self._word != 0)
 
     def raise_if_asked(self) -> None:
-        """Raises FloatingPointError if there are some and the policy is to raise. Then it waits for the
-        device in a world of one, and leaves it to the update where a CUDA graph is captured.
+        """Raise FloatingPointError for a NaN or Inf if the policy says so. Waits for the device where the
+        host does not know it; does nothing while a CUDA graph is captured, whose update reads `found`.
         """
         if self._policy != "raise" or is_capturing(self._device):
             return
@@ -112,21 +113,13 @@ class NonfiniteGradients:
             )
         )
 
-    def for_update(self) -> torch.Tensor | None:
-        """What the optimizer of the masters is to read on the device; None where the host knows that there is
-        nothing to find.
+    def must_skip(self, reads_found: bool) -> bool:
+        """Whether the host leaves out the update. reads_found: whether the update reads `found` on the
+        device; if not, the host waits for it.
         """
-        return self.found if self._alone and self._inners.heed_found_inf() else None
-
-    def must_leave_out_update(self) -> bool:
-        """Whether the host has to leave out the update of the masters. Waits for the device where their
-        optimizer cannot be told there.
-        """
-        if not self._alone:
+        if not self._is_on_device:
             return self._first is not None
-        if self._inners.heed_found_inf() or is_capturing(self._device):
-            return False
-        return bool(self.found.item())
+        return not reads_found and not is_capturing(self._device) and bool(self.found.item())
 
     def count(self) -> None:
         """A step ends, skipped or not."""

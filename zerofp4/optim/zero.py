@@ -1,116 +1,109 @@
 """ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import OwnError
-from zerofp4.optim.building import BuiltOptimizer, Choices
+from zerofp4 import ops
+from zerofp4.distributed import (
+    CollectiveError,
+    GroupReference,
+    OwnError,
+    attempt,
+    error_text,
+    exchange,
+    in_phase,
+    rank_and_size,
+    resolve_group,
+)
+from zerofp4.engine import (
+    BackwardSchedule,
+    CollectiveTransport,
+    EarlyCollective,
+    GradientSnapshot,
+    HostTransport,
+    LateGathers,
+    PeerTransport,
+    PushTransport,
+    Step,
+    describe_buckets,
+    early_places,
+    in_order,
+    join_host,
+    join_peers,
+    set_gradient_dtype,
+)
+from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.ops import is_capturing
+from zerofp4.optim.agreement import Agreement, Call, Outcome, Rounds
+from zerofp4.optim.arguments import Arguments, Checked, check_arguments
+from zerofp4.optim.bucket_update import BucketUpdate
+from zerofp4.optim.build import (
+    Announcement,
+    check_announcements,
+    check_transport,
+    find_slots,
+    overlaps_backward,
+    overlaps_forward,
+)
+from zerofp4.optim.checkpoint import SavedState
+from zerofp4.optim.clipping import clip_arguments, global_norm
+from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.groups import with_references
+from zerofp4.optim.initial import HandedMaster, broadcast_frozen
+from zerofp4.optim.inner import InnerOptimizers, give_gradients, is_plain, without_class
+from zerofp4.optim.load import (
+    check_same_steps,
+    find_saves,
+    load_error,
+    pieces_of,
+    warn_of_options,
+)
+from zerofp4.optim.names import find_saved_names
+from zerofp4.optim.nonfinite import NonfiniteGradients
+from zerofp4.optim.param_groups import check_finite
+from zerofp4.optim.seal import check_one_save, draw_token
+from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.watch import ParameterWatch
+from zerofp4.tensors import had_master
 
 
-class ZeroFP4Optimizer(BuiltOptimizer):
+class ZeroFP4Optimizer(torch.optim.Optimizer):
     """Any elementwise torch optimizer, or Muon, over sharded FP32 masters of NVFP4, bf16, fp16 and fp32
     parameters.
 
+    step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
+    gathers the weights in place: 4-bit codes for NVFP4 weights. Building, step() and clip_grad_norm_() are
+    collective. What one rank finds wrong before an update raises on every rank, before anything has changed.
+    The masters are the truth: they begin as rank 0's values, and from then on the weights follow them, so
+    load a model first.
+
     params: parameters or groups of them, as for any torch optimizer, the same on every rank that they are
-    sharded over. Group options may be edited at any time, by hand or by an LR scheduler.
-    optimizer_class, defaults: the optimizer that updates the masters. It sees 1D pieces of the parameters, so
-    its update of an element must not depend on other elements: Adafactor, LBFGS and SparseAdam raise
-    ValueError. FusedAdamW is the fastest: it leaves the amaxes of the masters behind that their cast needs. A
-    group may name another class, `{"params": ..., "optimizer_class": torch.optim.AdamW, "lr": 3e-4}`: then
-    its options are its own, else that class's; it raises ValueError for one that defaults give and its class
-    has, but not the group. inner is the optimizer of the masters; where there are several classes, inners.all
-    are theirs, in the order in which they come first in the groups.
-    whole_matrices: True gives optimizer_class whole matrices: its groups have parameters [N, K], or stacks
-    [E, N, K] of E matrices, and each lies with one rank, as a 2D parameter of the optimizer. A stack stays
-    together. None is what the class needs: True for torch.optim.Muon, False for others. Adafactor takes True.
-    process_group: all ranks that step together; None is the default group, which
-    zerofp4.launch.init_process_group() makes, or a world of one where no launcher started several ranks (else
-    RuntimeError). Parameters are sharded over all of them, unless their parameter group names a part,
-    {"params": experts, "process_group": expert_data_parallel}: then first ranks, means, casts, gathers and
-    equal bytes are those of that part, while votes, errors, skipped steps and norms are of all. A group that
-    is {"replicated_over": tensor_parallel} has the same parameters on each of these ranks, and a norm counts
-    those of the first; all others count on each rank. Such a group lies in process_group as well. A group's
-    process_group may be a DeviceMesh of two dimensions: gradients are averaged over the second, which masters
-    are sharded over, and these means, in FP32, over the replicas in the first.
-    amax_groups: lists of NVFP4 weights of params that share one amax.
-    transport: how gradients and weights travel. "collective": by NCCL or gloo. "peer": the ranks share memory
-    (torch's symmetric memory), so FusedAdamW reads the gradients of all ranks where they are, and copy
-    engines write codes into the weights of every rank, and with overlap gradients to their owners; for GPUs
-    of one host that can access each other's memory, each of another index, else ValueError. It turns
-    multicast off (TORCH_SYMM_MEM_DISABLE_MULTICAST), unless that is set. "auto": peer where that can be, else
-    the collective one. All give the same bytes, but for hosts.
-    hosts: adds up gradients on each host first, where its ranks read each other's memory, and only these
-    means travel between hosts, in FP32: 4 bytes an element of a slice from each other host, however many
-    ranks a host has. A DeviceMesh of two dimensions, hosts and the ranks of each, of all ranks of
-    process_group in their order. Of 2 x 2 ranks the mean is ((g0 + g1) / 2 + (g2 + g3) / 2) / 2, of which the
-    last bits may differ from those of every other way. It takes transport="collective" or "auto", one process
-    group for all parameters, and neither overlap with backward passes nor "sharded"; else, and where the
-    ranks of a host cannot share memory, ValueError, or RuntimeError where torch finds that in trying. What
-    is sent and received has memory of two buckets each, in FP32: of L ranks a host 8 / L buckets of bfloat16.
-    With one host, or one rank on each, it changes nothing.
-    gradient_dtype: what p.grad is, and micro-batches are added up in: torch.float32, or None for the
-    parameter's dtype unless its grad_dtype says another by now. 512 micro-batches of 1.0 are 256 in bfloat16.
-    gradient_wire: what each rank's gradients are rounded to before they are added up; None is the dtype that
-    they have, and wider ones raise TypeError.
-    overlap: "backward" has the gradients of a bucket travel as soon as a backward pass has made them all;
-    None waits for step(). Buckets begin in one order, which describe() has: NVFP4 weights from the last
-    parameter to the first, as backward passes make them, then the others; so pass parameters in the model's
-    order. What is missing in a step travels in it, unused parameters as zeros. Run all passes before a step
-    but the last in no_sync(), and let no other communication of the group come between a pass and the step:
-    give the optimizer a process group of its own. "forward" lets the gather of NVFP4 weights go on while the
-    next forward pass runs: step() has begun it, and whatever reads codes waits for those of its bucket, a
-    product, dequantize(), state_dict() or a copy; on a GPU the stream waits, on the CPU the host. These
-    gathers begin behind all else that travels in a step, in the order of the parameters. All other
-    parameters, and scales and amaxes, are complete when step() returns. The next step, load_state_dict(),
-    refresh() and check() wait for all. A tensor of codes that was taken out of a weight before a step, and a
-    CUDA graph that was captured before, wait for nothing: call check() first. "both" is both. In a world of
-    one nothing travels.
-    accumulate: "local" adds up micro-batches in p.grad. With "sharded" each backward pass outside of
-    no_sync() is reduced, its means added to this rank's slice in FP32, and p.grad is None afterwards; a step
-    uses them up. Every rank runs as many such passes. What is in p.grad in step() is added there. It takes
-    transport="collective", which "auto" then is, and it and overlap="backward" one process group for all
-    parameters; else ValueError.
-    bucket_mb: megabytes of gradients that travel at once, all ranks' parts together; by default a 14th of
-    all, at least 256 and at most 1024. With overlap of backward passes those that they make last become
-    smaller, down to an eighth, since nothing is left to hide them. The memory for what is received is twice
-    as large (on the CPU with overlap or "sharded", as large as all gradients). Both keep an FP32 slice of
-    gradients, 4 bytes for each element of this rank's share; "sharded" needs no memory for the gradients of a
-    whole model. With overlap and transport="peer" there is none, unless gradients are clipped or FusedAdamW
-    does not update, but of every bucket what the others have of this rank's share (its own too where
-    gradients are rounded): in a world of W, (W - 1) / W of a model's gradients as they travel. Weights are
-    gathered by the same buckets.
-    masters_from: an earlier optimizer in the same group, which has been stepped for the last time: parameters
-    that it trained, by identity, begin with its masters; its moments are not taken. Without it the masters of
-    NVFP4 weights that an earlier optimizer trained begin with 4-bit values, which warns. Whatever an earlier
-    optimizer trained and this one does, it has given up: its step() and refresh() raise RuntimeError.
-    on_nonfinite: what becomes of a step for which any rank's own gradients hold a NaN or Inf. "skip_step":
-    nothing changes on any rank; found_inf is 1, skipped_steps counts it, first_nonfinite() names the
-    parameter. "raise": every rank raises FloatingPointError, and nothing changes.
+        sharded over; named_parameters() for checkpoints by name. A group may carry `optimizer_class`,
+        `process_group` and `replicated_over` (page on groups).
+    optimizer_class, defaults: what updates the masters. It sees 1D pieces of parameters, so that it must be
+        elementwise; FusedAdamW is the fastest.
+    process_group: all ranks that step together; None is the default group, or a world of one.
+    amax_groups: lists of NVFP4 weights that share one amax.
+    transport: "peer" shares memory between the GPUs of one host, "collective" uses NCCL or gloo, "auto" is
+        peer where that can be. Both give the same bytes.
+    hosts: a DeviceMesh of hosts and the ranks of each; gradients are averaged on each host first.
+    gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
+    gradient_wire: what gradients are rounded to before they are sent; None is the dtype that they have.
+    overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
+        forward pass, "both", or None.
+    accumulate: "local" adds up micro-batches in p.grad, "sharded" in this rank's FP32 slices.
+    bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
+    whole_matrices: True gives optimizer_class whole matrices; None is what the class needs (page on Muon).
+    masters_from: an earlier optimizer whose masters this one takes over.
+    on_nonfinite: what becomes of a step with a NaN or Inf in any rank's gradients: "skip_step" or "raise".
 
-    step() averages the gradients over the group (their values travel, and are added in FP32 in rank order),
-    updates this rank's masters, casts them and all-gathers the weights in place: 4-bit codes for NVFP4
-    weights. With FusedAdamW all of that is done bucket by bucket, so that one is updated while others travel;
-    describe() says what a step does. A parameter that has a gradient on no rank is skipped as torch.optim
-    skips it; where only some ranks have one, the others count as zeros. p.grad is never written; but in
-    a world of several ranks a backward pass leaves it as a view of memory from which it travels, unless it is
-    rounded on its way, and the next one writes there again: clone what is to be kept.
-
-    The masters are the truth. They begin as rank 0's values (what get_high_precision_init_val() has, else the
-    parameter's), and from then on the weights are the masters rounded or quantized, on every rank: load a
-    model first, since writing into a weight makes the next step() raise. A parameter that is frozen when the
-    optimizer is built gets rank 0's bytes once, and no master; unfreezing it makes the next step() raise.
-
-    In param_groups a process group is a reference, to be called, which does not keep it alive.
-
-    Building, step() and clip_grad_norm_() are collective. What one rank finds wrong before an update raises
-    on every rank, before anything has changed. What interrupts an update makes the optimizer `broken`, until
-    load_state_dict(). The page on failures says which errors these are, what is left to the group's timeout,
-    and where the host waits for the device: for one small vector in each of the two calls of several ranks,
-    and for nothing in a world of one with FusedAdamW.
+    The page on the optimizer has the whole of each option, the page on failures what raises where.
     """
 
     def __init__(
@@ -132,20 +125,759 @@ class ZeroFP4Optimizer(BuiltOptimizer):
         on_nonfinite: str = "skip_step",
         **defaults: Any,
     ):
-        choices = Choices(
-            amax_groups,
-            transport,
-            hosts,
-            gradient_dtype,
-            gradient_wire,
-            overlap,
-            accumulate,
-            bucket_mb,
-            whole_matrices,
-            masters_from,
-            on_nonfinite,
+        self._built = False
+        self.broken: RuntimeError | None = None
+        """Why the masters of this rank may be of two steps, else None: an error or an interrupt came behind
+        the agreement of a step, of a clip or of a load. step(), clip_grad_norm_() and saving raise from then
+        on, until load_state_dict() has brought all masters.
+        """
+        group = resolve_group(process_group)
+        self.process_group = GroupReference(group)
+        """All ranks that step together."""
+        arguments = Arguments(
+            optimizer_class=optimizer_class,
+            defaults=defaults,
+            amax_groups=amax_groups,
+            transport=transport,
+            hosts=hosts,
+            gradient_dtype=gradient_dtype,
+            gradient_wire=gradient_wire,
+            overlap=overlap,
+            accumulate=accumulate,
+            bucket_mb=bucket_mb,
+            whole_matrices=whole_matrices,
+            masters_from=masters_from,
+            on_nonfinite=on_nonfinite,
         )
-        self._build(params, optimizer_class, process_group, choices, defaults)
+        checked, error = attempt(self._check, params, arguments, group)
+        announcement = None if checked is None else checked.announcement
+        told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
+        announced, (token, *_) = zip(*told, strict=True)
+        check_announcements(announced)  # from here on the same on every rank
+        self._on_nonfinite, self._overlap, self._accumulate = on_nonfinite, overlap, accumulate
+        if masters_from is not None and masters_from._schedule is not None:
+            masters_from._schedule.stop()
+        with torch.no_grad():
+            self._make(arguments, checked, announced, token, group)
+        self._built = True
+
+    def _check(self, params: Any, arguments: Arguments, group: dist.ProcessGroup | None) -> Checked:
+        """What this rank can check alone; the parameters stay as they are."""
+        super().__init__(params, {})
+        checked = check_arguments(self.param_groups, arguments, group)
+        # A class in a group would be an option, which checkpoints have and ranks compare.
+        self.param_groups = [without_class(param_group) for param_group in self.param_groups]
+        self.defaults = checked.defaults
+        return checked
+
+    def _make(
+        self,
+        arguments: Arguments,
+        checked: Checked,
+        announced: Sequence[Announcement],
+        token: str,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Everything that the optimizer is made of, and the first weights. Collective."""
+        rank, self.world_size = rank_and_size(group)
+        self._parameters, self._names = checked.parameters, checked.names
+        """All parameters, frozen ones too."""
+        device = self._parameters[0].device
+        transport, why = check_transport(arguments.transport, announced)
+        if transport == "auto" and arguments.accumulate == "sharded":
+            transport, why = "collective", "accumulate='sharded' adds up every backward pass"
+        self._hosts = checked.hosts
+        if self._hosts is None:
+            self._peers, obstacle = join_peers(transport, group, device)
+        else:
+            self._peers, obstacle = join_host(self._hosts, group, device), "hosts share no memory"
+        self._why_collective = obstacle if self.world_size == 1 else why or obstacle
+        set_gradient_dtype(arguments.gradient_dtype, checked.trainable)
+        self._wire = checked.wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
+        late = LateGathers(device) if overlaps_forward(self._overlap) else None
+        self._shards = ShardedParameters(
+            checked.trainable,
+            checked.trainable_names,
+            shardings=checked.shardings,
+            updated=checked.updated,
+            amax_groups=arguments.amax_groups,
+            wire=self._wire,
+            peers=self._peers if self._hosts is None else None,
+            as_made=overlaps_backward(self._overlap),
+            late=late,
+        )
+        pairs = zip(checked.trainable, checked.trainable_names, strict=True)
+        lost = [name for p, name in pairs if id(p) not in checked.held and had_master(p)]
+        self._shards.initialize_masters(checked.held)
+        for param_group, place in zip(self.param_groups, checked.places, strict=True):
+            for parameter in param_group["params"]:
+                if not parameter.requires_grad:
+                    broadcast_frozen(parameter, place.sharding)
+        masters = zip(map(id, checked.trainable), self._shards.optimized, strict=True)
+        self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
+        """The optimizers of the masters, in the order in which their classes come first in the groups."""
+        self._shards.take_amaxes_from(self.inners.all)
+        self.inners.pull_options(self.param_groups)
+        slots = find_slots(announced, rank)
+        me = weakref.ref(self)  # neither checkpoints nor hooks of parameters keep an optimizer alive
+        self._saved = SavedState(
+            param_groups=lambda: me().param_groups,
+            shards=self._shards,
+            inners=self.inners,
+            classes=checked.classes,
+            names=find_saved_names(announced, rank),
+            token=token,
+        )
+        self.state = self._saved.view()
+        self._nonfinite = NonfiniteGradients(self._on_nonfinite, slots, device, self._wire.dtype)
+        self._agreement = Agreement(slots, device, group)
+        self._make_transport(group)
+        self._step = Step(self._shards.buffers, self._shards.plans, self._transport, self._exchange, late)
+        self._skip = torch.zeros((), dtype=torch.float32, device=device)
+        """Not 0 where the update of a step is skipped on the device. FusedAdamW reads it or, of ranks that
+        share memory, `_peers.failed`, which a barrier may set in the middle of a step.
+        """
+        self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+        self._reduced: GradientSnapshot | None = None
+        """The gradients that clip_grad_norm_ has averaged for the next step."""
+        self._factor: torch.Tensor | None = None
+        """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
+        self._agreed_in_sequence = False
+        """Whether the ranks agreed in the last step that one of them must update all masters at once."""
+        self._weights_follow = True
+        """False from load_state_dict to the next step: weights written meanwhile yield to the masters."""
+        self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
+        self._publish()
+        self._shards.settle()
+        if lost:
+            _warn_of_lost_masters(lost)
+
+    def _make_transport(self, group: dist.ProcessGroup | None) -> None:
+        """Set _transport, and _exchange and _schedule where backward passes send gradients, else None."""
+        buckets, wire, adds = self._shards.buffers, self._wire, self._accumulate == "sharded"
+        early = overlaps_backward(self._overlap) and self.world_size > 1
+        self._exchange = self._schedule = None
+        if self._hosts is not None:
+            self._transport = HostTransport(buckets, group, wire, self._peers, self._hosts)
+        elif self._peers is not None:
+            self._transport = (PushTransport if early else PeerTransport)(buckets, wire, self._peers)
+            self._exchange = self._transport if early else None
+        elif early or adds:
+            places = early_places(buckets[0].device)
+            self._transport = CollectiveTransport(buckets, wire, places=places, aliased=not adds)
+            self._exchange = EarlyCollective(self._transport, places, adds)
+        else:
+            self._transport = CollectiveTransport(buckets, wire)
+        is_local = all(map(self._transport.is_local, range(len(buckets))))
+        self._averages_nothing = self.world_size == 1 and is_local and not adds
+        """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
+        if self._exchange is None:
+            return
+        me = weakref.ref(self)
+        self._schedule = BackwardSchedule(
+            self._shards.parameters,
+            self._shards.names,
+            self._transport,
+            self._exchange,
+            early=early,
+            adds=adds,
+            word_of=lambda gradients: me()._nonfinite.word(list(gradients.values()), list(gradients)),
+            is_reduced=lambda: me()._reduced is not None or me()._shards.is_taken_over,
+        )
+
+    # A step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average gradients, update the masters this rank owns, cast them, gather the weights. Collective.
+
+        closure: evaluated once, with gradients enabled; its result is returned.
+
+        Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
+        of parameters, a parameter that was moved, written to or unfrozen, or where the optimizer is `broken`;
+        ValueError for an lr, betas, eps, weight_decay or momentum that is not finite (the host does not read
+        a tensor on a GPU); FloatingPointError, with on_nonfinite="raise", for gradients with a NaN or Inf.
+
+        A CUDA graph of several ranks may capture it where masters are updated in buckets (describe()), after
+        an eager step with gradients of the same parameters; every rank captures and replays alike.
+        RuntimeError says what cannot be captured. In a replay a NaN or Inf skips the step on every rank,
+        whatever on_nonfinite is.
+        """
+        if self.world_size > 1 and is_capturing(self.found_inf.device):
+            self._capture_step(closure)
+            return None
+        loss, gradients, call, word, update, error = None, [], None, None, None, OwnError()
+        calls = self._agreement.calls
+        self._follow_masters()
+        try:
+            self._raise_earlier_error()
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            averages = self._reduced is None
+            if self._schedule is not None and averages:
+                self._schedule.close()
+            gradients = self._collect_gradients()
+            word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
+            self._watch.check(self.param_groups)
+            check_finite(self.param_groups)
+            if not averages and self._reduced.changed(gradients):
+                raise RuntimeError(
+                    "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
+                    "step: call it after the last backward pass, or zero_grad() before the next one"
+                )
+            call = Call(is_clip=False, averages=averages, step=self._saved.steps)
+            self.inners.push_options(self.param_groups)
+            if self._find_obstacle() is None:
+                update = self._make_update(self._agreement.expected(gradients))
+            else:
+                _ = self._shards.optimized_gradients  # makes their memory
+            to_average = self._prepare(gradients) if averages or self._averages_nothing else None
+        except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
+            told = getattr(failure, "all_ranks_raise", False) and self._agreement.calls > calls
+            if told or isinstance(failure, CollectiveError):  # clip_grad_norm_ in the closure has told them
+                raise
+            error = OwnError(failure)
+        outcome = self._agree(gradients, call, error, word, in_sequence=update is None)
+        self._agreed_in_sequence = outcome.in_sequence
+        if call.averages:
+            self._hear(outcome, word)
+            self._nonfinite.raise_if_asked()
+        try:
+            if self._nonfinite.must_skip(reads_found=self.inners.heed_found_inf()):
+                self.found_inf.fill_(1)
+            elif outcome.in_sequence:
+                failed = self._update_in_sequence(to_average, outcome.present)
+                self._publish(error=failed.take())
+            else:
+                update.present = outcome.present
+                self._publish(update, to_average)
+                self.inners.pull_options(self.param_groups)
+        except BaseException as failure:
+            self._break("step()", failure)
+            raise
+        finally:
+            self._reduced = self._factor = None
+            if self._schedule is not None:
+                self._schedule.end_step()
+            self._nonfinite.count()
+            self._saved.steps += 1
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Average the gradients, and scale them so that their norm over all parameters is at most max_norm.
+        Collective.
+
+        Returns the norm before that, float32 []; the bits of a 2-norm of the same gradients do not depend on
+        the number of ranks. step() uses the scaled gradients, or skips them where they hold a NaN or Inf. In
+        a world of one they stay in p.grad, and are scaled as step() reads them: nobody may write there before
+        it.
+
+        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
+        FloatingPointError as step() does.
+        """
+        if self.world_size > 1 and is_capturing(self.found_inf.device):
+            raise RuntimeError(
+                "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
+            )
+        gradients, call, word, snapshot, error = [], None, None, None, OwnError()
+        self._follow_masters()
+        try:
+            self._raise_earlier_error()
+            numbers = clip_arguments(max_norm, norm_type)
+            gradients = self._collect_gradients()
+            self._watch.check(self.param_groups)
+            if self._reduced is not None and self._reduced.written():
+                raise RuntimeError(
+                    "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
+                    "p.grad, so call zero_grad() before the next backward pass"
+                )
+            averages = self._reduced is None or self._reduced.changed(gradients)
+            if self._schedule is not None and averages:
+                self._schedule.close()
+                gradients = self._collect_gradients()
+            word = self._word(gradients) if averages else None
+            snapshot = GradientSnapshot(gradients)
+            call = Call(True, averages, self._saved.steps, *numbers)
+            if not self._averages_nothing:
+                _ = self._shards.gradients  # makes their memory
+            to_average = self._prepare(gradients)
+        except CollectiveError:  # nobody is left who would hear of it
+            raise
+        except BaseException as failure:  # whatever it is, the other ranks must hear of it
+            error = OwnError(failure)
+        outcome = self._agree(gradients, call, error, word)
+        if call.averages:
+            self._reduced = self._factor = None
+            self._hear(outcome, word)
+            self._squares.zero_()
+            if not self._averages_nothing:
+                error = self._average(to_average, self._squares)
+            self._nonfinite.raise_if_asked()
+            if self._accumulate == "sharded":  # they are not in p.grad any more
+                snapshot = GradientSnapshot(self._collect_gradients())
+        group, device = self.process_group(), self.found_inf.device
+        means = list(self._means(to_average))
+        if self._averages_nothing and call.norm_type == 2.0:
+            self._squares.zero_()
+            ops.add_squares(means, self._squares)
+        total = in_phase("norm", global_norm)(means, call.norm_type, group, device, self._squares)
+        try:
+            error.raise_if_any()
+        except Exception as failure:  # the others have a norm that is of no use
+            self._break("clip_grad_norm_()", failure)
+            raise
+        self._reduced = snapshot if call.averages else self._reduced
+        if self._factor is not None:
+            total = total * self._factor
+        factor = (call.max_norm / (total + 1e-6)).clamp(max=1.0)
+        factor.masked_fill_(self._nonfinite.found != 0, 1.0)
+        self._factor = factor if self._factor is None else self._factor * factor
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
+        self._reduced = self._factor = None
+        if self._schedule is not None:
+            self._schedule.drop()
+        super().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As that of DistributedDataParallel: backward passes under it only accumulate, in p.grad, and the
+        next one outside of it sends everything. Does nothing where gradients are sent in step().
+        """
+        with contextlib.nullcontext() if self._schedule is None else self._schedule.no_sync():
+            yield
+
+    # Before the agreement
+
+    def _raise_earlier_error(self) -> None:
+        if self._peers is not None:
+            OwnError(self._peers.take_error()).raise_if_any()
+        self._raise_if_broken()
+
+    def _collect_gradients(self) -> Sequence[torch.Tensor | None]:
+        """p.grad of all trainable parameters. Raises for one that cannot be sent."""
+        try:
+            gradients = self._watch.gradients()
+            for b in range(len(self._shards.buffers)):
+                self._transport.check(b, gradients, self._shards.names)
+        except Exception:
+            self._watch.check(self.param_groups)  # whose error comes first, for it may be the reason
+            raise
+        return gradients if self._schedule is None else self._schedule.merged(gradients)
+
+    def _prepare(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """The gradients as the transport takes them; those that backward passes have sent as they are."""
+        return gradients if self._schedule is not None else self._transport.prepare(gradients)
+
+    def _word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The word of a NaN or Inf in this rank's gradients. A graph of a world of one does not look for one
+        where the optimizer of the masters cannot read it.
+        """
+        if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
+            return None
+        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=self.inners.found_inf())
+        return word if self._schedule is None else self._schedule.merged_word(word)
+
+    def _find_obstacle(self) -> str | None:
+        """Why this rank must update all masters at once; None where it updates them bucket by bucket."""
+        other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
+        if other is not None:
+            return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
+        if any(bucket.is_of_whole_matrices for bucket in self._shards.buffers):
+            return "whole matrices are updated all at once"
+        if not is_plain(self.inners.all[0]):
+            return "step() of the optimizer of the masters has hooks, or is wrapped"
+        return None
+
+    def _make_update(self, present: Sequence[bool]) -> BucketUpdate:
+        return BucketUpdate(
+            self.inners.all[0],
+            self._shards.buffers,
+            self._shards.masters,
+            self._exchange or self._transport,
+            present=present,
+            in_slices=self._reduced is not None and not self._averages_nothing,
+            factor=None if self._reduced is None else self._factor,
+            skip=self._skip if self._peers is None or is_capturing(self._skip.device) else self._peers.failed,
+        )
+
+    def _agree(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        call: Call | None,
+        error: OwnError,
+        word: torch.Tensor | None,
+        in_sequence: bool = True,
+    ) -> Outcome:
+        schedule, rounds = self._schedule, Rounds()
+        if schedule is not None:
+            averages, again = self._reduced is None if call is None else call.averages, False
+            if averages:
+                with error:  # does nothing, unless an error came before the first close()
+                    again = schedule.close(discard=True)
+            rounds = Rounds(schedule.rounds, again, self._exchange.error is not None)
+        arguments = gradients, call, error, word, self.param_groups, in_sequence, rounds
+        try:
+            outcome = in_phase("vote", self._agreement.agree)(*arguments)
+        except Exception:
+            error.take()
+            if schedule is not None:
+                told = self._agreement.rounds
+                schedule.abandon(told.count, keep=not told.broken)
+            raise
+        if schedule is not None:
+            schedule.settle(outcome.again)
+        return outcome
+
+    # Behind it
+
+    def _hear(self, outcome: Outcome, word: torch.Tensor | None) -> None:
+        """Of a NaN or Inf; in a world of one what this rank itself found."""
+        if self.world_size == 1:
+            self._nonfinite.hear_on_device(word)
+        else:
+            self._nonfinite.hear(outcome.nonfinite)
+
+    def _average(self, gradients: Sequence[torch.Tensor | None], squares: torch.Tensor | None) -> OwnError:
+        """Average all gradients into the slices of this rank. Returns what went wrong on this rank."""
+        return self._step.average(gradients, squares)
+
+    def _means(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+        """This rank's part of the averaged gradients, 1D; what several ranks have, one of them counts."""
+        if not self._averages_nothing:
+            yield from (bucket.gradients[bucket.part] for bucket in self._shards.buffers if bucket.is_counted)
+            return
+        for gradient in gradients:
+            if gradient is not None:
+                dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
+                yield in_order(gradient, dtype).view(-1)
+
+    def _update_in_sequence(
+        self, gradients: Sequence[torch.Tensor | None] | None, present: Sequence[bool]
+    ) -> OwnError:
+        """Average all gradients that are not yet, then update all masters. Returns what went wrong."""
+        error = OwnError() if gradients is None else self._average(gradients, None)
+        if not error:
+            with error:
+                in_phase("update", self._step_inners)(present)
+        return error
+
+    def _step_inners(self, present: Sequence[bool]) -> None:
+        factor = None if self._reduced is None else self._factor
+        if factor is not None and not self.inners.read_clip_factor():
+            torch._foreach_mul_([bucket.gradients for bucket in self._shards.buffers], factor)
+            factor = None
+        rows = zip(self._shards.optimized, self._shards.optimized_gradients, present, strict=True)
+        for masters, gradients, there in rows:
+            give_gradients(zip(masters, gradients if there else [None] * len(masters), strict=True))
+        skip = self._skip if self._peers is None else self._peers.failed
+        skip = skip if self.inners.heed_found_inf() else None
+        self._set_skip()
+        self.inners.step(found_inf=skip, clip_factor=factor)
+        self.inners.pull_options(self.param_groups)
+
+    def _set_skip(self) -> None:
+        """Before an update."""
+        if self._peers is None:
+            self._skip.copy_(self._nonfinite.found)
+        else:
+            torch.maximum(self._nonfinite.found, self._peers.failed, out=self._skip)
+
+    def _publish(
+        self,
+        update: BucketUpdate | None = None,
+        gradients: Sequence[torch.Tensor | None] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Run the program of a step: update the masters if asked to, cast them, and gather the weights."""
+        try:
+            self._shards.check_not_taken_over()
+            self._shards.settle()
+            self._set_skip()
+            self.found_inf.copy_(self._skip)
+            if update is None:
+                self._shards.drop_outdated_amaxes()
+            self._step.run(update, gradients, error)
+        finally:
+            del error  # see OwnError
+            self._watch.accept_values()
+
+    def _follow_masters(self) -> None:
+        """A model that was loaded after its optimizer has the values of the masters again."""
+        if not self._weights_follow:
+            self._publish()
+            self._weights_follow = True
+
+    # Behind an error
+
+    def _break(self, call: str, error: BaseException) -> None:
+        """Keeps the error's text, not the error, whose traceback has frames that hold this."""
+        self.broken = RuntimeError(
+            f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
+        )
+        self._saved.unsound = f"{self.broken}: it must not be saved"
+
+    def _raise_if_broken(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError(
+                f"the optimizer is of no more use: {self.broken}. Load a checkpoint (load_state_dict()), or "
+                "build a new optimizer"
+            ) from self.broken
+
+    # In a CUDA graph
+
+    @torch.no_grad()
+    def _capture_step(self, closure: Callable[[], Any] | None) -> None:
+        """A step of several ranks, of which each replay agrees on the device about a NaN or Inf; everything
+        else is as the ranks agreed in the last step that was not captured.
+        """
+        obstacle = self._find_capture_obstacle(closure)
+        if obstacle is not None:
+            raise RuntimeError(f"step() of {self.world_size} ranks cannot be captured: {obstacle}")
+        self._follow_masters()
+        self._raise_earlier_error()
+        gradients = self._collect_gradients()
+        self._watch.check(self.param_groups)
+        check_finite(self.param_groups)
+        # What may raise comes before all collectives: NCCL ends no group of which a collective was captured
+        # in a graph that never came to be.
+        present = self._agreement.repeat(gradients)
+        self.inners.push_options(self.param_groups)
+        update = self._make_update(present)
+        to_average = self._prepare(gradients)
+        self._nonfinite.hear_on_device(self._agreement.agree_on_device(self._word(gradients)))
+        self._publish(update, to_average)
+        self.inners.pull_options(self.param_groups)
+        self._nonfinite.count()
+        self._saved.steps += 1
+
+    def _find_capture_obstacle(self, closure: Callable[[], Any] | None) -> str | None:
+        if closure is not None:
+            return "what a closure computes is not known before"
+        if self._reduced is not None:
+            return "clip_grad_norm_ has reduced the gradients"
+        if self._schedule is not None:
+            return "gradients travel before it"
+        if overlaps_forward(self._overlap):
+            return "weights travel behind it"
+        return self._find_obstacle() or (
+            "another rank has to do one thing after the other" if self._agreed_in_sequence else None
+        )
+
+    # State
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, and as in
+        torch.optim no copy.
+
+        Every rank has the same keys: of each trainable parameter `master` and what optimizer_class keeps of
+        it, zeros before its first update; what it keeps of several matrices is a copy. A tensor has the
+        parameter's shape and says which elements of it are here; torch.distributed.checkpoint saves and loads
+        it in a world of any size, under the parameter's name where the optimizer was built with
+        named_parameters(), and full_tensor(), which is collective, gathers it. torch.save writes what this
+        rank has, for the same rank of a world of the same size.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self.inners.push_options(self.param_groups)
+        state_dict = self._saved.state_dict()
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict; the weights follow its masters, also those that a model has loaded before
+        or loads until the next step.
+
+        A state dict of this class, read by torch.distributed.checkpoint in a world of any size or by
+        torch.load on the rank and in the world that saved it; or one of another optimizer with whole tensors,
+        as torch.optim has it. Parameters are matched by name where both sides have names
+        (named_parameters()), so that groups may differ: each group gets the options that all groups of its
+        members were saved with. Without names groups must be the same. State of parameters that are not
+        trained here is left out. Where there are no masters (torch.optim), they stay as they are, but for
+        weights that were written to since the last step: those give theirs anew.
+
+        The state_dict() of another optimizer of the same ranks, as it is, may be of fewer parameters: those
+        that it lacks keep what they have here. So a new optimizer goes on from an old one, with parameters
+        added or unfrozen.
+
+        Collective. When any rank's state dict does not fit, a parameter of it was moved, or the ranks bring
+        states of different steps or what two saves wrote, every rank raises ValueError (TypeError for what is
+        no dict), which lists the names, and nothing changes. The same happens where the optimizer is `broken`
+        and a master would stay.
+        """
+        before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
+        try:
+            self._watch.check_places(self.param_groups)
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = hook(self, state_dict) or state_dict
+            loaded = self._saved.read(state_dict, self._watch.written())
+            steps = int(state_dict.get("steps", 0))
+            saves = find_saves(state_dict, self._saved.save_id)
+        except Exception as failure:  # whatever it is, every rank raises it
+            error = OwnError(load_error(failure))
+        except BaseException:
+            self.inners.restore(before)
+            raise
+        try:
+            told = exchange((steps, saves, draw_token()), error, self.process_group(), "load_state_dict()")
+            by_rank, saves_by_rank, (token, *_) = zip(*told, strict=True)
+            check_same_steps(by_rank)
+            check_one_save(saves_by_rank)
+            warn_of_options(state_dict, self._saved.groups())
+        except BaseException:
+            self.inners.restore(before)
+            raise
+        try:
+            self.inners.pull_options(self.param_groups)
+            for master, values in zip(self._shards.masters, loaded, strict=True):
+                if master is not None and values is not None:
+                    master.copy_(values)
+            for piece in pieces_of(state_dict):
+                piece.settle()
+            self._saved.steps, self._saved.token = steps, token
+            self._reduced = self._factor = None
+            self._publish()
+            self._shards.settle()
+        except BaseException as failure:
+            self._break("load_state_dict()", failure)
+            raise
+        self._weights_follow, self.broken, self._saved.unsound = False, None, None
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @torch.no_grad()
+    def gathered_masters(self) -> list[torch.Tensor | None]:
+        """The whole FP32 masters in the order and shape of the parameters; None for frozen ones. Collective.
+
+        For checks: it takes the memory that sharding saves.
+        """
+        trainable = self._shards.parameters
+        masters = {id(p): m for p, m in zip(trainable, self._shards.gathered_masters(), strict=True)}
+        return [masters.get(id(p)) for p in self._parameters]
+
+    def gathered_bytes_per_step(self) -> dict[str, int]:
+        """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.
+
+        nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
+        """
+        return self._shards.gathered_bytes()
+
+    # What users ask
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer of the masters. Where groups have several classes there is one for each, in
+        `inners.all`, and this raises AttributeError.
+        """
+        if len(self.inners.all) > 1:
+            names = " and ".join(type(optimizer).__name__ for optimizer in self.inners.all)
+            raise AttributeError(f"the masters have {names}: take them from inners.all")
+        return self.inners.all[0]
+
+    def describe(self) -> dict[str, Any]:
+        """How steps are taken; plain values, not collective.
+
+        transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
+        that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
+        gradients are here;
+        obstacle: why not. overlap, accumulate: as given. world_size, bucket_mb. buckets: in their order, each
+        with its kind, parameters, elements, bytes, optimizer, and gathered_in: "step", "forward" or None.
+        bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks can access.
+        advice: what would make it faster.
+        """
+        obstacle = self._find_obstacle()
+        if obstacle is None and self._agreed_in_sequence:
+            obstacle = "another rank has one"
+        shared = "collective" if self._peers is None or self._hosts is not None else "peer"
+        shards = self._shards
+        described = describe_buckets(shards.buffers, shards.plans, self._transport, self.process_group())
+        for bucket, buffer in zip(described["buckets"], shards.buffers, strict=True):
+            bucket["optimizer"] = type(self.inners.all[shards.updated[buffer.indices[0]].by]).__name__
+            late = overlaps_forward(self._overlap) and buffer.kind == "nvfp4"
+            bucket["gathered_in"] = None if buffer.world_size == 1 else "forward" if late else "step"
+        return {
+            "transport": shared if self.world_size > 1 else "none",
+            "why_collective": self._why_collective,
+            "hosts": None if self._hosts is None else self._hosts.shape,
+            "in_buckets": obstacle is None,
+            "obstacle": obstacle,
+            "overlap": self._overlap,
+            "accumulate": self._accumulate,
+            "world_size": self.world_size,
+            "bucket_mb": self._wire.bucket_mb,
+            "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
+            **described,
+        }
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Wait for what the last step() has queued, and raise what has gone wrong there. Not collective.
+
+        Raises RuntimeError where a rank kept the others from writing, did not come to a barrier of the GPUs,
+        where a parameter, a master or a buffer has moved, or where the optimizer is `broken`.
+
+        With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
+        its replays behind a step.
+        """
+        self._raise_if_broken()
+        self._shards.check()
+        if self._peers is not None:
+            OwnError(self._peers.take_error()).raise_if_any()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Go on after parameters, masters or found_inf have moved (share_memory_(), .data assigned): the
+        parameters get the memory of the optimizer's buffers again, with its values. What was assigned
+        meanwhile is dropped. Not collective.
+
+        Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
+        or kind than it was built with, and RuntimeError where another ZeroFP4Optimizer was built over these
+        parameters since.
+        """
+        self._shards.refresh()
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        """float32 [1]: 1 when the last step was skipped, or left NVFP4 weights alone because of masters with
+        a NaN or Inf.
+        """
+        return self._shards.found_inf
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped because of gradients with a NaN or Inf. Waits for the device."""
+        return self._nonfinite.skipped
+
+    def first_nonfinite(self) -> str | None:
+        """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
+        or clip_grad_norm_ last looked; None if there was none. Waits for the device in a world of one.
+        """
+        return self._nonfinite.first_name
+
+    def _handed_masters(self) -> dict[int, HandedMaster]:
+        """What this optimizer hands to one that is built with it as masters_from, by id(parameter).
+
+        Raises ValueError where it has no masters to hand over, or gradients that would be lost.
+        """
+        if self.broken is not None:
+            raise ValueError(f"masters_from is of no more use: {self.broken}")
+        if self._accumulate == "sharded" and self._schedule.is_holding:
+            raise ValueError(
+                "masters_from holds gradients of backward passes that no step has used, which would be lost: "
+                "call its step() or zero_grad() first"
+            )
+        shards, written = self._shards, set(self._watch.written())
+        return {
+            id(p): HandedMaster(shards.held_master(i), group, i in written)
+            for i, (p, group) in enumerate(zip(shards.parameters, shards.groups(), strict=True))
+        }
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""
@@ -165,81 +897,11 @@ class ZeroFP4Optimizer(BuiltOptimizer):
             "it load_state_dict() this one's state_dict()"
         )
 
-    def refresh(self) -> None:
-        """Go on after parameters, masters or found_inf have moved (share_memory_(), .data assigned): the
-        parameters get the memory of the optimizer's buffers again, with the values that it gave them last,
-        and all addresses are taken anew. What was assigned meanwhile is dropped, and what was shared with
-        other processes is not any more. Not collective.
 
-        Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
-        or kind than it was built with (build a new optimizer), and RuntimeError where another
-        ZeroFP4Optimizer was built over these parameters since.
-        """
-        with torch.no_grad():
-            self._shards.refresh()
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """Wait for what the last step() has queued, weights that are on their way among it, and raise what
-        has gone wrong there: RuntimeError where a rank kept the others from writing, where one did not come
-        to a barrier of the GPUs, where a parameter, a master or a buffer has moved, or where the optimizer is
-        `broken`. Not collective, and the next step() raises what this has not.
-
-        With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
-        its replays behind a step.
-        """
-        self._raise_if_broken()
-        self._shards.check()
-        if self._peers is not None:
-            OwnError(self._peers.take_error()).raise_if_any()
-
-    def describe(self) -> dict[str, Any]:
-        """How steps are taken; plain values, not collective.
-
-        transport: "peer", "collective", or "none" in a world of one, and why_collective. hosts: their number
-        and that of the ranks of each, None where sums do not tell them apart. in_buckets: whether
-        each bucket is updated as soon as its gradients are here, as the ranks agreed in their last step(),
-        and obstacle why not; before the first as this rank sees it. overlap, accumulate, as they were given.
-        world_size, bucket_mb. buckets: in the order in which they travel, each with its kind, parameters,
-        elements and bytes, and gathered_in: "step", or "forward" where readers wait for it; None in a world
-        of one. bytes_sent: by this rank in a step, as gradients, amaxes and weights; with "peer" and no
-        overlap of backward passes other ranks read the gradients. shared_bytes: of memory that other ranks
-        can access, which torch.cuda does not count. advice: what would make it faster, or None.
-        """
-        obstacle = self._bucketed.find_obstacle()
-        if obstacle is None and self._agreed_in_sequence:
-            obstacle = "another rank has one"
-        several = self._votes.world_size > 1
-        shared = "collective" if self._peers is None or self._hosts is not None else "peer"
-        return {
-            "transport": shared if several else "none",
-            "why_collective": self._why_collective,
-            "hosts": None if self._hosts is None else self._hosts.shape,
-            "in_buckets": obstacle is None,
-            "obstacle": obstacle,
-            "overlap": self._overlap,
-            "accumulate": self._accumulate,
-            "world_size": self._votes.world_size,
-            "bucket_mb": self._reducer.bucket_mb,
-            "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
-            **self._shards.describe(self._reducer, self.inners.all),
-        }
-
-    @property
-    def found_inf(self) -> torch.Tensor:
-        """float32 [1]: 1 when the last step was skipped, or left NVFP4 weights alone because of masters with
-        NaN or Inf.
-        """
-        return self._shards.found_inf
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped because of gradients with a NaN or Inf. Waits for the device."""
-        return self._nonfinite.skipped
-
-    def first_nonfinite(self) -> str | None:
-        """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
-        or clip_grad_norm_ last looked; None if there was none. The same on every rank; in a world of one it
-        waits for the device.
-        """
-        return self._nonfinite.first_name
+def _warn_of_lost_masters(names: Sequence[str]) -> None:
+    warnings.warn(
+        f"the masters of {len(names)} weights ({names[0]}{', ...' * (len(names) > 1)}) begin with 4-bit "
+        "values: an earlier ZeroFP4Optimizer had their FP32 masters. Give that one as masters_from, or its "
+        "state_dict() to load_state_dict() before the first step",
+        stacklevel=4,
+    )

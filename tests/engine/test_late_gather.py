@@ -14,7 +14,7 @@ import torch
 
 import zerofp4
 from zerofp4.distributed import CollectiveError
-from zerofp4.engine import Arrivals, arrivals
+from zerofp4.engine import LateGathers, late_gather
 from zerofp4.storage import Gate, Side
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -45,8 +45,8 @@ class Bucket:
 
 
 def on_the_way(*buckets, errors=()):
-    """Arrivals on the CPU of what is added for each bucket, and what is said by whoever waits."""
-    said, coming = [], Arrivals(CPU)
+    """LateGathers on the CPU of what is added for each bucket, and what is said by whoever waits."""
+    said, coming = [], LateGathers(CPU)
     for b, bucket in enumerate(buckets):
         error = errors[b] if errors else None
         gather = Gather(said, f"gather {b}", error)
@@ -156,7 +156,7 @@ def test_other_threads_wait_for_the_reader_that_completes():
         bucket.parameters[0].dequantize()
         said.append(name)
 
-    Arrivals(CPU).add(bucket, Slow(), lambda: said.append("complete"))
+    LateGathers(CPU).add(bucket, Slow(), lambda: said.append("complete"))
     threads = [threading.Thread(target=read, args=("read",)) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -186,7 +186,7 @@ def test_a_gather_that_fails_is_raised_once():
 
 
 def test_nothing_is_kept_of_what_has_arrived():
-    bucket, coming = Bucket((16, 32)), Arrivals(CPU)
+    bucket, coming = Bucket((16, 32)), LateGathers(CPU)
     gather = Gather([])
     coming.add(bucket, gather, lambda: None)
     reference = weakref.ref(gather)
@@ -257,9 +257,9 @@ def gpu(monkeypatch):
         stream=within,
         current_stream=lambda _: state.on[-1],
     )
-    monkeypatch.setattr(arrivals, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(arrivals, "current_stream", lambda _: state.on[-1].cuda_stream)
-    monkeypatch.setattr(arrivals, "is_capturing", lambda _: state.capturing)
+    monkeypatch.setattr(late_gather, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(late_gather, "current_stream", lambda _: state.on[-1].cuda_stream)
+    monkeypatch.setattr(late_gather, "is_capturing", lambda _: state.capturing)
     monkeypatch.setattr(Event, "arrived", False)
     monkeypatch.setattr(Event, "asked", 0)
     return state
@@ -281,12 +281,12 @@ def test_the_allocator_is_told_of_the_memory_that_it_gave(gpu, monkeypatch):
     bucket.weights = weight.rowwise_data.view(-1).clone()
     weight.rowwise_data = torch.from_dlpack(bucket.weights.view(16, 16))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: told.append(id(tensor)))
-    Arrivals(GPU).watch(bucket)
+    LateGathers(GPU).watch(bucket)
     assert {id(bucket.weights), id(weight.columnwise_data), id(weight.columnwise_scale)} <= set(told)
 
 
 def test_a_gpu_waits_in_the_stream_that_reads(gpu):
-    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
     (weight,) = bucket.parameters
     add(gpu, coming, bucket)
     assert gpu.on[0].done == set()  # what computes goes on
@@ -301,7 +301,7 @@ def test_a_gpu_waits_in_the_stream_that_reads(gpu):
 
 def test_a_reader_that_comes_while_a_gather_is_queued_waits_later(gpu):
     """Of another thread: an event that is not recorded yet says that nothing is left to wait for."""
-    bucket, coming, other = Bucket((16, 32)), Arrivals(GPU), Stream(5)
+    bucket, coming, other = Bucket((16, 32)), LateGathers(GPU), Stream(5)
     (weight,) = bucket.parameters
 
     def read():
@@ -325,7 +325,7 @@ def test_a_reader_that_comes_while_a_gather_is_queued_waits_later(gpu):
 
 
 def test_what_has_arrived_is_not_waited_for(gpu):
-    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
     add(gpu, coming, bucket)
     Event.arrived = True
     for _ in range(3):
@@ -334,7 +334,7 @@ def test_what_has_arrived_is_not_waited_for(gpu):
 
 
 def test_a_gpu_settles_on_the_stream_of_the_step(gpu):
-    buckets, coming = [Bucket((16, 32)), Bucket((16, 32))], Arrivals(GPU)
+    buckets, coming = [Bucket((16, 32)), Bucket((16, 32))], LateGathers(GPU)
     for bucket in buckets:
         add(gpu, coming, bucket)
     buckets[0].parameters[0].rowwise_data  # noqa: B018
@@ -347,7 +347,7 @@ def test_a_gpu_settles_on_the_stream_of_the_step(gpu):
 
 
 def test_a_capture_is_told_what_to_do(gpu):
-    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
     add(gpu, coming, bucket)
     gpu.capturing = True
     with pytest.raises(RuntimeError, match=r"call check\(\) of the optimizer before the capture"):
@@ -360,7 +360,7 @@ def test_a_capture_is_told_what_to_do(gpu):
 
 
 def test_what_cannot_be_completed_is_raised_at_once_and_waited_for(gpu):
-    bucket, coming = Bucket((16, 32)), Arrivals(GPU)
+    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
 
     def fail():
         raise RuntimeError("no transpose")

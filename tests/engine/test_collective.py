@@ -1,0 +1,201 @@
+"""CollectiveTransport and EarlyCollective in one process: which memory is read, and which is sent."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+
+from zerofp4 import ops
+from zerofp4.distributed import OwnError
+from zerofp4.engine import (
+    CollectiveTransport,
+    EarlyCollective,
+    GradientMemory,
+    Sharding,
+    backward,
+    build_buffers,
+    collective,
+    flat,
+    make_wire,
+)
+
+ORDERS = {
+    "as they are": lambda g: g,
+    "column by column": lambda g: g.t().contiguous().t(),
+    "expanded": lambda g: g[:1].expand_as(g),
+    "negated when read": torch._neg_view,
+}
+
+
+def transport_of(parameters, **wire):
+    wire = make_wire(wire.get("gradient_wire"), None, parameters)
+    shardings = [Sharding(None)] * len(parameters)
+    buffers = build_buffers(parameters, list(range(len(parameters))), shardings, wire)
+    for buffer in buffers:
+        buffer.allocate()
+    return CollectiveTransport(buffers, wire)
+
+
+def parameters_on(device):
+    """Of two buckets."""
+    shapes = (16, 40), (8, 3), (5, 7)
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+    pairs = zip(shapes, dtypes, strict=True)
+    return [torch.randn(s, dtype=d, device=device).requires_grad_() for s, d in pairs]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_world_of_one_reads_gradients_where_they_are(device, order):
+    parameters = parameters_on(device)
+    transport = transport_of(parameters)
+    gradients = [ORDERS[order](torch.randn_like(p)) for p in parameters]
+    gradients[1] = None
+    prepared = transport.prepare(gradients)
+    transport.begin()
+    for b, bucket in enumerate(transport.buckets):
+        assert transport.is_local(b) and transport.can_add_in_update(b)
+        transport.send_gradients(b, prepared)
+        own, rows = transport.arrived(b, prepared)
+        assert rows is None
+        for i, found in zip(bucket.indices, own, strict=True):
+            assert (found is None) == (i == 1)
+            if found is not None:
+                assert found.is_contiguous() and not found.is_neg()
+                assert_bytes_equal(found, gradients[i].resolve_neg().contiguous(), f"gradient {i}")
+                assert (found is gradients[i]) == (order == "as they are")
+        assert not bucket.has_gradients, "nobody has asked for means"
+
+
+def test_means_of_a_world_of_one_are_copied_when_they_are_asked_for(device):
+    """With the sums of their squares, whatever memory they are copied to had in it."""
+    parameters = parameters_on(device)
+    transport = transport_of(parameters)
+    for wants_out in (False, True):
+        gradients = [torch.randn_like(p) for p in parameters]
+        gradients[1] = None
+        for b, bucket in enumerate(transport.buckets):
+            out = torch.full_like(bucket.gradients, torch.nan) if wants_out else None
+            squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+            transport.average(b, gradients, squares, out)
+            means = bucket.gradients if out is None else out
+            for i, view in zip(bucket.indices, bucket.own_views(means), strict=True):
+                expected = torch.zeros_like(parameters[i]) if gradients[i] is None else gradients[i]
+                assert_bytes_equal(view, expected.float().view(-1), f"gradient {i}")
+            expected = torch.zeros_like(squares)
+            ops.add_squares([means.nan_to_num()], expected)
+            assert squares.sum(0).equal(expected.sum(0))
+
+
+def test_what_is_rounded_is_not_read_where_it_is(device):
+    parameters = parameters_on(device)
+    transport = transport_of(parameters, gradient_wire=torch.bfloat16)
+    gradients = [torch.randn_like(p) for p in parameters]
+    prepared = transport.prepare(gradients)
+    assert all(mine is theirs for mine, theirs in zip(prepared, gradients, strict=True))
+    for b, bucket in enumerate(transport.buckets):
+        assert not transport.is_local(b) and not transport.can_add_in_update(b)
+        transport.send_gradients(b, prepared)
+        transport.average(b, prepared)
+        for i, view in zip(bucket.indices, bucket.own_views(bucket.gradients), strict=True):
+            assert_bytes_equal(view, gradients[i].bfloat16().float().view(-1), f"gradient {i}")
+
+
+def test_messages_of_a_step_that_was_left_are_waited_for():
+    """They would arrive where those of the next one do."""
+    transport, waited = transport_of([torch.zeros(300)], gradient_wire=torch.bfloat16), []
+    works = [SimpleNamespace(wait=lambda: waited.append(1))] * 2
+    transport._sent = {0: (works, OwnError(ValueError("of that step")))}
+    transport.begin()
+    assert len(waited) == 2 and not transport._sent
+
+
+def test_a_ranks_own_error_is_the_first_that_is_no_interrupt():
+    error = OwnError()
+    with error:
+        raise ValueError("first")
+    with error:
+        raise TypeError("second")
+    with pytest.raises(KeyboardInterrupt), error:
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="first"):
+        error.raise_if_any()
+    assert not error
+
+
+# Gradients that are sent in backward passes
+
+
+def early(monkeypatch, wire, count, rank, size):
+    """EarlyCollective of a rank among several, whose buckets have a parameter each; and the calls of
+    start_exchange.
+    """
+    monkeypatch.setattr(flat, "rank_and_size", lambda group: (rank, size))
+    calls = []
+
+    def start_exchange(received, sent, *_):
+        calls.append([[[m.numel() for m in messages] for messages in side] for side in (received, sent)])
+        return []
+
+    for module in (collective, backward):
+        monkeypatch.setattr(module, "start_exchange", start_exchange)
+    parameters = [torch.zeros(700, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
+    buckets = [flat.DenseBuffer([i], [p], None) for i, p in enumerate(parameters)]
+    for bucket in buckets:
+        bucket.allocate()
+    transport = CollectiveTransport(buckets, make_wire(wire, None, parameters))
+    return EarlyCollective(transport, 2, False), calls
+
+
+@pytest.mark.parametrize(
+    ("wire", "expected"),
+    [(None, ["copy", "aside", "send"]), (torch.float32, ["aside", "copy", "send"])],
+    ids=["aliased", "memory in turns"],
+)
+def test_on_which_stream_gradients_are_copied(monkeypatch, wire, expected):
+    """A later backward pass writes aliased memory as soon as its own stream is there: a copy on another
+    stream, which waits for other ranks, would come after it.
+    """
+    log = []
+
+    @contextlib.contextmanager
+    def aside(self):
+        log.append("aside")
+        yield
+
+    monkeypatch.setattr(EarlyCollective, "_aside", aside)
+    exchange, _ = early(monkeypatch, wire, 1, 0, 2)
+    monkeypatch.setattr(collective, "start_exchange", lambda *_: log.append("send") or [])
+    monkeypatch.setattr(GradientMemory, "take", lambda self, gradients: log.append("copy"))
+    log.clear()  # of the build
+    exchange.start(0, {0: torch.ones(700, dtype=torch.bfloat16)})
+    assert log == expected
+
+
+def test_ranks_are_connected_when_it_is_built(monkeypatch):
+    """By a message from each to every other: the first waits for the other rank, and no backward pass may."""
+    _, calls = early(monkeypatch, None, 2, 1, 3)
+    assert calls == [[[[1]] * 3] * 2]
+
+
+def test_at_most_two_buckets_are_on_their_way(monkeypatch):
+    """What was received for a third would lie in the memory of the first."""
+    exchange, _ = early(monkeypatch, None, 5, 0, 2)
+    landed, average = [], CollectiveTransport.average
+
+    def counted(transport, b, *arguments):
+        landed.append(b)
+        average(transport, b, *arguments)
+
+    monkeypatch.setattr(CollectiveTransport, "average", counted)
+    for b in range(5):
+        exchange.start(b, {b: torch.ones(700, dtype=torch.bfloat16)})
+        assert landed == list(range(b - 1))
+    exchange.start(0, {0: torch.ones(700, dtype=torch.bfloat16)})  # another round, before a step
+    assert landed == list(range(5))
+    exchange.drop()
+    exchange.drain()
+    assert landed == list(range(5))
