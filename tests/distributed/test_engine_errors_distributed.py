@@ -15,6 +15,7 @@ from distributed import cases
 from distributed.checks_optim import check_weights, model_bytes, parameters_of, refuse_one_step
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
+from zerofp4.cast.status import StepStatus
 from zerofp4.engine import GradientMemory, flat
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, fused
 
@@ -213,5 +214,23 @@ def test_a_step_after_one_that_was_interrupted(world):
     optimizer.load_state_dict(checkpoint)
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+        optimizer.step()
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_a_load_mends_ranks_that_hear_late_of_another_one(world):
+    """As on a GPU, whose hosts do not wait for the status of a cast: it must not break a rank in the load."""
+    parameters, optimizer = build(world)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    error = ValueError("no update today")
+    with mock.patch.object(StepStatus, "queued", lambda self: None):
+        with on_rank_1(world, optimizer.inner._parts[0], "run", error):
+            raised = raised_by(optimizer.step)
+        assert raised is (error if world.rank == 1 else None)
+        assert_told(world, raised_by(optimizer.step), error, FOUND)
+        optimizer.load_state_dict(checkpoint)
+        assert optimizer.broken is None
+        set_gradients(parameters, make_gradients(parameters, world.rank))
         optimizer.step()
         check_weights(parameters, optimizer)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -93,11 +94,15 @@ def check_alone(folder: Path, shards: int, values: dict[str, torch.Tensor]) -> N
 
 @contextlib.contextmanager
 def watched(call):
-    """call(name) comes before each call that changes a folder or writes a file."""
+    """call(name) comes before each call of this thread that changes a folder or writes a file. (Other threads
+    start ranks of other tests meanwhile.)
+    """
+    thread = threading.get_ident()
 
     def before(name, function):
         def replacement(*args, **kwargs):
-            call(name)
+            if threading.get_ident() == thread:
+                call(name)
             return function(*args, **kwargs)
 
         return replacement

@@ -124,7 +124,8 @@ class Step:
             in_phase("amaxes", plan.abstain)()
         else:
             with self._failure:
-                OwnError(in_phase("amaxes", plan.start_step)()).raise_if_any()
+                # What it returns, another rank's error in an earlier step, that rank has told by now.
+                in_phase("amaxes", plan.start_step)()
 
     def _read_and_update(self, b: int) -> None:
         arrived = None

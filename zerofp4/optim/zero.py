@@ -608,9 +608,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _follow_masters(self) -> None:
         """A model that was loaded after its optimizer has the values of the masters again."""
-        if not self._weights_follow:
+        if self._weights_follow:
+            return
+        try:
             self._publish()
-            self._weights_follow = True
+        except BaseException as failure:
+            self._break("following load_state_dict()", failure)
+            raise
+        self._weights_follow = True
 
     # Behind an error
 
