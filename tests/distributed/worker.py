@@ -100,7 +100,7 @@ def _gloo_threads() -> list[str]:
 
 def _forget_meshes() -> None:
     """Empties the caches in which DTensor keeps, by mesh and so by group, how tensors are sharded, and frees
-    the models of fully_shard, which are cycles of torch's own.
+    the models of fully_shard.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -114,6 +114,10 @@ def _forget_meshes() -> None:
     getattr(topology.build_from_mesh, "cache_clear", lambda: None)()
     mesh_type = sys.modules["torch.distributed.device_mesh"].DeviceMesh
     if any(type(one) is mesh_type for one in gc.get_objects()):
+        # torch's own cycles hold meshes. fully_shard makes one: a model's hooks are methods of an FSDPState,
+        # whose parameters know their module and the mesh. (fsdp2.attach hooks an Attachment to such a model.)
+        # The frames in which torch registers operators for the first DTensor of a process are another.
+        # init_device_mesh alone makes none.
         gc.collect()
     if _schemas_leak():
         for mesh in gc.get_objects():
