@@ -47,6 +47,7 @@ class CollectiveTransport:
             own and own.own_views(bucket.rank) for own, bucket in zip(self.memory, buckets, strict=True)
         ]
         """By bucket, what arrived() gives of this rank's own gradients."""
+        self._slices: dict[int, GradientMemory] = {}
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
         """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
         needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
@@ -167,10 +168,9 @@ class CollectiveTransport:
         squares = squares if bucket.is_counted else None
         if self.is_local(b):
             if out is not bucket.gradients:
-                out.zero_()  # the padding between parameters counts in sums of squares
-            for i, view in zip(bucket.indices, bucket.own_views(out), strict=True):
-                if view is not None:
-                    view.zero_() if gradients[i] is None else view.copy_(gradients[i].reshape(-1))
+                GradientMemory(bucket, out.view(1, -1)).take(gradients)
+            else:
+                self._slice(b).take(gradients)
             if squares is not None:
                 ops.add_squares([out[bucket.part]], squares)
             return
@@ -180,6 +180,12 @@ class CollectiveTransport:
         ops.average(self._received[b], out, own, bucket.rank, of_group)
         if bucket.replica_count > 1:
             self._average_over_replicas(bucket, out, squares)
+
+    def _slice(self, b: int) -> GradientMemory:
+        """The averaged gradients of a local bucket, as memory that gradients are copied to."""
+        if b not in self._slices:
+            self._slices[b] = GradientMemory(self.buckets[b], self.buckets[b].gradients.view(1, -1))
+        return self._slices[b]
 
     def _average_over_replicas(
         self, bucket: FlatBuffer, means: torch.Tensor, squares: torch.Tensor | None
