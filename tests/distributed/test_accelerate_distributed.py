@@ -1,4 +1,4 @@
-"""accelerate around a ZeroFP4Optimizer: what prepare() returns trains on, and what save_state() keeps."""
+"""accelerate and transformers around a ZeroFP4Optimizer: what they prepare trains on, and what they save."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 def make_accelerator(world):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    accelerator = accelerate.Accelerator(cpu=world.device.type == "cpu")
-    # accelerate's CPU is "cpu:0", which to torch is another device than "cpu".
-    accelerator.state._shared_state["device"] = world.device
-    return accelerator
+    return accelerate.Accelerator(cpu=world.device.type == "cpu")
 
 
 @on_ranks(1, 2)
@@ -66,3 +63,50 @@ def test_a_save_of_rank_0_alone_says_so(world):
         other = make(world)
         other[1].load_state_dict(torch.load(folder / "optimizer.bin", weights_only=True))
         assert_same([(net, optimizer), other], "loaded")
+
+
+def make_llama(world):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config).to(world.device, torch.bfloat16)
+    zerofp4.convert_model(model)
+    return model, ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=1e-2)
+
+
+@on_ranks(1, 2)
+def test_a_trainer_trains_evaluates_and_goes_on(world):
+    """On the CPU it moves the model to "cpu:0", which to torch is another device than "cpu"."""
+    model, optimizer = make_llama(world)
+    import transformers
+
+    ids = torch.arange(16)
+    data = [{"input_ids": ids, "labels": ids}] * 32
+    arguments = transformers.TrainingArguments(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=2,
+        max_steps=3,
+        max_grad_norm=0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=world.device.type == "cpu",
+    )
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:4], optimizers=(optimizer, None)
+    )
+    losses = [trainer.evaluate()["eval_loss"]]
+    for _ in range(2):
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] > losses[1] > losses[2]
+    optimizer.check()
+    assert int(optimizer.state_dict()["steps"]) == 6

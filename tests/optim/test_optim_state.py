@@ -167,11 +167,21 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message)
 
 
 def test_load_into_parameters_that_were_moved(device):
-    net, optimizer, _ = build(device, 0)
-    state = copy.deepcopy(optimizer.state_dict())
-    net.norm.weight.data = net.norm.weight.data.clone()
-    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[\d\] has moved since"):
+    """Trainers move a model and have its optimizer load its own state. Without masters in that state, the
+    parameters' values would be lost.
+    """
+    net, optimizer, scheduler = build(device, 0)
+    run_steps(net, optimizer, scheduler, range(1))
+    before, state = parameter_values(net), copy.deepcopy(optimizer.state_dict())
+    for p in (net.norm.weight, net.norm.bias):
+        p.data = torch.full_like(p.data, 7)
+    for entries in state["state"].values():
+        del entries["master"]
+    with pytest.raises(ValueError, match=r"no master of .*\['params'\]\[\d\] has moved since"):
         optimizer.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_all_equal(parameter_values(net), before, "weight")
+    run_steps(net, optimizer, scheduler, range(1))
 
 
 def test_an_exception_of_the_inner_optimizers_load_changes_nothing(device):

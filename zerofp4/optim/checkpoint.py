@@ -143,11 +143,14 @@ class SavedState:
 
     # Loading
 
-    def read(self, state_dict: Any, written: Sequence[int]) -> list[torch.Tensor | None]:
+    def read(
+        self, state_dict: Any, written: Sequence[int], moved: str | None = None
+    ) -> list[torch.Tensor | None]:
         """Check a state dict and give the optimizers of the masters their part: new objects, so that the old
         ones can come back.
 
         written: trainable parameters that somebody wrote to, whose masters follow them where there are none.
+        moved: what has moved, so that every master must be there.
 
         Returns this rank's range of each master; None where it stays. Raises ValueError or TypeError.
         """
@@ -163,8 +166,9 @@ class SavedState:
                 masters[i] = initial_values(self._shards.parameters[i])[shard.start : shard.end]
         own = zip(self._shards.names, self._shards.masters, masters, strict=True)
         stay = [name for name, mine, values in own if mine is not None and values is None]
-        if self.unsound is not None and stay:
-            raise ValueError(f"state_dict has no master of {', '.join(stay)}, and {self.unsound}")
+        obstacle = self.unsound or moved
+        if obstacle is not None and stay:
+            raise ValueError(f"state_dict has no master of {', '.join(stay)}, and {obstacle}")
         return masters
 
     def _targets(self) -> dict[int, Target]:

@@ -155,12 +155,8 @@ class ShardedParameters:
     def _present_plans(self) -> list[CastPlan]:
         return [plan for plan in self.plans if plan is not None]
 
-    def refresh(self) -> None:
-        """Give the parameters the memory of the buffers again, with its values, and take all addresses anew.
-
-        Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
-        or kind than it was built with, and RuntimeError where a later optimizer has taken parameters over.
-        """
+    def check_can_refresh(self) -> None:
+        """Raise what refresh() raises."""
         self.check_not_taken_over()
         for name, p, kind in zip(self.names, self.parameters, self._kinds, strict=True):
             if (kind_of(p), p.device) != kind:
@@ -168,6 +164,14 @@ class ShardedParameters:
                     f"{name} was {kind[0]} on {kind[1]}, now it is {kind_of(p)} on {p.device}: build a new "
                     "optimizer"
                 )
+
+    def refresh(self) -> None:
+        """Give the parameters the memory of the buffers again, with its values, and take all addresses anew.
+
+        Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
+        or kind than it was built with, and RuntimeError where a later optimizer has taken parameters over.
+        """
+        self.check_can_refresh()
         self.settle()
         for buffer in self.buffers:
             self._bind(buffer)

@@ -82,7 +82,8 @@ class ParameterWatch:
 
     def check(self, param_groups: Sequence[dict]) -> None:
         """Raise RuntimeError if something is wrong with the groups or the parameters."""
-        self.check_places(param_groups)
+        self.check_groups(param_groups)
+        OwnError(self._shards.find_moved()).raise_if_any()
         self._check_in_use()
         written = self.written()
         if written:
@@ -100,8 +101,8 @@ class ParameterWatch:
                 "and all"
             )
 
-    def check_places(self, param_groups: Sequence[dict]) -> None:
-        """Raise RuntimeError unless these are the parameters, in the buffers, whatever their values."""
+    def check_groups(self, param_groups: Sequence[dict]) -> None:
+        """Raise RuntimeError unless these are the parameters that the optimizer was built with."""
         if len(param_groups) != len(self._members):
             raise RuntimeError(
                 f"param_groups: there were {len(self._members)} groups, now there are {len(param_groups)}"
@@ -113,7 +114,6 @@ class ParameterWatch:
                     f"param_groups[{g}]['params'] is not the list that the optimizer was built with: masters "
                     "and weights lie in flat buffers, so build a new optimizer to change it"
                 )
-        OwnError(self._shards.find_moved()).raise_if_any()
 
     def _check_in_use(self) -> None:
         """Raise RuntimeError for a parameter that was replaced in its module and is in no other."""

@@ -712,17 +712,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         that it lacks keep what they have here. So a new optimizer goes on from an old one, with parameters
         added or unfrozen.
 
-        Collective. When any rank's state dict does not fit, a parameter of it was moved, or the ranks bring
-        states of different steps or what two saves wrote, every rank raises ValueError (TypeError for what is
-        no dict), which lists the names, and nothing changes. The same happens where the optimizer is `broken`
-        and a master would stay.
+        Parameters that have moved (model.to(device) copies on a CPU) lie in the optimizer's memory again, as
+        after refresh(), where the state dict has all masters.
+
+        Collective. When any rank's state dict does not fit, or the ranks bring states of different steps or
+        what two saves wrote, every rank raises ValueError (TypeError for what is no dict), which lists the
+        names, and nothing changes. The same happens where a master would stay and a parameter has moved, or
+        the optimizer is `broken`.
         """
         before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
+        moved = self._shards.find_moved()
+        moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
         try:
-            self._watch.check_places(self.param_groups)
+            self._watch.check_groups(self.param_groups)
+            self._shards.check_can_refresh()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
-            loaded = self._saved.read(state_dict, self._watch.written())
+            loaded = self._saved.read(state_dict, self._watch.written(), moved)
             steps = int(state_dict.get("steps", 0))
             saves = find_saves(state_dict, self._saved.save_id)
         except Exception as failure:  # whatever it is, every rank raises it
@@ -740,6 +746,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self.inners.restore(before)
             raise
         try:
+            if moved is not None:
+                self._shards.refresh()
             self.inners.pull_options(self.param_groups)
             for master, values in zip(self._shards.masters, loaded, strict=True):
                 if master is not None and values is not None:
