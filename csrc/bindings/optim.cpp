@@ -10,13 +10,15 @@ namespace zerofp4::bindings {
 namespace {
 
 AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t step,
-                                 int gradient_dtype, int64_t start, int64_t numel, int64_t rows, int64_t cols,
-                                 int weight_dtype, int64_t tile_offset, int64_t amax_offset) {
+                                 uintptr_t present, int gradient_dtype, int64_t start, int64_t numel,
+                                 int64_t rows, int64_t cols, int weight_dtype, int64_t tile_offset,
+                                 int64_t amax_offset) {
     AdamWDescriptor tensor{};
     tensor.master = pointer<float>(master);
     tensor.exp_avg = pointer<float>(exp_avg);
     tensor.exp_avg_sq = pointer<float>(exp_avg_sq);
     tensor.step = pointer<float>(step);
+    tensor.present = pointer<const double>(present);
     tensor.gradient_dtype = static_cast<DType>(gradient_dtype);
     tensor.start = start;
     tensor.numel = numel;
@@ -104,8 +106,8 @@ void find_nonfinite(const Target& target, const std::vector<uintptr_t>& tensors,
 void bind_optim(py::module_& m) {
     py::class_<AdamWDescriptor>(m, "AdamWDescriptor")
         .def(py::init(&adamw_descriptor), py::kw_only(), "master"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
-             "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a, "tile_offset"_a,
-             "amax_offset"_a);
+             "present"_a, "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a,
+             "tile_offset"_a, "amax_offset"_a);
     py::class_<AdamWOptions>(m, "AdamWOptions")
         .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "skip"_a, "factor"_a, "lr"_a, "beta1"_a,
              "beta2"_a, "eps"_a, "weight_decay"_a, "maximize"_a);

@@ -32,11 +32,12 @@ ZEROFP4_HD double power(double base, int64_t exponent) {
 }
 
 // Counts the step of a tensor that has a gradient, and computes its scalars: in double, each rounded to float
-// once. In a step that is skipped no tensor has one.
+// once. In a step that is skipped no tensor has one, nor has one that is not present.
 ZEROFP4_HD AdamWStep adamw_scalars(const AdamWOptions& options, const AdamWDescriptor& tensor,
                                    const void* gradient) {
     AdamWStep step{};
-    if (gradient == nullptr || (options.skip && *options.skip != 0.0f)) return step;
+    if (gradient == nullptr || (tensor.present && *tensor.present == 0.0)) return step;
+    if (options.skip && *options.skip != 0.0f) return step;
     step.gradient = gradient;
     *tensor.step += 1.0f;
     const int64_t count = static_cast<int64_t>(*tensor.step);

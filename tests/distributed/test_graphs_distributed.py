@@ -157,7 +157,7 @@ def test_what_cannot_be_captured(world):
     run.eager(1)
     plain.eager(1)
     assert_equal(run, plain, 1)
-    obstacle = mock.patch.object(ZeroFP4Optimizer, "_make_update", side_effect=RuntimeError("not like this"))
+    obstacle = mock.patch.object(ZeroFP4Optimizer, "_begin_update", side_effect=RuntimeError("not like this"))
     with as_if_captured(), obstacle, mock.patch.object(Agreement, "agree_on_device") as together:
         with pytest.raises(RuntimeError, match="not like this"):
             run.optimizer.step()

@@ -20,7 +20,7 @@ from zerofp4.optim import FusedAdamW
 class Alone(FusedAdamW):
     """Keeps its amaxes to itself: the plan takes them."""
 
-    def offer_parts(self, parts):
+    def offer_parts(self, parts, present=None):
         pass
 
 

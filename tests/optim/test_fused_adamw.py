@@ -261,11 +261,10 @@ def test_gradients_that_are_clipped_as_they_are_read(device, dtype):
 def test_gradients_of_ranks_are_not_clipped(device):
     master = torch.ones(256, device=device)
     optimizer = FusedAdamW([master])
-    optimizer.clip_factor = torch.ones((), device=device)
-    update = optimizer.start_update()
     rows = torch.ones(2, 256, device=device)
+    optimizer.begin(None, torch.ones((), device=device))
     with pytest.raises(ValueError, match="clip_factor is for gradients that have been averaged"):
-        update(0, {master: rows[0]}, RankGradients(rows, master, 0))
+        optimizer.update(0, [rows[0]], RankGradients(rows, master, 0))
     assert not optimizer.state and master.eq(1).all()
 
 

@@ -16,7 +16,7 @@ DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 class Alone(FusedAdamW):
     """Keeps its amaxes to itself: the plan takes them."""
 
-    def offer_parts(self, parts):
+    def offer_parts(self, parts, present=None):
         pass
 
 

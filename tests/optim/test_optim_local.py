@@ -11,7 +11,6 @@ from helpers import assert_bytes_equal
 from optim_cases import Plain, check, make_gradients, make_parameters, set_gradients, turn_gradients
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.fused import Update
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 READ_THERE = [
@@ -156,7 +155,7 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
     if fails == "raises":
         parameters[1].grad[0, 0] = math.inf
     else:
-        monkeypatch.setattr(Update, "__call__", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
+        monkeypatch.setattr(FusedAdamW, "update", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
     kept = [weakref.ref(p.grad) for p in parameters]
     with pytest.raises((FloatingPointError, RuntimeError), match=r"NaN or Inf|no update"):
         optimizer.step()
@@ -168,9 +167,9 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
 def test_a_step_is_prepared_once(device, monkeypatch):
     """With a parameter that is empty, too: nothing but launches is left for behind a vote."""
     parameters, optimizer = build(device, specifications=[*READ_THERE, ((0, 5), torch.float32, False)])
-    expected, expect = [], Update.expect
+    expected, expect = [], FusedAdamW.expect
     monkeypatch.setattr(
-        Update, "expect", lambda update, k, dtypes: (expected.append(k), expect(update, k, dtypes))
+        FusedAdamW, "expect", lambda inner, k, dtypes: (expected.append(k), expect(inner, k, dtypes))
     )
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, step))

@@ -33,6 +33,8 @@ class AdamWItem(NamedTuple):
     gradient_dtype: torch.dtype
     pieces: tuple[MasterPiece, ...]
     """What it is of a weight, where its amaxes are wanted; of several matrices, one behind the other."""
+    present: torch.Tensor | None = None
+    """float64 of one element on the device: where it is 0, the item counts as one without gradient."""
 
 
 class RankGradients(NamedTuple):
@@ -85,7 +87,7 @@ class _Split:
             for array in (item.master, item.exp_avg, item.exp_avg_sq)
         ]
         self.parts = [
-            AdamWItem(master, step, *moments, item.gradient_dtype, (piece,))
+            AdamWItem(master, step, *moments, item.gradient_dtype, (piece,), item.present)
             for piece, step, master, *moments in zip(item.pieces, steps, *arrays, strict=True)
         ]
 
@@ -104,6 +106,7 @@ def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
         exp_avg=address_of("exp_avg", item.exp_avg),
         exp_avg_sq=address_of("exp_avg_sq", item.exp_avg_sq),
         step=address_of("step", item.step),
+        present=address_of("present", item.present),
         gradient_dtype=DTYPE_CODES[item.gradient_dtype],
         start=shard.start,
         numel=shard.numel,

@@ -1,8 +1,8 @@
 """Optimizers for models with NVFP4 weights."""
 
+from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.export import master_state_dict, save_safetensors, unconvert_model
-from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
 __all__ = [

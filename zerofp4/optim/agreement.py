@@ -167,13 +167,6 @@ class Agreement:
         """Whether there is a rank that trains other parameters than this one. The same on every rank."""
         return len(self.slots.labels) > len(self.slots.own)
 
-    def expected(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
-        """What an agreement is expected to find present: what the last one did, if this rank has the same
-        gradients.
-        """
-        own = [gradient is not None for gradient in gradients]
-        return self._last[1] if self._last is not None and self._last[0] == own else own
-
     # In a CUDA graph
 
     def repeat(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:

@@ -9,8 +9,8 @@ from zerofp4.cast import CastPlan
 from zerofp4.distributed import GroupReference, OwnError
 from zerofp4.engine import FlatBuffer, LateGathers, Peers, Sharding, Updated, Wire, build_buffers
 from zerofp4.ops import Addresses
+from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.build import amax_group_numbers, kind_of
-from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.initial import HeldMaster, initialize_masters
 from zerofp4.optim.matrices import matrices_of
 from zerofp4.shard import Shard

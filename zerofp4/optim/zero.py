@@ -40,9 +40,9 @@ from zerofp4.engine import (
 )
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import is_capturing
+from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Outcome, Rounds
 from zerofp4.optim.arguments import Arguments, Checked, check_arguments
-from zerofp4.optim.bucket_update import BucketUpdate
 from zerofp4.optim.build import (
     Announcement,
     check_announcements,
@@ -53,7 +53,6 @@ from zerofp4.optim.build import (
 )
 from zerofp4.optim.checkpoint import SavedState
 from zerofp4.optim.clipping import clip_arguments, global_norm
-from zerofp4.optim.fused import FusedAdamW
 from zerofp4.optim.groups import with_references
 from zerofp4.optim.initial import HandedMaster, broadcast_frozen
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, is_plain, without_class
@@ -232,6 +231,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._nonfinite = NonfiniteGradients(self._on_nonfinite, slots, device, self._wire.dtype)
         self._agreement = Agreement(slots, device, group)
         self._make_transport(group)
+        self._update = self._make_update()
+        """Updates the masters of one bucket after the other; None where their optimizer cannot."""
         self._step = Step(self._shards.buffers, self._shards.plans, self._transport, self._exchange, late)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
         """Not 0 where the update of a step is skipped on the device. FusedAdamW reads it or, of ranks that
@@ -329,7 +330,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             call = Call(is_clip=False, averages=averages, step=self._saved.steps)
             self.inners.push_options(self.param_groups)
             if self._find_obstacle() is None:
-                update = self._make_update(self._agreement.expected(gradients))
+                update = self._begin_update()
             else:
                 _ = self._shards.optimized_gradients  # makes their memory
             to_average = self._prepare(gradients) if averages or self._averages_nothing else None
@@ -482,28 +483,33 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=self.inners.found_inf())
         return word if self._schedule is None else self._schedule.merged_word(word)
 
+    def _make_update(self) -> BucketUpdate | None:
+        shards = self._shards
+        if any(bucket.is_of_whole_matrices for bucket in shards.buffers):
+            return None
+        if any(type(one) is not FusedAdamW for one in self.inners.all):
+            return None
+        exchange = self._exchange or self._transport
+        return BucketUpdate(self.inners.all[0], shards.buffers, shards.masters, exchange)
+
     def _find_obstacle(self) -> str | None:
         """Why this rank must update all masters at once; None where it updates them bucket by bucket."""
-        other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
-        if other is not None:
+        if self._update is None:
+            other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
+            if other is None:
+                return "whole matrices are updated all at once"
             return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
-        if any(bucket.is_of_whole_matrices for bucket in self._shards.buffers):
-            return "whole matrices are updated all at once"
         if not is_plain(self.inners.all[0]):
             return "step() of the optimizer of the masters has hooks, or is wrapped"
         return None
 
-    def _make_update(self, present: Sequence[bool]) -> BucketUpdate:
-        return BucketUpdate(
-            self.inners.all[0],
-            self._shards.buffers,
-            self._shards.masters,
-            self._exchange or self._transport,
-            present=present,
+    def _begin_update(self) -> BucketUpdate:
+        self._update.begin(
             in_slices=self._reduced is not None and not self._averages_nothing,
             factor=None if self._reduced is None else self._factor,
             skip=self._skip if self._peers is None or is_capturing(self._skip.device) else self._peers.failed,
         )
+        return self._update
 
     def _agree(
         self,
@@ -652,7 +658,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         # in a graph that never came to be.
         present = self._agreement.repeat(gradients)
         self.inners.push_options(self.param_groups)
-        update = self._make_update(present)
+        update = self._begin_update()
+        update.present = present
         to_average = self._prepare(gradients)
         self._nonfinite.hear_on_device(self._agreement.agree_on_device(self._word(gradients)))
         self._publish(update, to_average)

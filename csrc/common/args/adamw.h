@@ -12,7 +12,8 @@ struct AdamWDescriptor : ShardGeometry {
     float* master;  // [numel], as are exp_avg and exp_avg_sq, which are null where there is no state yet
     float* exp_avg;
     float* exp_avg_sq;
-    float* step;  // float[1]: how many updates there were
+    float* step;            // float[1]: how many updates there were
+    const double* present;  // [1]: 0 where no rank has a gradient; null: there is one wherever one is given
     DType gradient_dtype;
     int32_t gradient_padding;
 };
