@@ -91,9 +91,12 @@ void add_squares(const Target& target, const std::vector<uintptr_t>& tensors,
 // words: by tensor, above 0.
 void find_nonfinite(const Target& target, const std::vector<uintptr_t>& tensors,
                     const std::vector<int64_t>& numels, const std::vector<int32_t>& words, int dtype,
-                    uintptr_t found) {
+                    uintptr_t found, uintptr_t when) {
     for (size_t first = 0; first < tensors.size(); first += kListTensors) {
-        NonfiniteArgs args{tensor_list(tensors, numels, first, dtype), {}, pointer<int32_t>(found)};
+        NonfiniteArgs args{tensor_list(tensors, numels, first, dtype),
+                           {},
+                           pointer<int32_t>(found),
+                           pointer<const int64_t>(when)};
         std::copy_n(words.data() + first, args.list.count, args.words);
         dispatch(
             target, [&](const cpu::Kernels& k, int threads) { k.find_nonfinite(args, threads); },

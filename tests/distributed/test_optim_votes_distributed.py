@@ -147,8 +147,9 @@ def test_tensor_options_that_differ_are_named(world):
     tensor = lambda value: torch.tensor(value, device=world.device)  # noqa: E731
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": tensor(0.5)}]
     optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=tensor(0.25))
-    before = everything(parameters, optimizer)
     set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    before = everything(parameters, optimizer)
     first, second = optimizer.param_groups
     for group, others, here, there in [
         (first, tensor(0.125), "a tensor of 0.25", "a tensor of 0.125"),

@@ -62,6 +62,9 @@ class Transport:
     def average(self, b, gradients, squares=None, out=None):
         self._say("average", b)
 
+    def discard(self, b):
+        self._say("discard", b)
+
     def end(self):
         self._say("end")
 
@@ -112,7 +115,7 @@ def run(groups=("a", "a", "a"), plans=({}, {}, None), late=False, error=None, av
     step = Step(buckets, plans, Transport(done, **faults), late=Late(done) if late else None)
     raised = None
     try:
-        step.run(Update(done, **faults) if averages else None, [] if averages else None, error)
+        step.run(Update(done, **faults) if averages else None, [None] if averages else None, error)
     except RuntimeError as failure:
         raised = failure
     return done, buckets, raised
@@ -214,6 +217,24 @@ def test_a_collective_that_fails_ends_it():
 def test_average():
     done = []
     buckets = [Bucket(str(b), done, group, b) for b, group in enumerate("aab")]
-    error = Step(buckets, [None] * 3, Transport(done, average_1=ERROR)).average([])
+    error = Step(buckets, [None] * 3, Transport(done, average_1=ERROR)).average([None])
     assert done == ["begin", "send 0", "send 1", "average 0", "average 1", "send 2", "average 2", "end"]
     assert error.take() is ERROR
+
+
+def test_a_rank_that_only_takes_its_part_does_what_the_others_wait_for():
+    """In a step and in an average: every message leaves, and nobody uses what arrives."""
+    done = []
+    buckets = [Bucket(str(b), done, group, b) for b, group in enumerate("aab")]
+    step = Step(buckets, [Log("0", done), Log("1", done), None], Transport(done))
+    with pytest.raises(RuntimeError) as caught:
+        step.run(None, (), ERROR)
+    assert caught.value is ERROR
+    ours = [entry for entry in done if entry.split()[0] in ("begin", "send", "discard", "abstain", "gather")]
+    assert ours == [
+        *("begin", "send 0", "send 1", "discard 0", "abstain 0", "discard 1", "abstain 1"),
+        *("gather 0", "gather 1", "send 2", "discard 2", "gather 2"),
+    ]
+    done.clear()
+    assert not step.average(())
+    assert done == ["begin", "send 0", "send 1", "discard 0", "discard 1", "send 2", "discard 2", "end"]

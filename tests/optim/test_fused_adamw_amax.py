@@ -309,3 +309,27 @@ def test_update_and_cast_in_a_cuda_graph(device):
         expected.check(f"replay {replay}:")
         check(weights, masters)
         check_transposes(weights, masters)
+
+
+def test_a_word_on_the_device_says_whether_there_is_a_gradient(device):
+    """Without one a master and its state stay as they are, and its amaxes are left all the same."""
+    plan, optimizer, weights, masters, starts = offered(device)
+    others = [master.clone() for master in masters]
+    plain = FusedAdamW(others, **OPTIONS)
+    words = torch.zeros(len(masters), dtype=torch.float64, device=device)
+    optimizer.offer_parts([(masters, plan)], dict(zip(masters, words.split(1), strict=True)))
+    for step in range(3):
+        present = [(i + step) % 2 == 0 for i in range(len(masters))]
+        words.copy_(torch.tensor(present))
+        for master, other, there in zip(masters, others, present, strict=True):
+            master.grad = torch.full_like(master, step + 1.0)
+            other.grad = master.grad.clone() if there else None
+        optimizer.step()
+        plain.step()
+        plan.step()
+        compare_with_the_plans_own(plan, weights, masters, starts)
+        for i, (master, other) in enumerate(zip(masters, others, strict=True)):
+            assert_bytes_equal(master, other, f"step {step}: master {i}")
+    for master, other in zip(masters, others, strict=True):
+        for key, value in plain.state[other].items():
+            assert_bytes_equal(optimizer.state[master][key], value, key)

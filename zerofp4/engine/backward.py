@@ -174,7 +174,7 @@ class EarlyCollective:
     def begin(self) -> None:
         """Nothing: the exchange was begun in backward passes."""
 
-    def send_gradients(self, b: int, gradients: Gradients) -> None:
+    def send_gradients(self, b: int, gradients: Gradients | None) -> None:
         """Nothing: start() has sent them."""
 
     def can_add_in_update(self, b: int) -> bool:

@@ -118,7 +118,7 @@ class HostTransport:
         self._sent.clear()
         self._peers.arrive()
 
-    def send_gradients(self, b: int, gradients: Gradients) -> None:
+    def send_gradients(self, b: int, gradients: Gradients | None) -> None:
         error = OwnError()
         with error:
             for rows, mean in zip(self._rows[b], self._means[b], strict=True):
@@ -138,6 +138,12 @@ class HostTransport:
         failed = self._peers.failed
         torch.maximum(failed, self._failed_there.amax(), out=failed)
         error.raise_if_any()
+
+    def discard(self, b: int) -> None:
+        error = OwnError()
+        with error:
+            self._wait(b)
+        error.take()
 
     def can_add_in_update(self, b: int) -> bool:
         return True

@@ -63,8 +63,11 @@ class PeerTransport:
     def begin(self) -> None:
         self._peers.arrive()
 
-    def send_gradients(self, b: int, gradients: Gradients) -> None:
+    def send_gradients(self, b: int, gradients: Gradients | None) -> None:
         """Nothing: they are read where they are."""
+
+    def discard(self, b: int) -> None:
+        """Nothing: this rank's rows lie where the others read them."""
 
     def can_add_in_update(self, b: int) -> bool:
         return True
@@ -205,8 +208,11 @@ class PushTransport:
         self._peers.wait_until_sent()
         self._peers.arrive()
 
-    def send_gradients(self, b: int, gradients: Gradients) -> None:
+    def send_gradients(self, b: int, gradients: Gradients | None) -> None:
         """Nothing: start() did."""
+
+    def discard(self, b: int) -> None:
+        """Nothing: this rank's rows lie where the others read them."""
 
     def can_add_in_update(self, b: int) -> bool:
         return True

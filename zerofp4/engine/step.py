@@ -75,7 +75,8 @@ class Step:
         """Update and publish. Collective; nothing waits for a GPU.
 
         update: updates the masters of each bucket first; None leaves them as they are.
-        gradients: what transport.prepare() returned, to be averaged; None where the means are in the buckets.
+        gradients: what transport.prepare() returned, to be averaged; None where the means are in the buckets;
+            empty where this rank only takes its part in the exchange of gradients, which nobody uses.
         error: of this rank, which then takes part without changing anything, and raises it.
         """
         self._update, self._gradients, self._failure = update, gradients, OwnError(error)
@@ -106,7 +107,7 @@ class Step:
 
     def _send_gradients(self, b: int) -> None:
         if self._gradients is not None:
-            in_phase("gradients", self._exchange.send_gradients)(b, self._gradients)
+            in_phase("gradients", self._exchange.send_gradients)(b, self._gradients or None)
 
     def _update_bucket(self, b: int, is_last: bool) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
@@ -115,6 +116,8 @@ class Step:
         if self._update is not None:
             with self._failure:
                 in_phase("update", self._read_and_update)(b)
+        elif self._gradients is not None:
+            in_phase("gradients", self.transport.discard)(b)
         if b == 0:
             in_phase("weights", self.transport.open_weights)()
         plan = self.plans[b]
@@ -188,7 +191,8 @@ class Step:
     def average(self, gradients: Gradients, squares: torch.Tensor | None = None) -> OwnError:
         """Average the gradients of all buckets into their `gradients`. Collective.
 
-        gradients, squares: as of run() and Transport.average().
+        gradients, squares: as of run() and Transport.average(); `gradients` as they are where this rank only
+            takes its part.
         Returns what went wrong on this rank, which has taken its part in all exchanges.
         """
         error, self._gradients = OwnError(), gradients
@@ -200,7 +204,10 @@ class Step:
                     if b + 1 < end:
                         self._send_gradients(b + 1)
                     with error:
-                        in_phase("gradients", self._exchange.average)(b, gradients, squares)
+                        if gradients:
+                            in_phase("gradients", self._exchange.average)(b, gradients, squares)
+                        else:
+                            in_phase("gradients", self.transport.discard)(b)
             in_phase("gradients", self._exchange.end)()
         finally:
             self._gradients = None

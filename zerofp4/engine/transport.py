@@ -46,8 +46,10 @@ class Exchange(Protocol):
     def begin(self) -> None:
         """A new exchange of all buckets begins."""
 
-    def send_gradients(self, b: int, gradients: Gradients) -> None:
-        """The gradients of bucket b are on their way to the ranks that own them. None counts as zeros."""
+    def send_gradients(self, b: int, gradients: Gradients | None) -> None:
+        """The gradients of bucket b are on their way to the ranks that own them. A gradient that is None
+        counts as zeros; in place of all, None sends whatever lies there, for discard().
+        """
 
     def can_add_in_update(self, b: int) -> bool:
         """Whether arrived() may be called for bucket b; else only average(). Not collective."""
@@ -88,6 +90,9 @@ class Transport(Exchange, Protocol):
         """Before the ranks agree: do what can fail on this rank alone. Not collective. Returns what the
         methods above are given.
         """
+
+    def discard(self, b: int) -> None:
+        """Take this rank's part in arrived() or average() of bucket b, of which nobody uses anything."""
 
     def open_weights(self) -> None:
         """Weights of all ranks may be overwritten from now on."""

@@ -515,16 +515,19 @@ class BucketUpdate:
         ]
         """By bucket, in the order of the part: the position of a parameter in the bucket, and among all."""
         self._adds = [False] * len(buckets)
-        self.present: Sequence[bool] = ()
-        """By trainable parameter, whether any rank has a gradient; set behind the agreement."""
+        self._present: Sequence[bool] = ()
 
-    def begin(self, *, in_slices: bool, factor: torch.Tensor | None, skip: torch.Tensor) -> None:
+    def begin(
+        self, *, present: Sequence[bool], in_slices: bool, factor: torch.Tensor | None, skip: torch.Tensor
+    ) -> None:
         """Do everything of a step that can fail on this rank alone.
 
+        present: by trainable parameter, whether it is to be updated, as far as the host knows.
         in_slices: whether the means are in the buckets' `gradients`.
         factor, skip: float32 [] on the device, as FusedAdamW's clip_factor and found_inf.
         """
         self._inner.begin(skip, factor)
+        self._present = present
         exchange = self._exchange
         for b, (bucket, dtype) in enumerate(zip(self._buckets, exchange.dtypes, strict=True)):
             adds = not in_slices and exchange.can_add_in_update(b) and dtype in checks.GRADIENT_DTYPES
@@ -538,5 +541,5 @@ class BucketUpdate:
 
     def __call__(self, b: int, arrived: Arrived | None) -> None:
         own = self._buckets[b].gradient_views if arrived is None else arrived.own
-        gradients = [own[k] if self.present[i] else None for k, i in self._members[b]]
+        gradients = [own[k] if self._present[i] else None for k, i in self._members[b]]
         self._inner.update(b, gradients, None if arrived is None else arrived.rows)

@@ -15,6 +15,7 @@ from zerofp4.distributed import (
     rank_and_size,
     reduce_max,
 )
+from zerofp4.ops import is_capturing
 from zerofp4.optim.build import Slots
 from zerofp4.optim.nonfinite import from_word
 from zerofp4.optim.param_groups import host_options, host_options_hash, tensor_options_hash
@@ -51,21 +52,44 @@ class Outcome(NamedTuple):
 
     present: list[bool]
     """By trainable parameter of this rank, whether it has a gradient on any rank that shares it."""
-    nonfinite: int | None
+    nonfinite: int | None = None
     """The slot of the first parameter whose gradient holds a NaN or Inf on any rank; in a world of one None.
     """
-    in_sequence: bool
+    in_sequence: bool = False
     """Whether a rank must update all masters at once, so that all ranks do: collectives have one order."""
-    again: bool
+    again: bool = False
     """Whether gradients are to be sent once more."""
 
 
+class _Unread(NamedTuple):
+    """An agreement of which the host knows nothing yet. words: on the host once the event has happened; None
+    where they are there. own: which gradients this rank had.
+    """
+
+    words: torch.Tensor
+    event: torch.cuda.Event | None
+    own: list[bool]
+
+
+_PAIRS = len(Call._fields) + 2
+"""Words that must be equal on all ranks: a Call, the number of rounds, the hash of tensor options. Each goes
+with its negative, so that the maximum of both shows whether ranks differ."""
+
+
 class Agreement:
-    """The ranks that step together, and what they have agreed on last.
+    """The ranks that step together, and what they have agreed on last: the maximum over all ranks of one
+    vector of float64, on the device.
+
+        presence of gradients, by slot | _PAIRS words | their negatives
+        | again, broken, in_sequence, NaN or Inf, 1 + the number of a rank with an error
 
     slots: one place of the vector for each trainable parameter of any rank.
     device: where the vector is reduced.
     group: all ranks that step together.
+
+    [Note: deferred agreements] Where no host needs the outcome, none waits for it: the update reads `refused`
+    and the words of presence() on the device. read() raises what the ranks have found, on every rank; it is
+    the first thing in the first collective call of the next step.
     """
 
     def __init__(self, slots: Slots, device: torch.device, group: dist.ProcessGroup | None):
@@ -79,6 +103,13 @@ class Agreement:
         """Of the last agreement: the most rounds that a rank took part in, and whether any is broken."""
         self._last: tuple[list[bool], list[bool]] | None = None
         """Of the last agreement: which gradients this rank had, and which any rank had."""
+        self._vector = torch.zeros(self._count + 2 * _PAIRS + 5, dtype=torch.float64, device=device)
+        self.nonfinite = self._vector[-2]
+        """The word of a NaN or Inf in the gradients of any rank."""
+        self.refused = torch.zeros((), dtype=torch.float32, device=device)
+        """1 where the ranks do not take the step of the last deferred agreement."""
+        self._present = torch.zeros(self._count, dtype=torch.float64, device=device)
+        self._unread: list[_Unread] = []
 
     def agree(
         self,
@@ -89,8 +120,9 @@ class Agreement:
         param_groups: Sequence[dict],
         in_sequence: bool = True,
         rounds: Rounds = Rounds(),  # noqa: B008
+        deferred: bool = False,
     ) -> Outcome:
-        """One MAX all-reduce, which the host waits for; nothing in a world of one. Collective.
+        """One MAX all-reduce; nothing in a world of one. Collective.
 
         gradients: of this rank's trainable parameters.
         call: what this rank is about to do; None with an error.
@@ -98,6 +130,7 @@ class Agreement:
         nonfinite: the word of the first of its gradients with a NaN or Inf, by slots; None without one.
         in_sequence: whether this rank must update all masters at once.
         rounds: what it has sent in backward passes.
+        deferred: the host does not wait, nothing is raised, and every gradient counts as present.
 
         Raises RuntimeError on every rank where their calls, options or rounds differ.
         """
@@ -107,49 +140,60 @@ class Agreement:
         if self.world_size == 1:
             error.raise_if_any()
             return Outcome(own, None, in_sequence, rounds.again)
-        words = self._ballot(own, call, error, nonfinite, param_groups, in_sequence, rounds)
+        self._cast_ballot(own, call, error, nonfinite, param_groups, in_sequence, rounds)
         is_clip = call is not None and call.is_clip
-        reduce_max(words, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
-        return self._read(words.tolist(), own, error, param_groups)
+        reduce_max(self._vector, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
+        if not deferred:
+            self.refused.zero_()
+            return self._decode(self._vector.tolist(), own, error, param_groups)
+        pairs = self._vector[self._count : -5].view(2, _PAIRS)
+        self.refused.copy_(pairs.sum(0).ne(0).any() | self._vector[-1].ne(0))
+        self._unread.append(self._to_host(own))
+        return Outcome([True] * len(own))
 
-    def _ballot(self, own, call, error, nonfinite, param_groups, in_sequence, rounds) -> torch.Tensor:
-        """float64 on the device: presence of gradients; the call and its negative, so that the maximum of
-        both shows whether ranks differ; rounds likewise; again, broken, in_sequence; the hash of tensor
-        options likewise; nonfinite; 1 + the number of a rank with an error.
-        """
-        sent = [rounds.count, -rounds.count, rounds.again, rounds.broken]
+    def _cast_ballot(self, own, call, error, nonfinite, param_groups, in_sequence, rounds) -> None:
+        present, equal = [0.0] * self._count, [0.0] * _PAIRS
+        if not error:
+            for slot, there in zip(self.slots.own, own, strict=True):
+                present[slot] = float(there)
+            equal[:-2] = call._replace(options=host_options_hash(param_groups))
+        equal[-2] = rounds.count
+        failed = self.rank + 1.0 if error else 0.0
+        votes = map(float, (rounds.again, rounds.broken, in_sequence and not error, 0.0, failed))
+        words = [*present, *equal, *(-word for word in equal), *votes]
+        on_gpu = self._device.type == "cuda"
+        self._vector.copy_(torch.tensor(words, dtype=torch.float64, pin_memory=on_gpu), non_blocking=True)
         if error:
-            absent = [0.0] * (self._count + 2 * len(Call._fields))
-            return self._to_device([*absent, *sent, 0.0, 0.0, 0.0, 0.0, self.rank + 1.0])
-        present = [False] * self._count
-        for slot, there in zip(self.slots.own, own, strict=True):
-            present[slot] = there
-        call = call._replace(options=host_options_hash(param_groups))
-        minus = [-word for word in call]
-        words = self._to_device([*present, *call, *minus, *sent, in_sequence, 0.0, 0.0, 0.0, 0.0])
+            return
         tensors = tensor_options_hash(param_groups, self._device)
         if tensors is not None:
-            words[-4], words[-3] = tensors, -tensors
+            last = self._count + _PAIRS - 1
+            self._vector[last], self._vector[last + _PAIRS] = tensors, -tensors
         if nonfinite is not None:
-            words[-2] = nonfinite
-        return words
+            self.nonfinite.copy_(nonfinite)
 
-    def _to_device(self, words: list[float]) -> torch.Tensor:
-        on_gpu = self._device.type == "cuda"
-        vector = torch.tensor(words, dtype=torch.float64, pin_memory=on_gpu)
-        return vector.to(self._device, non_blocking=True)
-
-    def _read(self, reduced: list[float], own: list[bool], error: OwnError, param_groups) -> Outcome:
-        *words, count, minus_count, again, broken, sequence, tensors, minus_tensors, first, failed = reduced
+    def _decode(
+        self,
+        words: list[float],
+        own: list[bool],
+        error: OwnError,
+        param_groups: Sequence[dict] | None,
+        deferred: bool = False,
+    ) -> Outcome:
+        """param_groups: None where other ranks may not be asked which option differs."""
+        equal, minus = words[self._count : -5][:_PAIRS], words[self._count : -5][_PAIRS:]
+        again, broken, sequence, first, failed = words[-5:]
+        count, minus_count = equal[-2], minus[-2]
         self.rounds = Rounds(int(count), bool(again), bool(broken) or count != -minus_count)
-        end = self._count + len(Call._fields)
-        highest, lowest = Call(*words[self._count : end]), Call(*(-word for word in words[end:]))
+        highest, lowest = Call(*equal[:-2]), Call(*(-word for word in minus[:-2]))
         if failed:
             message = f"rank {int(failed) - 1} found an error, and no rank takes this step"
         else:
             message = find_difference(lowest, highest)
-            if message is None and (lowest.options != highest.options or tensors != -minus_tensors):
-                message = self._find_different_option(param_groups)
+            if message is None and (lowest.options != highest.options or equal[-1] != -minus[-1]):
+                message = None if param_groups is None else self._find_different_option(param_groups)
+                if message is None and deferred:  # they may be equal again by now
+                    message = "options of param_groups differed between ranks"
             if message is None and count != -minus_count:
                 message = (
                     "the ranks took part in different numbers of backward passes, some in "
@@ -163,22 +207,69 @@ class Agreement:
         self._last = own, present
         return Outcome(present, from_word(first, self._count), bool(sequence), bool(again))
 
+    # Deferred agreements
+
+    def _to_host(self, own: list[bool]) -> _Unread:
+        if self._device.type != "cuda":
+            return _Unread(self._vector.clone(), None, own)
+        words = torch.empty_like(self._vector, device="cpu", pin_memory=True)
+        words.copy_(self._vector, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return _Unread(words, event, own)
+
+    def read(self, param_groups: Sequence[dict] | None = None) -> Outcome | None:
+        """What the deferred agreements since the last read() found; None if there was none.
+
+        param_groups: the outcome counts as read, and ranks may be asked for their options: collective then.
+
+        Raises RuntimeError, the same on every rank, where no rank took the step.
+        """
+        unread, outcome = self._unread, None
+        if param_groups is not None:
+            self._unread = []
+        for one in unread:
+            if one.event is not None and not is_capturing(self._device):  # else it came before the capture
+                one.event.synchronize()
+            try:
+                outcome = self._decode(one.words.tolist(), one.own, OwnError(), param_groups, deferred=True)
+            except RuntimeError as error:
+                raise RuntimeError(f"of the last step, which no rank has taken: {error}") from None
+        return outcome
+
+    def drop_unread(self) -> None:
+        """Nobody is to hear of earlier agreements."""
+        self._unread = []
+        self.refused.zero_()
+
+    # What updates read on the device
+
+    def presence(self, i: int) -> torch.Tensor | None:
+        """float64 [1], by trainable parameter: 0 where no rank has a gradient, or admit() found that all are
+        to be left alone; None in a world of one.
+        """
+        slot = self.slots.own[i]
+        return self._present[slot : slot + 1] if self.world_size > 1 else None
+
+    def admit(self, skip: torch.Tensor) -> None:
+        """Write the words of presence(), zeros where skip, float32 [], is not 0. On the device."""
+        torch.mul(self._vector[: self._count], skip == 0, out=self._present)
+
     def has_other_parameters_elsewhere(self) -> bool:
         """Whether there is a rank that trains other parameters than this one. The same on every rank."""
         return len(self.slots.labels) > len(self.slots.own)
 
     # In a CUDA graph
 
-    def repeat(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
-        """The last outcome's `present`. Not collective. Raises RuntimeError where this rank has other
-        gradients now.
+    def repeat(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise RuntimeError unless this rank has the gradients of the last agreement, whose words of
+        presence count on. Not collective.
         """
         if self._last is None or self._last[0] != [gradient is not None for gradient in gradients]:
             raise RuntimeError(
                 "which parameters have gradients is not what the ranks agreed on last: take a step with "
                 "these, and capture the next one in a CUDA graph"
             )
-        return self._last[1]
 
     def agree_on_device(self, nonfinite: torch.Tensor | None) -> torch.Tensor:
         """The largest word of a NaN or Inf of any rank, float64 []. Collective; the host reads nothing."""

@@ -66,14 +66,17 @@ class NonfiniteGradients:
         gradients: Sequence[torch.Tensor | None],
         indices: Sequence[int] | None = None,
         found_inf: torch.Tensor | None = None,
+        when: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The word of this rank's gradients, on the device; None without gradients. Waits for nothing.
 
         indices: which trainable parameters the gradients are of; None for all.
         found_inf: what a user gave the optimizer of the masters.
+        when: int64 [2] on the device: where both are 0, there is no NaN or Inf, and the gradients are not
+            looked at for it.
         """
         words = self._words if indices is None else [self._words[i] for i in indices]
-        word = first_nonfinite(gradients, self._wire, words)
+        word = first_nonfinite(gradients, self._wire, words, when)
         if found_inf is None:
             return word
         given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF
@@ -135,12 +138,14 @@ def first_nonfinite(
     gradients: Sequence[torch.Tensor | None],
     rounded_to: torch.dtype | None = None,
     words: Sequence[int] | None = None,
+    when: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """int32 [] on the gradients' device: the word of the first gradient with a NaN or Inf, for from_word(),
     once it is rounded to a dtype, None for its own; 0 where there is none. None without gradients. Waits for
     nothing.
 
     words: of each gradient, the larger the earlier; None is for their own order.
+    when: as of ops.find_nonfinite().
     """
     if words is None:
         words = range(len(gradients), 0, -1)
@@ -151,19 +156,22 @@ def first_nonfinite(
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
     for some in (present[:BEGINNING], present[BEGINNING:]):
         if some:
-            found = _look_at(some, rounded_to, found)
+            found = _look_at(some, rounded_to, found, when)
     return found
 
 
 def _look_at(
-    present: Sequence[tuple[int, torch.Tensor]], rounded_to: torch.dtype | None, found: torch.Tensor
+    present: Sequence[tuple[int, torch.Tensor]],
+    rounded_to: torch.dtype | None,
+    found: torch.Tensor,
+    when: torch.Tensor | None,
 ) -> torch.Tensor:
     """The largest of `found`, which may be raised, and the words of gradients with a NaN or Inf."""
     tensors, plain = [g for _, g in present], present
     dtypes = [g.dtype for g in tensors]
     if rounded_to is not None or not set(dtypes) <= set(WEIGHT_DTYPES) or not are_sendable(tensors, dtypes):
         plain = [pair for pair in present if _holds_what_it_becomes(pair[1], rounded_to)]
-    find_nonfinite([g for _, g in plain], [word for word, _ in plain], found)
+    find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)
     if len(plain) == len(present):
         return found
     known = {word for word, _ in plain}

@@ -76,6 +76,7 @@ class ShardedParameters:
         """
         self.plans = [self._build_plan(buffer, amax_groups or ()) for buffer in self.buffers]
         self._amaxes_from: Sequence[torch.optim.Optimizer] = ()
+        self._presence: Sequence[torch.Tensor | None] = [None] * len(self.parameters)
         self._take_addresses()
 
     def _as_optimized(self, i: int, piece: torch.Tensor | None) -> list[torch.Tensor]:
@@ -224,12 +225,17 @@ class ShardedParameters:
 
     # Amaxes
 
-    def take_amaxes_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def take_amaxes_from(
+        self, optimizers: Sequence[torch.optim.Optimizer], presence: Sequence[torch.Tensor | None] = ()
+    ) -> None:
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that the plans need.
 
         optimizers: by the number that Updated has.
+        presence: by parameter, Agreement.presence(); the same as before where it is left out.
         """
-        self._amaxes_from = optimizers
+        self._amaxes_from, self._presence = optimizers, presence or self._presence
+        rows = zip(self.optimized, self._presence, strict=True)
+        present = {master: word for masters, word in rows if word is not None for master in masters}
         for number, optimizer in enumerate(optimizers):
             if isinstance(optimizer, FusedAdamW):
                 optimizer.offer_parts(
@@ -237,7 +243,8 @@ class ShardedParameters:
                         ([master for i in buffer.indices for master in self.optimized[i]], plan)
                         for buffer, plan in zip(self.buffers, self.plans, strict=True)
                         if self.updated[buffer.indices[0]].by == number
-                    ]
+                    ],
+                    present,
                 )
 
     def drop_outdated_amaxes(self) -> None:

@@ -215,9 +215,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         masters = zip(map(id, checked.trainable), self._shards.optimized, strict=True)
         self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
         """The optimizers of the masters, in the order in which their classes come first in the groups."""
-        self._shards.take_amaxes_from(self.inners.all)
-        self.inners.pull_options(self.param_groups)
         slots = find_slots(announced, rank)
+        self._agreement = Agreement(slots, device, group)
+        presence = [self._agreement.presence(i) for i in range(len(checked.trainable))]
+        self._shards.take_amaxes_from(self.inners.all, presence)
+        self.inners.pull_options(self.param_groups)
         me = weakref.ref(self)  # neither checkpoints nor hooks of parameters keep an optimizer alive
         self._saved = SavedState(
             param_groups=lambda: me().param_groups,
@@ -229,7 +231,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         )
         self.state = self._saved.view()
         self._nonfinite = NonfiniteGradients(self._on_nonfinite, slots, device, self._wire.dtype)
-        self._agreement = Agreement(slots, device, group)
         self._make_transport(group)
         self._update = self._make_update()
         """Updates the masters of one bucket after the other; None where their optimizer cannot."""
@@ -243,8 +244,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The gradients that clip_grad_norm_ has averaged for the next step."""
         self._factor: torch.Tensor | None = None
         """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
-        self._agreed_in_sequence = False
+        self._agreed_in_sequence: bool | None = None
         """Whether the ranks agreed in the last step that one of them must update all masters at once."""
+        self._defers = self._can_defer(group)
+        """Whether the host leaves agreements to the device, but for those of the first step."""
+        self._is_over = False
+        """Whether clip_grad_norm_ has raised here, and this rank has taken its part in the step() behind it.
+        """
         self._weights_follow = True
         """False from load_state_dict to the next step: weights written meanwhile yield to the masters."""
         self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
@@ -307,8 +313,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self.world_size > 1 and is_capturing(self.found_inf.device):
             self._capture_step(closure)
             return None
+        if self._is_over:
+            self._is_over = False
+            raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
+        self._hear_earlier()
         loss, gradients, call, word, update, error = None, [], None, None, None, OwnError()
-        calls = self._agreement.calls
+        calls, in_sequence = self._agreement.calls, False
         self._follow_masters()
         try:
             self._raise_earlier_error()
@@ -329,17 +339,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 )
             call = Call(is_clip=False, averages=averages, step=self._saved.steps)
             self.inners.push_options(self.param_groups)
-            if self._find_obstacle() is None:
-                update = self._begin_update()
+            in_sequence = self._find_obstacle() is not None
+            if not in_sequence or self._is_deferred:  # then an obstacle counts from the next step on
+                update = self._begin_update(gradients)
             else:
                 _ = self._shards.optimized_gradients  # makes their memory
             to_average = self._prepare(gradients) if averages or self._averages_nothing else None
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
             told = getattr(failure, "all_ranks_raise", False) and self._agreement.calls > calls
-            if told or isinstance(failure, CollectiveError):  # clip_grad_norm_ in the closure has told them
+            told = told or self._is_over  # by clip_grad_norm_ in the closure
+            if told or isinstance(failure, CollectiveError):
+                self._is_over = False
                 raise
             error = OwnError(failure)
-        outcome = self._agree(gradients, call, error, word, in_sequence=update is None)
+        outcome = self._agree(gradients, call, error, word, in_sequence)
+        if error:
+            self._sit_out(error)
         self._agreed_in_sequence = outcome.in_sequence
         if call.averages:
             self._hear(outcome, word)
@@ -351,7 +366,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 failed = self._update_in_sequence(to_average, outcome.present)
                 self._publish(error=failed.take())
             else:
-                update.present = outcome.present
                 self._publish(update, to_average)
                 self.inners.pull_options(self.param_groups)
         except BaseException as failure:
@@ -382,7 +396,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
             )
+        self._is_over = False
+        self._hear_earlier()
         gradients, call, word, snapshot, error = [], None, None, None, OwnError()
+        numbers = 0.0, 2.0
         self._follow_masters()
         try:
             self._raise_earlier_error()
@@ -398,7 +415,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if self._schedule is not None and averages:
                 self._schedule.close()
                 gradients = self._collect_gradients()
-            word = self._word(gradients) if averages else None
+            counts = self._averages_nothing and numbers[1] == 2.0  # the squares count NaN and Inf
+            word = self._word(gradients) if averages and not counts else None
             snapshot = GradientSnapshot(gradients)
             call = Call(True, averages, self._saved.steps, *numbers)
             if not self._averages_nothing:
@@ -409,20 +427,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(failure)
         outcome = self._agree(gradients, call, error, word)
+        if error:
+            self._sit_out_clip(error, *numbers[1:])
+        means = list(self._means(to_average))
+        if counts:
+            self._squares.zero_()
+            ops.add_squares(means, self._squares)
+            word = self._word(gradients, self._squares[:, -2:].sum(0)) if call.averages else None
         if call.averages:
             self._reduced = self._factor = None
             self._hear(outcome, word)
-            self._squares.zero_()
             if not self._averages_nothing:
+                self._squares.zero_()
                 error = self._average(to_average, self._squares)
             self._nonfinite.raise_if_asked()
             if self._accumulate == "sharded":  # they are not in p.grad any more
                 snapshot = GradientSnapshot(self._collect_gradients())
         group, device = self.process_group(), self.found_inf.device
-        means = list(self._means(to_average))
-        if self._averages_nothing and call.norm_type == 2.0:
-            self._squares.zero_()
-            ops.add_squares(means, self._squares)
         total = in_phase("norm", global_norm)(means, call.norm_type, group, device, self._squares)
         try:
             error.raise_if_any()
@@ -440,6 +461,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
         self._reduced = self._factor = None
+        self._is_over = False
         if self._schedule is not None:
             self._schedule.drop()
         super().zero_grad(set_to_none)
@@ -453,6 +475,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             yield
 
     # Before the agreement
+
+    def _hear_earlier(self) -> None:
+        """Raise what the ranks found in the step before: on every rank, and before it joins a collective.
+        [Note: deferred agreements]
+        """
+        if self._reduced is None:  # else clip_grad_norm_ of this step has asked
+            outcome = self._agreement.read(self.param_groups)
+            self._agreed_in_sequence = outcome.in_sequence if outcome else self._agreed_in_sequence
 
     def _raise_earlier_error(self) -> None:
         if self._peers is not None:
@@ -474,14 +504,30 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The gradients as the transport takes them; those that backward passes have sent as they are."""
         return gradients if self._schedule is not None else self._transport.prepare(gradients)
 
-    def _word(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def _word(
+        self, gradients: Sequence[torch.Tensor | None], when: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """The word of a NaN or Inf in this rank's gradients. A graph of a world of one does not look for one
         where the optimizer of the masters cannot read it.
+
+        when: as of NonfiniteGradients.word().
         """
         if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
             return None
-        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=self.inners.found_inf())
+        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=self.inners.found_inf(), when=when)
         return word if self._schedule is None else self._schedule.merged_word(word)
+
+    def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether no host needs to know what the ranks agree on. The same on every rank."""
+        if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
+            return False
+        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buffers)
+        can_skip = self._update is not None and self._on_nonfinite == "skip_step"
+        return can_skip and self._schedule is None and not has_replicas
+
+    @property
+    def _is_deferred(self) -> bool:
+        return self._defers and self._agreed_in_sequence is False
 
     def _make_update(self) -> BucketUpdate | None:
         shards = self._shards
@@ -503,8 +549,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return "step() of the optimizer of the masters has hooks, or is wrapped"
         return None
 
-    def _begin_update(self) -> BucketUpdate:
+    def _begin_update(self, gradients: Sequence[torch.Tensor | None]) -> BucketUpdate:
+        is_shared = self.world_size > 1  # the kernels read which gradients there are
         self._update.begin(
+            present=[is_shared or gradient is not None for gradient in gradients],
             in_slices=self._reduced is not None and not self._averages_nothing,
             factor=None if self._reduced is None else self._factor,
             skip=self._skip if self._peers is None or is_capturing(self._skip.device) else self._peers.failed,
@@ -526,7 +574,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 with error:  # does nothing, unless an error came before the first close()
                     again = schedule.close(discard=True)
             rounds = Rounds(schedule.rounds, again, self._exchange.error is not None)
-        arguments = gradients, call, error, word, self.param_groups, in_sequence, rounds
+        arguments = gradients, call, error, word, self.param_groups, in_sequence, rounds, self._is_deferred
         try:
             outcome = in_phase("vote", self._agreement.agree)(*arguments)
         except Exception:
@@ -541,9 +589,38 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Behind it
 
+    def _sit_out(self, error: OwnError, averages: bool | None = None) -> None:
+        """Take this rank's part in a step that it cannot take, and raise why. Masters stay as they are on
+        every rank, and weights follow them. [Note: deferred agreements]
+
+        averages: whether the ranks exchange gradients; None where that is as it is for this rank.
+        """
+        averages = self._reduced is None if averages is None else averages
+        try:
+            with error:  # what fails for the same reason is not raised in its place
+                self._publish(None, () if averages else None)
+        finally:
+            self._reduced = self._factor = None
+            self._saved.steps += 1
+        error.raise_if_any()
+
+    def _sit_out_clip(self, error: OwnError, norm_type: float) -> None:
+        """The same for clip_grad_norm_, and for the step() that the other ranks call next."""
+        if self._reduced is None:
+            self._step.average((), None)
+        self._squares.zero_()
+        device = self.found_inf.device
+        in_phase("norm", global_norm)((), norm_type, self.process_group(), device, self._squares)
+        self._is_over = True
+        arguments = [], None, OwnError(RuntimeError()), None, self.param_groups
+        in_phase("vote", self._agreement.agree)(*arguments, deferred=True)
+        self._sit_out(error, averages=False)
+
     def _hear(self, outcome: Outcome, word: torch.Tensor | None) -> None:
         """Of a NaN or Inf; in a world of one what this rank itself found."""
-        if self.world_size == 1:
+        if self._is_deferred:
+            self._nonfinite.hear_on_device(self._agreement.nonfinite)
+        elif self.world_size == 1:
             self._nonfinite.hear_on_device(word)
         else:
             self._nonfinite.hear(outcome.nonfinite)
@@ -592,6 +669,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._skip.copy_(self._nonfinite.found)
         else:
             torch.maximum(self._nonfinite.found, self._peers.failed, out=self._skip)
+        if self.world_size > 1:
+            self._skip.copy_(torch.maximum(self._skip, self._agreement.refused))
+            self._agreement.admit(self._skip)
 
     def _publish(
         self,
@@ -649,6 +729,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         obstacle = self._find_capture_obstacle(closure)
         if obstacle is not None:
             raise RuntimeError(f"step() of {self.world_size} ranks cannot be captured: {obstacle}")
+        self._hear_earlier()
         self._follow_masters()
         self._raise_earlier_error()
         gradients = self._collect_gradients()
@@ -656,10 +737,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         check_finite(self.param_groups)
         # What may raise comes before all collectives: NCCL ends no group of which a collective was captured
         # in a graph that never came to be.
-        present = self._agreement.repeat(gradients)
+        self._agreement.repeat(gradients)
         self.inners.push_options(self.param_groups)
-        update = self._begin_update()
-        update.present = present
+        update = self._begin_update(gradients)
         to_average = self._prepare(gradients)
         self._nonfinite.hear_on_device(self._agreement.agree_on_device(self._word(gradients)))
         self._publish(update, to_average)
@@ -763,6 +843,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 piece.settle()
             self._saved.steps, self._saved.token = steps, token
             self._reduced = self._factor = None
+            self._is_over = False
+            self._agreement.drop_unread()
             self._publish()
             self._shards.settle()
         except BaseException as failure:
@@ -840,13 +922,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def check(self) -> None:
         """Wait for what the last step() has queued, and raise what has gone wrong there. Not collective.
 
-        Raises RuntimeError where a rank kept the others from writing, did not come to a barrier of the GPUs,
-        where a parameter, a master or a buffer has moved, or where the optimizer is `broken`.
+        Raises RuntimeError where no rank took the last step, a rank kept the others from writing or did not
+        come to a barrier of the GPUs, where a parameter, a master or a buffer has moved, or where the
+        optimizer is `broken`.
 
         With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
         its replays behind a step.
         """
         self._raise_if_broken()
+        self._agreement.read()
         self._shards.check()
         if self._peers is not None:
             OwnError(self._peers.take_error()).raise_if_any()

@@ -10,6 +10,7 @@ struct NonfiniteArgs {
     TensorList list;
     int32_t words[kListTensors];
     int32_t* found;
+    const int64_t* when;  // [2]: nothing is looked at where both are 0; null: everything is
 };
 
 static_assert(sizeof(NonfiniteArgs) <= 4096);

@@ -20,6 +20,7 @@ __attribute__((noinline)) bool is_nonfinite(const T* tensor, int64_t count) {
 
 template <class T>
 void find_nonfinite_as(const NonfiniteArgs& args, int threads) {
+    if (args.when != nullptr && args.when[0] == 0 && args.when[1] == 0) return;
     for (int t = 0; t < args.list.count; ++t) {
         const T* tensor = static_cast<const T*>(args.list.tensors[t]);
         const int64_t numel = args.list.numels[t];

@@ -1,5 +1,8 @@
 // find_nonfinite: one pass over a list of tensors, at the speed of memory. A thread block reads a piece of
-// one tensor; only one that finds something writes.
+// one tensor; only one that finds something writes. Where `when` may end it at once, the grid is small, for
+// blocks that do nothing take time too, and each block reads piece after piece.
+
+#include <algorithm>
 
 #include "common/args/nonfinite.h"
 #include "cuda/device/units.cuh"
@@ -10,6 +13,7 @@ namespace zerofp4::cuda {
 namespace {
 
 constexpr int kScanVectors = 8;  // of a thread
+constexpr int64_t kLoopingBlocks = 4096;
 template <typename T>
 constexpr int64_t kScanElements = static_cast<int64_t>(kThreads) * kScanVectors * kVector<T>;
 
@@ -32,23 +36,27 @@ __device__ __forceinline__ uint32_t most_of_vectors(const T* first) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    find_nonfinite_kernel(const __grid_constant__ NonfiniteArgs args) {
+    find_nonfinite_kernel(const __grid_constant__ NonfiniteArgs args, int pieces) {
     wait_for_previous_kernel();
-    const ListPiece<T> piece = piece_of_block<T, kScanElements<T>>(args.list);
-    uint32_t most = 0;
-    if (piece.numel == kScanElements<T> && is_aligned(piece.first, 16)) {
-        most = most_of_vectors(piece.first + static_cast<int64_t>(threadIdx.x) * kVector<T>);
-    } else {
-        for (int64_t i = threadIdx.x; i < piece.numel; i += kThreads)
-            most = max(most, magnitude_bits(load_float(piece.first[i])));
+    if (args.when != nullptr && args.when[0] == 0 && args.when[1] == 0) return;
+    for (int p = static_cast<int>(blockIdx.x); p < pieces; p += static_cast<int>(gridDim.x)) {
+        const ListPiece<T> piece = piece_of_block<T, kScanElements<T>>(args.list, p);
+        uint32_t most = 0;
+        if (piece.numel == kScanElements<T> && is_aligned(piece.first, 16)) {
+            most = most_of_vectors(piece.first + static_cast<int64_t>(threadIdx.x) * kVector<T>);
+        } else {
+            for (int64_t i = threadIdx.x; i < piece.numel; i += kThreads)
+                most = max(most, magnitude_bits(load_float(piece.first[i])));
+        }
+        if (most >= kInfBits) atomicMax(args.found, args.words[piece.tensor]);
     }
-    if (most >= kInfBits) atomicMax(args.found, args.words[piece.tensor]);
 }
 
 template <typename T>
 void find_nonfinite_as(NonfiniteArgs args, cudaStream_t stream) {
-    const int64_t blocks = share_out<kScanElements<T>>(args.list, "find_nonfinite");
-    launch("find_nonfinite", find_nonfinite_kernel<T>, blocks, stream, args);
+    const int64_t pieces = share_out<kScanElements<T>>(args.list, "find_nonfinite");
+    const int64_t blocks = args.when == nullptr ? pieces : std::min(pieces, kLoopingBlocks);
+    launch("find_nonfinite", find_nonfinite_kernel<T>, blocks, stream, args, static_cast<int>(pieces));
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) add_squares_kernel(const __grid_cons
     __shared__ SquareSums sums;
     clear(sums);
     wait_for_previous_kernel();
-    const ListPiece<T> piece = piece_of_block<T, kSquareElements<T>>(args.list);
+    const ListPiece<T> piece = piece_of_block<T, kSquareElements<T>>(args.list, static_cast<int>(blockIdx.x));
     if (piece.numel == kSquareElements<T> && is_aligned(piece.first, 16)) {
         add_vectors(piece.first + static_cast<int64_t>(threadIdx.x) * kVector<T>, sums);
     } else {

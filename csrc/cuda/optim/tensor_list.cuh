@@ -6,7 +6,7 @@
 
 namespace zerofp4::cuda {
 
-// What this block has of a tensor.
+// What a block has of a tensor.
 template <typename T>
 struct ListPiece {
     int tensor;
@@ -15,13 +15,13 @@ struct ListPiece {
 };
 
 template <typename T, int64_t kElements>
-__device__ __forceinline__ ListPiece<T> piece_of_block(const TensorList& list) {
+__device__ __forceinline__ ListPiece<T> piece_of_block(const TensorList& list, int block) {
     int low = 0, high = list.count;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
-        (list.block_begin[middle] <= static_cast<int>(blockIdx.x) ? low : high) = middle;
+        (list.block_begin[middle] <= block ? low : high) = middle;
     }
-    const int64_t begin = (static_cast<int>(blockIdx.x) - list.block_begin[low]) * kElements;
+    const int64_t begin = (block - list.block_begin[low]) * kElements;
     const T* tensor = static_cast<const T*>(list.tensors[low]);
     return {low, tensor + begin, min(kElements, list.numels[low] - begin)};
 }
