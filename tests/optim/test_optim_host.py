@@ -89,6 +89,25 @@ def test_nothing_waits_for_a_gpu_in_a_world_of_one(device, optimizer_class, clip
     assert optimizer.skipped_steps == 0
 
 
+def test_steps_return_while_the_gpu_is_busy(device):
+    """The GPU is 50 ms behind each call, of 20 steps with clipping."""
+    if device.type != "cuda":
+        pytest.skip("there is no GPU to wait for")
+    optimizer = stepped(device, 5, FusedAdamW)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    late = []
+    for _ in range(20):
+        for call in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+            torch.cuda._sleep(100_000_000)  # cycles, of which there are at most 2e9 in a second
+            asleep = torch.cuda.current_stream().record_event()
+            call()
+            late.append(asleep.query())
+        torch.cuda.synchronize()
+    assert not any(late)
+
+
 def test_operations_of_a_step_do_not_grow_with_the_model(device):
     """But for those that torch's foreach functions take lists for."""
     counts = []

@@ -165,10 +165,10 @@ class GradientMemory:
         if not self._gaps and self._are_here(mine):
             return
         zeros, destinations, sources = list(self._gaps), [], []
-        for view, gradient in zip(self.views, mine, strict=True):
+        for view, address, gradient in zip(self.views, self._addresses, mine, strict=True):
             if gradient is None:
                 zeros.append(view)
-            elif not _is_same_memory(view, gradient):
+            elif gradient.data_ptr() != address or not is_sendable(gradient, view.dtype):
                 destinations.append(view)
                 sources.append(gradient)
         if zeros:
