@@ -179,20 +179,19 @@ def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
 
 
 @on_ranks(2)
-def test_describe_says_what_the_ranks_agreed_on(world):
-    _, optimizer = build(world)
-    optimizer.step()
-    assert optimizer.describe()["in_buckets"]
-    if world.rank == 1:
-        hook = optimizer.inner.register_step_post_hook(lambda *_: None)
-    optimizer.step()
-    described = optimizer.describe()
-    assert not described["in_buckets"]
-    assert ("hooks" in described["obstacle"]) == (world.rank == 1)
-    if world.rank == 1:
+def test_hooks_of_an_optimizer_that_updates_buckets_are_refused(world):
+    """They would not be called. Those of the ZeroFP4Optimizer are."""
+    parameters, optimizer = build(world)
+    hook = optimizer.inner.register_step_post_hook(lambda *_: None) if world.rank == 1 else None
+    error = raised_by(optimizer.step)
+    assert ("step() of optimizer.inner has hooks" if world.rank == 1 else FOUND) in str(error)
+    if hook is not None:
         hook.remove()
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
     optimizer.step()
-    assert optimizer.describe()["in_buckets"]
+    assert calls == [1]
+    check_weights(parameters, optimizer)
 
 
 @on_ranks(2)

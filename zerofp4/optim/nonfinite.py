@@ -21,45 +21,37 @@ FOUND_INF = 0.5
 
 
 class NonfiniteGradients:
-    """What is known of a NaN or Inf in the gradients that were averaged last, and what follows from it.
+    """The first parameter whose gradient held a NaN or Inf, on any rank, when gradients were averaged last.
 
-    A word stands for a parameter: the larger the word, the earlier the parameter; 0 for none.
+    A word stands for a parameter: the larger the word, the earlier the parameter; 0 for none. So a maximum
+    over ranks is the first one. Words and counts stay on the device; the properties wait for it.
 
     policy: one of POLICIES.
-    slots: the places of the parameters among those of all ranks.
+    slots: the positions of the parameters among those of all ranks.
     device: where gradients are.
     wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
-    becomes infinite by it counts, in a world of any size.
+        becomes infinite by it counts, in a world of any size.
     """
 
     def __init__(self, policy: str, slots: Slots, device: torch.device, wire: torch.dtype | None):
-        self._policy, self._wire, self._device = policy, wire, device
+        self.policy, self._wire, self._device = policy, wire, device
         self._labels = [*slots.labels, "the optimizer of the masters, which was given a found_inf"]
         self._words = [len(slots.labels) - slot for slot in slots.own]
-        self.found = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where a gradient of any rank holds a NaN or Inf. The update reads it on the device."""
-        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._word = torch.zeros((), dtype=torch.float64, device=device)
-        """The largest of all ranks. Made here: what a CUDA graph makes holds nothing before its first replay.
-        """
-        self._first: int | None = None
-        """What the host knows of it."""
-        self._is_on_device = False
-        """Whether the host may not know it: in a world of one, and once a CUDA graph may write it."""
+        self.found = torch.zeros((), dtype=torch.float32, device=device)
+        """1 where the word is not 0. The update reads it on the device."""
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped. Waits for the device."""
+        """How many steps were skipped."""
         return int(self._skipped.item())
 
     @property
     def first_name(self) -> str | None:
-        """What messages call the first parameter with a NaN or Inf; None if there is none. Waits for the
-        device where the host does not know it.
-        """
-        if self._is_on_device:
-            self._first = from_word(self._word.item(), len(self._labels) - 1)
-        return None if self._first is None else self._labels[self._first]
+        """What messages call the first parameter with a NaN or Inf; None if there is none."""
+        first = from_word(self._word.item(), len(self._labels) - 1)
+        return None if first is None else self._labels[first]
 
     def word(
         self,
@@ -82,18 +74,8 @@ class NonfiniteGradients:
         given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF
         return given if word is None else torch.maximum(word.double(), given)
 
-    def hear(self, first: int | None) -> None:
-        """The ranks have agreed. first: the slot of the first parameter with a NaN or Inf on any rank."""
-        # `found` is what the last call wrote, unless a CUDA graph writes it.
-        is_zero = self._first is None and not self._is_on_device
-        self._first = first
-        if first is not None or not is_zero:  # else nothing is queued in front of an update
-            self.found.fill_(first is not None)
-            self._word.fill_(0 if first is None else len(self._labels) - 1 - first or FOUND_INF)
-
-    def hear_on_device(self, word: torch.Tensor | None) -> None:
-        """The same where the host does not know it: a word on the device; None is that of no parameter."""
-        self._is_on_device = True
+    def hear(self, word: torch.Tensor | None) -> None:
+        """The word of all ranks, on the device, is this; None is that of no parameter."""
         if word is None:
             self._word.zero_()
         else:
@@ -101,28 +83,19 @@ class NonfiniteGradients:
         self.found.copy_(self._word != 0)
 
     def raise_if_asked(self) -> None:
-        """Raise FloatingPointError for a NaN or Inf if the policy says so. Waits for the device where the
-        host does not know it; does nothing while a CUDA graph is captured, whose update reads `found`.
+        """Raise FloatingPointError for a NaN or Inf if the policy is "raise", which waits for the device.
+        Nothing is raised while a CUDA graph is captured, whose update reads `found`.
         """
-        if self._policy != "raise" or is_capturing(self._device):
+        if self.policy != "raise" or is_capturing(self._device):
             return
         name = self.first_name
-        if name is None:
-            return
-        raise raised_by_all(
-            FloatingPointError(
-                f"the gradient of {name} holds a NaN or Inf on some rank, and on_nonfinite is 'raise'; no "
-                "rank takes this step"
+        if name is not None:
+            raise raised_by_all(
+                FloatingPointError(
+                    f"the gradient of {name} holds a NaN or Inf on some rank, and on_nonfinite is 'raise'; "
+                    "no rank takes this step"
+                )
             )
-        )
-
-    def must_skip(self, reads_found: bool) -> bool:
-        """Whether the host leaves out the update. reads_found: whether the update reads `found` on the
-        device; if not, the host waits for it.
-        """
-        if not self._is_on_device:
-            return self._first is not None
-        return not reads_found and not is_capturing(self._device) and bool(self.found.item())
 
     def count(self) -> None:
         """A step ends, skipped or not."""
@@ -154,41 +127,42 @@ def first_nonfinite(
     if not present:
         return None
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
-    for some in (present[:BEGINNING], present[BEGINNING:]):
-        if some:
-            found = _look_at(some, rounded_to, found, when)
+    for some in filter(None, (present[:BEGINNING], present[BEGINNING:])):
+        found = _find_first(some, rounded_to, found, when)
     return found
 
 
-def _look_at(
+def _find_first(
     present: Sequence[tuple[int, torch.Tensor]],
     rounded_to: torch.dtype | None,
     found: torch.Tensor,
     when: torch.Tensor | None,
 ) -> torch.Tensor:
     """The largest of `found`, which may be raised, and the words of gradients with a NaN or Inf."""
-    tensors, plain = [g for _, g in present], present
+    tensors = [g for _, g in present]
     dtypes = [g.dtype for g in tensors]
-    if rounded_to is not None or not set(dtypes) <= set(WEIGHT_DTYPES) or not are_sendable(tensors, dtypes):
-        plain = [pair for pair in present if _holds_what_it_becomes(pair[1], rounded_to)]
-    find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)
-    if len(plain) == len(present):
+    if rounded_to is None and set(dtypes) <= set(WEIGHT_DTYPES) and are_sendable(tensors, dtypes):
+        find_nonfinite(tensors, [word for word, _ in present], found, when)
         return found
+    plain = [(word, g) for word, g in present if _keeps_its_values(g, rounded_to)]
+    find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)
     known = {word for word, _ in plain}
     others: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
     for word, g in present:
         if word not in known:
             others.setdefault(g.dtype, []).append((word, g))
-    for pairs in others.values():
-        finite = _are_finite([g for _, g in pairs], rounded_to)
+    for own, pairs in others.items():
+        dtype = rounded_to or (own if own in WEIGHT_DTYPES else torch.float32)
+        # The largest element is finite in that dtype if all are.
+        largest = torch.stack(torch._foreach_norm([g for _, g in pairs], float("inf")))
         # In the arguments of a kernel: a replayed CUDA graph may find memory of the host changed.
-        words = torch.zeros(len(pairs), dtype=torch.int32, device=finite.device)
+        words = torch.zeros(len(pairs), dtype=torch.int32, device=largest.device)
         torch._foreach_add_(words.unbind(), [word for word, _ in pairs])
-        found = torch.maximum(found, words.masked_fill_(finite, 0).max())
+        found = torch.maximum(found, words.masked_fill_(largest.to(dtype).isfinite(), 0).max())
     return found
 
 
-def _holds_what_it_becomes(gradient: torch.Tensor, rounded_to: torch.dtype | None) -> bool:
+def _keeps_its_values(gradient: torch.Tensor, rounded_to: torch.dtype | None) -> bool:
     """Whether find_nonfinite can look at it: its bytes, and rounding makes nothing infinite."""
     dtype = gradient.dtype
     if dtype not in WEIGHT_DTYPES or not is_sendable(gradient, dtype):
@@ -196,19 +170,6 @@ def _holds_what_it_becomes(gradient: torch.Tensor, rounded_to: torch.dtype | Non
     return rounded_to is None or torch.finfo(rounded_to).max >= torch.finfo(dtype).max
 
 
-def _are_finite(gradients: Sequence[torch.Tensor], rounded_to: torch.dtype | None) -> torch.Tensor:
-    """bool [n], of gradients of one dtype, once they are rounded: if not all are, the largest is not."""
-    own = gradients[0].dtype
-    dtype = rounded_to or (own if own in WEIGHT_DTYPES else torch.float32)
-    if gradients[0].is_cuda:
-        return torch.stack(torch._foreach_norm(gradients, float("inf"))).to(dtype).isfinite()
-    # On the CPU a maximum of magnitudes takes eight times as long. Both ends are NaN where an element is.
-    ends = [end for gradient in gradients for end in torch.aminmax(gradient)]
-    return torch.stack(ends).to(dtype).view(-1, 2).isfinite().all(dim=1)
-
-
 def from_word(word: float, count: int) -> int | None:
-    """The position that a word stands for, of `count`: the larger the word, the earlier it is, so that a
-    maximum over ranks is the first.
-    """
+    """The position that a word stands for, of `count`."""
     return count - int(word) if word else None

@@ -18,6 +18,7 @@ from zerofp4.distributed import (
     error_text,
     exchange,
     in_phase,
+    raised_by_all,
     rank_and_size,
     resolve_group,
 )
@@ -55,7 +56,7 @@ from zerofp4.optim.checkpoint import SavedState
 from zerofp4.optim.clipping import clip_arguments, global_norm
 from zerofp4.optim.groups import with_references
 from zerofp4.optim.initial import HandedMaster, broadcast_frozen
-from zerofp4.optim.inner import InnerOptimizers, give_gradients, is_plain, without_class
+from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks, without_class
 from zerofp4.optim.load import (
     check_same_steps,
     find_saves,
@@ -233,7 +234,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._nonfinite = NonfiniteGradients(self._on_nonfinite, slots, device, self._wire.dtype)
         self._make_transport(group)
         self._update = self._make_update()
-        """Updates the masters of one bucket after the other; None where their optimizer cannot."""
+        """Updates the masters of one bucket after the other; None where all are updated at once."""
         self._step = Step(self._shards.buffers, self._shards.plans, self._transport, self._exchange, late)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
         """Not 0 where the update of a step is skipped on the device. FusedAdamW reads it or, of ranks that
@@ -244,10 +245,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The gradients that clip_grad_norm_ has averaged for the next step."""
         self._factor: torch.Tensor | None = None
         """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
-        self._agreed_in_sequence: bool | None = None
-        """Whether the ranks agreed in the last step that one of them must update all masters at once."""
         self._defers = self._can_defer(group)
-        """Whether the host leaves agreements to the device, but for those of the first step."""
+        """Whether the host leaves agreements to the device."""
         self._is_over = False
         """Whether clip_grad_norm_ has raised here, and this rank has taken its part in the step() behind it.
         """
@@ -310,16 +309,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         RuntimeError says what cannot be captured. In a replay a NaN or Inf skips the step on every rank,
         whatever on_nonfinite is.
         """
-        if self.world_size > 1 and is_capturing(self.found_inf.device):
-            self._capture_step(closure)
-            return None
+        capturing = self.world_size > 1 and is_capturing(self.found_inf.device)
+        if capturing:
+            self._check_can_capture(closure)
         if self._is_over:
             self._is_over = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
-        self._hear_earlier()
+        self._begin_call()
         loss, gradients, call, word, update, error = None, [], None, None, None, OwnError()
-        calls, in_sequence = self._agreement.calls, False
-        self._follow_masters()
+        calls = self._agreement.calls
         try:
             self._raise_earlier_error()
             if closure is not None:
@@ -339,32 +337,26 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 )
             call = Call(is_clip=False, averages=averages, step=self._saved.steps)
             self.inners.push_options(self.param_groups)
-            in_sequence = self._find_obstacle() is not None
-            if not in_sequence or self._is_deferred:  # then an obstacle counts from the next step on
-                update = self._begin_update(gradients)
-            else:
-                _ = self._shards.optimized_gradients  # makes their memory
+            update = self._begin_update(gradients)
             to_average = self._prepare(gradients) if averages or self._averages_nothing else None
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
-            told = getattr(failure, "all_ranks_raise", False) and self._agreement.calls > calls
-            told = told or self._is_over  # by clip_grad_norm_ in the closure
-            if told or isinstance(failure, CollectiveError):
+            told = self._agreement.calls > calls  # by clip_grad_norm_ in the closure
+            told = told and getattr(failure, "all_ranks_raise", False)
+            # NCCL ends no group of which a collective was captured in a graph that never came to be.
+            if capturing or told or isinstance(failure, CollectiveError):
                 self._is_over = False
                 raise
             error = OwnError(failure)
-        outcome = self._agree(gradients, call, error, word, in_sequence)
+        outcome = self._agree(gradients, call, error, word)
         if error:
             self._sit_out(error)
-        self._agreed_in_sequence = outcome.in_sequence
         if call.averages:
-            self._hear(outcome, word)
-            self._nonfinite.raise_if_asked()
+            self._hear(word)
         try:
-            if self._nonfinite.must_skip(reads_found=self.inners.heed_found_inf()):
+            if self._must_skip():
                 self.found_inf.fill_(1)
-            elif outcome.in_sequence:
-                failed = self._update_in_sequence(to_average, outcome.present)
-                self._publish(error=failed.take())
+            elif update is None:
+                self._update_at_once(to_average, outcome.present)
             else:
                 self._publish(update, to_average)
                 self.inners.pull_options(self.param_groups)
@@ -397,10 +389,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
             )
         self._is_over = False
-        self._hear_earlier()
+        self._begin_call()
         gradients, call, word, snapshot, error = [], None, None, None, OwnError()
         numbers = 0.0, 2.0
-        self._follow_masters()
         try:
             self._raise_earlier_error()
             numbers = clip_arguments(max_norm, norm_type)
@@ -426,9 +417,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(failure)
-        outcome = self._agree(gradients, call, error, word)
+        self._agree(gradients, call, error, word)
         if error:
-            self._sit_out_clip(error, *numbers[1:])
+            self._sit_out_clip(error, numbers[1])
         means = list(self._means(to_average))
         if counts:
             self._squares.zero_()
@@ -436,11 +427,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             word = self._word(gradients, self._squares[:, -2:].sum(0)) if call.averages else None
         if call.averages:
             self._reduced = self._factor = None
-            self._hear(outcome, word)
             if not self._averages_nothing:
                 self._squares.zero_()
-                error = self._average(to_average, self._squares)
-            self._nonfinite.raise_if_asked()
+                error = self._step.average(to_average, self._squares)
+            self._hear(word)
             if self._accumulate == "sharded":  # they are not in p.grad any more
                 snapshot = GradientSnapshot(self._collect_gradients())
         group, device = self.process_group(), self.found_inf.device
@@ -476,13 +466,19 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Before the agreement
 
-    def _hear_earlier(self) -> None:
-        """Raise what the ranks found in the step before: on every rank, and before it joins a collective.
-        [Note: deferred agreements]
+    def _begin_call(self) -> None:
+        """Raise what the ranks found in the step before, on every rank and before it joins a collective
+        ([Note: when the host hears of an agreement]). Let weights follow masters that were loaded.
         """
         if self._reduced is None:  # else clip_grad_norm_ of this step has asked
-            outcome = self._agreement.read(self.param_groups)
-            self._agreed_in_sequence = outcome.in_sequence if outcome else self._agreed_in_sequence
+            self._agreement.read(self.param_groups)
+        if not self._weights_follow:
+            try:
+                self._publish()
+            except BaseException as failure:
+                self._break("following load_state_dict()", failure)
+                raise
+            self._weights_follow = True
 
     def _raise_earlier_error(self) -> None:
         if self._peers is not None:
@@ -525,31 +521,31 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         can_skip = self._update is not None and self._on_nonfinite == "skip_step"
         return can_skip and self._schedule is None and not has_replicas
 
-    @property
-    def _is_deferred(self) -> bool:
-        return self._defers and self._agreed_in_sequence is False
-
     def _make_update(self) -> BucketUpdate | None:
-        shards = self._shards
-        if any(bucket.is_of_whole_matrices for bucket in shards.buffers):
-            return None
-        if any(type(one) is not FusedAdamW for one in self.inners.all):
+        if self._why_at_once() is not None:
             return None
         exchange = self._exchange or self._transport
-        return BucketUpdate(self.inners.all[0], shards.buffers, shards.masters, exchange)
+        return BucketUpdate(self.inners.all[0], self._shards.buffers, self._shards.masters, exchange)
 
-    def _find_obstacle(self) -> str | None:
-        """Why this rank must update all masters at once; None where it updates them bucket by bucket."""
-        if self._update is None:
-            other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
-            if other is None:
-                return "whole matrices are updated all at once"
+    def _why_at_once(self) -> str | None:
+        """Why all masters are updated at once; None where they are updated bucket by bucket."""
+        other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
+        if other is not None:
             return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
-        if not is_plain(self.inners.all[0]):
-            return "step() of the optimizer of the masters has hooks, or is wrapped"
+        if any(bucket.is_of_whole_matrices for bucket in self._shards.buffers):
+            return "whole matrices are updated all at once"
         return None
 
-    def _begin_update(self, gradients: Sequence[torch.Tensor | None]) -> BucketUpdate:
+    def _begin_update(self, gradients: Sequence[torch.Tensor | None]) -> BucketUpdate | None:
+        """Do all of an update that can fail on this rank alone, or need memory."""
+        if self._update is None:
+            _ = self._shards.optimized_gradients  # makes their memory
+            return None
+        if has_hooks(self.inner):
+            raise RuntimeError(
+                "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
+                "bucket: register them on the ZeroFP4Optimizer"
+            )
         is_shared = self.world_size > 1  # the kernels read which gradients there are
         self._update.begin(
             present=[is_shared or gradient is not None for gradient in gradients],
@@ -565,8 +561,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         call: Call | None,
         error: OwnError,
         word: torch.Tensor | None,
-        in_sequence: bool = True,
-    ) -> Outcome:
+    ) -> Outcome | None:
+        """None where the host does not wait for the outcome. Raises where it does, and the ranks refuse."""
         schedule, rounds = self._schedule, Rounds()
         if schedule is not None:
             averages, again = self._reduced is None if call is None else call.averages, False
@@ -574,9 +570,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 with error:  # does nothing, unless an error came before the first close()
                     again = schedule.close(discard=True)
             rounds = Rounds(schedule.rounds, again, self._exchange.error is not None)
-        arguments = gradients, call, error, word, self.param_groups, in_sequence, rounds, self._is_deferred
+        outcome = Outcome([gradient is not None for gradient in gradients], rounds.again)
         try:
-            outcome = in_phase("vote", self._agreement.agree)(*arguments)
+            if self.world_size == 1:
+                self._agreement.rounds = rounds
+                error.raise_if_any()
+            else:
+                ballot = outcome.present, call, error, word, self.param_groups, rounds
+                in_phase("vote", self._agreement.begin)(*ballot)
+                if self._defers or is_capturing(self.found_inf.device):
+                    return None
+                outcome = self._agreement.read(self.param_groups, error, earlier=False)
         except Exception:
             error.take()
             if schedule is not None:
@@ -591,7 +595,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _sit_out(self, error: OwnError, averages: bool | None = None) -> None:
         """Take this rank's part in a step that it cannot take, and raise why. Masters stay as they are on
-        every rank, and weights follow them. [Note: deferred agreements]
+        every rank, and weights follow them. [Note: when the host hears of an agreement]
 
         averages: whether the ranks exchange gradients; None where that is as it is for this rank.
         """
@@ -612,22 +616,21 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         device = self.found_inf.device
         in_phase("norm", global_norm)((), norm_type, self.process_group(), device, self._squares)
         self._is_over = True
-        arguments = [], None, OwnError(RuntimeError()), None, self.param_groups
-        in_phase("vote", self._agreement.agree)(*arguments, deferred=True)
-        self._sit_out(error, averages=False)
+        ballot = [], None, OwnError(RuntimeError()), None, self.param_groups
+        in_phase("vote", self._agreement.begin)(*ballot)
+        # A closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
+        self._sit_out(OwnError(raised_by_all(error.take())), averages=False)
 
-    def _hear(self, outcome: Outcome, word: torch.Tensor | None) -> None:
-        """Of a NaN or Inf; in a world of one what this rank itself found."""
-        if self._is_deferred:
-            self._nonfinite.hear_on_device(self._agreement.nonfinite)
-        elif self.world_size == 1:
-            self._nonfinite.hear_on_device(word)
-        else:
-            self._nonfinite.hear(outcome.nonfinite)
+    def _hear(self, word: torch.Tensor | None) -> None:
+        """Of a NaN or Inf in the gradients of any rank; in a world of one in those that have this word."""
+        self._nonfinite.hear(word if self.world_size == 1 else self._agreement.nonfinite)
+        self._nonfinite.raise_if_asked()
 
-    def _average(self, gradients: Sequence[torch.Tensor | None], squares: torch.Tensor | None) -> OwnError:
-        """Average all gradients into the slices of this rank. Returns what went wrong on this rank."""
-        return self._step.average(gradients, squares)
+    def _must_skip(self) -> bool:
+        """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
+        if self.inners.heed_found_inf() or is_capturing(self._skip.device):
+            return False
+        return bool(self._nonfinite.found.item())
 
     def _means(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
         """This rank's part of the averaged gradients, 1D; what several ranks have, one of them counts."""
@@ -639,15 +642,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
                 yield in_order(gradient, dtype).view(-1)
 
-    def _update_in_sequence(
+    def _update_at_once(
         self, gradients: Sequence[torch.Tensor | None] | None, present: Sequence[bool]
-    ) -> OwnError:
-        """Average all gradients that are not yet, then update all masters. Returns what went wrong."""
-        error = OwnError() if gradients is None else self._average(gradients, None)
+    ) -> None:
+        """Average all gradients that are not yet, update all masters, and publish them."""
+        error = OwnError() if gradients is None else self._step.average(gradients, None)
         if not error:
             with error:
                 in_phase("update", self._step_inners)(present)
-        return error
+        self._publish(error=error.take())
 
     def _step_inners(self, present: Sequence[bool]) -> None:
         factor = None if self._reduced is None else self._factor
@@ -657,9 +660,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         rows = zip(self._shards.optimized, self._shards.optimized_gradients, present, strict=True)
         for masters, gradients, there in rows:
             give_gradients(zip(masters, gradients if there else [None] * len(masters), strict=True))
-        skip = self._skip if self._peers is None else self._peers.failed
-        skip = skip if self.inners.heed_found_inf() else None
         self._set_skip()
+        skip = self._skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
         self.inners.pull_options(self.param_groups)
 
@@ -692,17 +694,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             del error  # see OwnError
             self._watch.accept_values()
 
-    def _follow_masters(self) -> None:
-        """A model that was loaded after its optimizer has the values of the masters again."""
-        if self._weights_follow:
-            return
-        try:
-            self._publish()
-        except BaseException as failure:
-            self._break("following load_state_dict()", failure)
-            raise
-        self._weights_follow = True
-
     # Behind an error
 
     def _break(self, call: str, error: BaseException) -> None:
@@ -721,44 +712,19 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # In a CUDA graph
 
-    @torch.no_grad()
-    def _capture_step(self, closure: Callable[[], Any] | None) -> None:
-        """A step of several ranks, of which each replay agrees on the device about a NaN or Inf; everything
-        else is as the ranks agreed in the last step that was not captured.
-        """
-        obstacle = self._find_capture_obstacle(closure)
+    def _check_can_capture(self, closure: Callable[[], Any] | None) -> None:
+        """Raise RuntimeError for a step of several ranks that a CUDA graph cannot capture."""
+        obstacle = self._why_at_once()
+        if closure is not None:
+            obstacle = "what a closure computes is not known before"
+        elif self._reduced is not None:
+            obstacle = "clip_grad_norm_ has reduced the gradients"
+        elif self._schedule is not None:
+            obstacle = "gradients travel before it"
+        elif overlaps_forward(self._overlap):
+            obstacle = "weights travel behind it"
         if obstacle is not None:
             raise RuntimeError(f"step() of {self.world_size} ranks cannot be captured: {obstacle}")
-        self._hear_earlier()
-        self._follow_masters()
-        self._raise_earlier_error()
-        gradients = self._collect_gradients()
-        self._watch.check(self.param_groups)
-        check_finite(self.param_groups)
-        # What may raise comes before all collectives: NCCL ends no group of which a collective was captured
-        # in a graph that never came to be.
-        self._agreement.repeat(gradients)
-        self.inners.push_options(self.param_groups)
-        update = self._begin_update(gradients)
-        to_average = self._prepare(gradients)
-        self._nonfinite.hear_on_device(self._agreement.agree_on_device(self._word(gradients)))
-        self._publish(update, to_average)
-        self.inners.pull_options(self.param_groups)
-        self._nonfinite.count()
-        self._saved.steps += 1
-
-    def _find_capture_obstacle(self, closure: Callable[[], Any] | None) -> str | None:
-        if closure is not None:
-            return "what a closure computes is not known before"
-        if self._reduced is not None:
-            return "clip_grad_norm_ has reduced the gradients"
-        if self._schedule is not None:
-            return "gradients travel before it"
-        if overlaps_forward(self._overlap):
-            return "weights travel behind it"
-        return self._find_obstacle() or (
-            "another rank has to do one thing after the other" if self._agreed_in_sequence else None
-        )
 
     # State
 
@@ -894,9 +860,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks can access.
         advice: what would make it faster.
         """
-        obstacle = self._find_obstacle()
-        if obstacle is None and self._agreed_in_sequence:
-            obstacle = "another rank has one"
+        obstacle = self._why_at_once()
         shared = "collective" if self._peers is None or self._hosts is not None else "peer"
         shards = self._shards
         described = describe_buckets(shards.buffers, shards.plans, self._transport, self.process_group())
