@@ -23,7 +23,7 @@ from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport, PushTransport
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.step import Step
-from zerofp4.engine.transport import Arrived, Exchange, Transport
+from zerofp4.engine.transport import Arrived, Exchange, Gradients, Transport
 from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "FlatBuffer",
     "GradientMemory",
     "GradientSnapshot",
+    "Gradients",
     "HostTransport",
     "Hosts",
     "LateGathers",

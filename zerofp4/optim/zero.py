@@ -4,7 +4,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from zerofp4.engine import (
     BackwardSchedule,
     CollectiveTransport,
     EarlyCollective,
+    Gradients,
     GradientSnapshot,
     HostTransport,
     LateGathers,
@@ -71,6 +72,21 @@ from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.watch import ParameterWatch
 from zerofp4.tensors import had_master
+
+
+class _Ready(NamedTuple):
+    """What this rank brings to the agreement of a step or a clip.
+
+    word: of a NaN or Inf in `gradients`; None where nothing was looked at.
+    to_average: what the transport has made of them; None where clip_grad_norm_ has averaged them.
+    update: of one bucket after the other; None where all masters are updated at once.
+    """
+
+    call: Call
+    gradients: Gradients
+    word: torch.Tensor | None
+    to_average: Gradients | None
+    update: BucketUpdate | None = None
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -316,29 +332,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._is_over = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
         self._begin_call()
-        loss, gradients, call, word, update, error = None, [], None, None, None, OwnError()
-        calls = self._agreement.calls
+        loss, ready, error, calls = None, None, OwnError(), self._agreement.calls
         try:
             self._raise_earlier_error()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            averages = self._reduced is None
-            if self._schedule is not None and averages:
-                self._schedule.close()
-            gradients = self._collect_gradients()
-            word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
-            self._watch.check(self.param_groups)
-            check_finite(self.param_groups)
-            if not averages and self._reduced.changed(gradients):
-                raise RuntimeError(
-                    "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
-                    "step: call it after the last backward pass, or zero_grad() before the next one"
-                )
-            call = Call(is_clip=False, averages=averages, step=self._saved.steps)
-            self.inners.push_options(self.param_groups)
-            update = self._begin_update(gradients)
-            to_average = self._prepare(gradients) if averages or self._averages_nothing else None
+            ready = self._prepare_step()
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
             told = self._agreement.calls > calls  # by clip_grad_norm_ in the closure
             told = told and getattr(failure, "all_ranks_raise", False)
@@ -347,18 +347,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._is_over = False
                 raise
             error = OwnError(failure)
-        outcome = self._agree(gradients, call, error, word)
+        outcome = self._agree(ready, error)
         if error:
             self._sit_out(error)
-        if call.averages:
-            self._hear(word)
+        if ready.call.averages:
+            self._hear(ready.word)
         try:
             if self._must_skip():
                 self.found_inf.fill_(1)
-            elif update is None:
-                self._update_at_once(to_average, outcome.present)
+            elif ready.update is None:
+                self._update_at_once(ready.to_average, outcome.present)
             else:
-                self._publish(update, to_average)
+                self._publish(ready.update, ready.to_average)
                 self.inners.pull_options(self.param_groups)
         except BaseException as failure:
             self._break("step()", failure)
@@ -390,49 +390,29 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         self._is_over = False
         self._begin_call()
-        gradients, call, word, snapshot, error = [], None, None, None, OwnError()
-        numbers = 0.0, 2.0
+        ready, error, numbers = None, OwnError(), (0.0, 2.0)
         try:
             self._raise_earlier_error()
             numbers = clip_arguments(max_norm, norm_type)
-            gradients = self._collect_gradients()
-            self._watch.check(self.param_groups)
-            if self._reduced is not None and self._reduced.written():
-                raise RuntimeError(
-                    "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
-                    "p.grad, so call zero_grad() before the next backward pass"
-                )
-            averages = self._reduced is None or self._reduced.changed(gradients)
-            if self._schedule is not None and averages:
-                self._schedule.close()
-                gradients = self._collect_gradients()
-            counts = self._averages_nothing and numbers[1] == 2.0  # the squares count NaN and Inf
-            word = self._word(gradients) if averages and not counts else None
-            snapshot = GradientSnapshot(gradients)
-            call = Call(True, averages, self._saved.steps, *numbers)
-            if not self._averages_nothing:
-                _ = self._shards.gradients  # makes their memory
-            to_average = self._prepare(gradients)
+            ready = self._prepare_clip(*numbers)
         except CollectiveError:  # nobody is left who would hear of it
             raise
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(failure)
-        self._agree(gradients, call, error, word)
+        self._agree(ready, error)
         if error:
             self._sit_out_clip(error, numbers[1])
-        means = list(self._means(to_average))
-        if counts:
+        call, word, means = ready.call, ready.word, list(self._means(ready.to_average))
+        if self._counts_in_squares(call.norm_type):
             self._squares.zero_()
             ops.add_squares(means, self._squares)
-            word = self._word(gradients, self._squares[:, -2:].sum(0)) if call.averages else None
+            word = self._word(ready.gradients, self._squares[:, -2:].sum(0)) if call.averages else None
         if call.averages:
             self._reduced = self._factor = None
             if not self._averages_nothing:
                 self._squares.zero_()
-                error = self._step.average(to_average, self._squares)
+                error = self._step.average(ready.to_average, self._squares)
             self._hear(word)
-            if self._accumulate == "sharded":  # they are not in p.grad any more
-                snapshot = GradientSnapshot(self._collect_gradients())
         group, device = self.process_group(), self.found_inf.device
         total = in_phase("norm", global_norm)(means, call.norm_type, group, device, self._squares)
         try:
@@ -440,7 +420,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except Exception as failure:  # the others have a norm that is of no use
             self._break("clip_grad_norm_()", failure)
             raise
-        self._reduced = snapshot if call.averages else self._reduced
+        if call.averages:
+            in_slices = self._accumulate == "sharded"  # and not in p.grad any more
+            self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else ready.gradients)
         if self._factor is not None:
             total = total * self._factor
         factor = (call.max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -485,7 +467,51 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             OwnError(self._peers.take_error()).raise_if_any()
         self._raise_if_broken()
 
-    def _collect_gradients(self) -> Sequence[torch.Tensor | None]:
+    def _prepare_step(self) -> _Ready:
+        """Do all of a step that can fail on this rank alone, and nothing that the others could see."""
+        averages = self._reduced is None
+        if self._schedule is not None and averages:
+            self._schedule.close()
+        gradients = self._collect_gradients()
+        word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
+        self._watch.check(self.param_groups)
+        check_finite(self.param_groups)
+        if not averages and self._reduced.changed(gradients):
+            raise RuntimeError(
+                "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
+                "step: call it after the last backward pass, or zero_grad() before the next one"
+            )
+        call = Call(is_clip=False, averages=averages, step=self._saved.steps)
+        self.inners.push_options(self.param_groups)
+        update = self._begin_update(gradients)
+        to_average = self._prepare(gradients) if averages or self._averages_nothing else None
+        return _Ready(call, gradients, word, to_average, update)
+
+    def _prepare_clip(self, max_norm: float, norm_type: float) -> _Ready:
+        """The same for clip_grad_norm_."""
+        gradients = self._collect_gradients()
+        self._watch.check(self.param_groups)
+        if self._reduced is not None and self._reduced.written():
+            raise RuntimeError(
+                "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
+                "p.grad, so call zero_grad() before the next backward pass"
+            )
+        averages = self._reduced is None or self._reduced.changed(gradients)
+        if self._schedule is not None and averages:
+            self._schedule.close()
+            gradients = self._collect_gradients()
+        looks = averages and not self._counts_in_squares(norm_type)
+        word = self._word(gradients) if looks else None
+        call = Call(True, averages, self._saved.steps, max_norm, norm_type)
+        if not self._averages_nothing:
+            _ = self._shards.gradients  # makes their memory
+        return _Ready(call, gradients, word, self._prepare(gradients))
+
+    def _counts_in_squares(self, norm_type: float) -> bool:
+        """Whether the sums of squares say if there is a NaN or Inf, so that clip_grad_norm_ need not look."""
+        return self._averages_nothing and norm_type == 2.0
+
+    def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
         try:
             gradients = self._watch.gradients()
@@ -496,12 +522,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise
         return gradients if self._schedule is None else self._schedule.merged(gradients)
 
-    def _prepare(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def _prepare(self, gradients: Gradients) -> Gradients:
         """The gradients as the transport takes them; those that backward passes have sent as they are."""
         return gradients if self._schedule is not None else self._transport.prepare(gradients)
 
     def _word(
-        self, gradients: Sequence[torch.Tensor | None], when: torch.Tensor | None = None
+        self, gradients: Gradients, when: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """The word of a NaN or Inf in this rank's gradients. A graph of a world of one does not look for one
         where the optimizer of the masters cannot read it.
@@ -536,7 +562,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return "whole matrices are updated all at once"
         return None
 
-    def _begin_update(self, gradients: Sequence[torch.Tensor | None]) -> BucketUpdate | None:
+    def _begin_update(self, gradients: Gradients) -> BucketUpdate | None:
         """Do all of an update that can fail on this rank alone, or need memory."""
         if self._update is None:
             _ = self._shards.optimized_gradients  # makes their memory
@@ -555,14 +581,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         )
         return self._update
 
-    def _agree(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        call: Call | None,
-        error: OwnError,
-        word: torch.Tensor | None,
-    ) -> Outcome | None:
-        """None where the host does not wait for the outcome. Raises where it does, and the ranks refuse."""
+    def _agree(self, ready: _Ready | None, error: OwnError) -> Outcome | None:
+        """None where the host does not wait for the outcome. Raises where it does, and the ranks refuse.
+
+        ready: None with an error.
+        """
+        call, gradients, word = (None, (), None) if ready is None else ready[:3]
         schedule, rounds = self._schedule, Rounds()
         if schedule is not None:
             averages, again = self._reduced is None if call is None else call.averages, False
@@ -632,7 +656,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return False
         return bool(self._nonfinite.found.item())
 
-    def _means(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    def _means(self, gradients: Gradients) -> Iterator[torch.Tensor]:
         """This rank's part of the averaged gradients, 1D; what several ranks have, one of them counts."""
         if not self._averages_nothing:
             yield from (bucket.gradients[bucket.part] for bucket in self._shards.buffers if bucket.is_counted)
@@ -643,7 +667,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 yield in_order(gradient, dtype).view(-1)
 
     def _update_at_once(
-        self, gradients: Sequence[torch.Tensor | None] | None, present: Sequence[bool]
+        self, gradients: Gradients | None, present: Sequence[bool]
     ) -> None:
         """Average all gradients that are not yet, update all masters, and publish them."""
         error = OwnError() if gradients is None else self._step.average(gradients, None)
@@ -678,7 +702,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _publish(
         self,
         update: BucketUpdate | None = None,
-        gradients: Sequence[torch.Tensor | None] | None = None,
+        gradients: Gradients | None = None,
         error: BaseException | None = None,
     ) -> None:
         """Run the program of a step: update the masters if asked to, cast them, and gather the weights."""
