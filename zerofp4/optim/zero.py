@@ -754,15 +754,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, and as in
-        torch.optim no copy.
+        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, no copies.
 
-        Every rank has the same keys: of each trainable parameter `master` and what optimizer_class keeps of
-        it, zeros before its first update; what it keeps of several matrices is a copy. A tensor has the
-        parameter's shape and says which elements of it are here; torch.distributed.checkpoint saves and loads
-        it in a world of any size, under the parameter's name where the optimizer was built with
-        named_parameters(), and full_tensor(), which is collective, gathers it. torch.save writes what this
-        rank has, for the same rank of a world of the same size.
+        Every rank has the same keys. A tensor has the parameter's shape and knows which elements of it are on
+        this rank; torch.distributed.checkpoint saves and loads it in a world of any size (page on
+        checkpoints), full_tensor(), which is collective, gathers it, torch.save writes this rank's part.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -775,27 +771,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict; the weights follow its masters, also those that a model has loaded before
-        or loads until the next step.
+        or loads until the next step. Collective.
 
-        A state dict of this class, read by torch.distributed.checkpoint in a world of any size or by
-        torch.load on the rank and in the world that saved it; or one of another optimizer with whole tensors,
-        as torch.optim has it. Parameters are matched by name where both sides have names
-        (named_parameters()), so that groups may differ: each group gets the options that all groups of its
-        members were saved with. Without names groups must be the same. State of parameters that are not
-        trained here is left out. Where there are no masters (torch.optim), they stay as they are, but for
-        weights that were written to since the last step: those give theirs anew.
+        state_dict: of this class, read by torch.distributed.checkpoint in a world of any size or by
+            torch.load on the rank that saved it; state_dict() of another optimizer of the same ranks, as it
+            is; or one of torch.optim with whole tensors, which has no masters: they stay, but for those of
+            weights that were written to. Parameters are matched by name where both sides have names.
 
-        The state_dict() of another optimizer of the same ranks, as it is, may be of fewer parameters: those
-        that it lacks keep what they have here. So a new optimizer goes on from an old one, with parameters
-        added or unfrozen.
+        Parameters that have moved get the memory of the optimizer again, as by refresh().
 
-        Parameters that have moved (model.to(device) copies on a CPU) lie in the optimizer's memory again, as
-        after refresh(), where the state dict has all masters.
-
-        Collective. When any rank's state dict does not fit, or the ranks bring states of different steps or
-        what two saves wrote, every rank raises ValueError (TypeError for what is no dict), which lists the
-        names, and nothing changes. The same happens where a master would stay and a parameter has moved, or
-        the optimizer is `broken`.
+        Raises ValueError (TypeError for what is no dict) with the names of what does not fit, or where the
+        ranks bring states of different steps or what two saves wrote, on every rank and before anything has
+        changed. The same where a master would stay and a parameter has moved or the optimizer is `broken`.
         """
         before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
         moved = self._shards.find_moved()
@@ -878,11 +865,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
         that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
-        gradients are here;
-        obstacle: why not. overlap, accumulate: as given. world_size, bucket_mb. buckets: in their order, each
-        with its kind, parameters, elements, bytes, optimizer, and gathered_in: "step", "forward" or None.
-        bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks can access.
-        advice: what would make it faster.
+        gradients are here, or the obstacle. overlap, accumulate: as given. world_size, bucket_mb. buckets: in
+        their order, each with its kind, parameters, elements, bytes, optimizer, and gathered_in: "step",
+        "forward" or None. bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks
+        can access. advice: what would make it faster.
         """
         obstacle = self._why_at_once()
         shared = "collective" if self._peers is None or self._hosts is not None else "peer"
