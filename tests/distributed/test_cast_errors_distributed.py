@@ -10,8 +10,8 @@ from helpers import assert_bytes_equal
 import zerofp4
 from distributed.cases import Model, cast_and_gather, finish, raised_everywhere
 from distributed.run import on_ranks
-from zerofp4.cast import assembly as cast
 from zerofp4.cast import gather
+from zerofp4.cast import plan as cast
 
 
 @on_ranks(2, 3, time_limit=30)

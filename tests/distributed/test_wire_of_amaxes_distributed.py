@@ -26,8 +26,7 @@ def plan_of(model, **options):
 
 def wide(plan):
     """The plan, whose vector travels in float32."""
-    vector = plan._vector
-    plan.wire = vector.wire = vector.words
+    plan.wire = plan.reduced
     return plan
 
 
@@ -124,7 +123,7 @@ HASHES = 0x010203, 0x010204, 0x020203, 0x010303, 0xFFFFFF, 0x000000
 def test_plans_that_differ_in_any_byte_of_their_hashes(world, form, other):
     model = Model(world, "odd", dtypes=FORMS[form])
     found = HASHES[0] if world.rank else other
-    with mock.patch("zerofp4.cast.assembly.plan_hash", lambda signatures: found):
+    with mock.patch("zerofp4.cast.plan.plan_hash", lambda signatures: found):
         plan = plan_of(model)
     before = model.snapshot()
     with pytest.raises(RuntimeError, match="different cast plans"):
