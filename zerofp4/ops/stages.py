@@ -33,6 +33,9 @@ ROW = 128
 """Columns of the matrix that an optimizer takes a tensor without tiles for: those of a kernel's strip."""
 
 
+# Casts
+
+
 class MasterPiece(NamedTuple):
     """What this rank owns of a weight, and where its amaxes belong in a plan's reduced vector.
 
@@ -227,6 +230,9 @@ class TransposeStage:
             self._table.hold()
             self.captured.update((t.data_ptr(), t.detach()) for pair in self._pairs for t in pair)
         self._plan.run(self._table.target())
+
+
+# Optimizer steps
 
 
 class AdamWItem(NamedTuple):
