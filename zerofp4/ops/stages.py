@@ -373,9 +373,12 @@ class AdamWStage:
 
         gradients: contiguous, of the item's gradient_dtype and length; None leaves the item as it is.
         """
+        present = [gradient for gradient in gradients if gradient is not None]
         # An empty tensor has no address, but its steps count; nothing is read there.
-        present = iter(addresses_of("gradients", [g for g in gradients if g is not None]))
-        addresses = [0 if gradient is None else next(present) or 1 for gradient in gradients]
+        addresses = [address or 1 for address in addresses_of("gradients", present)]
+        if len(present) < len(gradients):
+            rest = iter(addresses)
+            addresses = [0 if gradient is None else next(rest) for gradient in gradients]
         if self._splits is not None:
             splits = self._splits[first : first + len(gradients)]
             for split in splits:
