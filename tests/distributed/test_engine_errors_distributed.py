@@ -15,7 +15,7 @@ from distributed import cases
 from distributed.checks_optim import check_weights, model_bytes, parameters_of, refuse_one_step
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.cast.status import StepStatus
+from zerofp4.cast.plan import StepStatus
 from zerofp4.engine import GradientMemory, flat
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
 

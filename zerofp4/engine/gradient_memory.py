@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.engine.flat import FlatBuffer
-from zerofp4.storage import dispatches
+from zerofp4.storage import any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace
 
 _dtype, _grad, _version = map(operator.attrgetter, ("dtype", "grad", "_version"))
@@ -66,7 +66,7 @@ def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype
     """is_sendable() of all. Every step asks this of hundreds of tensors, so the loops run in C."""
     return (
         list(map(_dtype, gradients)) == dtypes
-        and not any(map(dispatches, gradients))
+        and not any_dispatches(gradients)
         and all(map(torch.Tensor.is_contiguous, gradients))
         and not any(map(torch.Tensor.is_neg, gradients))
         and not any(map(torch.Tensor._is_zerotensor, gradients))

@@ -9,10 +9,9 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.ops.device import DTYPE_CODES, is_capturing, target_of
+from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
-from zerofp4.ops.streams import Filled
 from zerofp4.storage import address_of, addresses_of, check_buffer
 
 E4M3_MAXIMA = (448, 256)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerofp4.storage import check_memory, check_plain, check_signs, dispatches, find_freed
+from zerofp4.storage import any_dispatches, check_memory, check_plain, check_signs, find_freed
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -108,7 +108,7 @@ def find_unusable_gradient(
 def are_usable(gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> bool:
     """Of gradients and their parameters. Every step asks: attribute by attribute, in loops in C."""
     return (
-        not any(map(dispatches, gradients))
+        not any_dispatches(gradients)
         and set(map(_layout, gradients)) <= {torch.strided}
         and not any(map(torch.Tensor.is_neg, gradients))
         and not any(map(torch.Tensor._is_zerotensor, gradients))

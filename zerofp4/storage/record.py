@@ -11,22 +11,8 @@ import torch
 
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import as_matrix
-from zerofp4.storage.memory import check_memory, check_signs
+from zerofp4.storage.memory import check_memory, check_signs, note_rebinding
 from zerofp4.storage.sides import SIDES, Side, Sides, scale_name, sides_of
-
-_rebindings = 0
-
-
-def rebindings() -> int:
-    """How often a record was copied or rebound, or a tensor given another record: who saw this number
-    knows that no record has got other buffers since.
-    """
-    return _rebindings
-
-
-def note_rebinding() -> None:
-    global _rebindings
-    _rebindings += 1
 
 
 @dataclasses.dataclass(eq=False)
