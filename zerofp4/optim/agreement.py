@@ -193,9 +193,8 @@ class Agreement:
             problem = self._find_problem(found, param_groups, earlier)
             if problem is not None:
                 prefix = "of the last step, which no rank has taken: " if earlier else ""
-                own = error.take() if error else None
                 # Marked: a closure that calls clip_grad_norm_ must not bring it to another agreement.
-                raise raised_by_all(own or RuntimeError(prefix + problem))
+                raise raised_by_all(error.take() if error else RuntimeError(prefix + problem))
             again = bool(found[-_FLAGS])
             outcome = Outcome([bool(found[slot]) for slot in self.slots.own], again)
         return outcome
