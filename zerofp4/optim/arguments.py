@@ -25,6 +25,7 @@ from zerofp4.optim.build import (
     check_parameters,
     describe,
 )
+from zerofp4.optim.gradients import check_policy
 from zerofp4.optim.groups import Place, find_hosts, find_places
 from zerofp4.optim.initial import HeldMaster, take_over
 from zerofp4.optim.inner import (
@@ -36,7 +37,6 @@ from zerofp4.optim.inner import (
     try_options,
     without_class,
 )
-from zerofp4.optim.nonfinite import check_policy
 from zerofp4.optim.param_groups import parameter_names
 from zerofp4.tensors import NVFP4Tensor
 

@@ -54,7 +54,7 @@ from zerofp4.optim.build import (
     overlaps_forward,
 )
 from zerofp4.optim.checkpoint import SavedState
-from zerofp4.optim.clipping import clip_arguments, global_norm
+from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
 from zerofp4.optim.groups import with_references
 from zerofp4.optim.initial import HandedMaster, broadcast_frozen
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks, without_class
@@ -66,7 +66,6 @@ from zerofp4.optim.load import (
     warn_of_options,
 )
 from zerofp4.optim.names import find_saved_names
-from zerofp4.optim.nonfinite import NonfiniteGradients
 from zerofp4.optim.param_groups import check_finite
 from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
