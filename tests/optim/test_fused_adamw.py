@@ -228,6 +228,25 @@ def test_added_groups_closures_and_hooks(device):
     assert calls == ["pre", "post"]
 
 
+def test_a_subclass_may_have_methods_of_common_names(device):
+    class Mixin:
+        def begin(self, model, micro_batches):
+            raise AssertionError("step() must not call a method of a subclass")
+
+        expect = update = run = build = check = begin
+
+    p = torch.randn(9, device=device)
+    optimizer = type("Mixed", (Mixin, FusedAdamW), {})([p], **OPTIONS)
+    expected = Expected(optimizer)
+    p.grad = torch.randn_like(p)
+    expected.step()
+    optimizer.step()
+    expected.check()
+    own = set(dir(FusedAdamW([p]))) - set(dir(torch.optim.AdamW([p])))
+    documented = {"found_inf", "clip_factor", "offer_amaxes", "offer_parts", "amaxes_outdated"}
+    assert {name for name in own if not name.startswith("_")} == documented
+
+
 def test_a_backward_pass_through_old_values_fails(device):
     p = torch.randn(5, device=device, requires_grad=True)
     optimizer = FusedAdamW([p])
@@ -262,9 +281,9 @@ def test_gradients_of_ranks_are_not_clipped(device):
     master = torch.ones(256, device=device)
     optimizer = FusedAdamW([master])
     rows = torch.ones(2, 256, device=device)
-    optimizer.begin(None, torch.ones((), device=device))
+    optimizer._begin(None, torch.ones((), device=device))
     with pytest.raises(ValueError, match="clip_factor is for gradients that have been averaged"):
-        optimizer.update(0, [rows[0]], RankGradients(rows, master, 0))
+        optimizer._update(0, [rows[0]], RankGradients(rows, master, 0))
     assert not optimizer.state and master.eq(1).all()
 
 

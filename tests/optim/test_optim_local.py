@@ -155,7 +155,9 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
     if fails == "raises":
         parameters[1].grad[0, 0] = math.inf
     else:
-        monkeypatch.setattr(FusedAdamW, "update", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
+        monkeypatch.setattr(
+            FusedAdamW, "_update", lambda *_: (_ for _ in ()).throw(RuntimeError("no update"))
+        )
     kept = [weakref.ref(p.grad) for p in parameters]
     with pytest.raises((FloatingPointError, RuntimeError), match=r"NaN or Inf|no update"):
         optimizer.step()
@@ -167,9 +169,9 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
 def test_a_step_is_prepared_once(device, monkeypatch):
     """With a parameter that is empty, too: nothing but launches is left for behind a vote."""
     parameters, optimizer = build(device, specifications=[*READ_THERE, ((0, 5), torch.float32, False)])
-    expected, expect = [], FusedAdamW.expect
+    expected, expect = [], FusedAdamW._expect
     monkeypatch.setattr(
-        FusedAdamW, "expect", lambda inner, k, dtypes: (expected.append(k), expect(inner, k, dtypes))
+        FusedAdamW, "_expect", lambda inner, k, dtypes: (expected.append(k), expect(inner, k, dtypes))
     )
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, step))

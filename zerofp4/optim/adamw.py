@@ -179,18 +179,18 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.begin(self.found_inf, self.clip_factor)
+        self._begin(self.found_inf, self.clip_factor)
         gradients = [[local_of(p.grad) for p in part.listed] for part in self._parts]
         for part, own in zip(self._parts, gradients, strict=True):
             self._check_gradients(part, own)
         for k, own in enumerate(gradients):
-            self.expect(k, [None if gradient is None else gradient.dtype for gradient in own])
+            self._expect(k, [None if gradient is None else gradient.dtype for gradient in own])
         for k, own in enumerate(gradients):
-            self.update(k, own)
+            self._update(k, own)
         return loss
 
-    def begin(self, found_inf: torch.Tensor | None, clip_factor: torch.Tensor | None) -> None:
-        """Check the options and assign parameters to parts; expect() and update() of every part follow.
+    def _begin(self, found_inf: torch.Tensor | None, clip_factor: torch.Tensor | None) -> None:
+        """Check the options and assign parameters to parts; _expect() and _update() of every part follow.
 
         found_inf, clip_factor: as the attributes.
         """
@@ -205,8 +205,8 @@ class FusedAdamW(torch.optim.Optimizer):
             options.append(adamw_options(**{name: group[name] for name in names}, **scalars))
         self._options, self._clips = options, clip_factor is not None
 
-    def expect(self, k: int, dtypes: Sequence[torch.dtype | None]) -> None:
-        """Make all that part k needs, so that update() only launches: state of a first update too.
+    def _expect(self, k: int, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Make all that part k needs, so that _update() only launches: state of a first update too.
 
         dtypes: of gradients, in the order of the part's parameters; one with None needs no state.
         """
@@ -232,7 +232,7 @@ class FusedAdamW(torch.optim.Optimizer):
             part.build(states, dtypes, stream)
         self.state.update(made)
 
-    def update(
+    def _update(
         self, k: int, gradients: Sequence[torch.Tensor | None], rows: RankGradients | None = None
     ) -> None:
         """Update part k.
@@ -392,7 +392,7 @@ class Part:
         options: Sequence[Any],
         rows: RankGradients | None = None,
     ) -> None:
-        """gradients, rows: as of FusedAdamW.update(). options: adamw_options of each group."""
+        """gradients, rows: as of FusedAdamW._update(). options: adamw_options of each group."""
         if self.route is not None:
             self.route.plan.begin_update()
         if self.stage is not None:
@@ -526,7 +526,7 @@ class BucketUpdate:
         in_slices: whether the means are in the buckets' `gradients`.
         factor, skip: float32 [] on the device, as FusedAdamW's clip_factor and found_inf.
         """
-        self._inner.begin(skip, factor)
+        self._inner._begin(skip, factor)
         self._present = present
         exchange = self._exchange
         for b, (bucket, dtype) in enumerate(zip(self._buckets, exchange.dtypes, strict=True)):
@@ -534,7 +534,7 @@ class BucketUpdate:
             self._adds[b] = adds
             if not adds:
                 _ = bucket.gradient_views  # makes their memory
-            self._inner.expect(b, [dtype if adds else torch.float32] * len(self._members[b]))
+            self._inner._expect(b, [dtype if adds else torch.float32] * len(self._members[b]))
 
     def adds(self, b: int) -> bool:
         return self._adds[b]
@@ -542,4 +542,4 @@ class BucketUpdate:
     def __call__(self, b: int, arrived: Arrived | None) -> None:
         own = self._buckets[b].gradient_views if arrived is None else arrived.own
         gradients = [own[k] if self._present[i] else None for k, i in self._members[b]]
-        self._inner.update(b, gradients, None if arrived is None else arrived.rows)
+        self._inner._update(b, gradients, None if arrived is None else arrived.rows)
