@@ -10,7 +10,6 @@ from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofp4.ops import RankGradients
 from zerofp4.optim import FusedAdamW
 
 # Below and above a row and a strip of the kernels, and their multiples.
@@ -275,16 +274,6 @@ def test_gradients_that_are_clipped_as_they_are_read(device, dtype):
         for i, (master, other) in enumerate(zip(masters, others, strict=True)):
             assert_bytes_equal(master, other, f"step {step}: master {i}")
             assert_bytes_equal(gradients[i], before[i], f"step {step}: gradient {i}")
-
-
-def test_gradients_of_ranks_are_not_clipped(device):
-    master = torch.ones(256, device=device)
-    optimizer = FusedAdamW([master])
-    rows = torch.ones(2, 256, device=device)
-    optimizer._begin(None, torch.ones((), device=device))
-    with pytest.raises(ValueError, match="clip_factor is for gradients that have been averaged"):
-        optimizer._update(0, [rows[0]], RankGradients(rows, master, 0))
-    assert not optimizer.state and master.eq(1).all()
 
 
 @pytest.mark.parametrize("name", ["clip_factor", "found_inf"])

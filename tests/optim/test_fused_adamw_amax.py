@@ -137,7 +137,6 @@ def test_amaxes_of_masters_that_were_written_are_outdated(device, in_one_buffer)
     assert not optimizer.amaxes_outdated()
     optimizer.offer_amaxes(plan)
     assert not optimizer.amaxes_outdated()
-    assert len(optimizer._parts[0].route.counted) == (1 if in_one_buffer else len(masters))
     for master in masters:
         master.grad = torch.randn_like(master)
         optimizer.step()
