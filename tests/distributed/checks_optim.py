@@ -116,8 +116,8 @@ def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def as_if_captured():
     with contextlib.ExitStack() as patches:
-        for module in ("zero", "agreement", "adamw"):
-            patches.enter_context(mock.patch(f"zerofp4.optim.{module}.is_capturing", lambda device: True))
+        for module in ("optim.zero", "optim.agreement", "ops"):
+            patches.enter_context(mock.patch(f"zerofp4.{module}.is_capturing", lambda device: True))
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers import assert_bytes_equal
 from optim_cases import Plain, check, make_gradients, make_parameters, set_gradients, turn_gradients
 
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 READ_THERE = [
@@ -155,7 +155,7 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
     if fails == "raises":
         parameters[1].grad[0, 0] = math.inf
     else:
-        monkeypatch.setattr(FusedAdamW, "update", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
+        monkeypatch.setattr(adamw.Part, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
     kept = [weakref.ref(p.grad) for p in parameters]
     with pytest.raises((FloatingPointError, RuntimeError), match=r"NaN or Inf|no update"):
         optimizer.step()
@@ -167,15 +167,15 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
 def test_a_step_is_prepared_once(device, monkeypatch):
     """With a parameter that is empty, too: nothing but launches is left for behind a vote."""
     parameters, optimizer = build(device, specifications=[*READ_THERE, ((0, 5), torch.float32, False)])
-    expected, expect = [], FusedAdamW.expect
+    prepared, lay_out = [], FusedAdamW._lay_out
     monkeypatch.setattr(
-        FusedAdamW, "expect", lambda inner, k, dtypes: (expected.append(k), expect(inner, k, dtypes))
+        FusedAdamW, "_lay_out", lambda inner, *given: (prepared.append(given[0]), lay_out(inner, *given))
     )
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, step))
-        expected.clear()
+        prepared.clear()
         optimizer.step()
-        assert sorted(expected) == list(range(len(optimizer._shards.buffers)))
+        assert prepared == optimizer.inner._parts and len(prepared) == len(optimizer._shards.buffers)
 
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])

@@ -407,8 +407,10 @@ def adamw_options(
     maximize: bool,
     skip: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
+    **others: object,
 ) -> _C.AdamWOptions:
-    """The options of a parameter group. lr as a float32 tensor on a GPU is read there, by the kernels.
+    """The options of a parameter group, whose other entries are passed over. lr as a float32 tensor on a GPU
+    is read there, by the kernels.
 
     skip: float32, one element, on the device of the items: where it is not 0 as begin() runs, the update
     leaves the items as they are, uncounted, and only takes their amaxes.
