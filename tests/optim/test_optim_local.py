@@ -108,28 +108,6 @@ def test_clipped_where_they_are_and_in_slices(device, name, norm_type):
     assert name != "FusedAdamW" or not any(have_slices(models[0][1]))
 
 
-@pytest.mark.parametrize("hooked", ["before", "behind"])
-def test_a_hook_between_clipping_and_a_step(device, hooked):
-    """It has FusedAdamW update from FP32 slices, or no more, when the norm was taken of the others."""
-    models = [build(device) for _ in range(2)]
-    for step in range(4):
-        for parameters, optimizer in models:
-            set_gradients(parameters, make_gradients(parameters, step))
-            is_hooked = optimizer is models[1][1]
-            if is_hooked and hooked == "before":
-                handle = optimizer.inner.register_step_pre_hook(lambda *_: None)
-            optimizer.clip_grad_norm_(0.5)
-            if is_hooked and hooked == "before":
-                handle.remove()
-            elif is_hooked:
-                handle = optimizer.inner.register_step_pre_hook(lambda *_: None)
-                assert not optimizer.describe()["in_buckets"]
-            optimizer.step()
-            if is_hooked:
-                handle.remove()
-        assert_same_masters(models[0][1], models[1][1], f"step {step}")
-
-
 def test_a_load_between_clipping_and_a_step(device):
     """The step takes gradients anew, as they are: a load forgets that they were clipped."""
     models = [build(device) for _ in range(2)]
