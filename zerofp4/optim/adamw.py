@@ -19,7 +19,7 @@ from zerofp4.ops import (
     is_capturing,
 )
 from zerofp4.optim import adamw_checks as checks
-from zerofp4.optim.param_groups import parameter_name
+from zerofp4.optim.groups import parameter_name
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""

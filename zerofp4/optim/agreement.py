@@ -17,8 +17,8 @@ from zerofp4.distributed import (
 )
 from zerofp4.ops import is_capturing
 from zerofp4.optim.build import Slots
+from zerofp4.optim.groups import OptionsHash, compared_options, show_option
 from zerofp4.optim.nonfinite import from_word
-from zerofp4.optim.param_groups import host_options, host_options_hash, tensor_options_hash
 
 
 class Call(NamedTuple):
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     max_norm: float = 0.0
     norm_type: float = 0.0
     options: int = 0
-    """host_options_hash()."""
+    """The first of OptionsHash.of()."""
 
 
 class Rounds(NamedTuple):
@@ -108,6 +108,7 @@ class Agreement:
         """The word of a NaN or Inf in the gradients of any rank."""
         self.refused = torch.zeros((), dtype=torch.float32, device=device)
         """1 where the ranks do not take the step of the last deferred agreement."""
+        self._options_hash = OptionsHash(device)
         self._present = torch.zeros(self._count, dtype=torch.float64, device=device)
         self._unread: list[_Unread] = []
 
@@ -152,11 +153,12 @@ class Agreement:
         return Outcome([True] * len(own))
 
     def _cast_ballot(self, own, call, error, nonfinite, param_groups, in_sequence, rounds) -> None:
-        present, equal = [0.0] * self._count, [0.0] * _PAIRS
+        present, equal, tensors = [0.0] * self._count, [0.0] * _PAIRS, None
         if not error:
+            options, tensors = self._options_hash.of(param_groups)
             for slot, there in zip(self.slots.own, own, strict=True):
                 present[slot] = float(there)
-            equal[:-2] = call._replace(options=host_options_hash(param_groups))
+            equal[:-2] = call._replace(options=options)
         equal[-2] = rounds.count
         failed = self.rank + 1.0 if error else 0.0
         votes = map(float, (rounds.again, rounds.broken, in_sequence and not error, 0.0, failed))
@@ -165,7 +167,6 @@ class Agreement:
         self._vector.copy_(torch.tensor(words, dtype=torch.float64, pin_memory=on_gpu), non_blocking=True)
         if error:
             return
-        tensors = tensor_options_hash(param_groups, self._device)
         if tensors is not None:
             last = self._count + _PAIRS - 1
             self._vector[last], self._vector[last + _PAIRS] = tensors, -tensors
@@ -281,9 +282,8 @@ class Agreement:
 
     def _find_different_option(self, param_groups: Sequence[dict]) -> str | None:
         """Which option of param_groups differs; None where only the bits of a NaN do. Collective."""
-        by_rank = exchange(
-            host_options(param_groups, read_tensors=True), None, self._group(), stage="comparing options"
-        )
+        own = [(name, show_option(value)) for name, value in compared_options(param_groups)]
+        by_rank = exchange(own, None, self._group(), stage="comparing options")
         difference = first_difference(by_rank)
         if difference is None:
             return None
