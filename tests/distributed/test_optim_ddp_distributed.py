@@ -1,14 +1,8 @@
-"""ZeroFP4Optimizer beside what torch has for the same ends: DistributedDataParallel, which writes rank 0's
-values into every weight, and clip_grad_norm_, which knows one rank only.
-"""
+"""ZeroFP4Optimizer beside DistributedDataParallel, which writes rank 0's values into every weight."""
 
 from __future__ import annotations
 
-import warnings
-
-import pytest
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.cases import raised_everywhere
@@ -61,28 +55,3 @@ def test_a_model_that_is_wrapped_after_it(world):
     assert "was written to since the last step" in message and "init_sync=False" in message
     for mine, old in zip(optimizer.gathered_masters(), before, strict=True):
         assert torch.equal(mine, old)
-
-
-@on_ranks(2)
-def test_clipping_by_the_norm_of_one_rank_warns(world):
-    """Once for each optimizer, where the call stands; neither of its own method nor of a norm given."""
-    net = make_net(world)
-    optimizer = ZeroFP4Optimizer(net.parameters(), FusedAdamW, lr=0.1)
-    backward(world, net, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, torch.tensor(2.0, device=world.device))
-        nn.utils.clip_grad_value_(net.parameters(), 1.0)
-        assert all(p.grad is not None for p in net.parameters())
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-    with pytest.warns(UserWarning, match="by the norm of these alone, before .* over 2 ranks") as caught:
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    assert [w.filename for w in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        other = make_net(world)
-        backward(world, other, 0)
-        nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # no optimizer of ours has it
-    ZeroFP4Optimizer(other.parameters(), FusedAdamW, lr=0.1)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from zerofp4 import quantize
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, watch
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded
 
 
 def test_the_list_of_parameters_is_fixed(device):
@@ -128,7 +128,7 @@ def test_gradients_on_another_device(device, monkeypatch):
     optimizer = ZeroFP4Optimizer(parameters)
     set_gradients(parameters, make_gradients(parameters, 0))
     elsewhere = [torch.zeros(p.shape, dtype=p.dtype, device="meta") for p in parameters if p.requires_grad]
-    monkeypatch.setattr(watch, "gradients_of", lambda _: elsewhere)
+    monkeypatch.setattr(sharded, "gradients_of", lambda _: elsewhere)
     with pytest.raises(RuntimeError, match=rf"has a gradient on meta, and its master is on {device.type}"):
         optimizer.step()
     parameters[1].data = parameters[1].data.clone()

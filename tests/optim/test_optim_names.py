@@ -7,7 +7,7 @@ from torch import nn
 from zerofp4 import quantize
 from zerofp4.distributed import first_difference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.param_groups import parameter_names
+from zerofp4.optim.groups import parameter_name
 from zerofp4.storage import called
 
 
@@ -30,11 +30,11 @@ def test_both_optimizers_call_a_parameter_the_same():
     for optimizer_class in (ZeroFP4Optimizer, FusedAdamW):
         with pytest.raises(TypeError, match=r"param_groups\[0\]\['params'\]\[1\] 'b' must"):
             optimizer_class([dict(group) for group in groups])
-    groups = [{"params": [torch.ones(2), named_weight("fc1")]}, {"params": [named_weight(None)]}]
-    assert parameter_names(groups) == [
+    group = {"params": [torch.ones(2), named_weight("fc1"), named_weight(None)]}
+    assert [parameter_name(g, i, group) for g, i in ((0, 0), (1, 1), (2, 2))] == [
         "param_groups[0]['params'][0]",
-        "param_groups[0]['params'][1] 'fc1'",
-        "param_groups[1]['params'][0]",
+        "param_groups[1]['params'][1] 'fc1'",
+        "param_groups[2]['params'][2]",
     ]
 
 

@@ -14,16 +14,17 @@ from optim_cases import (
 )
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.param_groups import HASH_BITS, host_options, host_options_hash, tensor_options_hash
+from zerofp4.optim.groups import HASH_BITS, OptionsHash, compared_options, show_option
 
 
 def groups(*lrs, **options):
     return [{"params": [], "lr": lr, "name": "text", "foreach": None, **options} for lr in lrs]
 
 
-def test_numbers_and_tensors_are_options(device):
+def test_numbers_and_tensors_are_compared(device):
     made = groups(0.5, torch.tensor(0.25, device=device), betas=(0.5, torch.tensor([0.75])), maximize=False)
-    assert host_options(made, read_tensors=True) == [
+    compared = compared_options(made)
+    assert [(name, show_option(value)) for name, value in compared] == [
         ("param_groups[0]['betas']", "(0.5, a tensor of [0.75])"),
         ("param_groups[0]['lr']", "0.5"),
         ("param_groups[0]['maximize']", "0.0"),
@@ -31,16 +32,17 @@ def test_numbers_and_tensors_are_options(device):
         ("param_groups[1]['lr']", "a tensor of 0.25"),
         ("param_groups[1]['maximize']", "0.0"),
     ]
-    assert host_options(made)[4] == ("param_groups[1]['lr']", "a tensor of ()")
-    assert host_options_hash(groups(0.5)) == host_options_hash(groups(0.5, name="other"))
-    assert host_options_hash(groups(1)) == host_options_hash(groups(1.0)) != host_options_hash(groups(2))
+    assert show_option(compared[4][1], read_tensors=False) == "a tensor of ()"
+    word = lambda groups: OptionsHash(device).of(groups)[0]  # noqa: E731
+    assert word(groups(0.5)) == word(groups(0.5, name="other"))
+    assert word(groups(1)) == word(groups(1.0)) != word(groups(2))
 
 
 def test_the_hash_of_tensors_tells_values_and_places_apart(device):
     """Of any dtype, on any device; equal values have equal hashes, so -0.0 is 0.0."""
-    word = lambda *lrs: tensor_options_hash(groups(*lrs), device).item()  # noqa: E731
+    word = lambda *lrs: OptionsHash(device).of(groups(*lrs))[1].item()  # noqa: E731
     tensor = lambda value, **options: torch.tensor(value, device=device, **options)  # noqa: E731
-    assert tensor_options_hash(groups(0.5, 1), device) is None
+    assert OptionsHash(device).of(groups(0.5, 1))[1] is None
     values = [0.0, 1.0, -1.0, 2.0, 0.1, math.nextafter(0.1, 1), 5e-324, math.inf, math.nan, 1e300]
     words = [word(tensor(value, dtype=torch.float64)) for value in values]
     pairs = [word(tensor(a), tensor(b)) for a in values[:4] for b in values[:4]]
@@ -48,6 +50,24 @@ def test_the_hash_of_tensors_tells_values_and_places_apart(device):
     assert all(w == int(w) and 0 <= w < 2**HASH_BITS for w in words + pairs)
     assert word(tensor(0.0)) == word(tensor(-0.0)) == word(tensor([[0.0]]))
     assert word(tensor(0.5)) == word(torch.tensor(0.5, dtype=torch.bfloat16)) == word(0.5, tensor(0.5))
+
+
+def test_every_change_of_an_option_is_in_the_next_hash(device):
+    """Also one in place, of a list or a tensor, where nothing is replaced."""
+    lr, hashes = torch.tensor(0.25, device=device), OptionsHash(device)
+    made = groups(0.5, lr, betas=[0.5, 0.75])
+    changes = [
+        lambda: made[0].update(lr=0.75),
+        lambda: made[0].update(rho=0.5),
+        lambda: made[0]["betas"].__setitem__(0, 0.25),
+        lambda: lr.fill_(0.125),
+        lambda: made.pop(0),
+    ]
+    for change in changes:
+        before = hashes.of(made)
+        assert hashes.of(made) == before
+        change()
+        assert hashes.of(made) == OptionsHash(device).of(made) != before
 
 
 NOT_FINITE = [

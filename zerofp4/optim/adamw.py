@@ -13,7 +13,7 @@ from torch import nn
 from zerofp4 import ops
 from zerofp4.cast import CastPlan
 from zerofp4.engine import Arrived, Exchange, FlatBuffer
-from zerofp4.optim.param_groups import parameter_name, parameter_names
+from zerofp4.optim.groups import parameter_name
 from zerofp4.storage import check_memory, check_plain, dispatches, find_freed
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
@@ -186,9 +186,11 @@ class FusedAdamW(torch.optim.Optimizer):
             _check_options(group, f"param_groups[{g}]", device)
         ids = [list(map(id, group["params"])) for group in self.param_groups]
         if ids != self._assigned:
-            groups = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
-            params = [p for group in self.param_groups for p in group["params"]]
-            members = list(zip(params, groups, parameter_names(self.param_groups), strict=True))
+            members = [
+                (p, g, parameter_name(g, i, group))
+                for g, group in enumerate(self.param_groups)
+                for i, p in enumerate(group["params"])
+            ]
             for k, part in enumerate(self._parts):
                 part.hold([member for member in members if self._part_of.get(member[0], 0) == k])
             self._assigned = ids

@@ -18,7 +18,7 @@ from zerofp4.distributed import (
 )
 from zerofp4.ops import is_capturing
 from zerofp4.optim.build import Slots
-from zerofp4.optim.param_groups import host_options, host_options_hash, tensor_options_hash
+from zerofp4.optim.groups import OptionsHash, compared_options, show_option
 
 
 class Call(NamedTuple):
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     max_norm: float = 0.0
     norm_type: float = 0.0
     options: int = 0
-    """host_options_hash(); begin() fills it in."""
+    """The first of OptionsHash.of(); begin() fills it in."""
 
 
 class Rounds(NamedTuple):
@@ -102,6 +102,7 @@ class Agreement:
         """The word of a NaN or Inf in the gradients of any rank."""
         self.refused = torch.zeros((), dtype=torch.float32, device=device)
         """1 where the ranks do not take the step."""
+        self._options_hash = OptionsHash(device)
         self._present = torch.zeros(self._count, dtype=torch.float64, device=device)
         self._unread: list[_Unread] = []
 
@@ -123,7 +124,8 @@ class Agreement:
         rounds: what it has sent in backward passes.
         """
         self.calls += 1
-        words = self._ballot(present, call, error, param_groups, rounds)
+        options, tensors = (0, None) if error else self._options_hash.of(param_groups)
+        words = self._ballot(present, call and call._replace(options=options), error, rounds)
         if is_capturing(self._device):  # each replay finds them in the arguments of kernels
             position = 0
             for word, run in itertools.groupby(words):
@@ -134,13 +136,11 @@ class Agreement:
             on_gpu = self._device.type == "cuda"
             ballot = torch.tensor(words, dtype=torch.float64, pin_memory=on_gpu)
             self._vector.copy_(ballot, non_blocking=True)
-        if not error:
-            tensors = tensor_options_hash(param_groups, self._device)
-            if tensors is not None:
-                last = self._count + _EQUAL - 1
-                self._vector[last], self._vector[last + _EQUAL] = tensors, -tensors
-            if nonfinite is not None:
-                self.nonfinite.copy_(nonfinite)
+        if tensors is not None:
+            last = self._count + _EQUAL - 1
+            self._vector[last], self._vector[last + _EQUAL] = tensors, -tensors
+        if nonfinite is not None:
+            self.nonfinite.copy_(nonfinite)
         is_clip = call is not None and call.is_clip
         reduce_max(self._vector, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
         pairs = self._vector[self._count : -_FLAGS].view(2, _EQUAL)
@@ -148,12 +148,12 @@ class Agreement:
         if not is_capturing(self._device):
             self._unread.append(self._to_host())
 
-    def _ballot(self, present, call, error, param_groups, rounds) -> list[float]:
+    def _ballot(self, present, call, error, rounds) -> list[float]:
         there, equal = [0.0] * self._count, [0.0] * _EQUAL
         if not error:
             for slot, is_present in zip(self.slots.own, present, strict=True):
                 there[slot] = float(is_present)
-            equal[:-2] = map(float, call._replace(options=host_options_hash(param_groups)))
+            equal[:-2] = map(float, call)
         equal[-2] = float(rounds.count)
         failed = self.rank + 1.0 if error else 0.0
         flags = float(rounds.again), float(rounds.broken), 0.0, failed
@@ -231,9 +231,8 @@ class Agreement:
 
     def _find_different_option(self, param_groups: Sequence[dict]) -> str | None:
         """Which option of param_groups differs; None where only the bits of a NaN do. Collective."""
-        by_rank = exchange(
-            host_options(param_groups, read_tensors=True), None, self._group(), stage="comparing options"
-        )
+        own = [(name, show_option(value)) for name, value in compared_options(param_groups)]
+        by_rank = exchange(own, None, self._group(), stage="comparing options")
         difference = first_difference(by_rank)
         if difference is None:
             return None

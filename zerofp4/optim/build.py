@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,18 +10,216 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
-from zerofp4.engine import Hosts, Sharding, Updated, gradient_dtype
+from zerofp4.engine import TRANSPORTS, Hosts, check_gradient_dtype, gradient_dtype, make_wire
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.optim.groups import Place, Ranks
+from zerofp4.optim.groups import Ranks, find_hosts, find_places, parameter_name
+from zerofp4.optim.initial import take_over
+from zerofp4.optim.inner import how_updated, inner_classes, try_options
 from zerofp4.optim.state_dict import own_name
 from zerofp4.tensors import NVFP4Tensor
 
-# Parameters, as one rank sees them
+# One rank
 
 
-def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+class Checked:
+    """The arguments of ZeroFP4Optimizer, checked, and what this rank announces to the others.
+
+    param_groups: as torch.optim has completed them.
+    group: all ranks that step together.
+
+    Raises TypeError or ValueError for what one rank can see is wrong; changes nothing.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict],
+        group: dist.ProcessGroup | None,
+        *,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: dict[str, Any],
+        amax_groups: Sequence[Sequence[torch.Tensor]] | None,
+        transport: str,
+        hosts: dist.device_mesh.DeviceMesh | None,
+        gradient_dtype: torch.dtype | None,
+        gradient_wire: torch.dtype | None,
+        overlap: str | None,
+        accumulate: str,
+        bucket_mb: float | None,
+        whole_matrices: bool | None,
+        masters_from: Any,
+        on_nonfinite: str,
+    ):
+        for argument, value, known in (
+            ("on_nonfinite", on_nonfinite, ("skip_step", "raise")),
+            ("overlap", overlap, (None, "backward", "forward", "both")),
+            ("accumulate", accumulate, ("local", "sharded")),
+            ("transport", transport, TRANSPORTS),
+        ):
+            if value not in known:
+                raise ValueError(f"{argument} must be one of {known}, got {value!r}")
+        self.amax_groups, self.gradient_dtype = amax_groups, gradient_dtype
+        self.classes = inner_classes(param_groups, optimizer_class, whole_matrices, defaults)
+        """By parameter group, what updates its masters."""
+        # A class in a group would be an option, which checkpoints have and ranks compare.
+        self.param_groups = [
+            {key: value for key, value in param_group.items() if key != "optimizer_class"}
+            for param_group in param_groups
+        ]
+        self.parameters = [p for param_group in self.param_groups for p in param_group["params"]]
+        self.names = [
+            parameter_name(g, i, param_group)
+            for g, param_group in enumerate(self.param_groups)
+            for i in range(len(param_group["params"]))
+        ]
+        """What messages call the parameters."""
+        _check_parameters(self.parameters, self.names)
+        pairs = [(p, name) for p, name in zip(self.parameters, self.names, strict=True) if p.requires_grad]
+        self.trainable, self.trainable_names = [p for p, _ in pairs], [name for _, name in pairs]
+        if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self.trainable):
+            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
+        tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
+        own = [one.defaults for one in tried if type(one) is optimizer_class]
+        self.defaults = own[0] if own else tried[0].defaults
+        """Options of the optimizer's own class."""
+        self.updated = how_updated(self.param_groups, self.classes, tried)
+        """By trainable parameter."""
+        amax_numbers = amax_group_numbers(self.trainable, amax_groups)
+        check_gradient_dtype(gradient_dtype, self.trainable, self.trainable_names)
+        self.places = find_places(self.param_groups, group)
+        """By parameter group."""
+        self.shardings = [
+            place.sharding
+            for param_group, place in zip(self.param_groups, self.places, strict=True)
+            for p in param_group["params"]
+            if p.requires_grad
+        ]
+        """By trainable parameter."""
+        self.hosts = find_hosts(hosts, group)
+        has_own_groups = any(sharding.group is not group for sharding in self.shardings)
+        _check_communication(transport, overlap, accumulate, self.hosts, has_own_groups)
+        self.transport, self.why_collective = transport, None
+        """The transport to try, and why it is "collective" if nobody asked for that."""
+        if transport != "collective" and any(place.sharding.group is not group for place in self.places):
+            self.transport = "collective"
+            self.why_collective = "parameter groups name a process_group of some ranks"
+            if transport == "peer":  # shares memory with all ranks that step together
+                raise ValueError(
+                    f'transport="peer" cannot be where {self.why_collective}: "collective" works everywhere'
+                )
+        elif transport == "auto" and accumulate == "sharded":
+            self.transport = "collective"
+            self.why_collective = "accumulate='sharded' adds up every backward pass"
+        self.wire = make_wire(gradient_wire, bucket_mb, self.trainable, gradient_dtype)
+        self.held = take_over(masters_from, self.trainable, self.trainable_names, group, self.shardings)
+        """Masters of an earlier optimizer, by id(parameter)."""
+        given = self.wire if bucket_mb is not None else self.wire._replace(bucket_mb=None)
+        self.announcement = Announcement(
+            members=self._members(amax_numbers),
+            ranks=[place.ranks for place in self.places],
+            copies=[place.copies for place in self.places],
+            common={
+                "optimizer_class": " and ".join(dict.fromkeys(inner.name for inner in self.classes)),
+                "on_nonfinite": on_nonfinite,
+                "transport": transport,
+                "hosts": str(self.hosts and self.hosts.shape),
+                "overlap and accumulate": f"{overlap} and {accumulate}",
+                "gradient_dtype, gradient_wire and bucket_mb": str(given),
+            },
+            bucket_mb=self.wire.bucket_mb,
+        )
+
+    def _members(self, amax_numbers: Sequence[int]) -> "list[Member]":
+        """Describe all parameters. amax_numbers: by trainable parameter, the number of its amax group.
+
+        Raises ValueError for weights that share an amax but neither a process group nor an optimizer: they
+        could not share a bucket.
+        """
+        first: dict[int, tuple] = {}  # by amax group
+        counts: Counter[Ranks] = Counter()
+        members, trainable = [], iter(zip(self.updated, amax_numbers, strict=True))
+        labels = iter(self.names)
+        for g, (group, place) in enumerate(zip(self.param_groups, self.places, strict=True)):
+            names = group.get("param_names") or [None] * len(group["params"])
+            for p, name in zip(group["params"], names, strict=True):
+                label, together, work = next(labels), None, None
+                if p.requires_grad:
+                    (by, work), number = next(trainable)
+                    here = label, counts[place.ranks], by, place.sharding
+                    counts[place.ranks] += 1
+                    other, together, other_by, sharding = first.setdefault(number, here)
+                    if by != other_by:
+                        raise ValueError(
+                            f"amax_groups: {other} and {label} share an amax, but not their optimizer_class"
+                        )
+                    if place.sharding != sharding:
+                        raise ValueError(
+                            f"amax_groups put {other} and {label} together, which are in other process groups"
+                        )
+                members.append(
+                    Member(
+                        group=g,
+                        label=label,
+                        name=name and own_name(name),
+                        kind=self._kind(p, g, work),
+                        is_trainable=p.requires_grad,
+                        together=together,
+                        is_handed=id(p) in self.held,
+                    )
+                )
+        return members
+
+    def _kind(self, p: torch.Tensor, g: int, work: int | None) -> str:
+        """Describe what the ranks that share a parameter of group g must have in common.
+
+        work: as in Updated.
+        """
+        line = f"{kind_of(p)} in group {g}"
+        if self.classes[g].name != self.classes[0].name:
+            line += f" of {self.classes[g].name}"
+        if not p.requires_grad:
+            line += ", frozen"
+        if gradient_dtype(p) != p.dtype:
+            line += f", gradients {gradient_dtype(p)}"
+        if work is not None:
+            line += f", updated whole in {work} operations"
+        sharding = self.places[g].sharding
+        if sharding.replicas is not None:
+            line += f" in {dist.get_world_size(sharding.group)} parts"
+        return line
+
+
+def kind_of(parameter: torch.Tensor) -> str:
+    """The dtype and shape of a parameter, as text."""
+    dtype = "nvfp4 " * isinstance(parameter, NVFP4Tensor) + str(parameter.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(parameter.shape)}"
+
+
+def amax_group_numbers(
+    parameters: Sequence[torch.Tensor], amax_groups: Sequence[Sequence[torch.Tensor]] | None
+) -> list[int]:
+    """Number the amax groups: by parameter, the group that it is in, alone or with others.
+
+    Raises TypeError or ValueError for groups that a cast plan of all NVFP4 weights would refuse.
+    """
+    of_weights = number_groups([p.record for p in parameters if isinstance(p, NVFP4Tensor)], amax_groups)
+    numbers, others = iter(of_weights), itertools.count(len(of_weights))
+    return [next(numbers if isinstance(p, NVFP4Tensor) else others) for p in parameters]
+
+
+def overlaps_backward(overlap: str | None) -> bool:
+    """Whether gradients start to travel during backward passes."""
+    return overlap in ("backward", "both")
+
+
+def overlaps_forward(overlap: str | None) -> bool:
+    """Whether the all-gather of weights may run into the next forward pass."""
+    return overlap in ("forward", "both")
+
+
+def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Raise TypeError or ValueError for parameters that an optimizer cannot be built over."""
     seen: dict[int, str] = {}
+    spans = []
     for parameter, name in zip(parameters, names, strict=True):
         if id(parameter) in seen:
             raise ValueError(f"{name} is the same parameter as {seen[id(parameter)]}")
@@ -42,127 +240,45 @@ def check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
             raise ValueError(f"{name} is on {parameter.device}, {names[0]} on {parameters[0].device}")
         if isinstance(parameter, NVFP4Tensor) and parameter.requires_grad:
             check_castable(name, parameter.record)
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError("params: no parameter requires a gradient")
-    # Parameters become views of flat buffers, which would part two that share memory.
-    spans = []
-    for parameter, name in zip(parameters, names, strict=True):
         data = parameter.rowwise_data if isinstance(parameter, NVFP4Tensor) else parameter
         if data is not None and data.numel():
             spans.append((data.data_ptr(), data.data_ptr() + data.numel() * data.element_size(), name))
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError("params: no parameter requires a gradient")
+    # Parameters become views of flat buffers, which would part two that share memory.
     for (_, end, first), (start, _, second) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise ValueError(f"{first} and {second} share memory: pass tied weights as one parameter")
 
 
-def amax_group_numbers(
-    parameters: Sequence[torch.Tensor], amax_groups: Sequence[Sequence[torch.Tensor]] | None
-) -> list[int]:
-    """Number the amax groups: by parameter, the group that it is in, alone or with others.
-
-    Raises TypeError or ValueError for groups that a cast plan of all NVFP4 weights would refuse.
-    """
-    of_weights = number_groups([p.record for p in parameters if isinstance(p, NVFP4Tensor)], amax_groups)
-    numbers, others = iter(of_weights), itertools.count(len(of_weights))
-    return [next(numbers if isinstance(p, NVFP4Tensor) else others) for p in parameters]
-
-
-def kind_of(parameter: torch.Tensor) -> str:
-    """The dtype and shape of a parameter, as text."""
-    dtype = "nvfp4 " * isinstance(parameter, NVFP4Tensor) + str(parameter.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(parameter.shape)}"
-
-
-def describe(
-    param_groups: Sequence[dict], optimizers: Sequence[str], updated: Sequence[Updated]
-) -> list[str]:
-    """Describe, for each parameter, what the ranks that share it must have in common.
-
-    optimizers: by group, the name of the class. updated: by trainable parameter.
-    """
-    lines, how = [], iter(updated)
-    for g, group in enumerate(param_groups):
-        of = "" if optimizers[g] == optimizers[0] else f" of {optimizers[g]}"
-        for p in group["params"]:
-            line = f"{kind_of(p)} in group {g}{of}" + ("" if p.requires_grad else ", frozen")
-            if gradient_dtype(p) != p.dtype:
-                line += f", gradients {gradient_dtype(p)}"
-            work = next(how).work if p.requires_grad else None
-            lines.append(line if work is None else f"{line}, updated whole in {work} operations")
-    return lines
-
-
-# Options that exclude each other
-
-
-def check_overlap(overlap: str | None, accumulate: str) -> None:
-    """Raise ValueError for values of these arguments that do not exist."""
-    for name, value, known in (
-        ("overlap", overlap, (None, "backward", "forward", "both")),
-        ("accumulate", accumulate, ("local", "sharded")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {known}, got {value!r}")
-
-
-def overlaps_backward(overlap: str | None) -> bool:
-    """Whether gradients start to travel during backward passes."""
-    return overlap in ("backward", "both")
-
-
-def overlaps_forward(overlap: str | None) -> bool:
-    """Whether the all-gather of weights may run into the next forward pass."""
-    return overlap in ("forward", "both")
-
-
-def check_can_overlap(
-    overlap: str | None,
-    accumulate: str,
-    transport: str,
-    groups: Sequence[dist.ProcessGroup | None],
-    group: dist.ProcessGroup | None,
+def _check_communication(
+    transport: str, overlap: str | None, accumulate: str, hosts: Hosts | None, has_own_groups: bool
 ) -> None:
-    """Raise ValueError if gradients are to travel before step() and cannot. groups: by parameter."""
-    if not _travels_early(overlap, accumulate):
-        return
+    """Raise ValueError for arguments that exclude each other.
+
+    has_own_groups: whether parameters are sharded over other process groups than the optimizer's.
+    """
     asked = f"overlap={overlap!r}, accumulate={accumulate!r}"
-    if (transport, accumulate) == ("peer", "sharded"):
+    travels_early = overlaps_backward(overlap) or accumulate == "sharded"
+    if transport == "peer" and hosts is not None:
+        raise ValueError(
+            'hosts are not for transport="peer", which is of one host: with "collective" or "auto" the ranks '
+            "of each share memory, too"
+        )
+    if transport == "peer" and accumulate == "sharded":
         raise ValueError(
             f'{asked} is not supported with transport="peer": what ranks write into memory that they share '
             'is added up in step(), once; accumulate="local" adds up micro-batches in p.grad, and '
             'transport="collective" takes "sharded"'
         )
-    if any(other is not group for other in groups):
-        raise ValueError(f"{asked} is not supported where parameter groups name a process_group of their own")
+    if hosts is not None and travels_early:
+        raise ValueError(f"hosts are not supported with {asked}")
+    if has_own_groups and (hosts is not None or travels_early):
+        what = "hosts are" if hosts is not None else f"{asked} is"
+        raise ValueError(f"{what} not supported where parameter groups name a process_group of their own")
 
 
-def check_hosts(
-    hosts: Hosts | None,
-    transport: str,
-    overlap: str | None,
-    accumulate: str,
-    shardings: Sequence[Sharding],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Raise ValueError if gradients cannot be reduced host by host. shardings: by parameter."""
-    if hosts is None:
-        return
-    if transport == "peer":
-        raise ValueError(
-            'hosts are not for transport="peer", which is of one host: with "collective" or "auto" the ranks '
-            "of each share memory, too"
-        )
-    if _travels_early(overlap, accumulate):
-        raise ValueError(f"hosts are not supported with overlap={overlap!r}, accumulate={accumulate!r}")
-    if any(sharding.group is not group or sharding.replicas for sharding in shardings):
-        raise ValueError("hosts are not supported where parameter groups name a process_group of their own")
-
-
-def _travels_early(overlap: str | None, accumulate: str) -> bool:
-    return overlaps_backward(overlap) or accumulate == "sharded"
-
-
-# What the ranks announce to each other
+# All ranks
 
 
 class Member(NamedTuple):
@@ -189,7 +305,7 @@ class Member(NamedTuple):
 class Announcement(NamedTuple):
     """What one rank announces.
 
-    ranks, copies, parts: by parameter group, as in its Place.
+    ranks, copies: by parameter group, as in its Place.
     common: what all ranks must have in common, by what error messages call it.
     bucket_mb: the size of buckets that suits this rank.
     """
@@ -197,66 +313,11 @@ class Announcement(NamedTuple):
     members: list[Member]
     ranks: list[Ranks]
     copies: list[Ranks]
-    parts: list[int]
     common: dict[str, str]
     bucket_mb: float
 
     def trainable(self) -> list[Member]:
         return [member for member in self.members if member.is_trainable]
-
-
-def announce(
-    param_groups: Sequence[dict],
-    labels: Sequence[str],
-    kinds: Sequence[str],
-    places: Sequence[Place],
-    amax_numbers: Sequence[int],
-    handed: Mapping[int, Any],
-    common: dict[str, str],
-    bucket_mb: float,
-) -> Announcement:
-    """Make this rank's announcement.
-
-    labels, kinds: by parameter, as in Member.
-    places: by parameter group.
-    amax_numbers: by trainable parameter, the number of its amax group.
-    handed: what take_over() returned.
-
-    Raises ValueError for an amax group whose weights are in several process groups.
-    """
-    first: dict[int, tuple[Sharding, int, str]] = {}  # by amax group, its first parameter
-    counts: Counter[Ranks] = Counter()
-    members, numbers, described = [], iter(amax_numbers), iter(zip(labels, kinds, strict=True))
-    for g, (group, place) in enumerate(zip(param_groups, places, strict=True)):
-        names = group.get("param_names") or [None] * len(group["params"])
-        for p, name in zip(group["params"], names, strict=True):
-            (label, kind), together = next(described), None
-            if p.requires_grad:
-                here = place.sharding, counts[place.ranks], label
-                counts[place.ranks] += 1
-                sharding, together, other = first.setdefault(next(numbers), here)
-                if sharding != place.sharding:
-                    raise ValueError(
-                        f"amax_groups put {other} and {label} together, which are in other process groups"
-                    )
-            member = Member(
-                group=g,
-                label=label,
-                name=name and own_name(name),
-                kind=kind if place.parts == len(place.ranks) else f"{kind} in {place.parts} parts",
-                is_trainable=p.requires_grad,
-                together=together,
-                is_handed=id(p) in handed,
-            )
-            members.append(member)
-    return Announcement(
-        members=members,
-        ranks=[place.ranks for place in places],
-        copies=[place.copies for place in places],
-        parts=[place.parts for place in places],
-        common=common,
-        bucket_mb=bucket_mb,
-    )
 
 
 def check_announcements(by_rank: Sequence[Announcement]) -> None:
@@ -267,36 +328,15 @@ def check_announcements(by_rank: Sequence[Announcement]) -> None:
     difference = first_difference([list(rank.common.items()) for rank in by_rank])
     if difference is not None:
         r, i = difference
-        name = list(by_rank[0].common)[i]
-        _raise_different(name, 0, by_rank[0].common[name], r, by_rank[r].common[name])
+        (name, mine), (_, theirs) = (list(by_rank[rank].common.items())[i] for rank in (0, r))
+        _raise_different(name, 0, mine, r, theirs)
     _check_copies(by_rank)
-
-
-def check_transport(transport: str, by_rank: Sequence[Announcement]) -> tuple[str, str | None]:
-    """The transport to try, and why it is "collective" if nobody asked for that.
-
-    Raises ValueError, the same on every rank, if "peer" was asked for: a rank shares memory with all ranks
-    that step together or with none, so it excludes parameter groups of some ranks.
-    """
-    if transport == "collective" or _all_share_all(by_rank):
-        return transport, None
-    if transport == "peer":
-        raise ValueError(
-            'transport="peer" cannot be where parameter groups name a process_group of some ranks: '
-            '"collective" works everywhere'
-        )
-    return "collective", "parameter groups name a process_group of some ranks"
-
-
-def _all_share_all(by_rank: Sequence[Announcement]) -> bool:
-    """Whether every parameter is sharded over all ranks."""
-    everyone = tuple(range(len(by_rank)))
-    return all(set(r.ranks) <= {everyone} and set(r.parts) <= {len(everyone)} for r in by_rank)
 
 
 def _check_ranks(by_rank: Sequence[Announcement]) -> None:
     """Check that all ranks in a named process group name the same one, group by group."""
-    if _all_share_all(by_rank):
+    everyone = tuple(range(len(by_rank)))
+    if all(ranks == everyone for rank in by_rank for ranks in rank.ranks):
         return  # _check_members() compares numbers of groups
     counts = [len(rank.ranks) for rank in by_rank]
     other = next((r for r, count in enumerate(counts) if count != counts[0]), None)
@@ -305,19 +345,14 @@ def _check_ranks(by_rank: Sequence[Announcement]) -> None:
             f"param_groups: rank 0 has {counts[0]} groups, rank {other} has {counts[other]}: where they name "
             "process groups, all ranks must have as many"
         )
-    for g in range(counts[0]):
-        for key, named in (
-            ("process_group", [rank.ranks[g] for rank in by_rank]),
-            ("replicated_over", [rank.copies[g] for rank in by_rank]),
-        ):
-            if sum(map(len, set(named))) == len(by_rank):
-                continue  # each rank is in one of them, so none is in two
-            pairs = ((r, other) for r, ranks in enumerate(named) for other in ranks)
-            r, other = next((r, other) for r, other in pairs if named[other] != named[r])
-            raise ValueError(
-                f"{key} of param_groups[{g}] is ranks {list(named[r])} on rank {r} and ranks "
-                f"{list(named[other])} on rank {other}"
-            )
+    for g, key in itertools.product(range(counts[0]), ("process_group", "replicated_over")):
+        named = [(rank.ranks if key == "process_group" else rank.copies)[g] for rank in by_rank]
+        if sum(map(len, set(named))) == len(by_rank):
+            continue  # each rank is in one of them, so none is in two
+        pairs = ((r, other) for r, ranks in enumerate(named) for other in ranks)
+        r, other = next((r, other) for r, other in pairs if named[other] != named[r])
+        what = f"{key} of param_groups[{g}]"
+        _raise_different(what, r, f"ranks {list(named[r])}", other, f"ranks {list(named[other])}")
 
 
 def _check_members(by_rank: Sequence[Announcement], ranks: Ranks) -> None:

@@ -248,7 +248,7 @@ def unconvert_model(
         if isinstance(parameter, QuantizedTensor)
     ]
     others = [(full_name, module._parameters[name]) for module, name, full_name in found]
-    check_not_held(others, apart_from=() if optimizer is None else (optimizer, optimizer._watch))
+    check_not_held(others, apart_from=() if optimizer is None else (optimizer, optimizer._shards.holder))
     made: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module, name, _ in found:

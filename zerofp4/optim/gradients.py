@@ -14,9 +14,6 @@ from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
 
-POLICIES = ("skip_step", "raise")
-"""What on_nonfinite may be."""
-
 BEGINNING = 16
 """So many gradients are handed to a GPU first, which reads them while the host looks at the others."""
 
@@ -33,7 +30,7 @@ class NonfiniteGradients:
     A word stands for a parameter: the larger the word, the earlier the parameter; 0 for none. So a maximum
     over ranks is the first one. Words and counts stay on the device; the properties wait for it.
 
-    policy: one of POLICIES.
+    policy: "skip_step" or "raise".
     slots: the positions of the parameters among those of all ranks.
     device: where gradients are.
     wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
@@ -107,11 +104,6 @@ class NonfiniteGradients:
     def count(self) -> None:
         """A step ends, skipped or not."""
         self._skipped.add_(self.found)
-
-
-def check_policy(on_nonfinite: str) -> None:
-    if on_nonfinite not in POLICIES:
-        raise ValueError(f"on_nonfinite must be one of {POLICIES}, got {on_nonfinite!r}")
 
 
 def first_nonfinite(

@@ -1,20 +1,156 @@
-"""The process groups that parameter groups name, and the ranks that hold the same parameters.
+"""Parameter groups: names of their parameters, options that ranks compare, and process groups.
 
-The optimizer's process_group holds all ranks that step together: votes, errors and norms are over it. A
+The optimizer's process_group holds all ranks that step together: agreements, errors and norms are over it. A
 parameter group may name a part of it, `process_group`, to shard its parameters over. The ranks outside of
 that part name a group of their own at the same position of param_groups, for other parameters: other experts,
 slices of a matrix that tensor parallelism has cut, layers of another pipeline stage.
 """
 
-from collections.abc import Sequence
+import hashlib
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine import Hosts, Sharding
-from zerofp4.optim.param_groups import PROCESS_GROUPS
+from zerofp4.storage import called
+
+PROCESS_GROUPS = ("process_group", "replicated_over")
+"""Entries of a parameter group that name a process group."""
+
+MUST_BE_FINITE = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "rho")
+"""Options of torch's classes that reach every master of a group."""
+
+HASH_BITS = 48
+"""A float64 holds a hash of this many bits exactly."""
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""An odd factor, as an int64: products with it and with its powers stay distinct modulo 2**64."""
+
+
+def parameter_name(g: int, i: int, group: dict) -> str:
+    """What error messages call parameter i of group g: its position, and its name if it has one."""
+    given = group.get("param_names")
+    return called(f"param_groups[{g}]['params'][{i}]", group["params"][i], given[i] if given else None)
+
+
+# Options
+
+
+def options(group: dict) -> dict:
+    """The entries of a parameter group that the group of its masters has, too."""
+    others = {"params", "param_names", *PROCESS_GROUPS}
+    return {key: value for key, value in group.items() if key not in others}
+
+
+def copy_groups(param_groups: Sequence[dict]) -> list[dict]:
+    """Shallow copies of parameter groups for are_unchanged(). None where an option is a list, which may
+    change in place.
+    """
+    lists = [value for group in param_groups for value in options(group).values() if isinstance(value, list)]
+    return [] if lists else list(map(dict, param_groups))
+
+
+def are_unchanged(param_groups: Sequence[dict], copies: Sequence[dict]) -> bool:
+    """Whether every entry of the groups is the same object as in an earlier copy_groups().
+
+    Each step asks this of each group, so the loop over options runs in C.
+    """
+    return len(param_groups) == len(copies) and all(
+        group.keys() == before.keys() and all(map(operator.is_, group.values(), before.values()))
+        for group, before in zip(param_groups, copies, strict=True)
+    )
+
+
+def check_finite(param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a NaN or Inf in MUST_BE_FINITE.
+
+    Tensors on a GPU are not checked: the host would have to wait for them.
+    """
+    for g, group in enumerate(param_groups):
+        for name in filter(group.__contains__, MUST_BE_FINITE):
+            if not all(map(_may_be_finite, _items(group[name]))):
+                raise ValueError(f"param_groups[{g}]['{name}'] must be finite, got {group[name]!r}")
+
+
+def _may_be_finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu" or bool(value.isfinite().all())
+    return not isinstance(value, numbers.Real) or math.isfinite(value)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def compared_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
+    """The options that ranks must have in common: names and values, numbers, tensors, or lists of these.
+
+    Sorted by name.
+    """
+    found = {
+        f"param_groups[{g}]['{name}']": value
+        for g, group in enumerate(param_groups)
+        for name, value in options(group).items()
+        if all(isinstance(item, numbers.Real | torch.Tensor) for item in _items(value))
+    }
+    return sorted(found.items(), key=operator.itemgetter(0))
+
+
+def show_option(value: Any, *, read_tensors: bool = True) -> str:
+    """One of compared_options() as text. read_tensors: show the values of tensors, which waits for a GPU;
+    otherwise their shapes.
+    """
+    if isinstance(value, tuple | list):
+        return f"({', '.join(show_option(item, read_tensors=read_tensors) for item in value)})"
+    if not isinstance(value, torch.Tensor):
+        return str(float(value))
+    return f"a tensor of {value.tolist() if read_tensors else tuple(value.shape)}"
+
+
+class OptionsHash:
+    """Hashes of compared_options(). They cost a step little where no option was replaced since the last one.
+
+    device: where the values of tensors are hashed.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._copies: list[dict] = []
+        """The groups that the next two belong to."""
+        self._on_host = 0
+        self._tensors: list[torch.Tensor] = []
+
+    def of(self, param_groups: Sequence[dict]) -> tuple[int, torch.Tensor | None]:
+        """The hash of numbers and shapes, and that of the values of tensors, each of HASH_BITS.
+
+        The second is a float64 [] on the device, for which the host does not wait; None without tensors.
+        """
+        if not are_unchanged(param_groups, self._copies):
+            compared = compared_options(param_groups)
+            shown = [(name, show_option(value, read_tensors=False)) for name, value in compared]
+            digest = hashlib.sha256(repr(shown).encode()).digest()
+            self._on_host = int.from_bytes(digest[: HASH_BITS // 8], "big")
+            items = [item for _, value in compared for item in _items(value)]
+            self._tensors = [item.detach() for item in items if isinstance(item, torch.Tensor)]
+            self._copies = copy_groups(param_groups)
+        return self._on_host, self._hash_tensors() if self._tensors else None
+
+    def _hash_tensors(self) -> torch.Tensor:
+        moved = [t.to(self._device, torch.float64, non_blocking=True).reshape(-1) for t in self._tensors]
+        words = (torch.cat(moved) + 0.0).view(torch.int64)  # -0.0 is 0.0
+        factors = torch.full_like(words, _ODD).cumprod(0)  # modulo 2**64
+        word = ((words ^ (words >> 32)) * factors).sum()  # the low bits of a number like 1.0 are zeros
+        return ((word ^ (word >> 32)) & ((1 << HASH_BITS) - 1)).double()
+
+
+# Process groups
 
 Ranks = tuple[int, ...]
 """By their number in the optimizer's process group."""
@@ -23,16 +159,14 @@ Ranks = tuple[int, ...]
 class Place(NamedTuple):
     """The ranks that hold the parameters of a parameter group.
 
-    sharding: as process groups. The rest is in numbers, which other ranks can read.
+    sharding: as process groups.
     ranks: all ranks that have these parameters, the replicas included.
     copies: the ranks that `replicated_over` names, or this rank alone.
-    parts: how many of `ranks` each element is sharded over; fewer than all where there are replicas.
     """
 
     sharding: Sharding
     ranks: Ranks
     copies: Ranks
-    parts: int
 
 
 class MeshReference(NamedTuple):
@@ -113,12 +247,12 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
     rank, size = rank_and_size(group)
     everyone = tuple(range(size))
     known: dict[tuple[Ranks, int], Sharding] = {(everyone, size): Sharding(group)}
-    places = []
+    places: list[Place] = []
     for g, param_group in enumerate(param_groups):
         named = param_group.get("process_group")
         ranks = _ranks(g, param_group, "process_group", group) or everyone
         copies = _ranks(g, param_group, "replicated_over", group) or (rank,)
-        parts = len(ranks)
+        parts = len(ranks)  # that each element is sharded over
         if isinstance(named, MeshReference):
             parts = dist.get_world_size(named.group())
             sharding = Sharding(named.group(), replicas=named.replicas() if parts < len(ranks) else None)
@@ -132,7 +266,7 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
             )
         sharding = known.setdefault((ranks, parts), sharding)
         copy = copies.index(rank) if len(copies) > 1 else None
-        places.append(Place(sharding._replace(copy=copy), ranks, copies, parts))
+        places.append(Place(sharding._replace(copy=copy), ranks, copies))
     # Ranks of a tensor-parallel group hold different elements of what is not replicated over it. A group that
     # leaves out its process_group by mistake would average them.
     copied = next((g for g, place in enumerate(places) if len(place.copies) > 1), None)

@@ -16,22 +16,14 @@ CHUNK = 1 << 22
 
 
 class HeldMaster(NamedTuple):
-    """This rank's piece of the master that an optimizer holds for a parameter; None if it owns nothing."""
+    """This rank's piece of the master that an optimizer holds for a parameter; None if it owns nothing.
+
+    group: the ranks that the parameter is sharded over.
+    """
 
     piece: torch.Tensor | None
     shard: Shard
-
-
-class HandedMaster(NamedTuple):
-    """A master that an earlier optimizer offers to a later one.
-
-    group: the ranks that the parameter is sharded over.
-    is_written: whether somebody has written to the parameter since the last step.
-    """
-
-    held: HeldMaster
     group: GroupReference
-    is_written: bool
 
 
 def take_over(
@@ -43,9 +35,7 @@ def take_over(
 ) -> dict[int, HeldMaster]:
     """This rank's pieces of the masters that an earlier optimizer holds for parameters, by id(parameter).
 
-    source: None, or a ZeroFP4Optimizer. It has `process_group`, a GroupReference, and `_handed_masters()`,
-        which returns a HandedMaster for each of its parameters, by id(parameter), and raises ValueError if it
-        is broken or holds gradients that no step has used.
+    source: None, or a ZeroFP4Optimizer.
     group: all ranks that step together.
     shardings: by parameter.
 
@@ -57,47 +47,47 @@ def take_over(
         raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(source).__name__}")
     if not source.process_group.refers_to(group):
         raise ValueError("masters_from must shard its masters over the same process group")
-    handed = source._handed_masters()
+    handed, written = source._handed_masters()
     taken = {}
     for p, name, sharding in zip(parameters, names, shardings, strict=True):
         if id(p) not in handed:
             continue
-        master = handed[id(p)]
-        if not master.group.refers_to(sharding.group):
+        if not handed[id(p)].group.refers_to(sharding.group):
             raise ValueError(f"{name} is sharded over another process group than in masters_from")
-        if master.is_written:
+        if id(p) in written:
             raise ValueError(
                 f"{name} was written to since the last step of masters_from, whose master would undo that"
             )
-        taken[id(p)] = master.held
+        taken[id(p)] = handed[id(p)]
     if not taken:
         raise ValueError("masters_from has the master of none of the trainable parameters of params")
     return taken
 
 
-def initialize_masters(buffer: FlatBuffer, held: Mapping[int, HeldMaster]) -> None:
-    """Collective: fill the masters of a bucket, chunk by chunk.
+def initialize_masters(buffers: Sequence[FlatBuffer], held: Mapping[int, HeldMaster]) -> None:
+    """Fill the masters of all buckets, chunk by chunk. Collective.
 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
     """
-    own = buffer.own_views(buffer.masters)
-    for parameter, shard, master in zip(buffer.parameters, buffer.shards, own, strict=True):
-        earlier, source = held.get(id(parameter)), None
-        if earlier is None and buffer.rank == buffer.replica == 0:
-            source = initial_values(parameter)
-        for first in range(0, parameter.numel(), CHUNK):
-            size = min(CHUNK, parameter.numel() - first)
-            if earlier is None:
-                values = _initial_chunk(source, first, size, buffer)
-            else:
-                values = _held_chunk(earlier, first, size, buffer)
-            part = intersect(first, size, shard.start, shard.end)
-            if part.numel:
-                start = first + part.start - shard.start
-                master[start : start + part.numel] = values[part.start : part.end]
-        if hasattr(parameter, "clear_high_precision_init_val"):
-            parameter.clear_high_precision_init_val()
-        note_master(parameter)
+    for buffer in buffers:
+        own = buffer.own_views(buffer.masters)
+        for parameter, shard, master in zip(buffer.parameters, buffer.shards, own, strict=True):
+            earlier, source = held.get(id(parameter)), None
+            if earlier is None and buffer.rank == buffer.replica == 0:
+                source = initial_values(parameter)
+            for first in range(0, parameter.numel(), CHUNK):
+                size = min(CHUNK, parameter.numel() - first)
+                if earlier is None:
+                    values = _initial_chunk(source, first, size, buffer)
+                else:
+                    values = _held_chunk(earlier, first, size, buffer)
+                part = intersect(first, size, shard.start, shard.end)
+                if part.numel:
+                    start = first + part.start - shard.start
+                    master[start : start + part.numel] = values[part.start : part.end]
+            if hasattr(parameter, "clear_high_precision_init_val"):
+                parameter.clear_high_precision_init_val()
+            note_master(parameter)
 
 
 def _initial_chunk(source: torch.Tensor | None, first: int, size: int, buffer: FlatBuffer) -> torch.Tensor:

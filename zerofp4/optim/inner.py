@@ -1,15 +1,14 @@
 """The torch optimizers that update the masters: which class updates which masters, and what it must see."""
 
-import contextlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from zerofp4.engine import Updated
-from zerofp4.optim.param_groups import check_finite, options, parameter_name
+from zerofp4.optim.groups import are_unchanged, check_finite, copy_groups, options, parameter_name
 
 NOT_ELEMENTWISE = {
     "Adafactor": "its second moments are sums over rows and columns of a matrix: whole_matrices=True gives "
@@ -40,7 +39,7 @@ class InnerClass(NamedTuple):
         return torch.zeros((1, 1) if self.whole else 1, dtype=torch.float32, device=device)
 
 
-def group_classes(
+def inner_classes(
     param_groups: Sequence[dict], optimizer_class: type, whole_matrices: bool | None, defaults: dict
 ) -> list[InnerClass]:
     """The class of each group: its own entry `optimizer_class`, or the argument of that name.
@@ -89,38 +88,23 @@ def _inner_class(where: str, optimizer_class: Any, defaults: dict, whole: bool |
     return InnerClass(optimizer_class, defaults, bool(whole) or "Muon" in bases)
 
 
-def without_class(group: dict) -> dict:
-    """The group without an entry `optimizer_class`; the group itself if it has none."""
-    if "optimizer_class" not in group:
-        return group
-    return {key: value for key, value in group.items() if key != "optimizer_class"}
-
-
-def class_numbers(classes: Sequence[InnerClass]) -> list[int]:
-    """Number the classes of the groups in order of first appearance."""
-    numbers: dict[type, int] = {}
-    return [numbers.setdefault(inner.optimizer_class, len(numbers)) for inner in classes]
-
-
 def try_options(
     classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device
 ) -> list[torch.optim.Optimizer]:
-    """Build an optimizer of one element for each group, which raises for wrong options."""
-    return [
-        inner.optimizer_class([options(group) | {"params": [inner.trial(device)]}], **inner.defaults)
-        for inner, group in zip(classes, param_groups, strict=True)
-    ]
+    """Build an optimizer of one element for each group.
 
-
-def check_values(classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device) -> None:
-    """Raise what the constructors raise for options of groups that are out of range, and ValueError for a
-    NaN or Inf. torch itself checks defaults only, and not for these two.
+    Raises what the constructors raise for wrong options, and ValueError for a NaN or Inf. torch checks the
+    values of defaults only: those of a group are tried as defaults.
     """
     check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
+    tried = []
     for inner, group in zip(classes, param_groups, strict=True):
+        trial = {"params": [inner.trial(device)]}
+        tried.append(inner.optimizer_class([options(group) | trial], **inner.defaults))
         known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
         own = {key: value for key, value in group.items() if key in known}
-        inner.optimizer_class([inner.trial(device)], **(inner.defaults | own))
+        inner.optimizer_class([trial], **(inner.defaults | own))
+    return tried
 
 
 def how_updated(
@@ -132,7 +116,7 @@ def how_updated(
     whole matrices.
     """
     found = []
-    for g, (group, number) in enumerate(zip(param_groups, class_numbers(classes), strict=True)):
+    for g, (group, number) in enumerate(zip(param_groups, _numbers(classes), strict=True)):
         steps = tried[g].param_groups[0].get("ns_steps", 1)
         for i, p in enumerate(group["params"]):
             if not p.requires_grad:
@@ -147,6 +131,12 @@ def how_updated(
     return found
 
 
+def _numbers(classes: Sequence[InnerClass]) -> list[int]:
+    """Number the classes of the groups in order of first appearance."""
+    numbers: dict[type, int] = {}
+    return [numbers.setdefault(inner.optimizer_class, len(numbers)) for inner in classes]
+
+
 def _matrix_work(shape: Sequence[int], steps: Any) -> int:
     """Multiplications and additions of an update by Muon, `steps` iterations for each matrix. The cost of
     other classes is assumed to grow alike.
@@ -155,20 +145,6 @@ def _matrix_work(shape: Sequence[int], steps: Any) -> int:
     short, long = sorted((rows, columns))
     steps = steps if isinstance(steps, int) and steps > 0 else 1
     return math.prod(stack) * steps * (4 * short**2 * long + 2 * short**3)
-
-
-def check_amax_groups(numbers: Sequence[int], updated: Sequence[Updated], names: Sequence[str]) -> None:
-    """Raise ValueError for weights that share an amax but not their optimizer: they could not share a bucket.
-
-    numbers: by parameter, the number of its amax group.
-    """
-    first: dict[int, int] = {}
-    for i, number in enumerate(numbers):
-        j = first.setdefault(number, i)
-        if updated[i].by != updated[j].by:
-            raise ValueError(
-                f"amax_groups: {names[j]} and {names[i]} share an amax, but not their optimizer_class"
-            )
 
 
 class InnerOptimizers:
@@ -186,7 +162,7 @@ class InnerOptimizers:
         masters: Mapping[int, Sequence[torch.Tensor]],
     ):
         self._classes = list(classes)
-        self._numbers = class_numbers(classes)  # by parameter group, its optimizer's index in `all`
+        self._numbers = _numbers(classes)  # by parameter group, its optimizer's index in `all`
         self.all: tuple[torch.optim.Optimizer, ...] = ()
         for number in range(max(self._numbers) + 1):
             groups = [
@@ -195,7 +171,11 @@ class InnerOptimizers:
             ]
             inner = self._classes[self._numbers.index(number)]
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
-        self._noted = [options(group) for group in self.param_groups]  # as they were last copied
+        self._noted = list(map(options, self.param_groups))
+        """The options of these groups when they were last copied."""
+        self._copies: list[dict] = []
+        """Of the groups on both sides then, as copy_groups() makes them."""
+        self.pull_options(param_groups)
 
     def _of(self, number: int, by_group: Sequence) -> list:
         """Select the entries of one optimizer from a list by parameter group."""
@@ -213,7 +193,10 @@ class InnerOptimizers:
         Raises RuntimeError if somebody else, such as a scheduler over an inner optimizer, has changed an
         option there: this would undo the change.
         """
-        for g, (group, noted) in enumerate(zip(self.param_groups, self._noted, strict=True)):
+        inner_groups = self.param_groups
+        if are_unchanged([*param_groups, *inner_groups], self._copies):
+            return
+        for g, (group, noted) in enumerate(zip(inner_groups, self._noted, strict=True)):
             for key, value in noted.items():
                 if _differs(group.get(key), value):
                     raise RuntimeError(
@@ -221,16 +204,22 @@ class InnerOptimizers:
                         "which param_groups of the ZeroFP4Optimizer would undo: change these, and build "
                         "schedulers over the ZeroFP4Optimizer"
                     )
-        self._copy_options(param_groups, self.param_groups)
+        for group, inner_group in zip(param_groups, inner_groups, strict=True):
+            inner_group.update(options(group))
+        self._note(param_groups)
 
     def pull_options(self, param_groups: Sequence[dict]) -> None:
         """Copy the options of the optimizers to the parameter groups."""
-        self._copy_options(self.param_groups, param_groups)
+        inner_groups = self.param_groups
+        if are_unchanged([*param_groups, *inner_groups], self._copies):
+            return
+        for group, inner_group in zip(param_groups, inner_groups, strict=True):
+            group.update(options(inner_group))
+        self._note(param_groups)
 
-    def _copy_options(self, source: Sequence[dict], target: Sequence[dict]) -> None:
-        for group, other in zip(source, target, strict=True):
-            other.update(options(group))
-        self._noted = [options(group) for group in self.param_groups]
+    def _note(self, param_groups: Sequence[dict]) -> None:
+        self._noted = list(map(options, self.param_groups))
+        self._copies = copy_groups([*param_groups, *self.param_groups])
 
     # A step
 
@@ -247,10 +236,20 @@ class InnerOptimizers:
         return sum(flag.reshape(()) for flag in given) if given else None
 
     def step(self, **scalars: torch.Tensor | None) -> None:
-        """Step each optimizer. scalars: attributes that it has meanwhile, as in holding()."""
+        """Step each optimizer.
+
+        scalars: attributes that it has meanwhile, in place of a user's own; None is for no attribute.
+        """
         for optimizer in self.all:
-            with holding(optimizer, **scalars):
+            own = vars(optimizer)
+            before = {name: own.pop(name) for name in scalars if name in own}
+            own.update((name, scalar) for name, scalar in scalars.items() if scalar is not None)
+            try:
                 optimizer.step()
+            finally:
+                for name in scalars:
+                    own.pop(name, None)
+                own.update(before)
 
     # State
 
@@ -272,7 +271,7 @@ class InnerOptimizers:
 
         Raises what the optimizers raise for options that are out of range, and for their state.
         """
-        check_values(self._classes, param_groups, device)
+        try_options(self._classes, param_groups, device)
         for number, optimizer in enumerate(self.all):
             masters = [master for group in optimizer.param_groups for master in group["params"]]
             positions = {id(master): i for i, master in enumerate(masters)}
@@ -322,19 +321,3 @@ def give_gradients(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) 
     for master, gradient in masters:
         if master.grad is not gradient:
             master.grad = gradient
-
-
-@contextlib.contextmanager
-def holding(optimizer: torch.optim.Optimizer, **scalars: torch.Tensor | None) -> Iterator[None]:
-    """Give the optimizer these attributes for the duration of the block, in place of a user's own; None
-    is for no attribute.
-    """
-    own = vars(optimizer)
-    before = {name: own.pop(name) for name in scalars if name in own}
-    own.update((name, scalar) for name, scalar in scalars.items() if scalar is not None)
-    try:
-        yield
-    finally:
-        for name in scalars:
-            own.pop(name, None)
-        own.update(before)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofp4.distributed import CollectiveError, first_difference
-from zerofp4.optim.param_groups import options
+from zerofp4.optim.groups import options
 from zerofp4.optim.piece import Home, Piece, gathered
 from zerofp4.optim.seal import SealedTuple, digest
 from zerofp4.optim.state_dict import STARTED, StateTemplate, own_name, parameter_ids

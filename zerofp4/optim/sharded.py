@@ -1,21 +1,41 @@
-"""Parameters in flat buffers, this rank's pieces of their FP32 masters, and the plans that cast them."""
+"""Parameters in flat buffers, this rank's pieces of their FP32 masters, and the plans that cast them.
+
+What others do to these parameters between two steps is noticed here, too: whoever exchanges, moves, writes to
+or unfreezes one would go on without the masters.
+"""
 
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import GroupReference, OwnError
-from zerofp4.engine import FlatBuffer, LateGathers, Peers, Sharding, Updated, Wire, build_buffers
+from zerofp4.engine import (
+    FlatBuffer,
+    LateGathers,
+    Peers,
+    Sharding,
+    Updated,
+    Wire,
+    attributes,
+    build_buffers,
+    gradients_of,
+)
 from zerofp4.ops import Addresses
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.build import amax_group_numbers, kind_of
-from zerofp4.optim.initial import HeldMaster, initialize_masters
+from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.matrices import matrices_of
 from zerofp4.shard import Shard
-from zerofp4.storage import record_of
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.storage import find_freed, record_of
+from zerofp4.tensors import Holder, NVFP4Tensor
+
+_version, _layout, _device, _requires_grad = map(
+    attrgetter, ("_version", "layout", "device", "requires_grad")
+)
 
 _TAKEN_OVER = (
     "another ZeroFP4Optimizer was built over these parameters, which follow its masters now: go on with that "
@@ -27,8 +47,9 @@ class ShardedParameters:
     """The trainable parameters of an optimizer. Building it is collective, and moves them into flat buffers;
     the masters have no values until initialize_masters().
 
-    parameters, names: all trainable ones, and what messages call them.
-    shardings, updated: by parameter, over which ranks it is sharded and how its master is updated.
+    param_groups: of the optimizer.
+    names: what messages call the parameters, frozen ones too.
+    shardings, updated: by trainable parameter, over which ranks it is sharded and how its master is updated.
     amax_groups: lists of NVFP4 weights that share one amax.
     wire: how gradients are sent, which sizes the buckets.
     peers: the ranks that share the memory of weights; None where weights travel by collectives.
@@ -38,7 +59,7 @@ class ShardedParameters:
 
     def __init__(
         self,
-        parameters: Sequence[torch.Tensor],
+        param_groups: Sequence[dict],
         names: Sequence[str],
         *,
         shardings: Sequence[Sharding],
@@ -49,35 +70,44 @@ class ShardedParameters:
         as_made: bool,
         late: LateGathers | None,
     ):
-        self.parameters, self.names, self.updated = list(parameters), list(names), list(updated)
-        self.is_taken_over = False
-        """Whether a later optimizer has made the parameters views of its own buffers."""
+        self._members = [list(group["params"]) for group in param_groups]
+        pairs = list(zip((p for members in self._members for p in members), names, strict=True))
+        self.parameters = [p for p, _ in pairs if p.requires_grad]
+        self.names = [name for p, name in pairs if p.requires_grad]
+        self._frozen = [p for p, _ in pairs if not p.requires_grad]
+        self._frozen_names = [name for p, name in pairs if not p.requires_grad]
+        self.updated = list(updated)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         numbers = amax_group_numbers(self.parameters, amax_groups)
         order = as_made, late is not None and not as_made
         self.buffers = build_buffers(self.parameters, numbers, shardings, wire, self.updated, *order)
         self._late = late
-        self.masters: list[torch.Tensor | None] = [None] * len(self.parameters)
+        count = len(self.parameters)
+        self.masters: list[torch.Tensor | None] = [None] * count
         """By parameter, 1D float32, this rank's piece of its master; None where it owns nothing."""
-        shards: dict[int, Shard] = {}
+        self._shards: list[Shard] = [Shard(0, 0)] * count
+        self._groups: list[GroupReference] = [GroupReference(None)] * count
         for buffer in self.buffers:
             buffer.peers = peers
             buffer.allocate()
             buffer.take_values()
             self._bind(buffer)
-            shards |= zip(buffer.indices, buffer.shards, strict=True)
-            for index, master in zip(buffer.indices, buffer.own_views(buffer.masters), strict=True):
-                self.masters[index] = master
-        self._shards = [shards[i] for i in range(len(self.parameters))]
+            rows = zip(buffer.indices, buffer.shards, buffer.own_views(buffer.masters), strict=True)
+            for i, shard, master in rows:
+                self._shards[i], self.masters[i], self._groups[i] = shard, master, buffer.group
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         """By parameter, what an optimizer updates: nothing, the piece, or the matrices in it."""
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         """1 where the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters.
         """
         self.plans = [self._build_plan(buffer, amax_groups or ()) for buffer in self.buffers]
+        """By bucket, what casts its NVFP4 weights; None for other weights."""
+        self._casts = [plan for plan in self.plans if plan is not None]
         self._amaxes_from: Sequence[torch.optim.Optimizer] = ()
-        self._presence: Sequence[torch.Tensor | None] = [None] * len(self.parameters)
+        self._presence: Sequence[torch.Tensor | None] = [None] * count
+        self.holder = Holder(self.parameters)
         self._take_addresses()
+        self.accept_values()
 
     def _as_optimized(self, i: int, piece: torch.Tensor | None) -> list[torch.Tensor]:
         if piece is None:
@@ -98,10 +128,6 @@ class ShardedParameters:
     def optimized_gradients(self) -> list[list[torch.Tensor]]:
         """Of `optimized`: the same views in every step."""
         return [self._as_optimized(i, gradient) for i, gradient in enumerate(self.gradients)]
-
-    def has_gradients(self) -> bool:
-        """Whether there is memory for all averaged gradients by now."""
-        return all(buffer.has_gradients for buffer in self.buffers)
 
     def _build_plan(
         self, buffer: FlatBuffer, amax_groups: Sequence[Sequence[torch.Tensor]]
@@ -125,7 +151,86 @@ class ShardedParameters:
         if self._late is not None and buffer.kind == "nvfp4":
             self._late.watch(buffer)
 
-    # Addresses
+    # What others have done to the parameters
+
+    def read_gradients(self) -> list[torch.Tensor | None]:
+        """p.grad of all parameters.
+
+        Raises RuntimeError for one that cannot be read: sparse, on another device, or of freed memory.
+        """
+        gradients, device = gradients_of(self.parameters), self.buffers[0].device
+        present = [gradient for gradient in gradients if gradient is not None]
+        layouts, devices = set(map(_layout, present)), set(map(_device, present))
+        if layouts <= {torch.strided} and devices <= {device} and find_freed(present) is None:
+            return gradients
+        for name, gradient in zip(self.names, gradients, strict=True):
+            problem = None
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                problem = f"of layout {gradient.layout}: gradients must be dense"
+            elif gradient.device != device:
+                problem = f"on {gradient.device}, and its master is on {device}"
+            elif find_freed([gradient]) is not None:
+                problem = "whose storage was freed in place (resize_)"
+            if problem is not None:
+                raise RuntimeError(f"{name} has a gradient {problem}")
+        return gradients
+
+    def check_unchanged(self, param_groups: Sequence[dict]) -> None:
+        """Raise RuntimeError for parameters that others than the optimizer exchanged, moved, wrote to or
+        unfroze.
+        """
+        self.check_groups(param_groups)
+        OwnError(self.find_moved()).raise_if_any()
+        replaced = self.holder.find_replaced()
+        if replaced is not None:
+            name = next(name for p, name in zip(self.parameters, self.names, strict=True) if p is replaced)
+            raise RuntimeError(
+                f"{name} was replaced in its module since the optimizer was built (by an assignment, or "
+                "load_state_dict(assign=True)), and would be trained in vain: build a new optimizer from the "
+                "model's present parameters"
+            )
+        written = self.written()
+        if written:
+            raise RuntimeError(
+                f"{self.names[written[0]]} was written to since the last step, which its FP32 master would "
+                "undo: load a model before its optimizer is built, or before the optimizer's "
+                "load_state_dict(); wrap it in DistributedDataParallel, which writes rank 0's values, before "
+                "that or with init_sync=False"
+            )
+        if any(attributes(_requires_grad, self._frozen)):
+            name = next(n for p, n in zip(self._frozen, self._frozen_names, strict=True) if p.requires_grad)
+            raise RuntimeError(
+                f"{name} was frozen when the optimizer was built and has no master: build a new optimizer, "
+                "with masters_from=this one, or have it load_state_dict() this one's state_dict(), moments "
+                "and all"
+            )
+
+    def check_groups(self, param_groups: Sequence[dict]) -> None:
+        """Raise RuntimeError unless these are the parameters that the optimizer was built with."""
+        if len(param_groups) != len(self._members):
+            raise RuntimeError(
+                f"param_groups: there were {len(self._members)} groups, now there are {len(param_groups)}"
+            )
+        for g, (group, members) in enumerate(zip(param_groups, self._members, strict=True)):
+            params = group["params"]
+            if len(params) != len(members) or not all(map(operator.is_, params, members)):
+                raise RuntimeError(
+                    f"param_groups[{g}]['params'] is not the list that the optimizer was built with: masters "
+                    "and weights lie in flat buffers, so build a new optimizer to change it"
+                )
+
+    def accept_values(self) -> None:
+        """Take the present values of the weights for the optimizer's own."""
+        self._versions = attributes(_version, self.parameters)
+
+    def written(self) -> list[int]:
+        """Which parameters others than the optimizer wrote to since its last step."""
+        versions = attributes(_version, self.parameters)
+        if versions == self._versions:
+            return []
+        return [i for i, version in enumerate(versions) if version != self._versions[i]]
 
     def _take_addresses(self) -> None:
         named = list(zip(self.names, self.parameters, strict=True))
@@ -140,21 +245,18 @@ class ShardedParameters:
         It looks at every address, since an assignment to .data leaves no mark, and is the only look of a
         step.
         """
-        if self.is_taken_over:
+        if self.holder.is_taken_over:
             return RuntimeError(_TAKEN_OVER)
         error = self._dense_addresses.find_moved()
-        for plan in self._present_plans() if error is None else ():
+        for plan in self._casts if error is None else ():
             error = plan.find_moved()
-            if error is not None:  # the plan knows a weight by its place in the bucket, not by its name
+            if error is not None:  # the plan knows a weight by its position in the bucket, not by its name
                 return self._packed_addresses.find_moved() or error
         return error
 
     def check_not_taken_over(self) -> None:
-        if self.is_taken_over:
+        if self.holder.is_taken_over:
             raise RuntimeError(_TAKEN_OVER)
-
-    def _present_plans(self) -> list[CastPlan]:
-        return [plan for plan in self.plans if plan is not None]
 
     def check_can_refresh(self) -> None:
         """Raise what refresh() raises."""
@@ -176,23 +278,16 @@ class ShardedParameters:
         self.settle()
         for buffer in self.buffers:
             self._bind(buffer)
-        for plan in self._present_plans():
+        for plan in self._casts:
             plan.refresh()
         self.take_amaxes_from(self._amaxes_from)
         self._take_addresses()
 
     # Masters
 
-    def initialize_masters(self, held: Mapping[int, HeldMaster]) -> None:
-        """Give all masters rank 0's values of their parameters, or what an earlier optimizer held.
-        Collective.
-        """
-        for buffer in self.buffers:
-            initialize_masters(buffer, held)
-
     def held_master(self, i: int) -> HeldMaster:
         """This rank's piece of the master of parameters[i]."""
-        return HeldMaster(self.masters[i], self._shards[i])
+        return HeldMaster(self.masters[i], self._shards[i], self._groups[i])
 
     def held_masters(self) -> dict[int, HeldMaster]:
         """This rank's pieces of the masters, by the identity of the parameter."""
@@ -200,8 +295,7 @@ class ShardedParameters:
 
     def groups(self) -> list[GroupReference]:
         """By parameter, the ranks that it is sharded over."""
-        found = {i: buffer.group for buffer in self.buffers for i in buffer.indices}
-        return [found[i] for i in range(len(self.parameters))]
+        return self._groups
 
     def shards(self) -> list[Shard]:
         """By parameter, what this rank owns."""
@@ -248,13 +342,10 @@ class ShardedParameters:
                 )
 
     def drop_outdated_amaxes(self) -> None:
-        """Where others have written to masters since their update, plans must not use the amaxes that it
-        left.
-        """
-        left = (one for one in self._amaxes_from if isinstance(one, FusedAdamW))
-        if any(one.amaxes_outdated() for one in left):
-            for plan in self._present_plans():
-                plan.begin_update()  # takes them back
+        """Have plans compute the amaxes of masters that others have written to since their update."""
+        if any(isinstance(one, FusedAdamW) and one.amaxes_outdated() for one in self._amaxes_from):
+            for plan in self._casts:
+                plan.begin_update()  # takes back the amaxes that the update left
 
     # Gathers that go on behind a step
 
@@ -268,5 +359,5 @@ class ShardedParameters:
         if self._late is not None:
             self._late.synchronize()
         OwnError(self.find_moved()).raise_if_any()
-        for plan in self._present_plans():
+        for plan in self._casts:
             plan.check()

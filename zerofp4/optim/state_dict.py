@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zerofp4.optim.groups import options
 from zerofp4.optim.initial import HeldMaster
 from zerofp4.optim.inner import InnerClass
-from zerofp4.optim.param_groups import options
 from zerofp4.optim.piece import Home, Piece, make_piece
 
 # Names and numbers

@@ -44,20 +44,19 @@ from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Outcome, Rounds
-from zerofp4.optim.arguments import Arguments, Checked, check_arguments
 from zerofp4.optim.build import (
     Announcement,
+    Checked,
     check_announcements,
-    check_transport,
     find_slots,
     overlaps_backward,
     overlaps_forward,
 )
 from zerofp4.optim.checkpoint import SavedState
 from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
-from zerofp4.optim.groups import with_references
-from zerofp4.optim.initial import HandedMaster, broadcast_frozen
-from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks, without_class
+from zerofp4.optim.groups import check_finite, with_references
+from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
+from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
 from zerofp4.optim.load import (
     check_same_steps,
     find_saves,
@@ -66,10 +65,8 @@ from zerofp4.optim.load import (
     warn_of_options,
 )
 from zerofp4.optim.names import find_saved_names
-from zerofp4.optim.param_groups import check_finite
 from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.watch import ParameterWatch
 from zerofp4.tensors import had_master
 
 
@@ -149,22 +146,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         """All ranks that step together."""
-        arguments = Arguments(
-            optimizer_class=optimizer_class,
-            defaults=defaults,
-            amax_groups=amax_groups,
-            transport=transport,
-            hosts=hosts,
-            gradient_dtype=gradient_dtype,
-            gradient_wire=gradient_wire,
-            overlap=overlap,
-            accumulate=accumulate,
-            bucket_mb=bucket_mb,
-            whole_matrices=whole_matrices,
-            masters_from=masters_from,
-            on_nonfinite=on_nonfinite,
-        )
-        checked, error = attempt(self._check, params, arguments, group)
+        arguments = {
+            "optimizer_class": optimizer_class,
+            "defaults": defaults,
+            "amax_groups": amax_groups,
+            "transport": transport,
+            "hosts": hosts,
+            "gradient_dtype": gradient_dtype,
+            "gradient_wire": gradient_wire,
+            "overlap": overlap,
+            "accumulate": accumulate,
+            "bucket_mb": bucket_mb,
+            "whole_matrices": whole_matrices,
+            "masters_from": masters_from,
+            "on_nonfinite": on_nonfinite,
+        }
+        checked, error = attempt(self._check, params, group, arguments)
         announcement = None if checked is None else checked.announcement
         told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*told, strict=True)
@@ -173,21 +170,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if masters_from is not None and masters_from._schedule is not None:
             masters_from._schedule.stop()
         with torch.no_grad():
-            self._make(arguments, checked, announced, token, group)
+            self._make(checked, announced, token, group)
         self._built = True
 
-    def _check(self, params: Any, arguments: Arguments, group: dist.ProcessGroup | None) -> Checked:
+    def _check(self, params: Any, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> Checked:
         """What this rank can check alone; the parameters stay as they are."""
         super().__init__(params, {})
-        checked = check_arguments(self.param_groups, arguments, group)
-        # A class in a group would be an option, which checkpoints have and ranks compare.
-        self.param_groups = [without_class(param_group) for param_group in self.param_groups]
-        self.defaults = checked.defaults
+        checked = Checked(self.param_groups, group, **arguments)
+        self.param_groups, self.defaults = checked.param_groups, checked.defaults
         return checked
 
     def _make(
         self,
-        arguments: Arguments,
         checked: Checked,
         announced: Sequence[Announcement],
         token: str,
@@ -198,24 +192,21 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._parameters, self._names = checked.parameters, checked.names
         """All parameters, frozen ones too."""
         device = self._parameters[0].device
-        transport, why = check_transport(arguments.transport, announced)
-        if transport == "auto" and arguments.accumulate == "sharded":
-            transport, why = "collective", "accumulate='sharded' adds up every backward pass"
         self._hosts = checked.hosts
         if self._hosts is None:
-            self._peers, obstacle = join_peers(transport, group, device)
+            self._peers, obstacle = join_peers(checked.transport, group, device)
         else:
             self._peers, obstacle = join_host(self._hosts, group, device), "hosts share no memory"
-        self._why_collective = obstacle if self.world_size == 1 else why or obstacle
-        set_gradient_dtype(arguments.gradient_dtype, checked.trainable)
+        self._why_collective = obstacle if self.world_size == 1 else checked.why_collective or obstacle
+        set_gradient_dtype(checked.gradient_dtype, checked.trainable)
         self._wire = checked.wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
         late = LateGathers(device) if overlaps_forward(self._overlap) else None
         self._shards = ShardedParameters(
-            checked.trainable,
-            checked.trainable_names,
+            self.param_groups,
+            self._names,
             shardings=checked.shardings,
             updated=checked.updated,
-            amax_groups=arguments.amax_groups,
+            amax_groups=checked.amax_groups,
             wire=self._wire,
             peers=self._peers if self._hosts is None else None,
             as_made=overlaps_backward(self._overlap),
@@ -223,7 +214,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         )
         pairs = zip(checked.trainable, checked.trainable_names, strict=True)
         lost = [name for p, name in pairs if id(p) not in checked.held and had_master(p)]
-        self._shards.initialize_masters(checked.held)
+        initialize_masters(self._shards.buffers, checked.held)
         for param_group, place in zip(self.param_groups, checked.places, strict=True):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
@@ -235,7 +226,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agreement = Agreement(slots, device, group)
         presence = [self._agreement.presence(i) for i in range(len(checked.trainable))]
         self._shards.take_amaxes_from(self.inners.all, presence)
-        self.inners.pull_options(self.param_groups)
         me = weakref.ref(self)  # neither checkpoints nor hooks of parameters keep an optimizer alive
         self._saved = SavedState(
             param_groups=lambda: me().param_groups,
@@ -267,7 +257,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         self._weights_follow = True
         """False from load_state_dict to the next step: weights written meanwhile yield to the masters."""
-        self._watch = ParameterWatch(self.param_groups, self._names, self._shards)
         self._publish()
         self._shards.settle()
         if lost:
@@ -303,7 +292,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             early=early,
             adds=adds,
             word_of=lambda gradients: me()._nonfinite.word(list(gradients.values()), list(gradients)),
-            is_reduced=lambda: me()._reduced is not None or me()._shards.is_taken_over,
+            is_reduced=lambda: me()._reduced is not None or me()._shards.holder.is_taken_over,
         )
 
     # A step
@@ -473,7 +462,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._schedule.close()
         gradients = self._collect_gradients()
         word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
-        self._watch.check(self.param_groups)
+        self._shards.check_unchanged(self.param_groups)
         check_finite(self.param_groups)
         if not averages and self._reduced.changed(gradients):
             raise RuntimeError(
@@ -489,7 +478,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _prepare_clip(self, max_norm: float, norm_type: float) -> _Ready:
         """The same for clip_grad_norm_."""
         gradients = self._collect_gradients()
-        self._watch.check(self.param_groups)
+        self._shards.check_unchanged(self.param_groups)
         if self._reduced is not None and self._reduced.written():
             raise RuntimeError(
                 "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
@@ -513,11 +502,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
         try:
-            gradients = self._watch.gradients()
+            gradients = self._shards.read_gradients()
             for b in range(len(self._shards.buffers)):
                 self._transport.check(b, gradients, self._shards.names)
         except Exception:
-            self._watch.check(self.param_groups)  # whose error comes first, for it may be the reason
+            self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
         return gradients if self._schedule is None else self._schedule.merged(gradients)
 
@@ -715,7 +704,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._step.run(update, gradients, error)
         finally:
             del error  # see OwnError
-            self._watch.accept_values()
+            self._shards.accept_values()
 
     # Behind an error
 
@@ -787,11 +776,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
         try:
-            self._watch.check_groups(self.param_groups)
+            self._shards.check_groups(self.param_groups)
             self._shards.check_can_refresh()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
-            loaded = self._saved.read(state_dict, self._watch.written(), moved)
+            loaded = self._saved.read(state_dict, self._shards.written(), moved)
             steps = int(state_dict.get("steps", 0))
             saves = find_saves(state_dict, self._saved.save_id)
         except Exception as failure:  # whatever it is, every rank raises it
@@ -938,8 +927,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         return self._nonfinite.first_name
 
-    def _handed_masters(self) -> dict[int, HandedMaster]:
-        """What this optimizer hands to one that is built with it as masters_from, by id(parameter).
+    def _handed_masters(self) -> tuple[dict[int, HeldMaster], set[int]]:
+        """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
+        ids of parameters that somebody has written to since the last step.
 
         Raises ValueError where it has no masters to hand over, or gradients that would be lost.
         """
@@ -950,11 +940,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "masters_from holds gradients of backward passes that no step has used, which would be lost: "
                 "call its step() or zero_grad() first"
             )
-        shards, written = self._shards, set(self._watch.written())
-        return {
-            id(p): HandedMaster(shards.held_master(i), group, i in written)
-            for i, (p, group) in enumerate(zip(shards.parameters, shards.groups(), strict=True))
-        }
+        shards = self._shards
+        return shards.held_masters(), {id(shards.parameters[i]) for i in shards.written()}
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""

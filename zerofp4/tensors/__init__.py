@@ -3,7 +3,7 @@
 from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.gradient_places import GradientPlace, gradient_place
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
-from zerofp4.tensors.held import check_not_held, find_in_no_module, register_holder
+from zerofp4.tensors.held import Holder, check_not_held
 from zerofp4.tensors.initial_value import INIT_VAL, had_master, note_master
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
@@ -17,6 +17,7 @@ __all__ = [
     "INIT_VAL",
     "GradientPlace",
     "GroupedNVFP4Tensor",
+    "Holder",
     "MXFP8Tensor",
     "NVFP4Tensor",
     "QuantizedTensor",
@@ -26,7 +27,6 @@ __all__ = [
     "dequantize_many",
     "derived_side",
     "empty",
-    "find_in_no_module",
     "gradient_place",
     "had_master",
     "note_master",
@@ -35,7 +35,6 @@ __all__ = [
     "quantize_grouped",
     "quantize_mxfp8",
     "register_handler",
-    "register_holder",
     "swizzle_scales",
     "unswizzle_scales",
 ]

@@ -10,21 +10,20 @@ from zerofp4.storage import check_memory, record_of
 from zerofp4.tensors import transfer
 from zerofp4.tensors.initial_value import is_kept_by, replace_initial_value, take_initial_value
 
-_SHARDS, _DISTRIBUTES = "torch.distributed.fsdp", "torch.distributed.tensor"
-"""Modules that make plain parameters of pieces of a parameter's values."""
-_READS = "torch.distributed._shard"
-"""Where torch.distributed.checkpoint takes the part of a tensor that a chunk of a checkpoint is read into."""
+_REFUSED = {
+    "torch.distributed.fsdp": "FSDP cannot shard quantized weights ({}): it would train dequantized copies "
+    "of them: call zerofp4.integrations.fsdp2.prepare(model) in place of convert_model and before "
+    "fully_shard, or let ZeroFP4Optimizer shard the masters",
+    "torch.distributed.tensor": "DTensor and tensor parallelism are not supported for quantized weights "
+    "({}): they would hold dequantized copies of them",
+    "torch.distributed._shard": "torch.distributed.checkpoint cannot read a weight that was saved in pieces "
+    "into a quantized one ({}): load the model before convert_model, or call "
+    "zerofp4.plain_state_dict(model) first",
+}
+"""By torch's modules that would go on with dequantized copies in silence: what they are told."""
 
 _AVERAGES = "torch.optim.swa_utils"
-"""Its AveragedModel copies averages into a copy of the model."""
-_WAYS = {
-    _AVERAGES: "use zerofp4.optim.AveragedMasters(optimizer, decay), which averages FP32 masters",
-    "torch.optim": "use zerofp4.optim.ZeroFP4Optimizer(params, optimizer_class, ...), in which torch.optim "
-    "updates FP32 masters",
-    "peft": "call zerofp4.unconvert_model(model) before weights are merged",
-}
-"""What to do in place of writing to a quantized tensor, by the modules that do."""
-_OTHER_WAY = "compute the new values in a plain tensor and copy_ that, which requantizes"
+"""Its AveragedModel copies averages into a copy of the model, which would requantize them each time."""
 
 _BETWEEN = ("zerofp4.tensors.", "torch._", "torch.utils.", "torch.distributed.distributed_c10d")
 _BETWEEN += ("torch.distributed.c10d_logger",)
@@ -40,7 +39,7 @@ def dispatch(func, args: tuple, kwargs: dict):
     handler = HANDLERS.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
-    _refuse_to_be_cut(func)
+    _refuse_copies(func)
     if func.namespace == "c10d":
         result = transfer.collective(func, args, kwargs)
         if result is not None:
@@ -60,30 +59,23 @@ def _refuse_writes(func, args: tuple, kwargs: dict) -> None:
 
 
 def writes(tensor) -> str:
-    module = _who_asks()
-    way = next((way for name, way in _WAYS.items() if f"{module}.".startswith(f"{name}.")), _OTHER_WAY)
-    return f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: {way}"
+    return (
+        f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: compute the new "
+        "values in a plain tensor and copy_ that, which requantizes. To train, use "
+        "zerofp4.optim.ZeroFP4Optimizer, which updates FP32 masters; for averages of weights, use "
+        "zerofp4.optim.AveragedMasters; call zerofp4.unconvert_model(model) before adapters are merged (peft)"
+    )
 
 
-def _refuse_to_be_cut(func) -> None:
-    """torch gives a tensor no other way to know that FSDP or DTensor make plain parameters of its values."""
+def _refuse_copies(func) -> None:
+    """Raise NotImplementedError where the caller would make plain parameters of the tensor's values.
+
+    torch gives a tensor no other way to know than the caller's frame.
+    """
     module = _who_asks()
-    if module.startswith(_SHARDS):
-        raise NotImplementedError(
-            f"FSDP cannot shard quantized weights ({func}): it would train dequantized copies of them: "
-            "call zerofp4.integrations.fsdp2.prepare(model) in place of convert_model and before "
-            "fully_shard, or let ZeroFP4Optimizer shard the masters"
-        )
-    if module.startswith(_READS):
-        raise NotImplementedError(
-            "torch.distributed.checkpoint cannot read a weight that was saved in pieces into a quantized one "
-            f"({func}): load the model before convert_model, or call zerofp4.plain_state_dict(model) first"
-        )
-    if module.startswith(_DISTRIBUTES):
-        raise NotImplementedError(
-            f"DTensor and tensor parallelism are not supported for quantized weights ({func}): they would "
-            "hold dequantized copies of them"
-        )
+    for name, message in _REFUSED.items():
+        if module.startswith(name):
+            raise NotImplementedError(message.format(func))
 
 
 def _who_asks() -> str:
@@ -114,8 +106,8 @@ def _share(tensor):
 
 def _detach(tensor):
     """distribute_tensor begins with it; what FSDP detaches it only looks at."""
-    if _who_asks().startswith(_DISTRIBUTES):
-        _refuse_to_be_cut(torch.ops.aten.detach.default)
+    if _who_asks().startswith("torch.distributed.tensor"):
+        _refuse_copies(_aten.detach.default)
     return _share(tensor)
 
 
@@ -123,7 +115,7 @@ def _as_strided(tensor, size, stride, storage_offset=None):
     """All of it as it is, as FSDP2 takes what it has gathered, is the tensor."""
     if (tuple(size), tuple(stride), storage_offset or 0) == (tuple(tensor.shape), tensor.stride(), 0):
         return _share(tensor)
-    _refuse_to_be_cut(_aten.as_strided.default)
+    _refuse_copies(_aten.as_strided.default)
     return plain(tensor).as_strided(size, stride, storage_offset)
 
 

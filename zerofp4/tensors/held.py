@@ -1,51 +1,54 @@
-"""Parameters that optimizers hold: what becomes of a model whose parameters are replaced under them, or their
-gradients clipped behind their back.
-"""
+"""Parameters that optimizers hold: what becomes of a model whose parameters are replaced under them."""
 
 import gc
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
-class Holder(Protocol):
-    """An optimizer that goes on training the parameter objects that it was built with."""
+class Holder:
+    """Parameters that an optimizer trains, and whether a model still has them, and this optimizer alone.
 
-    world_size: int
-    """Of the ranks that it averages gradients over."""
+    parameters: of the optimizer, which keeps them alive. Earlier holders of any of them are taken over.
+    """
 
-    def holds(self, parameter: torch.Tensor) -> bool: ...
+    def __init__(self, parameters: Iterable[torch.Tensor]):
+        self._ids = set(map(id, parameters))
+        self._replaced: list[torch.Tensor] = []
+        """Those that a module has given up since the last find_replaced()."""
+        self.is_taken_over = False
+        """Whether another optimizer was built over any of the parameters."""
+        if not _hook:
+            _hook.append(register_module_parameter_registration_hook(_note_replaced))
+        for earlier in list(_holders):
+            earlier.is_taken_over |= not self._ids.isdisjoint(earlier._ids)
+        _holders.add(self)
 
-    def note_replaced(self, parameter: torch.Tensor) -> None:
-        """A module has given up a parameter that holds() is true for; another may still have it."""
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._ids
 
-    def note_taken_over(self) -> None:
-        """Another holder has taken a parameter that holds() is true for."""
+    def find_replaced(self) -> torch.Tensor | None:
+        """A parameter that was replaced in its module and is in no other. Looks at every object of the
+        interpreter once a module has given up one.
+        """
+        if not self._replaced:
+            return None
+        modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+        present = {id(p) for module in modules for p in vars(module).get("_parameters", {}).values()}
+        found = next((p for p in self._replaced if id(p) not in present), None)
+        if found is None:
+            self._replaced.clear()
+        return found
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-_warned: weakref.WeakSet[Holder] = weakref.WeakSet()
 _hook: list[Any] = []
 """The handle of _note_replaced, once there is a holder."""
-
-
-def register_holder(holder: Holder, parameters: Iterable[torch.Tensor]) -> None:
-    """From now on, and for as long as it lives, the holder hears of its parameters being replaced, or taken
-    over by another. parameters: those that it holds, and that others held before.
-    """
-    if not _hook:
-        _hook.append(register_module_parameter_registration_hook(_note_replaced))
-    parameters = list(parameters)
-    for earlier in list(_holders):
-        if any(map(earlier.holds, parameters)):
-            earlier.note_taken_over()
-    _holders.add(holder)
 
 
 def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
@@ -54,19 +57,17 @@ def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> Non
     if old is not None and old is not parameter:
         for holder in list(_holders):
             if holder.holds(old):
-                holder.note_replaced(old)
+                holder._replaced.append(old)
 
 
 def check_not_held(named: Sequence[tuple[str, torch.Tensor]], apart_from: Sequence[object] = ()) -> None:
-    """Raises RuntimeError for the first of these parameters, which are to be replaced, that an optimizer or
-    DistributedDataParallel holds, other than `apart_from`. Each parameter must be in a module. Where anything
-    else refers to one of them, looks at every object that the collector tracks (none that gc.freeze() put
-    away).
+    """Raise RuntimeError for the first of these parameters, which are to be replaced, that an optimizer or
+    DistributedDataParallel holds, other than `apart_from`. Each parameter must be in a module.
+
+    Where anything else refers to one of them, looks at every object that the collector tracks (none that
+    gc.freeze() put away).
     """
-    if not _has_other_references(named):
-        return
-    found = _find_held(named, apart_from)
-    if found is None:
+    if not _has_other_references(named) or _find_held(named, apart_from) is None:
         return
     gc.collect()  # what was deleted may be in a cycle
     found = _find_held(named, apart_from)
@@ -93,15 +94,15 @@ def _find_held(
     named: Sequence[tuple[str, torch.Tensor]], apart_from: Sequence[object]
 ) -> tuple[str, str] | None:
     """The name of one that is held, and what holds it."""
-    owner_of: dict[int, str] = {}
     tracked = gc.get_objects()
     kinds = {kind for kind in set(map(type, tracked)) if issubclass(kind, _OWNERS)}  # of 10**5 objects, in C
     owners = [o for o in tracked if type(o) in kinds] if kinds else []
+    owner_of: dict[int, str] = {}
     for owner in (o for o in owners if not any(o is one for one in apart_from)):
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _optimized(owner)
         owner_of |= {id(p): type(owner).__name__ for p in parameters if p.requires_grad}
+    holders = [holder for holder in list(_holders) if not any(holder is one for one in apart_from)]
     for name, parameter in named:
-        holders = [holder for holder in list(_holders) if not any(holder is one for one in apart_from)]
         trained = any(holder.holds(parameter) for holder in holders)  # also one that was frozen since
         owner = "ZeroFP4Optimizer" if trained else owner_of.get(id(parameter))
         if owner is not None:
@@ -115,43 +116,3 @@ def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 _OWNERS = (torch.optim.Optimizer, nn.parallel.DistributedDataParallel)
 """What keeps the very parameters that it was built with."""
-
-_CLIP = nn.utils.clip_grad.__file__
-
-
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """parameter.grad, of a quantized tensor as __torch_function__ sees it.
-
-    Where it is torch.nn.utils.clip_grad_norm_ that reads it and several ranks average such gradients: warns,
-    once for each optimizer. Nothing later could: the gradients look as those that a GradScaler has unscaled.
-    """
-    if _holders and not torch.compiler.is_compiling():
-        frame, level = sys._getframe(2), 4  # as warn() below counts
-        if frame.f_code.co_name == "<listcomp>":
-            frame, level = frame.f_back, level + 1
-        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_code.co_filename == _CLIP:
-            while frame is not None and frame.f_code.co_filename == _CLIP:
-                frame, level = frame.f_back, level + 1
-            _warn_of_local_norm(parameter, level)
-    return parameter.grad
-
-
-def _warn_of_local_norm(parameter: torch.Tensor, level: int) -> None:
-    for holder in list(_holders):
-        if holder.world_size > 1 and holder not in _warned and holder.holds(parameter):
-            _warned.add(holder)
-            warnings.warn(
-                "torch.nn.utils.clip_grad_norm_ clips this rank's gradients by the norm of these alone, "
-                f"before ZeroFP4Optimizer averages them over {holder.world_size} ranks: call the optimizer's "
-                "clip_grad_norm_ (unless something else, such as DDP, has averaged them)",
-                stacklevel=level,
-            )
-
-
-def find_in_no_module(parameters: list[torch.Tensor]) -> int | None:
-    """The position of the first parameter that no living module has, or None. Looks at every object of the
-    interpreter.
-    """
-    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-    held = {id(p) for module in modules for p in vars(module).get("_parameters", {}).values()}
-    return next((i for i, parameter in enumerate(parameters) if id(parameter) not in held), None)
