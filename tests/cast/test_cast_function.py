@@ -235,7 +235,7 @@ def test_a_bad_shard_buffer_is_refused_although_the_last_call_was_good(change, e
 
 
 def test_a_call_after_one_that_could_not_take_addresses_uses_its_own_masters(device, monkeypatch):
-    """The failed call has left the plan with the addresses of its own masters, and others of the last call."""
+    """The plan has been left with some of the addresses of the failed call."""
     weights, masters, starts = make(device)
     cast(weights, masters, starts)
     others = [torch.randn_like(master) for master in masters]
