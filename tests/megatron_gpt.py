@@ -5,10 +5,11 @@ Import it inside `with OnCpu():` where there is no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -215,7 +216,7 @@ def _whole(optimizer, of_master: Callable) -> dict[torch.nn.Parameter, torch.Ten
         if param in own:
             at = optimizer._get_model_param_range_map(param)["param"]
             whole[at.start : at.end] = of_master(own[param])
-        dist.all_reduce(whole, group=group)
+        dist.all_reduce(whole.view(torch.int32), group=group)  # as floats 0.0 + -0.0 would lose a sign
         found[param] = whole.view(param.shape)
     return found
 
@@ -277,19 +278,37 @@ def save(trained: Trained, folder: Path) -> None:
     dist.barrier()
 
 
-def load(trained: Trained, folder: Path, *, weights: bool = True) -> None:
-    """As Megatron does: the model, unless only the masters are wanted, then its optimizer. Collective."""
-    for optimizer in trained.optimizers():  # else torch's Adam has no step count yet, which Megatron asks for
+@contextlib.contextmanager
+def with_state(trained: Trained) -> Iterator[None]:
+    """Lets Megatron load into the state of torch's Adam: it does not make that before the first step, and its
+    step count is a tensor, which Megatron keeps elsewhere and asks for all the same.
+    """
+    for optimizer in trained.optimizers():
         optimizer._init_optimizer_states_with_dummy_values()
-    state = dist_checkpointing.load(_sharded(trained, is_loading=True), str(folder))
-    if weights:
-        trained.model.module.load_state_dict(state["model"])
     original = DistributedOptimizer._set_main_param_and_optimizer_states
-    # The step count of torch's Adam is a tensor, which Megatron keeps elsewhere and asks for here.
-    patched = mock.patch.object(
+    with mock.patch.object(
         DistributedOptimizer,
         original.__name__,
         lambda self, param, tensors: original(self, param, {"step": None, **tensors}),
-    )
-    with patched:
+    ):
+        yield
+
+
+def load(trained: Trained, folder: Path, *, weights: bool = True) -> None:
+    """As Megatron does: the model, unless only the masters are wanted, then its optimizer. Collective."""
+    with with_state(trained):
+        state = dist_checkpointing.load(_sharded(trained, is_loading=True), str(folder))
+        if weights:
+            trained.model.module.load_state_dict(state["model"])
         trained.optimizer.load_state_dict(state["optimizer"])
+
+
+def save_masters(trained: Trained, path: Path) -> None:
+    """The masters and state that this rank's peers have, in a file of the first of them. Collective."""
+    trained.optimizer.save_parameter_state(str(path))
+    dist.barrier()
+
+
+def load_masters(trained: Trained, path: Path) -> None:
+    with with_state(trained):
+        trained.optimizer.load_parameter_state(str(path))

@@ -4,6 +4,7 @@ travels for it.
 
 from __future__ import annotations
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -176,6 +177,22 @@ def test_all_ranks_may_change_shards_and_options(world, wire):
     cast_and_gather(model)
     model.check()
     assert len(model.plans) == len(model.weights[0].record.attachments["gather_plans"]) == 1
+
+
+@on_ranks(2)
+def test_plans_of_a_group_that_was_destroyed_are_dropped(world):
+    """With what they hold, at the next call with these weights."""
+    model, group = Model(world, "even"), dist.new_group()
+    flag = torch.zeros(1, device=world.device)
+    model.cast(group=group, found_inf=flag)
+    held = weakref.ref(flag)
+    del flag
+    assert held() is not None
+    dist.destroy_process_group(group)
+    del group
+    cast_and_gather(model)
+    model.check()
+    assert held() is None
 
 
 # The reduced vector on its way: bfloat16 of a plan of bfloat16 weights, and not a bit is lost

@@ -8,11 +8,13 @@ import json
 import shutil
 import tempfile
 import types
+import weakref
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from helpers import assert_bytes_equal
 from megatron_wheel import megatron_groups, why_no_megatron
 
 from distributed.run import on_ranks
@@ -130,6 +132,20 @@ def test_100_steps_are_those_of_zerofp4_optimizer_with_the_same_gradients(world)
 
 
 @on_ranks(2, time_limit=LIMIT)
+def test_the_first_step_frees_initial_values(world):
+    """Megatron does so for weights that this rank owns a part of, and has asked for the values of the others
+    for nothing.
+    """
+    with megatron_groups() as gpt:
+        trained = gpt.build()
+        values = (weight.get_high_precision_init_val() for weight in trained.weights().values())
+        held = [weakref.ref(value) for value in values if value is not None]
+        assert held
+        gpt.step(trained, 0)
+        assert not any(value() is not None for value in held)
+
+
+@on_ranks(2, time_limit=LIMIT)
 def test_masters_that_are_not_finite_are_raised_in_the_next_step_on_every_rank(world):
     with megatron_groups() as gpt:
         trained = gpt.build()
@@ -142,6 +158,11 @@ def test_masters_that_are_not_finite_are_raised_in_the_next_step_on_every_rank(w
         assert weight.rowwise_data.equal(before)
         with pytest.raises(FloatingPointError, match="NaN or Inf in the step before this one"):
             gpt.step(trained, 2)
+        if getattr(weight, "main_param", None) is not None:
+            weight.main_param[-1] = 0.0
+        for index in (3, 4):  # it was told once
+            gpt.step(trained, index)
+            assert gpt.wrong_bytes(trained) == 0
 
 
 @on_ranks(2, time_limit=LIMIT)
@@ -232,6 +253,48 @@ def test_checkpoints_of_other_ranks_and_of_bf16(world):
             assert gpt.wrong_bytes(third) == 0
             gpt.step(third, 4)
             assert gpt.wrong_bytes(third) == 0
+
+
+@on_ranks(2, time_limit=LIMIT)
+@pytest.mark.parametrize("experts", [False, True])
+def test_weights_follow_masters_from_a_file_of_their_own(world, experts):
+    """Of one optimizer, and of the chain of one for dense parameters and one for experts."""
+    options = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none"} if experts else {}
+    with shared_folder(world) as folder, megatron_groups(ep=2 if experts else 1) as gpt:
+        first, second = train(gpt, **options), gpt.build(**options)
+        assert len(second.optimizers()) == 1 + experts
+        own = folder / str(world.rank)  # ranks that share masters use the file of one of them
+        gpt.save_masters(first, own)
+        gpt.load_masters(second, own)
+        assert_same_masters(gpt, first, second)
+        for name, weight in second.weights().items():
+            pairs = zip(weight.record.buffers(), first.weights()[name].record.buffers(), strict=True)
+            for (what, mine), (_, theirs) in pairs:
+                assert_bytes_equal(mine, theirs, f"{name}: {what}")
+        for trained in (first, second):
+            gpt.forget_routes(trained)
+
+
+@on_ranks(2, time_limit=LIMIT)
+def test_masters_start_from_values_where_a_checkpoint_has_none(world):
+    """From those of the checkpoint, or of the weights that were loaded."""
+    with megatron_groups() as gpt:
+        plain = gpt.build(nvfp4=False)
+        gpt.step(plain, 0)
+        values = plain.model.module.state_dict()
+        trained = gpt.build()
+        trained.model.module.load_state_dict(values)
+        trained.optimizer.reload_model_params(state_dict=dict(values))
+        found = gpt.named_masters(trained)
+        assert all(
+            master.equal(values[name.replace("module.", "")].float()) for name, master in found.items()
+        )
+        assert gpt.wrong_bytes(trained) == 0  # the weights of the model are these values, quantized
+        trained.optimizer.reload_model_params()
+        found, weights = gpt.named_masters(trained), trained.weights()
+        assert all(found[name].equal(weight.dequantize().float()) for name, weight in weights.items())
+        gpt.step(trained, 1)
+        assert gpt.wrong_bytes(trained) == 0
 
 
 def assert_same_masters(gpt, one, other) -> None:
