@@ -171,9 +171,9 @@ def finish(plan: zerofp4.CastPlan) -> None:
 
 
 def cast_and_gather(model: Model, **options) -> None:
-    """The same by the functions."""
-    model.cast(**options)
-    model.gather()
+    """The same by the functions. model: anything with weights, masters, starts and numels."""
+    zerofp4.cast_master_weights_to_nvfp4(model.weights, model.masters, model.starts, **options)
+    zerofp4.all_gather_nvfp4(model.weights, model.starts, model.numels)
     zerofp4.post_all_gather_processing(model.weights)
 
 
