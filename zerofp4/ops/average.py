@@ -8,7 +8,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.device import DTYPE_CODES, target_of
-from zerofp4.ops.operator import backend
+from zerofp4.ops.operator import backend, fake
 from zerofp4.storage import address_of, addresses_by_dtype, check_buffer, check_memory
 
 torch.library.define(
@@ -75,7 +75,7 @@ def average(
 
 
 backend("average")(average)
-torch.library.register_fake("zerofp4::average", _check)
+fake("average")(_check)
 
 
 def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from zerofp4.storage.record import (
     empty_buffer,
     record_of,
     register_adapter,
+    side_of,
     weight_record,
 )
 from zerofp4.storage.sides import BUFFERS, SIDES, Gate, Side, Sides, scale_name, side_names, sides_of, unstack
@@ -63,6 +64,7 @@ __all__ = [
     "register_adapter",
     "scale_name",
     "side_names",
+    "side_of",
     "sides_of",
     "unstack",
     "weight_record",

@@ -261,6 +261,13 @@ def check_layouts(scale_layouts: Sequence[str], known: tuple[str, ...] = SCALE_L
     return tuple(layout for layout in known if layout == "compact" or layout in scale_layouts)
 
 
+def side_of(columnwise: bool) -> str:
+    """The name of the copy that an argument `columnwise` chooses. Raises TypeError for what is no bool."""
+    if not isinstance(columnwise, bool):
+        raise TypeError(f"columnwise must be True or False, got {columnwise!r}")
+    return SIDES[columnwise]
+
+
 def check_sides(rowwise: bool, columnwise: bool) -> list[str]:
     """The names of the copies asked for. Raises ValueError when it is neither."""
     if not (rowwise or columnwise):
