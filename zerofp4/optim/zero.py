@@ -118,6 +118,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     The page on the optimizer has the whole of each option, the page on failures what raises where.
     """
 
+    _step_supports_amp_scaling = True
+    """So torch's GradScaler calls step() on every rank, also on one where it has found an Inf, and meanwhile
+    sets the attributes `found_inf` and, unless its unscale_() was called, `grad_scale`.
+    """
+
     def __init__(
         self,
         params: Any,
@@ -255,6 +260,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._is_over = False
         """Whether clip_grad_norm_ has raised here, and this rank has taken its part in the step() behind it.
         """
+        self._scaler_found_inf: torch.Tensor | None = None
+        """What a GradScaler has found in the gradients of this rank."""
         self._weights_follow = True
         """False from load_state_dict to the next step: weights written meanwhile yield to the masters."""
         self._publish()
@@ -461,6 +468,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._schedule is not None and averages:
             self._schedule.close()
         gradients = self._collect_gradients()
+        self._unscale(gradients)
         word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
         self._shards.check_unchanged(self.param_groups)
         check_finite(self.param_groups)
@@ -474,6 +482,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         update = self._begin_update(gradients)
         to_average = self._prepare(gradients) if averages or self._averages_nothing else None
         return _Ready(call, gradients, word, to_average, update)
+
+    def _unscale(self, gradients: Gradients) -> None:
+        """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
+        scale, obstacle = vars(self).get("grad_scale"), None
+        if not isinstance(scale, torch.Tensor):
+            return
+        self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
+        present = [gradient for gradient in gradients if gradient is not None]
+        if self._schedule is not None:
+            obstacle = "overlap='backward' and accumulate='sharded' send them while they are scaled"
+        elif self._reduced is not None:
+            obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
+        elif any(gradient.dtype == torch.float16 for gradient in present):
+            obstacle = "float16 ones would underflow: build the optimizer with gradient_dtype=torch.float32"
+        if obstacle is not None:
+            raise RuntimeError(f"step() cannot divide gradients by the scale of GradScaler: {obstacle}")
+        torch._foreach_mul_(present, scale.double().reciprocal().float())
 
     def _prepare_clip(self, max_norm: float, norm_type: float) -> _Ready:
         """The same for clip_grad_norm_."""
@@ -524,7 +549,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
             return None
-        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=self.inners.found_inf(), when=when)
+        given = self.inners.found_inf(), self._scaler_found_inf
+        flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
+        found_inf = sum(flags) if flags else None
+        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=found_inf, when=when)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
     def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
@@ -915,6 +943,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         a NaN or Inf.
         """
         return self._shards.found_inf
+
+    @found_inf.setter
+    def found_inf(self, flag: torch.Tensor) -> None:
+        self._scaler_found_inf = flag
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        self._scaler_found_inf = None
 
     @property
     def skipped_steps(self) -> int:
