@@ -69,7 +69,7 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         "gather": (collective.CollectiveTransport, "gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "publish": (sys.modules["checkpoints"], "digest", 2),
-        "load": (load, "find", 2),
+        "load": (load, "read_parameter", 2),
     }
     if stage == "backward":
         model[1].weight.register_hook(lambda _: fail(kind))

@@ -8,7 +8,14 @@ from zerofp4.engine.backward import BackwardSchedule, EarlyCollective, early_pla
 from zerofp4.engine.buckets import Updated, build_buffers
 from zerofp4.engine.collective import CollectiveTransport
 from zerofp4.engine.description import describe_buckets
-from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer, Sharding
+from zerofp4.engine.flat import (
+    ALIGNMENT,
+    DenseBuffer,
+    FlatBuffer,
+    PackedBuffer,
+    Sharding,
+    with_own_storage,
+)
 from zerofp4.engine.gradient_memory import (
     GradientMemory,
     GradientSnapshot,
@@ -65,4 +72,5 @@ __all__ = [
     "join_peers",
     "make_wire",
     "set_gradient_dtype",
+    "with_own_storage",
 ]

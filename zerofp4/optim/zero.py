@@ -52,7 +52,6 @@ from zerofp4.optim.build import (
     overlaps_backward,
     overlaps_forward,
 )
-from zerofp4.optim.checkpoint import SavedState
 from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
 from zerofp4.optim.groups import check_finite, with_references
 from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
@@ -61,12 +60,12 @@ from zerofp4.optim.load import (
     check_same_steps,
     find_saves,
     load_error,
-    pieces_of,
+    read_state_dict,
     warn_of_options,
 )
-from zerofp4.optim.names import find_saved_names
 from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.state_dict import SavedState
 from zerofp4.tensors import had_master
 
 
@@ -237,10 +236,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             shards=self._shards,
             inners=self.inners,
             classes=checked.classes,
-            names=find_saved_names(announced, rank),
+            announced=announced,
+            rank=rank,
             token=token,
         )
-        self.state = self._saved.view()
+        self.state = self._saved
         self._nonfinite = NonfiniteGradients(self._on_nonfinite, slots, device, self._wire.dtype)
         self._make_transport(group)
         self._update = self._make_update()
@@ -808,7 +808,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.check_can_refresh()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
-            loaded = self._saved.read(state_dict, self._shards.written(), moved)
+            loaded = read_state_dict(self._saved, state_dict, self._shards.written(), moved)
             steps = int(state_dict.get("steps", 0))
             saves = find_saves(state_dict, self._saved.save_id)
         except Exception as failure:  # whatever it is, every rank raises it
@@ -832,8 +832,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             for master, values in zip(self._shards.masters, loaded, strict=True):
                 if master is not None and values is not None:
                     master.copy_(values)
-            for piece in pieces_of(state_dict):
-                piece.settle()
             self._saved.steps, self._saved.token = steps, token
             self._reduced = self._factor = None
             self._is_over = False
