@@ -55,13 +55,7 @@ from zerofp4.optim.clipping import clip_arguments, global_norm
 from zerofp4.optim.groups import with_references
 from zerofp4.optim.initial import HandedMaster, broadcast_frozen
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, is_plain, without_class
-from zerofp4.optim.load import (
-    check_same_steps,
-    find_saves,
-    load_error,
-    read_state_dict,
-    warn_of_options,
-)
+from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
 from zerofp4.optim.nonfinite import NonfiniteGradients
 from zerofp4.optim.param_groups import check_finite
 from zerofp4.optim.seal import check_one_save, draw_token
@@ -802,10 +796,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         Parameters that have moved (model.to(device) copies on a CPU) lie in the optimizer's memory again, as
         after refresh(), where the state dict has all masters.
 
-        Collective. When any rank's state dict does not fit, or the ranks bring states of different steps or
-        what two saves wrote, every rank raises ValueError (TypeError for what is no dict), which lists the
-        names, and nothing changes. The same happens where a master would stay and a parameter has moved, or
-        the optimizer is `broken`.
+        Collective. When any rank's state dict does not fit, or the ranks bring what two saves wrote, every
+        rank raises ValueError (TypeError for what is no dict), which lists the names, and nothing changes.
+        The same happens where a master would stay and a parameter has moved, or the optimizer is `broken`.
         """
         before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
         moved = self._shards.find_moved()
@@ -824,10 +817,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self.inners.restore(before)
             raise
         try:
-            told = exchange((steps, saves, draw_token()), error, self.process_group(), "load_state_dict()")
-            by_rank, saves_by_rank, (token, *_) = zip(*told, strict=True)
-            check_same_steps(by_rank)
-            check_one_save(saves_by_rank)
+            told = exchange((saves, draw_token()), error, self.process_group(), "load_state_dict()")
+            by_rank, (token, *_) = zip(*told, strict=True)
+            check_one_save(by_rank)
             warn_of_options(state_dict, self._saved.groups())
         except BaseException:
             self.inners.restore(before)
