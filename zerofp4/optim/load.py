@@ -52,14 +52,14 @@ def read_state_dict(
     is_anothers = any(p.about.is_live and id(p.home) not in homes for p in pieces_of(state_dict))
     masters, by_master, problems = [], {}, {}
     for i, own in enumerate(saved.parameters):
-        master, state = None, {}
+        master, state, template = None, {}, saved.template(i)
         if own.number in matched:
             _, entries = matched[own.number]
-            master, state = read_parameter(own, saved.template(i), entries, was_in_file, problems)
+            master, state = read_parameter(own, template, entries, was_in_file, problems)
         elif not is_anothers:  # that one may lack what is new here
             problems.setdefault("missing", []).append(own.label)
         masters.append(master)
-        by_master |= _split(state, saved.template(i), saved.shards.optimized[i])
+        by_master |= _split(state, template, saved.shards.optimized[i])
     if problems:
         parts = [
             f"{kind}: {', '.join(names[:10])}{', ...' * (len(names) > 10)}"
@@ -286,16 +286,6 @@ def find_saves(state_dict: Mapping, present: str | None = None) -> dict[str | No
         ids = {getattr(state_dict.get(key), "save_id", None): key for key in ("steps", "param_groups")}
         saves |= {save_id: key for save_id, key in ids.items() if save_id not in (None, present)}
     return saves
-
-
-def check_same_steps(by_rank: Sequence[int]) -> None:
-    """Raise ValueError, the same on every rank, unless their states are of the same step."""
-    for rank, steps in enumerate(by_rank):
-        if steps != by_rank[0]:
-            raise ValueError(
-                f"state_dict is of step {by_rank[0]} on rank 0 and of step {steps} on rank {rank}: every "
-                "rank loads what was saved in the same step"
-            )
 
 
 def load_error(failure: Exception) -> Exception:

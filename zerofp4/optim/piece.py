@@ -181,7 +181,7 @@ class Piece(torch.Tensor):
             return self.present().view(self.shape)
         box = self.boxes[tuple(index.offset)]
         first = box.start - self.start
-        values = with_own_storage(self.present()[first : first + box.numel].view(box.sizes))
+        values = with_own_storage(self.present().detach()[first : first + box.numel].view(box.sizes))
         return _chunk(values, self, box.start)
 
     # Copies

@@ -313,7 +313,7 @@ class SavedState(Mapping):
                 value = torch.cat([state[name].reshape(-1) for state in states])
             found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
         if STARTED in entries and found:
-            found[STARTED] = torch.ones(1)
+            found[STARTED] = torch.ones(1, dtype=torch.float32)
         pieces = {"master": self.piece(i, "master", self.shards.masters[i])}
         return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 

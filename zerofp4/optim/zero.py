@@ -56,13 +56,7 @@ from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_n
 from zerofp4.optim.groups import check_finite, with_references
 from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
-from zerofp4.optim.load import (
-    check_same_steps,
-    find_saves,
-    load_error,
-    read_state_dict,
-    warn_of_options,
-)
+from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
 from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState
@@ -817,10 +811,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self.inners.restore(before)
             raise
         try:
-            told = exchange((steps, saves, draw_token()), error, self.process_group(), "load_state_dict()")
-            by_rank, saves_by_rank, (token, *_) = zip(*told, strict=True)
-            check_same_steps(by_rank)
-            check_one_save(saves_by_rank)
+            told = exchange((saves, draw_token()), error, self.process_group(), "load_state_dict()")
+            by_rank, (token, *_) = zip(*told, strict=True)
+            check_one_save(by_rank)
             warn_of_options(state_dict, self._saved.groups())
         except BaseException:
             self.inners.restore(before)
