@@ -4,7 +4,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,8 @@ from zerofp4.tensors import had_master
 class _Ready(NamedTuple):
     """What this rank brings to the agreement of a step or a clip.
 
-    word: of a NaN or Inf in `gradients`; None where nothing was looked at.
+    word: which of `gradients` holds the first NaN or Inf (NonfiniteGradients), on the device; None where
+        nothing was looked at.
     to_average: what the transport has made of them; None where clip_grad_norm_ has averaged them.
     update: of one bucket after the other; None where all masters are updated at once.
     """
@@ -84,7 +85,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
     gathers the weights in place: 4-bit codes for NVFP4 weights. Building, step() and clip_grad_norm_() are
-    collective. What one rank finds wrong before an update raises on every rank, before anything has changed.
+    collective. What one rank finds wrong before an update changes nothing, and raises on every rank: with
+    NCCL on the others in their next step.
     The masters are the truth: they begin as rank 0's values, and from then on the weights follow them, so
     load a model first.
 
@@ -241,8 +243,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Updates the masters of one bucket after the other; None where all are updated at once."""
         self._step = Step(self._shards.buffers, self._shards.plans, self._transport, self._exchange, late)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
-        """Not 0 where the update of a step is skipped on the device. FusedAdamW reads it or, of ranks that
-        share memory, `_peers.failed`, which a barrier may set in the middle of a step.
+        """What an update reads on the device: 1 where this step changes nothing.
+
+        [Note: flags on the device] _skip is the maximum of _nonfinite.found (a NaN or Inf in any rank's
+        gradients), _agreement.refused (a rank found an error, or ranks differ) and _peers.failed (a rank did
+        not come to a barrier). A barrier may set _peers.failed in the middle of a step, so where ranks share
+        memory FusedAdamW reads that one, and the other two in the words of presence. found_inf is what users
+        read: _skip, or 1 where the cast of a bucket found a NaN or Inf in masters.
         """
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
         self._reduced: GradientSnapshot | None = None
@@ -251,8 +258,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
         self._defers = self._can_defer(group)
         """Whether the host leaves agreements to the device."""
-        self._is_over = False
-        """Whether clip_grad_norm_ has raised here, and this rank has taken its part in the step() behind it.
+        self._took_next_step = False
+        """Whether clip_grad_norm_ failed on this rank alone, which has then already taken its part in the
+        step() that the other ranks call next.
         """
         self._scaler_found_inf: torch.Tensor | None = None
         """What a GradScaler has found in the gradients of this rank."""
@@ -296,6 +304,29 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             is_reduced=lambda: me()._reduced is not None or me()._shards.holder.is_taken_over,
         )
 
+    def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether no host needs to know what the ranks agree on. The same on every rank."""
+        if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
+            return False
+        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buffers)
+        can_skip = self._update is not None and self._on_nonfinite == "skip_step"
+        return can_skip and self._schedule is None and not has_replicas
+
+    def _make_update(self) -> BucketUpdate | None:
+        if self._why_at_once() is not None:
+            return None
+        exchange = self._exchange or self._transport
+        return BucketUpdate(self.inners.all[0], self._shards.buffers, self._shards.masters, exchange)
+
+    def _why_at_once(self) -> str | None:
+        """Why all masters are updated at once; None where they are updated bucket by bucket."""
+        other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
+        if other is not None:
+            return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
+        if any(bucket.is_of_whole_matrices for bucket in self._shards.buffers):
+            return "whole matrices are updated all at once"
+        return None
+
     # A step
 
     @torch.no_grad()
@@ -317,8 +348,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         capturing = self.world_size > 1 and is_capturing(self.found_inf.device)
         if capturing:
             self._check_can_capture(closure)
-        if self._is_over:
-            self._is_over = False
+        if self._took_next_step:
+            self._took_next_step = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
         self._begin_call()
         loss, ready, error, calls = None, None, OwnError(), self._agreement.calls
@@ -329,11 +360,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     loss = closure()
             ready = self._prepare_step()
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
-            told = self._agreement.calls > calls  # by clip_grad_norm_ in the closure
-            told = told and getattr(failure, "all_ranks_raise", False)
-            # NCCL ends no group of which a collective was captured in a graph that never came to be.
-            if capturing or told or isinstance(failure, CollectiveError):
-                self._is_over = False
+            # A clip_grad_norm_ in the closure has told the others already; of a collective that failed nobody
+            # is left to hear; and NCCL ends no group of which a collective was captured in a graph that never
+            # came to be.
+            in_clip = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
+            if in_clip or capturing or isinstance(failure, CollectiveError):
+                self._took_next_step = False
                 raise
             error = OwnError(failure)
         outcome = self._agree(ready, error)
@@ -377,7 +409,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
             )
-        self._is_over = False
+        self._took_next_step = False
         self._begin_call()
         ready, error, numbers = None, OwnError(), (0.0, 2.0)
         try:
@@ -391,11 +423,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agree(ready, error)
         if error:
             self._sit_out_clip(error, numbers[1])
-        call, word, means = ready.call, ready.word, list(self._means(ready.to_average))
+        call, word = ready.call, ready.word
+        means = list(self._means(ready.to_average))  # views, which average() fills
         if self._counts_in_squares(call.norm_type):
             self._squares.zero_()
             ops.add_squares(means, self._squares)
-            word = self._word(ready.gradients, self._squares[:, -2:].sum(0)) if call.averages else None
+            if call.averages:
+                found = self._squares[:, -2:].sum(0)  # how many NaNs and Infs there were
+                word = self._word(ready.gradients, found)
         if call.averages:
             self._reduced = self._factor = None
             if not self._averages_nothing:
@@ -422,7 +457,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
         self._reduced = self._factor = None
-        self._is_over = False
+        self._took_next_step = False
         if self._schedule is not None:
             self._schedule.drop()
         super().zero_grad(set_to_none)
@@ -457,7 +492,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._raise_if_broken()
 
     def _prepare_step(self) -> _Ready:
-        """Do all of a step that can fail on this rank alone, and nothing that the others could see."""
+        """Do all of a step that can fail on this rank alone, before the ranks agree."""
         averages = self._reduced is None
         if self._schedule is not None and averages:
             self._schedule.close()
@@ -495,7 +530,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         torch._foreach_mul_(present, scale.double().reciprocal().float())
 
     def _prepare_clip(self, max_norm: float, norm_type: float) -> _Ready:
-        """The same for clip_grad_norm_."""
+        """Do all of a clip that can fail on this rank alone, before the ranks agree."""
         gradients = self._collect_gradients()
         self._shards.check_unchanged(self.param_groups)
         if self._reduced is not None and self._reduced.written():
@@ -533,9 +568,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The gradients as the transport takes them; those that backward passes have sent as they are."""
         return gradients if self._schedule is not None else self._transport.prepare(gradients)
 
-    def _word(
-        self, gradients: Gradients, when: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def _word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
         """The word of a NaN or Inf in this rank's gradients. A graph of a world of one does not look for one
         where the optimizer of the masters cannot read it.
 
@@ -548,29 +581,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         found_inf = sum(flags) if flags else None
         word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=found_inf, when=when)
         return word if self._schedule is None else self._schedule.merged_word(word)
-
-    def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether no host needs to know what the ranks agree on. The same on every rank."""
-        if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
-            return False
-        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buffers)
-        can_skip = self._update is not None and self._on_nonfinite == "skip_step"
-        return can_skip and self._schedule is None and not has_replicas
-
-    def _make_update(self) -> BucketUpdate | None:
-        if self._why_at_once() is not None:
-            return None
-        exchange = self._exchange or self._transport
-        return BucketUpdate(self.inners.all[0], self._shards.buffers, self._shards.masters, exchange)
-
-    def _why_at_once(self) -> str | None:
-        """Why all masters are updated at once; None where they are updated bucket by bucket."""
-        other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
-        if other is not None:
-            return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
-        if any(bucket.is_of_whole_matrices for bucket in self._shards.buffers):
-            return "whole matrices are updated all at once"
-        return None
 
     def _begin_update(self, gradients: Gradients) -> BucketUpdate | None:
         """Do all of an update that can fail on this rank alone, or need memory."""
@@ -627,7 +637,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Behind it
 
-    def _sit_out(self, error: OwnError, averages: bool | None = None) -> None:
+    def _sit_out(self, error: OwnError, averages: bool | None = None) -> NoReturn:
         """Take this rank's part in a step that it cannot take, and raise why. Masters stay as they are on
         every rank, and weights follow them. [Note: when the host hears of an agreement]
 
@@ -642,21 +652,25 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._saved.steps += 1
         error.raise_if_any()
 
-    def _sit_out_clip(self, error: OwnError, norm_type: float) -> None:
-        """The same for clip_grad_norm_, and for the step() that the other ranks call next."""
+    def _sit_out_clip(self, error: OwnError, norm_type: float) -> NoReturn:
+        """Take this rank's part in a clip_grad_norm_ that it cannot take, and in the step() that the other
+        ranks call next, and raise why.
+        """
         if self._reduced is None:
             self._step.average((), None)
         self._squares.zero_()
         device = self.found_inf.device
         in_phase("norm", global_norm)((), norm_type, self.process_group(), device, self._squares)
-        self._is_over = True
+        self._took_next_step = True
         ballot = [], None, OwnError(RuntimeError()), None, self.param_groups
         in_phase("vote", self._agreement.begin)(*ballot)
         # A closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
         self._sit_out(OwnError(raised_by_all(error.take())), averages=False)
 
     def _hear(self, word: torch.Tensor | None) -> None:
-        """Of a NaN or Inf in the gradients of any rank; in a world of one in those that have this word."""
+        """Take over what the ranks found of NaN and Inf, and raise it with on_nonfinite="raise": then nothing
+        is used up, and the gradients stay for the caller to look at. word: what this rank found.
+        """
         self._nonfinite.hear(word if self.world_size == 1 else self._agreement.nonfinite)
         self._nonfinite.raise_if_asked()
 
@@ -676,9 +690,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
                 yield in_order(gradient, dtype).view(-1)
 
-    def _update_at_once(
-        self, gradients: Gradients | None, present: Sequence[bool]
-    ) -> None:
+    def _update_at_once(self, gradients: Gradients | None, present: Sequence[bool]) -> None:
         """Average all gradients that are not yet, update all masters, and publish them."""
         error = OwnError() if gradients is None else self._step.average(gradients, None)
         if not error:
@@ -700,7 +712,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self.inners.pull_options(self.param_groups)
 
     def _set_skip(self) -> None:
-        """Before an update."""
+        """Write _skip, and the words that say which parameters are updated. [Note: flags on the device]"""
         if self._peers is None:
             self._skip.copy_(self._nonfinite.found)
         else:
@@ -827,7 +839,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     master.copy_(values)
             self._saved.steps, self._saved.token = steps, token
             self._reduced = self._factor = None
-            self._is_over = False
+            self._took_next_step = False
             self._agreement.drop_unread()
             self._publish()
             self._shards.settle()
@@ -854,6 +866,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
         """
         return self._shards.gathered_bytes()
+
+    def _handed_masters(self) -> tuple[dict[int, HeldMaster], set[int]]:
+        """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
+        ids of parameters that somebody has written to since the last step.
+
+        Raises ValueError where it has no masters to hand over, or gradients that would be lost.
+        """
+        if self.broken is not None:
+            raise ValueError(f"masters_from is of no more use: {self.broken}")
+        if self._accumulate == "sharded" and self._schedule.is_holding:
+            raise ValueError(
+                "masters_from holds gradients of backward passes that no step has used, which would be lost: "
+                "call its step() or zero_grad() first"
+            )
+        shards = self._shards
+        return shards.held_masters(), {id(shards.parameters[i]) for i in shards.written()}
 
     # What users ask
 
@@ -953,22 +981,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         or clip_grad_norm_ last looked; None if there was none. Waits for the device in a world of one.
         """
         return self._nonfinite.first_name
-
-    def _handed_masters(self) -> tuple[dict[int, HeldMaster], set[int]]:
-        """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
-        ids of parameters that somebody has written to since the last step.
-
-        Raises ValueError where it has no masters to hand over, or gradients that would be lost.
-        """
-        if self.broken is not None:
-            raise ValueError(f"masters_from is of no more use: {self.broken}")
-        if self._accumulate == "sharded" and self._schedule.is_holding:
-            raise ValueError(
-                "masters_from holds gradients of backward passes that no step has used, which would be lost: "
-                "call its step() or zero_grad() first"
-            )
-        shards = self._shards
-        return shards.held_masters(), {id(shards.parameters[i]) for i in shards.written()}
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""
