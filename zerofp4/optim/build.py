@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
-from zerofp4.engine import TRANSPORTS, Hosts, check_gradient_dtype, gradient_dtype, make_wire
+from zerofp4.engine import TRANSPORTS, Hosts, Updated, check_gradient_dtype, gradient_dtype, make_wire
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.groups import Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
-from zerofp4.optim.inner import how_updated, inner_classes, try_options
+from zerofp4.optim.inner import class_numbers, inner_classes, matrix_work, try_options
 from zerofp4.optim.state_dict import own_name
 from zerofp4.tensors import NVFP4Tensor
 
@@ -65,35 +65,33 @@ class Checked:
             {key: value for key, value in param_group.items() if key != "optimizer_class"}
             for param_group in param_groups
         ]
-        self.parameters = [p for param_group in self.param_groups for p in param_group["params"]]
-        self.names = [
-            parameter_name(g, i, param_group)
-            for g, param_group in enumerate(self.param_groups)
-            for i in range(len(param_group["params"]))
-        ]
+        positions = [(g, i) for g, own in enumerate(self.param_groups) for i in range(len(own["params"]))]
+        self.parameters = [self.param_groups[g]["params"][i] for g, i in positions]
+        self.names = [parameter_name(g, i, self.param_groups[g]) for g, i in positions]
         """What messages call the parameters."""
         _check_parameters(self.parameters, self.names)
-        pairs = [(p, name) for p, name in zip(self.parameters, self.names, strict=True) if p.requires_grad]
-        self.trainable, self.trainable_names = [p for p, _ in pairs], [name for _, name in pairs]
-        if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self.trainable):
-            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
         own = [one.defaults for one in tried if type(one) is optimizer_class]
         self.defaults = own[0] if own else tried[0].defaults
         """Options of the optimizer's own class."""
-        self.updated = how_updated(self.param_groups, self.classes, tried)
-        """By trainable parameter."""
-        amax_numbers = amax_group_numbers(self.trainable, amax_groups)
-        check_gradient_dtype(gradient_dtype, self.trainable, self.trainable_names)
         self.places = find_places(self.param_groups, group)
         """By parameter group."""
-        self.shardings = [
-            place.sharding
-            for param_group, place in zip(self.param_groups, self.places, strict=True)
-            for p in param_group["params"]
-            if p.requires_grad
-        ]
+        self.trainable, self.trainable_names, self.shardings, self.updated = [], [], [], []
         """By trainable parameter."""
+        numbers, members = class_numbers(self.classes), []
+        for (g, i), p, name in zip(positions, self.parameters, self.names, strict=True):
+            work = None
+            if p.requires_grad:
+                work = matrix_work(self.classes[g], p, name, tried[g].param_groups[0].get("ns_steps", 1))
+                self.trainable.append(p)
+                self.trainable_names.append(name)
+                self.shardings.append(self.places[g].sharding)
+                self.updated.append(Updated(numbers[g], work))
+            members.append(self._member(g, i, name, work))
+        if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self.trainable):
+            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
+        leaders = self._find_amax_leaders()
+        check_gradient_dtype(gradient_dtype, self.trainable, self.trainable_names)
         self.hosts = find_hosts(hosts, group)
         has_own_groups = any(sharding.group is not group for sharding in self.shardings)
         _check_communication(transport, overlap, accumulate, self.hosts, has_own_groups)
@@ -113,8 +111,13 @@ class Checked:
         self.held = take_over(masters_from, self.trainable, self.trainable_names, group, self.shardings)
         """Masters of an earlier optimizer, by id(parameter)."""
         given = self.wire if bucket_mb is not None else self.wire._replace(bucket_mb=None)
+        trained = [k for k, p in enumerate(self.parameters) if p.requires_grad]
+        for k, leader in zip(trained, leaders, strict=True):
+            members[k] = members[k]._replace(
+                together=positions[trained[leader]], is_handed=id(self.parameters[k]) in self.held
+            )
         self.announcement = Announcement(
-            members=self._members(amax_numbers),
+            members=members,
             ranks=[place.ranks for place in self.places],
             copies=[place.copies for place in self.places],
             common={
@@ -128,64 +131,43 @@ class Checked:
             bucket_mb=self.wire.bucket_mb,
         )
 
-    def _members(self, amax_numbers: Sequence[int]) -> "list[Member]":
-        """Describe all parameters. amax_numbers: by trainable parameter, the number of its amax group.
+    def _find_amax_leaders(self) -> list[int]:
+        """By trainable parameter, the number of the first in its amax group.
 
         Raises ValueError for weights that share an amax but neither a process group nor an optimizer: they
         could not share a bucket.
         """
-        first: dict[int, tuple] = {}  # by amax group
-        counts: Counter[Ranks] = Counter()
-        members, trainable = [], iter(zip(self.updated, amax_numbers, strict=True))
-        labels = iter(self.names)
-        for g, (group, place) in enumerate(zip(self.param_groups, self.places, strict=True)):
-            names = group.get("param_names") or [None] * len(group["params"])
-            for p, name in zip(group["params"], names, strict=True):
-                label, together, work = next(labels), None, None
-                if p.requires_grad:
-                    (by, work), number = next(trainable)
-                    here = label, counts[place.ranks], by, place.sharding
-                    counts[place.ranks] += 1
-                    other, together, other_by, sharding = first.setdefault(number, here)
-                    if by != other_by:
-                        raise ValueError(
-                            f"amax_groups: {other} and {label} share an amax, but not their optimizer_class"
-                        )
-                    if place.sharding != sharding:
-                        raise ValueError(
-                            f"amax_groups put {other} and {label} together, which are in other process groups"
-                        )
-                members.append(
-                    Member(
-                        group=g,
-                        label=label,
-                        name=name and own_name(name),
-                        kind=self._kind(p, g, work),
-                        is_trainable=p.requires_grad,
-                        together=together,
-                        is_handed=id(p) in self.held,
-                    )
+        first: dict[int, int] = {}
+        numbers = amax_group_numbers(self.trainable, self.amax_groups)
+        leaders = [first.setdefault(number, i) for i, number in enumerate(numbers)]
+        for i, leader in enumerate(leaders):
+            name, other = self.trainable_names[i], self.trainable_names[leader]
+            if self.updated[i].by != self.updated[leader].by:
+                raise ValueError(
+                    f"amax_groups: {other} and {name} share an amax, but not their optimizer_class"
                 )
-        return members
+            if self.shardings[i] != self.shardings[leader]:
+                raise ValueError(
+                    f"amax_groups put {other} and {name} together, which are in other process groups"
+                )
+        return leaders
 
-    def _kind(self, p: torch.Tensor, g: int, work: int | None) -> str:
-        """Describe what the ranks that share a parameter of group g must have in common.
-
-        work: as in Updated.
-        """
-        line = f"{kind_of(p)} in group {g}"
-        if self.classes[g].name != self.classes[0].name:
-            line += f" of {self.classes[g].name}"
+    def _member(self, g: int, i: int, label: str, work: int | None) -> "Member":
+        """Describe parameter i of group g. work: as in Updated."""
+        group, inner, sharding = self.param_groups[g], self.classes[g], self.places[g].sharding
+        p, names = group["params"][i], group.get("param_names")
+        kind = f"{kind_of(p)} in group {g}"
+        if inner.name != self.classes[0].name:
+            kind += f" of {inner.name}"
         if not p.requires_grad:
-            line += ", frozen"
+            kind += ", frozen"
         if gradient_dtype(p) != p.dtype:
-            line += f", gradients {gradient_dtype(p)}"
+            kind += f", gradients {gradient_dtype(p)}"
         if work is not None:
-            line += f", updated whole in {work} operations"
-        sharding = self.places[g].sharding
+            kind += f", updated whole in {work} operations"
         if sharding.replicas is not None:
-            line += f" in {dist.get_world_size(sharding.group)} parts"
-        return line
+            kind += f" in {dist.get_world_size(sharding.group)} parts"
+        return Member(g, label, own_name(names[i]) if names else None, kind, p.requires_grad)
 
 
 def kind_of(parameter: torch.Tensor) -> str:
@@ -288,8 +270,7 @@ class Member(NamedTuple):
     label: what error messages call it.
     name: its name in checkpoints; None without one.
     kind: what ranks that share it must have in common.
-    together: the position of the first parameter of its amax group among the trainable ones of the same
-        ranks; None for a frozen parameter.
+    together: the group and position of the first parameter of its amax group; None for a frozen parameter.
     is_handed: whether an earlier optimizer hands over its master.
     """
 
@@ -298,8 +279,8 @@ class Member(NamedTuple):
     name: str | None
     kind: str
     is_trainable: bool
-    together: int | None
-    is_handed: bool
+    together: tuple[int, int] | None = None
+    is_handed: bool = False
 
 
 class Announcement(NamedTuple):

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.engine import Updated
-from zerofp4.optim.groups import are_unchanged, check_finite, copy_groups, options, parameter_name
+from zerofp4.optim.groups import are_unchanged, check_finite, copy_groups, options
 
 NOT_ELEMENTWISE = {
     "Adafactor": "its second moments are sums over rows and columns of a matrix: whole_matrices=True gives "
@@ -107,41 +106,28 @@ def try_options(
     return tried
 
 
-def how_updated(
-    param_groups: Sequence[dict], classes: Sequence[InnerClass], tried: Sequence[torch.optim.Optimizer]
-) -> list[Updated]:
-    """How the master of each trainable parameter is updated. tried: what try_options() returned.
-
-    Raises ValueError for a parameter that is neither a matrix nor a stack of them, if its optimizer gets
-    whole matrices.
-    """
-    found = []
-    for g, (group, number) in enumerate(zip(param_groups, _numbers(classes), strict=True)):
-        steps = tried[g].param_groups[0].get("ns_steps", 1)
-        for i, p in enumerate(group["params"]):
-            if not p.requires_grad:
-                continue
-            if classes[g].whole and p.dim() not in (2, 3):
-                raise ValueError(
-                    f"{parameter_name(g, i, group)} has shape {tuple(p.shape)}, and {classes[g].name} gets "
-                    "whole matrices: of 2D parameters and of stacks in 3D ones. Give it a group with another "
-                    "optimizer_class"
-                )
-            found.append(Updated(number, _matrix_work(p.shape, steps) if classes[g].whole else None))
-    return found
-
-
-def _numbers(classes: Sequence[InnerClass]) -> list[int]:
+def class_numbers(classes: Sequence[InnerClass]) -> list[int]:
     """Number the classes of the groups in order of first appearance."""
     numbers: dict[type, int] = {}
     return [numbers.setdefault(inner.optimizer_class, len(numbers)) for inner in classes]
 
 
-def _matrix_work(shape: Sequence[int], steps: Any) -> int:
-    """Multiplications and additions of an update by Muon, `steps` iterations for each matrix. The cost of
-    other classes is assumed to grow alike.
+def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str, steps: Any) -> int | None:
+    """The cost of an update of whole matrices; None where the class takes any slice.
+
+    It counts multiplications and additions of Muon, `steps` iterations for each matrix. The cost of other
+    classes is assumed to grow alike.
+
+    Raises ValueError for a parameter that is neither a matrix nor a stack of them. name: what it is called.
     """
-    *stack, rows, columns = shape
+    if not inner.whole:
+        return None
+    if parameter.dim() not in (2, 3):
+        raise ValueError(
+            f"{name} has shape {tuple(parameter.shape)}, and {inner.name} gets whole matrices: of 2D "
+            "parameters and of stacks in 3D ones. Give it a group with another optimizer_class"
+        )
+    *stack, rows, columns = parameter.shape
     short, long = sorted((rows, columns))
     steps = steps if isinstance(steps, int) and steps > 0 else 1
     return math.prod(stack) * steps * (4 * short**2 * long + 2 * short**3)
@@ -162,7 +148,7 @@ class InnerOptimizers:
         masters: Mapping[int, Sequence[torch.Tensor]],
     ):
         self._classes = list(classes)
-        self._numbers = _numbers(classes)  # by parameter group, its optimizer's index in `all`
+        self._numbers = class_numbers(classes)  # by parameter group, its optimizer's index in `all`
         self.all: tuple[torch.optim.Optimizer, ...] = ()
         for number in range(max(self._numbers) + 1):
             groups = [

@@ -6,8 +6,9 @@ or unfreezes one would go on without the masters.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -73,27 +74,22 @@ class ShardedParameters:
         pairs = list(zip((p for members in self._members for p in members), names, strict=True))
         self.parameters = [p for p, _ in pairs if p.requires_grad]
         self.names = [name for p, name in pairs if p.requires_grad]
-        self._frozen = [p for p, _ in pairs if not p.requires_grad]
-        self._frozen_names = [name for p, name in pairs if not p.requires_grad]
+        self._frozen = {p: name for p, name in pairs if not p.requires_grad}
         self.updated = list(updated)
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         numbers = amax_group_numbers(self.parameters, amax_groups)
         order = as_made, late is not None and not as_made
         self.buffers = build_buffers(self.parameters, numbers, shardings, wire, self.updated, *order)
         self._late = late
-        count = len(self.parameters)
-        self.masters: list[torch.Tensor | None] = [None] * count
-        """By parameter, 1D float32, this rank's piece of its master; None where it owns nothing."""
-        self._shards: list[Shard] = [Shard(0, 0)] * count
-        self._groups: list[GroupReference] = [GroupReference(None)] * count
         for buffer in self.buffers:
             buffer.peers = peers
             buffer.allocate()
             buffer.take_values()
             self._bind(buffer)
-            rows = zip(buffer.indices, buffer.shards, buffer.own_views(buffer.masters), strict=True)
-            for i, shard, master in rows:
-                self._shards[i], self.masters[i], self._groups[i] = shard, master, buffer.group
+        self.masters: list[torch.Tensor | None] = self._by_parameter(lambda b: b.own_views(b.masters))
+        """By parameter, 1D float32, this rank's piece of its master; None where it owns nothing."""
+        self._shards: list[Shard] = self._by_parameter(lambda b: b.shards)
+        self._groups: list[GroupReference] = self._by_parameter(lambda b: [b.group] * len(b.indices))
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         """By parameter, what an optimizer updates: nothing, the piece, or the matrices in it."""
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
@@ -103,10 +99,17 @@ class ShardedParameters:
         """By bucket, what casts its NVFP4 weights; None for other weights."""
         self._casts = [plan for plan in self.plans if plan is not None]
         self._amaxes_from: Sequence[torch.optim.Optimizer] = ()
-        self._presence: Sequence[torch.Tensor | None] = [None] * count
+        self._presence: Sequence[torch.Tensor | None] = [None] * len(self.parameters)
         self.holder = Holder(self.parameters)
         self._take_addresses()
         self.accept_values()
+
+    def _by_parameter(self, of_bucket: Callable[[FlatBuffer], list]) -> list:
+        """What a function returns for the parameters of each bucket, in the order of all parameters."""
+        found: dict[int, Any] = {}
+        for buffer in self.buffers:
+            found |= zip(buffer.indices, of_bucket(buffer), strict=True)
+        return [found[i] for i in range(len(self.parameters))]
 
     def _as_optimized(self, i: int, piece: torch.Tensor | None) -> list[torch.Tensor]:
         if piece is None:
@@ -119,10 +122,7 @@ class ShardedParameters:
     @functools.cached_property
     def gradients(self) -> list[torch.Tensor | None]:
         """By parameter, 1D float32, this rank's piece of its averaged gradient. Their memory is made here."""
-        views: dict[int, torch.Tensor | None] = {}
-        for buffer in self.buffers:
-            views |= zip(buffer.indices, buffer.gradient_views, strict=True)
-        return [views[i] for i in range(len(self.parameters))]
+        return self._by_parameter(lambda b: b.gradient_views)
 
     @functools.cached_property
     def optimized_gradients(self) -> list[list[torch.Tensor]]:
@@ -185,7 +185,7 @@ class ShardedParameters:
         OwnError(self.find_moved()).raise_if_any()
         replaced = self.holder.find_replaced()
         if replaced is not None:
-            name = next(name for p, name in zip(self.parameters, self.names, strict=True) if p is replaced)
+            name = dict(zip(self.parameters, self.names, strict=True))[replaced]
             raise RuntimeError(
                 f"{name} was replaced in its module since the optimizer was built (by an assignment, or "
                 "load_state_dict(assign=True)), and would be trained in vain: build a new optimizer from the "
@@ -200,7 +200,7 @@ class ShardedParameters:
                 "that or with init_sync=False"
             )
         if any(attributes(_requires_grad, self._frozen)):
-            name = next(n for p, n in zip(self._frozen, self._frozen_names, strict=True) if p.requires_grad)
+            name = next(name for p, name in self._frozen.items() if p.requires_grad)
             raise RuntimeError(
                 f"{name} was frozen when the optimizer was built and has no master: build a new optimizer, "
                 "with masters_from=this one, or have it load_state_dict() this one's state_dict(), moments "
@@ -303,10 +303,7 @@ class ShardedParameters:
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """The whole FP32 masters, in the order and the shapes of the parameters. Collective."""
-        found: dict[int, torch.Tensor] = {}
-        for buffer in self.buffers:
-            found |= zip(buffer.indices, buffer.gathered_masters(), strict=True)
-        return [found[i] for i in range(len(self.parameters))]
+        return self._by_parameter(lambda b: b.gathered_masters())
 
     def gathered_bytes(self) -> dict[str, int]:
         """Bytes that the gathers of a step fill in; 0 in a world of one."""
