@@ -64,6 +64,7 @@ def check(function, time_limit: float = 20.0, name: str | None = None, **argumen
     return Check(name or function, f"{__name__}:{function}", arguments, time_limit)
 
 
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
 CHECKS = [
     check(rank_times, name="first", factor=1),
     check(one_fails_the_other_waits),
@@ -75,18 +76,34 @@ CHECKS = [
 ]
 
 
+def failure_of(launch: Launch, name: str) -> Outcome | RanksFailed:
+    try:
+        return launch.outcome(name)
+    except RanksFailed as failure:
+        return failure
+
+
 def outcomes(_: Path) -> dict[str, Outcome | RanksFailed]:
     """What came of each check, by name."""
-    launch, found = Launch(Setting(2), CHECKS, {"CUDA_VISIBLE_DEVICES": ""}), {}
+    launch = Launch(Setting(2), CHECKS, CPU)
     try:
-        for each in CHECKS:
-            try:
-                found[each.name] = launch.outcome(each.name)
-            except RanksFailed as failure:
-                found[each.name] = failure
+        return {each.name: failure_of(launch, each.name) for each in CHECKS}
     finally:
         launch.stop()
-    return found
+
+
+def without_a_group(_: Path) -> list[Outcome | RanksFailed]:
+    """The checks of a launch whose rank cannot join a group."""
+    checks = [check(rank_times, name=name, factor=1) for name in ("first", "second")]
+    launch = Launch(Setting(1, "alone"), checks, {**CPU, "ZEROFP4_TEST_BACKEND": "nccl"})
+    return [failure_of(launch, each.name) for each in checks]
+
+
+@pytest.mark.heavy
+@waits_for(without_a_group)
+def test_ranks_that_cannot_join_a_group_say_why(early):
+    for failure in early(without_a_group):
+        assert "'nccl' needs a GPU, and torch sees none" in str(failure)
 
 
 @pytest.mark.heavy
