@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerofp4.cast import CastPlan
-from zerofp4.engine import Arrived, Exchange, FlatBuffer
+from zerofp4.engine import Arrived, ArrivingMeans, FlatBuffer, Transport
 from zerofp4.ops import (
     AdamWItem,
     AdamWStage,
@@ -498,7 +498,7 @@ class BucketUpdate:
         inner: FusedAdamW,
         buckets: Sequence[FlatBuffer],
         masters: Sequence[torch.Tensor | None],
-        exchange: Exchange,
+        exchange: Transport | ArrivingMeans,
     ):
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
         part_of = {
@@ -530,7 +530,7 @@ class BucketUpdate:
         self._present = present
         exchange = self._exchange
         for b, (bucket, dtype) in enumerate(zip(self._buckets, exchange.dtypes, strict=True)):
-            adds = not in_slices and exchange.can_add_in_update(b) and dtype in checks.GRADIENT_DTYPES
+            adds = not in_slices and exchange.adds_in_update[b] and dtype in checks.GRADIENT_DTYPES
             self._adds[b] = adds
             if not adds:
                 _ = bucket.gradient_views  # makes their memory
