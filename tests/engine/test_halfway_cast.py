@@ -42,7 +42,7 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
     for rank in range(ranks):
         monkeypatch.setattr(flat, "rank_and_size", lambda group, rank=rank: (rank, ranks))
         weights = [zerofp4.empty(shape, dtype=torch.float32, device=device) for shape in LISTS[what]]
-        buffer = flat.PackedBuffer(range(len(weights)), weights, None)
+        buffer = flat.PackedBuffer(range(len(weights)), weights)
         buffer.peers = object()
         if buffer.halfway is None:
             assert what == "long rows" and rank == 0  # whose middle is in its first row of tiles

@@ -4,10 +4,17 @@ Neighbouring parameters of one kind make a bucket, which is sharded over all ran
 exchange, its weights one all-gather in place, and a step works on one bucket while others travel.
 """
 
-from zerofp4.engine.backward import BackwardSchedule, EarlyCollective, early_places
-from zerofp4.engine.buckets import Updated, build_buffers
+from zerofp4.engine.backward import ArrivingMeans, BackwardSchedule
+from zerofp4.engine.buckets import (
+    Updated,
+    Wire,
+    build_buffers,
+    check_gradient_dtype,
+    gradient_dtype,
+    make_wire,
+    set_gradient_dtype,
+)
 from zerofp4.engine.collective import CollectiveTransport
-from zerofp4.engine.description import describe_buckets
 from zerofp4.engine.flat import (
     ALIGNMENT,
     DenseBuffer,
@@ -18,6 +25,7 @@ from zerofp4.engine.flat import (
 )
 from zerofp4.engine.gradient_memory import (
     GradientMemory,
+    Gradients,
     GradientSnapshot,
     are_sendable,
     attributes,
@@ -27,21 +35,19 @@ from zerofp4.engine.gradient_memory import (
 )
 from zerofp4.engine.hosts import Hosts, HostTransport, join_host
 from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.peer import PeerTransport, PushTransport
+from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.step import Step
-from zerofp4.engine.transport import Arrived, Exchange, Gradients, Transport
-from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
+from zerofp4.engine.transport import Arrived, Transport, check_gradients, describe_buckets
 
 __all__ = [
     "ALIGNMENT",
     "TRANSPORTS",
     "Arrived",
+    "ArrivingMeans",
     "BackwardSchedule",
     "CollectiveTransport",
     "DenseBuffer",
-    "EarlyCollective",
-    "Exchange",
     "FlatBuffer",
     "GradientMemory",
     "GradientSnapshot",
@@ -52,7 +58,6 @@ __all__ = [
     "PackedBuffer",
     "PeerTransport",
     "Peers",
-    "PushTransport",
     "Sharding",
     "Step",
     "Transport",
@@ -62,8 +67,8 @@ __all__ = [
     "attributes",
     "build_buffers",
     "check_gradient_dtype",
+    "check_gradients",
     "describe_buckets",
-    "early_places",
     "gradient_dtype",
     "gradients_of",
     "in_order",

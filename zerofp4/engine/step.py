@@ -20,9 +20,10 @@ import torch
 
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import CollectiveError, OwnError, in_phase
+from zerofp4.engine.backward import ArrivingMeans
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.transport import Arrived, Exchange, Gradients, Transport, Waitable
+from zerofp4.engine.transport import Arrived, Gradients, Transport, Waitable
 
 
 class Update(Protocol):
@@ -44,7 +45,7 @@ class Step:
     buckets: those of each process group side by side.
     plans: by bucket, what casts its masters; None where they are rounded.
     transport: of the buckets.
-    exchange: of gradients, where it is not the transport's: backward passes have sent them.
+    exchange: where gradients come from that backward passes have sent, so that a step sends none.
     late: what takes the gathers of NVFP4 weights that go on behind a step; None where a step waits for all.
 
     [Note: an error after the agreement] What fails on this rank while the program runs is kept in `_failure`,
@@ -60,11 +61,12 @@ class Step:
         buckets: Sequence[FlatBuffer],
         plans: Sequence[CastPlan | None],
         transport: Transport,
-        exchange: Exchange | None = None,
+        exchange: Transport | ArrivingMeans | None = None,
         late: LateGathers | None = None,
     ):
         self.buckets, self.plans, self.transport = buckets, plans, transport
         self._exchange, self._late = exchange or transport, late
+        self._sends = exchange is None
         self._groups = _group_ranges(buckets)
         self._gathers: list[Waitable | None] = [None] * len(buckets)
         # Of one run():
@@ -115,8 +117,8 @@ class Step:
                 self._complete(turn - 2)
 
     def _send_gradients(self, b: int) -> None:
-        if self._gradients is not None:
-            in_phase("gradients", self._exchange.send_gradients)(b, self._gradients or None)
+        if self._gradients is not None and self._sends:
+            in_phase("gradients", self.transport.send_gradients)(b, self._gradients or None)
 
     def _update_bucket(self, b: int, is_last: bool) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""

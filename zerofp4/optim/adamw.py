@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofp4 import ops
 from zerofp4.cast import CastPlan
-from zerofp4.engine import Arrived, Exchange, FlatBuffer
+from zerofp4.engine import Arrived, ArrivingMeans, FlatBuffer, Transport
 from zerofp4.optim.groups import parameter_name
 from zerofp4.storage import check_memory, check_plain, dispatches, find_freed
 
@@ -346,7 +346,11 @@ class BucketUpdate:
     """
 
     def __init__(
-        self, inner: FusedAdamW, buckets: Sequence[FlatBuffer], masters: _Tensors, exchange: Exchange
+        self,
+        inner: FusedAdamW,
+        buckets: Sequence[FlatBuffer],
+        masters: _Tensors,
+        exchange: Transport | ArrivingMeans,
     ):
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
         self._positions = [{id(masters[i]): (k, i) for k, i in enumerate(b.indices)} for b in buckets]
@@ -367,7 +371,7 @@ class BucketUpdate:
         """
         self._options, self._present = self._inner._begin(skip, factor), present
         for b, (bucket, dtype) in enumerate(zip(self._buckets, self._exchange.dtypes, strict=True)):
-            can_add = self._exchange.can_add_in_update(b) and dtype in _GRADIENT_DTYPES
+            can_add = self._exchange.adds_in_update[b] and dtype in _GRADIENT_DTYPES
             self._adds[b] = can_add and not in_slices
             if not self._adds[b]:
                 _, dtype = bucket.gradient_views, torch.float32  # which makes their memory

@@ -23,18 +23,17 @@ from zerofp4.distributed import (
     resolve_group,
 )
 from zerofp4.engine import (
+    ArrivingMeans,
     BackwardSchedule,
     CollectiveTransport,
-    EarlyCollective,
     Gradients,
     GradientSnapshot,
     HostTransport,
     LateGathers,
     PeerTransport,
-    PushTransport,
     Step,
+    check_gradients,
     describe_buckets,
-    early_places,
     in_order,
     join_host,
     join_peers,
@@ -279,15 +278,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._hosts is not None:
             self._transport = HostTransport(buckets, group, wire, self._peers, self._hosts)
         elif self._peers is not None:
-            self._transport = (PushTransport if early else PeerTransport)(buckets, wire, self._peers)
+            self._transport = PeerTransport(buckets, wire, self._peers, early)
             self._exchange = self._transport if early else None
-        elif early or adds:
-            places = early_places(buckets[0].device)
-            self._transport = CollectiveTransport(buckets, wire, places=places, aliased=not adds)
-            self._exchange = EarlyCollective(self._transport, places, adds)
         else:
-            self._transport = CollectiveTransport(buckets, wire)
-        is_local = all(map(self._transport.is_local, range(len(buckets))))
+            # On a CPU only the host could wait for a bucket in a backward pass.
+            places = len(buckets) if (early or adds) and buckets[0].device.type == "cpu" else 2
+            self._transport = CollectiveTransport(buckets, wire, places=places, aliased=not adds)
+            self._exchange = ArrivingMeans(self._transport, adds) if early or adds else None
+        is_local = all(memory is None for memory in self._transport.memory)
         self._averages_nothing = self.world_size == 1 and is_local and not adds
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
         if self._exchange is None:
@@ -296,7 +294,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._schedule = BackwardSchedule(
             self._shards.parameters,
             self._shards.names,
-            self._transport,
             self._exchange,
             early=early,
             adds=adds,
@@ -494,8 +491,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _prepare_step(self) -> _Ready:
         """Do all of a step that can fail on this rank alone, before the ranks agree."""
         averages = self._reduced is None
-        if self._schedule is not None and averages:
-            self._schedule.close()
         gradients = self._collect_gradients()
         self._unscale(gradients)
         word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
@@ -539,9 +534,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "p.grad, so call zero_grad() before the next backward pass"
             )
         averages = self._reduced is None or self._reduced.changed(gradients)
-        if self._schedule is not None and averages:
-            self._schedule.close()
-            gradients = self._collect_gradients()
         looks = averages and not self._counts_in_squares(norm_type)
         word = self._word(gradients) if looks else None
         call = Call(True, averages, self._saved.steps, max_norm, norm_type)
@@ -558,7 +550,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         try:
             gradients = self._shards.read_gradients()
             for b in range(len(self._shards.buffers)):
-                self._transport.check(b, gradients, self._shards.names)
+                check_gradients(self._transport, b, gradients, self._shards.names)
         except Exception:
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
@@ -611,8 +603,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if schedule is not None:
             averages, again = self._reduced is None if call is None else call.averages, False
             if averages:
-                with error:  # does nothing, unless an error came before the first close()
-                    again = schedule.close(discard=True)
+                with error:
+                    again = schedule.close(discard=bool(error))
             rounds = Rounds(schedule.rounds, again, self._exchange.error is not None)
         outcome = Outcome([gradient is not None for gradient in gradients], rounds.again)
         try:
