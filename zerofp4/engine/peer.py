@@ -156,12 +156,15 @@ class PeerTransport(Transport):
         self._peers.open()
 
     def halfway(self, b: int) -> tuple[int, int, Callable[[], None]] | None:
-        place = self.buckets[b].halfway
-        return None if place is None else (place.position, place.row, lambda: self._start_sending(b))
+        if self.buckets[b].halfway is None:
+            return None
+        position, row, sent = self.buckets[b].halfway
 
-    def _start_sending(self, b: int) -> None:
-        self._sent_halfway[b] = self.buckets[b].halfway.sent
-        self._peers.start_sending(self.buckets[b].weights, self._sent_halfway[b])
+        def send() -> None:
+            self._sent_halfway[b] = sent
+            self._peers.start_sending(self.buckets[b].weights, sent)
+
+        return position, row, send
 
     def gather(self, b: int) -> PeerGather:
         return self._peers.start_gather(self.buckets[b].weights, self._sent_halfway.pop(b, 0))
