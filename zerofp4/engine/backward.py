@@ -242,9 +242,9 @@ class BackwardSchedule:
             self._word = self.merged_word(in_phase("scan", self._word_of)(gradients))
         except Exception as error:  # the agreement tells the others
             self._exchange.error = self._exchange.error or error_text(error)
-        for i, gradient in gradients.items():
-            self._present[i] = self._present[i] or gradient is not None
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, gradient in gradients.items():
+                self._present[i] = self._present[i] or gradient is not None
                 self._parameters[i].grad = None
 
 
@@ -265,7 +265,7 @@ class ArrivingMeans:
         self.buckets, self.dtypes, self._device = transport.buckets, transport.dtypes, transport.device
         self.adds_in_update = [False] * len(self.buckets)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._underway: collections.deque[int] = collections.deque()
+        self._underway = collections.deque[int]()
         """Buckets that were sent and have not been averaged, all of one round."""
         self._has_sums = False
         """Whether a round has begun since drop()."""
@@ -349,12 +349,8 @@ class ArrivingMeans:
             for bucket in self.buckets:
                 bucket.gradients.zero_()
 
-    def drain(self) -> None:
-        """What is queued next on the current stream finds nothing on its way."""
-        self._wait(0)
-
-    def _wait(self, count: int) -> None:
-        """What is queued next finds all but the last `count` buckets that were sent averaged."""
+    def drain(self, count: int = 0) -> None:
+        """What is queued next on the current stream finds all but the last `count` buckets averaged."""
         with self._aside():
             self._average_until(count)
         if self._stream is not None:
@@ -367,7 +363,7 @@ class ArrivingMeans:
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
         """As Transport.average(): waits for the means of bucket b."""
-        self._wait(sum(sent > b for sent in self._underway))
+        self.drain(sum(sent > b for sent in self._underway))
         if self.error is not None:
             raise RuntimeError(self.error)
         bucket = self.buckets[b]
