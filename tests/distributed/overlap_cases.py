@@ -93,7 +93,7 @@ def go_on(world, net, first, **options):
 
 def in_two_places(*arguments, **options):
     """A CollectiveTransport whose buckets arrive in two places, as on a GPU."""
-    return CollectiveTransport(*arguments, **(options | {"places": 2}))
+    return CollectiveTransport(*arguments, **(options | {"early": options["early"] and 2}))
 
 
 class Broken(Exception):

@@ -16,6 +16,7 @@ from zerofp4.engine import (
     CollectiveTransport,
     GradientMemory,
     Sharding,
+    Updated,
     backward,
     build_buffers,
     collective,
@@ -33,8 +34,8 @@ ORDERS = {
 
 def transport_of(parameters, **wire):
     wire = make_wire(wire.get("gradient_wire"), None, parameters)
-    shardings = [Sharding(None)] * len(parameters)
-    buffers = build_buffers(parameters, list(range(len(parameters))), shardings, wire)
+    shardings, updated = [Sharding()] * len(parameters), [Updated()] * len(parameters)
+    buffers = build_buffers(parameters, list(range(len(parameters))), shardings, wire, updated, False, False)
     for buffer in buffers:
         buffer.allocate()
     return CollectiveTransport(buffers, wire)
@@ -74,14 +75,14 @@ def test_means_of_a_world_of_one_are_copied_when_they_are_asked_for(device):
     """With the sums of their squares, whatever memory they are copied to had in it."""
     parameters = parameters_on(device)
     transport = transport_of(parameters)
-    for wants_out in (False, True):
+    for _ in range(2):
         gradients = [torch.randn_like(p) for p in parameters]
         gradients[1] = None
         for b, bucket in enumerate(transport.buckets):
-            out = torch.full_like(bucket.gradients, torch.nan) if wants_out else None
+            bucket.gradients.fill_(torch.nan)
             squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-            transport.average(b, gradients, squares, out)
-            means = bucket.gradients if out is None else out
+            transport.average(b, gradients, squares)
+            means = bucket.gradients
             for i, view in zip(bucket.indices, bucket.own_views(means), strict=True):
                 expected = torch.zeros_like(parameters[i]) if gradients[i] is None else gradients[i]
                 assert_bytes_equal(view, expected.float().view(-1), f"gradient {i}")
@@ -146,7 +147,7 @@ def early(monkeypatch, wire, count, rank, size):
     buckets = [flat.DenseBuffer([i], [p]) for i, p in enumerate(parameters)]
     for bucket in buckets:
         bucket.allocate()
-    transport = CollectiveTransport(buckets, make_wire(wire, None, parameters))
+    transport = CollectiveTransport(buckets, make_wire(wire, None, parameters), early=2)
     return ArrivingMeans(transport, False), calls
 
 

@@ -11,7 +11,13 @@ import torch
 from zerofp4 import ops
 from zerofp4.distributed import error_text, in_phase, start_exchange
 from zerofp4.engine.collective import CollectiveTransport
-from zerofp4.engine.gradient_memory import Gradients, GradientSnapshot, add_gradient_hooks, gradients_of
+from zerofp4.engine.gradient_memory import (
+    GradientMemory,
+    Gradients,
+    GradientSnapshot,
+    add_gradient_hooks,
+    gradients_of,
+)
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.transport import check_gradients
 
@@ -236,9 +242,9 @@ class BackwardSchedule:
             self._word = self.merged_word(in_phase("scan", self._word_of)(gradients))
         except Exception as error:  # the agreement tells the others
             self._exchange.error = self._exchange.error or error_text(error)
-        for i, gradient in gradients.items():
-            self._present[i] = self._present[i] or gradient is not None
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, gradient in gradients.items():
+                self._present[i] = self._present[i] or gradient is not None
                 self._parameters[i].grad = None
 
 
@@ -259,7 +265,7 @@ class ArrivingMeans:
         self.buckets, self.dtypes, self._device = transport.buckets, transport.dtypes, transport.device
         self.adds_in_update = [False] * len(self.buckets)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._underway: collections.deque[int] = collections.deque()
+        self._underway = collections.deque[int]()
         """Buckets that were sent and have not been averaged, all of one round."""
         self._has_sums = False
         """Whether a round has begun since drop()."""
@@ -287,32 +293,26 @@ class ArrivingMeans:
     def send_gradients(self, b: int, gradients: BucketGradients | None) -> None:
         """Send bucket b, the next one in order. None: the round is only to end, whatever is sent."""
         memory = self.transport.memory[b]
-        is_aliased = memory is not None and memory.aliased
-        if is_aliased and gradients is not None:
+        if memory.aliased and gradients is not None:
             # The next backward pass may write here before the other stream would read: copy on this stream.
-            self._take(b, gradients)
+            self._take(memory, gradients)
         with self._aside():
             if b == 0:
                 self._average_until(0)  # what is left of the last round, whose memory is used again
                 self._is_first = not (self._adds and self._has_sums)
                 self._has_sums = True
             self._average_until(self.transport.places - 1)
-            if not is_aliased and gradients is not None:
-                self._take(b, gradients)
+            if not memory.aliased and gradients is not None:
+                self._take(memory, gradients)
                 for gradient in gradients.values():
                     if gradient is not None and self._stream is not None:  # its owner may free it before then
                         gradient.record_stream(self._stream)
-            if memory is not None:
-                self.transport.send_gradients(b, None)
-                self._underway.append(b)
+            self.transport.send_gradients(b, None)
+            self._underway.append(b)
 
-    def _take(self, b: int, gradients: BucketGradients) -> None:
-        """Copy gradients to where they are sent from; of one rank alone, average them."""
+    def _take(self, memory: GradientMemory, gradients: BucketGradients) -> None:
         try:
-            if self.transport.memory[b] is None:
-                self._average(b, gradients)
-            else:
-                self.transport.memory[b].take(gradients)
+            memory.take(gradients)
         except Exception as error:  # the others wait for this rank's part, whatever it holds
             self.error = self.error or error_text(error)
 
@@ -329,16 +329,14 @@ class ArrivingMeans:
     def _average_until(self, count: int) -> None:
         """Wait for the buckets that were sent first, and average them, until `count` are on their way."""
         while len(self._underway) > count:
-            self._average(self._underway.popleft(), None)
-
-    def _average(self, b: int, gradients: BucketGradients | None) -> None:
-        sums = self.buckets[b].gradients
-        if self._is_first:
-            self.transport.average(b, gradients)
-        else:
-            means = self._means[: sums.numel()]
-            self.transport.average(b, gradients, out=means)
-            sums.add_(means)
+            b = self._underway.popleft()
+            sums = self.buckets[b].gradients
+            if self._is_first:
+                self.transport.average(b, {})
+            else:
+                means = self._means[: sums.numel()]
+                self.transport.average(b, {}, out=means)
+                sums.add_(means)
 
     def drop(self) -> None:
         """What was sent so far counts for nothing."""
@@ -351,12 +349,8 @@ class ArrivingMeans:
             for bucket in self.buckets:
                 bucket.gradients.zero_()
 
-    def drain(self) -> None:
-        """What is queued next on the current stream finds nothing on its way."""
-        self._wait(0)
-
-    def _wait(self, count: int) -> None:
-        """What is queued next finds all but the last `count` buckets that were sent averaged."""
+    def drain(self, count: int = 0) -> None:
+        """What is queued next on the current stream finds all but the last `count` buckets averaged."""
         with self._aside():
             self._average_until(count)
         if self._stream is not None:
@@ -369,7 +363,7 @@ class ArrivingMeans:
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
         """As Transport.average(): waits for the means of bucket b."""
-        self._wait(sum(sent > b for sent in self._underway))
+        self.drain(sum(sent > b for sent in self._underway))
         if self.error is not None:
             raise RuntimeError(self.error)
         bucket = self.buckets[b]

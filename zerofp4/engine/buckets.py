@@ -2,6 +2,7 @@
 that must stay whole.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -39,7 +40,9 @@ class Wire(NamedTuple):
     made_in: torch.dtype | None = None
 
     def dtype_of(self, parameters: Sequence[torch.Tensor]) -> torch.dtype:
-        """That of the gradients of all these parameters, or float32 which holds the values of all."""
+        """What the gradients of a bucket travel as: where they have several dtypes, float32, which holds the
+        values of all.
+        """
         dtypes = self._made_in(parameters)
         return self.dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
@@ -67,14 +70,14 @@ def make_wire(
     """
     if gradient_wire is not None and gradient_wire not in WEIGHT_DTYPES:
         raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {gradient_wire!r}")
+    wire = Wire(gradient_wire, math.nan, made_in)
     if bucket_mb is None:
         least, most = BUCKET_MB
-        wire = Wire(gradient_wire, most, made_in)
         share = sum(map(wire.nbytes, parameters)) / 2**20 / BUCKETS
         return wire._replace(bucket_mb=min(max(share, least), most))
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb < math.inf:
         raise ValueError(f"bucket_mb must be a positive number of megabytes, got {bucket_mb!r}")
-    return Wire(gradient_wire, float(bucket_mb), made_in)
+    return wire._replace(bucket_mb=float(bucket_mb))
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -135,9 +138,9 @@ def build_buffers(
     together: Sequence[int],
     shardings: Sequence[Sharding],
     wire: Wire,
-    updated: Sequence[Updated] | None = None,
-    as_made: bool = False,
-    rounded_first: bool = False,
+    updated: Sequence[Updated],
+    as_made: bool,
+    rounded_first: bool,
 ) -> list[FlatBuffer]:
     """Build one flat buffer per bucket, the same list on every rank.
 
@@ -145,19 +148,25 @@ def build_buffers(
     buffers are sorted by these three. In a group of one rank nothing travels: each combination is one bucket.
 
     together: by parameter, the number of its amax group, which must lie in one bucket.
-    shardings: by parameter.
-    updated: by parameter; None for one optimizer that takes any slice.
+    shardings, updated: by parameter.
     as_made: sort buffers as a backward pass is expected to make their gradients: NVFP4 weights of the last
         layers first. Dense buckets follow, since each spans many layers and, as a rule, the embedding.
     rounded_first: within a sharding, put NVFP4 weights last, so that a step waits for dense weights only.
     """
-    updated = updated or [Updated()] * len(parameters)
+    kinds = ("nvfp4", torch.bfloat16, torch.float16, torch.float32)
+
+    def key(i: int) -> tuple[bool, int, int]:
+        is_packed = isinstance(parameters[i], NVFP4Tensor)
+        kind = kinds.index("nvfp4" if is_packed else parameters[i].dtype)
+        return rounded_first and is_packed, updated[i].by, kind
+
     buffers: list[FlatBuffer] = []
     for sharding, positions in _positions(shardings).items():
         world_size = rank_and_size(sharding.group)[1]
         works = {i: updated[i].work for i in positions if updated[i].work is not None}
         owners = dict(zip(works, longest_first([*works.values()], world_size), strict=True))
-        for indices in _of_one_kind(positions, parameters, updated, rounded_first):
+        for _, indices in itertools.groupby(sorted(positions, key=key), key):
+            indices = list(indices)
             sizes = [wire.nbytes(parameters[i]) for i in indices]
             most = int(wire.bucket_mb * 2**20) if world_size > 1 else sum(sizes)
             numbers = [together[i] for i in indices]
@@ -181,22 +190,6 @@ def _positions(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
     for i, key in enumerate(keys):
         found.setdefault(key, []).append(i)
     return found
-
-
-def _of_one_kind(
-    positions: Sequence[int],
-    parameters: Sequence[torch.Tensor],
-    updated: Sequence[Updated],
-    rounded_first: bool,
-) -> list[list[int]]:
-    """Split positions into lists of one kind and one optimizer."""
-    order = ("nvfp4", torch.bfloat16, torch.float16, torch.float32)
-    kinds: dict[tuple[bool, int, int], list[int]] = {}
-    for i in positions:
-        is_packed = isinstance(parameters[i], NVFP4Tensor)
-        kind = order.index("nvfp4" if is_packed else parameters[i].dtype)
-        kinds.setdefault((rounded_first and is_packed, updated[i].by, kind), []).append(i)
-    return [kinds[key] for key in sorted(kinds)]
 
 
 def in_buckets(

@@ -1,5 +1,6 @@
 """Transport by collectives of torch.distributed: NCCL or gloo."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -29,47 +30,41 @@ class CollectiveTransport(Transport):
 
     Gradients that are sent as autograd makes them lie in flat memory from the backward pass on, and are not
     copied. Gradients that are rounded are copied to memory that buckets share in turns; so is what is
-    received. In a bucket of one rank gradients are read where they are.
+    received. A step reads the gradients of a bucket of one rank where they are.
 
     buckets: those of each process group side by side.
     wire: the dtype in which gradients are sent.
-    places: how many buckets are on their way at once.
+    early: how many buckets are on their way at once where a BackwardSchedule sends them; None where a step
+        does.
     aliased: whether p.grad may alias the memory that it is sent from.
     """
 
-    def __init__(self, buckets: Sequence[FlatBuffer], wire: Wire, *, places: int = 2, aliased: bool = True):
-        self.buckets, self.wire, self.places = buckets, wire, places
-        self.device = buckets[0].device
+    def __init__(
+        self, buckets: Sequence[FlatBuffer], wire: Wire, early: int | None = None, aliased: bool = True
+    ):
+        self.buckets, self.wire, self.places, self.device = buckets, wire, early or 2, buckets[0].device
         self.dtypes = [wire.dtype_of(bucket.parameters) for bucket in buckets]
         self.senders = [bucket.world_size for bucket in buckets]
-        keeps_values = wire.dtype in (None, torch.float32)
-        is_local = [keeps_values and bucket.world_size == bucket.replica_count == 1 for bucket in buckets]
-        travelling = [bucket for bucket, local in zip(buckets, is_local, strict=True) if not local]
-        made = iter(private_memory(travelling, wire, self.device, places, aliased))
-        self.memory = [None if local else next(made) for local in is_local]
-        self.adds_in_update = [
-            wire.keeps(b.parameters) if local else b.world_size > 1 and b.replica_count == 1
-            for b, local in zip(buckets, is_local, strict=True)
-        ]
-        layouts = [
-            ((bucket.world_size, bucket.slice_numel), dtype)
-            for bucket, dtype in zip(buckets, self.dtypes, strict=True)
-            if bucket.world_size > 1
-        ]
-        turns = iter(in_turns(layouts, self.device, places))
-        self._received = [
-            next(turns) if bucket.world_size > 1 else own and own.flat
-            for bucket, own in zip(buckets, self.memory, strict=True)
-        ]
+        rounds = wire.dtype not in (None, torch.float32)
+        travels = [bool(early or rounds or b.world_size * b.replica_count > 1) for b in buckets]
+        travelling = list(itertools.compress(buckets, travels))
+        made = iter(private_memory(travelling, wire, self.device, self.places, aliased))
+        self.memory = [next(made) if is_sent else None for is_sent in travels]
+        layouts = [((b.world_size, b.slice_numel), d) for b, d in zip(buckets, self.dtypes, strict=True)]
+        several = [layout if layout[0][0] > 1 else None for layout in layouts]
+        self._received = in_turns(several, self.device, self.places)
         """By bucket, [world_size, slice_numel] for what the other ranks have of this rank's slice; in a
-        bucket of one rank its own gradients, None in a local one.
+        bucket of one rank its own gradients, None where they are read in place.
         """
-        self._own_views = [
-            own and bucket.own_views(own.flat[bucket.rank])
-            for bucket, own in zip(buckets, self.memory, strict=True)
-        ]
-        self._slices: dict[tuple[int, int], GradientMemory] = {}
-        """By local bucket and address, memory that its averaged gradients are copied to."""
+        self._own_views: list[list[torch.Tensor | None] | None] = [None] * len(buckets)
+        self.adds_in_update = [wire.keeps(bucket.parameters) for bucket in buckets]
+        for b, (bucket, memory) in enumerate(zip(buckets, self.memory, strict=True)):
+            if memory is not None:
+                self.adds_in_update[b] = bucket.world_size > 1 and bucket.replica_count == 1
+                self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
+                self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
+        self._slices: dict[int, GradientMemory] = {}
+        """By bucket whose gradients are read in place, its averaged gradients as what those are copied to."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
         """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
         needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
@@ -130,16 +125,15 @@ class CollectiveTransport(Transport):
     ) -> None:
         """As Transport.average(). out: float32 [slice_numel] in place of the bucket's `gradients`."""
         bucket = self.buckets[b]
-        out = bucket.gradients if out is None else out
         squares = squares if bucket.is_counted else None
         if self.memory[b] is None:
-            key = b, out.data_ptr()
-            if key not in self._slices:
-                self._slices[key] = GradientMemory(bucket, out.view(1, -1))
-            self._slices[key].take(gradients)
+            if b not in self._slices:
+                self._slices[b] = GradientMemory(bucket, bucket.gradients.view(1, -1))
+            self._slices[b].take(gradients)
             if squares is not None:
-                ops.add_squares([out[bucket.part]], squares)
+                ops.add_squares([bucket.gradients], squares)
             return
+        out = bucket.gradients if out is None else out
         self._wait(b).raise_if_any()
         own, has_replicas = self.memory[b].flat[bucket.rank], bucket.replica_count > 1
         ops.average(self._received[b], out, own, bucket.rank, None if has_replicas else squares)

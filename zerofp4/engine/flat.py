@@ -3,8 +3,6 @@
 Every rank holds the model's weights whole, as views of a flat buffer. Of the FP32 masters and gradients a
 rank holds its own slice, in the same layout. So each all-gather of weights is in place: a rank casts its
 masters into its slice of the buffer, and the gather fills in the other slices.
-
-Slices end wherever they end, or, for optimizers that need whole matrices, between two parameters.
 """
 
 import functools
@@ -31,8 +29,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor whose storage holds nothing else.
 
     Whoever saves models takes tensors over one storage for tied weights, and leaves all but one out, or
-    writes the whole storage for each. What moves such a storage in place (share_memory_()) leaves the memory
-    and all other tensors over it where they are.
+    writes the whole storage for each. share_memory_() moves such a storage, and leaves other tensors there.
     """
     # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
     with torch.inference_mode(False), torch.cuda.device_of(view):
@@ -53,25 +50,11 @@ class Sharding(NamedTuple):
     replicas: dist.ProcessGroup | None = None
 
 
-class Halfway(NamedTuple):
-    """A place in a slice of weights, before which codes are sent while the rest is cast.
-
-    position: of the parameter in the bucket.
-    row: of the parameter, or its number of rows where the place is behind it.
-    sent: how many elements of `weights` are before it.
-    """
-
-    position: int
-    row: int
-    sent: int
-
-
 class FlatBuffer:
     """A bucket: the layout of parameters of one kind, and this rank's slice of their FP32 masters and
     gradients.
 
     indices: the positions of the parameters among all trainable ones.
-    sharding: over the ranks of its group.
     owners: by parameter, the rank that owns all of it, in ascending order; None where parameters are cut
         wherever a slice ends.
 
@@ -87,6 +70,10 @@ class FlatBuffer:
     """float32 [slice_numel]; what lies between two parameters is zero."""
     peers: Peers | None = None
     """The ranks, where they share memory: then the weights lie there."""
+    halfway: tuple[int, int, int] | None = None
+    """Where a cast may stop once, so that codes are sent while the rest is cast: the position of a parameter,
+    its row, or its number of rows where that is behind it, and how many elements of `weights` are before it.
+    """
 
     def __init__(
         self,
@@ -99,10 +86,7 @@ class FlatBuffer:
         self.device = self.parameters[0].device
         self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
         self.rank, self.world_size = rank_and_size(sharding.group)
-        self.replica, self.replica_count = (0, 1)
-        """This rank's number among its replicas, and how many there are."""
-        if sharding.replicas is not None:
-            self.replica, self.replica_count = rank_and_size(sharding.replicas)
+        self.replica, self.replica_count = rank_and_size(sharding.replicas)
         self.is_counted = not sharding.copy
         """Whether a norm over all ranks counts this rank's elements, not those of another copy."""
         self.is_of_whole_matrices = owners is not None
@@ -112,19 +96,15 @@ class FlatBuffer:
         else:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
         self.numel = self.world_size * self.slice_numel
-        self.begin = self.rank * self.slice_numel
-        end = self.begin + self.slice_numel
+        self.begin, end = self.rank * self.slice_numel, (self.rank + 1) * self.slice_numel
         self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
         """By parameter, what this rank owns of it."""
         most = round_up(ceil_div(self.slice_numel, self.replica_count), ALIGNMENT)
         bounds = [min(r * most, self.slice_numel) for r in range(self.replica_count + 1)]
         self.parts = [slice(first, last) for first, last in itertools.pairwise(bounds)]
         """By replica, what it averages of a slice."""
-
-    @property
-    def part(self) -> slice:
+        self.part = self.parts[self.replica]
         """What this rank averages of its slice: all of it where there are no replicas."""
-        return self.parts[self.replica]
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
@@ -156,17 +136,21 @@ class FlatBuffer:
         ]
 
     def whole_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each whole parameter, 1D, in a tensor of all ranks' slices."""
-        return [flat[o : o + p.numel()] for o, p in zip(self.offsets, self.parameters, strict=True)]
+        """Each whole parameter, in its shape, in a tensor of all ranks' slices."""
+        return [
+            flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.parameters, strict=True)
+        ]
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """Collective: the whole FP32 master of each parameter, in its shape."""
         flat = torch.empty(self.numel, dtype=torch.float32, device=self.device)
-        flat[self.begin : self.begin + self.slice_numel] = self.masters
+        self._own_slice(flat).copy_(self.masters)
         if self.world_size > 1:
             all_gather_slices(flat, self.group(), stage="gathering masters")
-        views = self.whole_views(flat)
-        return [view.view(p.shape).clone() for view, p in zip(views, self.parameters, strict=True)]
+        return [view.clone() for view in self.whole_views(flat)]
+
+    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.begin : self.begin + self.slice_numel]
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
@@ -176,11 +160,6 @@ class FlatBuffer:
         if self.peers is not None:
             return self.peers.zeros((numel,), dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    @property
-    def halfway(self) -> Halfway | None:
-        """Where a cast may stop once, so that the first half of the slice is sent; None where nothing is."""
-        return None
 
 
 class DenseBuffer(FlatBuffer):
@@ -196,21 +175,22 @@ class DenseBuffer(FlatBuffer):
     def allocate(self) -> None:
         dtype = self.parameters[0].dtype
         self.weights = self._whole_zeros(self.numel, dtype)
-        self._own = self.weights[self.begin : self.begin + self.slice_numel]
-        self.masters = with_own_storage(self._own) if dtype == torch.float32 else self._zeros()
+        is_float = dtype == torch.float32
+        self.masters = with_own_storage(self._own_slice(self.weights)) if is_float else self._zeros()
 
     def take_values(self) -> None:
         for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
-            view.view(parameter.shape).copy_(parameter.data)
+            view.copy_(parameter.data)
 
     def bind(self) -> None:
         for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
-            parameter.data = with_own_storage(view.view(parameter.shape))
+            parameter.data = with_own_storage(view)
 
     def cast(self) -> None:
         """Round the masters into this rank's slice of the weights."""
-        if self.masters.data_ptr() != self._own.data_ptr():
-            self._own.copy_(self.masters)
+        own = self._own_slice(self.weights)
+        if self.masters.data_ptr() != own.data_ptr():
+            own.copy_(self.masters)
 
 
 class PackedBuffer(FlatBuffer):
@@ -229,10 +209,9 @@ class PackedBuffer(FlatBuffer):
 
     def _codes(self) -> list[torch.Tensor]:
         """The codes of each weight, in the shape that its record gives them."""
-        spans = [(o // 2, (o + w.numel()) // 2) for o, w in zip(self.offsets, self.parameters, strict=True)]
         return [
-            self.weights[first:last].view(weight.record.data_shape("rowwise"))
-            for (first, last), weight in zip(spans, self.parameters, strict=True)
+            self.weights[o // 2 : (o + w.numel()) // 2].view(w.record.data_shape("rowwise"))
+            for o, w in zip(self.offsets, self.parameters, strict=True)
         ]
 
     def take_values(self) -> None:
@@ -246,7 +225,7 @@ class PackedBuffer(FlatBuffer):
                 side.gate = self.gate
 
     @functools.cached_property
-    def halfway(self) -> Halfway | None:
+    def halfway(self) -> tuple[int, int, int] | None:
         """Of ranks that share memory: the last row of tiles that begins in the first half of this rank's
         codes, or the end of a weight where the middle is in a gap behind it.
         """
@@ -262,4 +241,4 @@ class PackedBuffer(FlatBuffer):
         matrix, row = divmod(min(middle - offset, weight.numel()) // cols, rows)
         row = matrix * rows + row // BLOCK * BLOCK
         sent = offset + row * cols - self.begin
-        return Halfway(position, row, sent // 2) if sent > 0 else None
+        return (position, row, sent // 2) if sent > 0 else None

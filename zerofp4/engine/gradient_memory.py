@@ -3,6 +3,7 @@ sent.
 """
 
 import functools
+import itertools
 import math
 import operator
 import weakref
@@ -57,10 +58,8 @@ class GradientSnapshot:
     def first_changed(self, gradients: Sequence[torch.Tensor | None]) -> int | None:
         """The position of one that changed()."""
         pairs = zip(gradients, self._gradients, self._versions_now(), self._versions, strict=True)
-        for k, (gradient, sent, version, sent_version) in enumerate(pairs):
-            if gradient is not sent or version != sent_version:
-                return k
-        return None
+        changes = (k for k, (now, then, *v) in enumerate(pairs) if now is not then or v[0] != v[1])
+        return next(changes, None)
 
 
 def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -131,12 +130,11 @@ class GradientMemory:
     def __init__(self, bucket: FlatBuffer, flat: torch.Tensor, aliased_storages: set[int] | None = None):
         self.flat, self._bucket, self._storages = flat, bucket, aliased_storages
         self.aliased = aliased_storages is not None
-        views = bucket.whole_views(flat.view(-1))
-        self.views = [view.view(p.shape) for view, p in zip(views, bucket.parameters, strict=True)]
+        self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
         self._gaps: list[torch.Tensor] = []
-        """What lies before, between and behind the parameters; zeros where nobody else writes."""
-        self._places: list[GradientPlace] = []
+        """What lies before, between and behind the parameters, where others write too; it travels as zeros.
+        """
         if self.aliased:
             aliased_storages.add(_storage_address(flat))
             with torch._C.DisableTorchFunctionSubclass():
@@ -144,8 +142,7 @@ class GradientMemory:
             add_gradient_hooks(self, bucket.parameters, GradientMemory._move)
         else:
             ends = [0, *(o + p.numel() for o, p in zip(bucket.offsets, bucket.parameters, strict=True))]
-            begins = [*bucket.offsets, flat.numel()]
-            pairs = zip(ends, begins, strict=True)
+            pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
             self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
     def check(self, gradients: Gradients, names: Sequence[str]) -> None:
@@ -154,10 +151,8 @@ class GradientMemory:
         gradients: of all trainable parameters, or a mapping that has those of this bucket.
         names: of all trainable parameters.
         """
-        if not self.aliased:
-            return
         mine = [gradients[i] for i in self._bucket.indices]
-        for k in self._elsewhere(mine):
+        for k in self._elsewhere(mine) if self.aliased else ():
             if self._is_aliased(mine[k]):
                 name = names[self._bucket.indices[k]]
                 raise RuntimeError(
@@ -171,11 +166,10 @@ class GradientMemory:
         gradients: as of check().
         """
         mine = [gradients[i] for i in self._bucket.indices]
+        missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
         away = self._elsewhere(mine)
-        missing = (view for view, gradient in zip(self.views, mine, strict=True) if gradient is None)
-        zeros = [*self._gaps, *missing]
-        if zeros:
-            torch._foreach_zero_(zeros)
+        if self._gaps or missing:
+            torch._foreach_zero_(self._gaps + missing)
         if away:
             torch._foreach_copy_([self.views[k] for k in away], [mine[k] for k in away])
 
@@ -199,20 +193,16 @@ class GradientMemory:
     def _move(self, k: int, parameter: torch.Tensor) -> None:
         """After a backward pass has accumulated p.grad: make it a view of `flat`."""
         view, place, gradient = self.views[k], self._places[k], parameter.grad
-        if gradient is None or gradient.requires_grad:
+        if gradient is None or gradient.requires_grad or not is_sendable(gradient, view.dtype):
             return
-        if gradient.data_ptr() == view.data_ptr() and is_sendable(gradient, view.dtype):
-            place.note(gradient)
-            return
-        # place.is_awaited(): another pass, inside of which this one ran, has begun to write to the view.
-        if not is_sendable(gradient, view.dtype) or place.is_awaited() or place.is_kept(gradient):
-            return
-        if self._is_aliased(gradient):  # in another parameter's part: check() raises
-            return
-        view.copy_(gradient)
-        # Another object each time, with a version counter of its own: it is another gradient.
-        parameter.grad = view.data
-        place.note(parameter.grad)
+        if gradient.data_ptr() != view.data_ptr():
+            # place.is_awaited(): another pass, inside of which this one ran, has begun to write to the view.
+            if place.is_awaited() or place.is_kept(gradient) or self._is_aliased(gradient):
+                return
+            view.copy_(gradient)
+            # Another object each time, with a version counter of its own: it is another gradient.
+            parameter.grad = gradient = view.data
+        place.note(gradient)
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
@@ -223,16 +213,17 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 
 def in_turns(
-    layouts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device, count: int = 2
-) -> list[torch.Tensor]:
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], device: torch.device, count: int = 2
+) -> list[torch.Tensor | None]:
     """Contiguous tensors of these shapes and dtypes, of which only `count` neighbours are used at a time, so
-    that every tensor shares memory with the one `count` before it.
+    that each shares memory with the one `count` before it. None for None.
     """
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
+    sizes = [math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout is not None]
     memory = torch.empty(min(count, len(sizes)), max(sizes, default=0), dtype=torch.uint8, device=device)
+    turns = itertools.cycle(memory)
     return [
-        memory[k % count, :size].view(dtype).view(shape)
-        for k, (size, (shape, dtype)) in enumerate(zip(sizes, layouts, strict=True))
+        None if layout is None else next(turns).view(layout[1])[: math.prod(layout[0])].view(layout[0])
+        for layout in layouts
     ]
 
 
@@ -245,14 +236,13 @@ def private_memory(
     count: how many buckets are on their way at once.
     aliased: whether p.grad may alias the memory.
     """
-    keeps = [aliased and wire.keeps(bucket.parameters) for bucket in buckets]
+    stays = [aliased and wire.keeps(bucket.parameters) for bucket in buckets]
     layouts = [((b.world_size, b.slice_numel), wire.dtype_of(b.parameters)) for b in buckets]
-    copied = [layout for layout, stays in zip(layouts, keeps, strict=True) if not stays]
-    turns = iter(in_turns(copied, device, count))
-    storages, found = set(), []
-    for bucket, (shape, dtype), stays in zip(buckets, layouts, keeps, strict=True):
-        flat = torch.zeros(shape, dtype=dtype, device=device) if stays else next(turns)
-        found.append(GradientMemory(bucket, flat, storages if stays else None))
+    copied = [None if keeps else layout for keeps, layout in zip(stays, layouts, strict=True)]
+    turns, storages, found = in_turns(copied, device, count), set(), []
+    for bucket, (shape, dtype), turn in zip(buckets, layouts, turns, strict=True):
+        flat = torch.zeros(shape, dtype=dtype, device=device) if turn is None else turn
+        found.append(GradientMemory(bucket, flat, storages if turn is None else None))
     return found
 
 

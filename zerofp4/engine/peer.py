@@ -18,29 +18,27 @@ class PeerTransport(Transport):
     """The owner of a slice reads the gradients of all ranks as it adds them up in FP32, in rank order. The
     copy engines write its codes into the weights of every rank.
 
-    Where rows lie:
-    - Without `early` the gradients of every rank lie in its own shared memory, where the owners read them.
-      Nothing is sent. begin() waits on the device until every rank has come, and gradients stay as they are
-      until end() or, without one, the first gather of weights is over.
-    - With `early` send_gradients() has the copy engines write to every owner what it owns of a bucket, in
-      backward passes. Besides p.grad this needs memory on each owner for the rows of the other ranks, all
-      buckets at once, in the dtype in which gradients are sent.
+    Without `early` the gradients of every rank lie in its own shared memory, where the owners read them, and
+    nothing is sent. begin() waits on the device until every rank has come, and gradients stay as they are
+    until end() or, without one, the first gather of weights is over.
+
+    With `early` send_gradients() has the copy engines write to every owner what it owns of a bucket. Besides
+    p.grad this needs memory on each owner for the rows of the other ranks, all buckets at once, in the dtype
+    in which gradients are sent.
 
     [Note: writing into another rank's memory without asking]
-    - A row has one writer, whose copies are queued in one order. A bucket that is sent again lands behind
-      what was sent before, whatever became of that (zero_grad(), an agreement that ended in an error, a
-      skipped step).
+    - A row has one writer, whose copies are queued in one order: a bucket that is sent again lands behind
+      what was sent before, whatever became of that (zero_grad(), a skipped step).
     - Rows are read only behind begin(), which all ranks call or none, since they have agreed before. Nobody
       sends anything before all ranks have read their rows: behind average() comes end(), which is a barrier,
       and behind arrived() the gather of weights, which has a barrier on the streams that copies are queued
       on.
-    - Gradients are sent from flat memory, which lives as long as this object. Where a backward pass writes
-      there while copies are queued, these are of gradients that were dropped: what a step uses has left
-      before anything behind begin(). Memory that buckets share in turns waits until its copies have left.
+    - Gradients are sent from memory that lives as long as this object. Where a backward pass writes there
+      while copies are queued, these are of gradients that were dropped: what a step uses has left before
+      anything behind begin(). Memory that buckets use in turns waits until its copies have left.
 
     buckets: of all ranks of peers.
     wire: the dtype in which gradients are read or sent.
-    peers: the ranks.
     early: whether a BackwardSchedule sends gradients.
     """
 
@@ -156,12 +154,15 @@ class PeerTransport(Transport):
         self._peers.open()
 
     def halfway(self, b: int) -> tuple[int, int, Callable[[], None]] | None:
-        place = self.buckets[b].halfway
-        return None if place is None else (place.position, place.row, lambda: self._start_sending(b))
+        if self.buckets[b].halfway is None:
+            return None
+        position, row, sent = self.buckets[b].halfway
 
-    def _start_sending(self, b: int) -> None:
-        self._sent_halfway[b] = self.buckets[b].halfway.sent
-        self._peers.start_sending(self.buckets[b].weights, self._sent_halfway[b])
+        def send() -> None:
+            self._sent_halfway[b] = sent
+            self._peers.start_sending(self.buckets[b].weights, sent)
+
+        return position, row, send
 
     def gather(self, b: int) -> PeerGather:
         return self._peers.start_gather(self.buckets[b].weights, self._sent_halfway.pop(b, 0))

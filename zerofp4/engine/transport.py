@@ -35,13 +35,10 @@ class Waitable(Protocol):
 class Transport(Protocol):
     """Moves the gradients and weights of some buckets. A verb that an implementation leaves out does nothing.
 
-    A step calls prepare() before the ranks agree, behind that begin(), then send_gradients() of each bucket
-    and arrived() or average() of each, in the same order. While one bucket is updated, the gradients of the
-    next travel: at most two buckets are between send_gradients() and arrived() or average(). A
-    BackwardSchedule calls send_gradients() earlier.
-
-    What arrived() and average() raise is an error of this rank alone, whose part of the exchange has taken
-    place. All verbs from begin() on are collective, but for halfway().
+    A step calls prepare() before the ranks agree, then begin(), then send_gradients() of each bucket and
+    arrived() or average() of each, in the same order: at most two buckets are between both. A
+    BackwardSchedule calls send_gradients() earlier. All verbs but prepare() and halfway() are collective, and
+    what arrived() and average() raise is an error of this rank alone, whose part has taken place.
     """
 
     buckets: Sequence[FlatBuffer]
@@ -49,8 +46,8 @@ class Transport(Protocol):
     dtypes: Sequence[torch.dtype]
     """By bucket, what its gradients are sent as."""
     memory: Sequence[GradientMemory | None]
-    """By bucket, where this rank's own gradients are sent from; None where they are the means of one rank
-    alone, and are read in place.
+    """By bucket, where this rank's own gradients are sent from; None in a bucket of one rank whose gradients
+    are read in place, as the means.
     """
     senders: Sequence[int]
     """By bucket, how many rows of gradients a slice has: of all ranks, or one of each host."""
@@ -98,19 +95,17 @@ class Transport(Protocol):
         """
 
     def gather(self, b: int) -> Waitable | None:
-        """Begin to send this rank's slice of the weights of bucket b to all ranks. None in a bucket of one
-        rank.
-        """
+        """Begin to send this rank's slice of the weights of bucket b to all ranks; None if there is one."""
 
 
 def check_gradients(transport: Transport, b: int, gradients: Gradients, names: Sequence[str]) -> None:
     """Raise TypeError for a gradient of bucket b that would lose values on its way without gradient_wire, and
     RuntimeError for one that aliases the memory of another parameter's gradient.
     """
-    memory = transport.memory[b]
-    dtype = transport.dtypes[b] if memory is None else memory.flat.dtype
+    memory, dtype = transport.memory[b], transport.dtypes[b]
     if memory is not None:
         memory.check(gradients, names)
+        dtype = memory.flat.dtype  # means of a host are sent as float32
     if transport.wire.dtype is not None or dtype == torch.float32:
         return
     for i in transport.buckets[b].indices:
@@ -140,31 +135,29 @@ def describe_buckets(
     all buckets by phase. advice: what would make a step faster, or None.
     """
     described = []
-    for b, (bucket, plan) in enumerate(zip(buckets, plans, strict=True)):
-        others, dtype = bucket.world_size - 1, transport.dtypes[b]
-        amaxes = 0 if plan is None else plan.wire.nbytes
+    for bucket, plan, dtype, senders in zip(buckets, plans, transport.dtypes, transport.senders, strict=True):
+        size, amaxes = bucket.world_size, 0 if plan is None else plan.wire.nbytes
         described.append(
             {
                 "kind": bucket.kind,
                 "parameters": len(bucket.parameters),
-                "ranks": bucket.world_size,
+                "ranks": size,
                 "replicas": bucket.replica_count,
                 "elements": sum(parameter.numel() for parameter in bucket.parameters),
                 "whole_matrices": bucket.is_of_whole_matrices,
                 "gradients_travel_as": str(dtype).removeprefix("torch."),
-                "gradients": (transport.senders[b] - 1) * bucket.slice_numel * dtype.itemsize,
+                "gradients": (senders - 1) * bucket.slice_numel * dtype.itemsize,
                 # A ring sends every byte twice, but for the share of a rank.
-                "amaxes": 2 * others * amaxes // bucket.world_size,
-                "weights": others * bucket.weights.nbytes // bucket.world_size,
+                "amaxes": 2 * (size - 1) * amaxes // size,
+                "weights": (size - 1) * bucket.weights.nbytes // size,
             }
         )
-    advice, device = None, buckets[0].device
-    if group is not None and device.type == "cuda" and dist.get_world_size(group) > 1:
-        options = getattr(group._get_backend(device), "options", None)
-        advice = None if getattr(options, "is_high_priority_stream", True) else HIGH_PRIORITY
+    options = None
+    if group is not None and buckets[0].device.type == "cuda" and dist.get_world_size(group) > 1:
+        options = getattr(group._get_backend(buckets[0].device), "options", None)
     phases = ("gradients", "amaxes", "weights")
     return {
         "buckets": described,
         "bytes_sent": {phase: sum(bucket[phase] for bucket in described) for phase in phases},
-        "advice": advice,
+        "advice": None if getattr(options, "is_high_priority_stream", True) else HIGH_PRIORITY,
     }
