@@ -31,7 +31,7 @@ WRITTEN = r".*step-00000002 cannot be written: CheckpointException ranks:dict_ke
 TOLD = {
     ("save", "raise"): ("CheckpointError", WRITTEN),
     ("save", "exit"): ("CheckpointError", WRITTEN),
-    ("publish", "raise"): ("CheckpointError", ".*writing checkpoint step-00000002: ValueError: told to raise"),
+    ("publish", "raise"): ("CheckpointError", ".*writing checkpoint step-00000002: ValueError: told to"),
     ("load", "raise"): ("CheckpointError", ".*step-00000002 cannot be loaded: rank 1: told to raise"),
     ("reduce", "raise"): ("CollectiveError", r"agreeing on step\(\) failed on rank"),
     ("update", "raise"): ("RuntimeError", "another rank could not take part in the cast; no rank changed a"),
