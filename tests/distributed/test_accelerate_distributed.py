@@ -23,9 +23,7 @@ def make_accelerator(world):
 
 @on_ranks(1, 2)
 def test_prepared_models_train_as_others(world):
-    """Of one whose optimizer was built before prepare(), which moves the model and wraps it in DDP, and of
-    one that was wrapped before.
-    """
+    """One is wrapped in DDP by prepare(), once its optimizer exists, and another before it does."""
     accelerator = make_accelerator(world)
     prepared = make(world)
     net, optimizer = accelerator.prepare(*prepared)
@@ -33,15 +31,14 @@ def test_prepared_models_train_as_others(world):
     other = Net().to(world.device)
     zerofp4.convert_model(other)
     wrapped = DistributedDataParallel(other, init_sync=False)
-    models = [(other, ZeroFP4Optimizer(other.named_parameters(), FusedAdamW, **OPTIONS)), prepared]
+    other_optimizer = ZeroFP4Optimizer(other.named_parameters(), FusedAdamW, **OPTIONS)
     for step in range(3):
         loss_of(wrapped, world, step).backward()
-        models[0][1].step()
-        models[0][1].zero_grad()
         accelerator.backward(loss_of(net, world, step))
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_same(models, f"step {step}")
+        for each in (other_optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+        assert_same([(other, other_optimizer), prepared], f"step {step}")
 
 
 @on_ranks(1, 2)
@@ -65,41 +62,23 @@ def test_a_save_of_rank_0_alone_says_so(world):
         assert_same([(net, optimizer), other], "loaded")
 
 
-def make_llama(world):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config).to(world.device, torch.bfloat16)
-    zerofp4.convert_model(model)
-    return model, ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=1e-2)
-
-
 @on_ranks(1, 2)
 def test_a_trainer_trains_evaluates_and_goes_on(world):
     """On the CPU it moves the model to "cpu:0", which to torch is another device than "cpu"."""
-    model, optimizer = make_llama(world)
-    import transformers
-
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    model.to(world.device, torch.bfloat16)
+    zerofp4.convert_model(model)
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=1e-2)
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    options = {"per_device_train_batch_size": 2, "max_steps": 3, "max_grad_norm": 0, **quiet}
+    options["use_cpu"] = world.device.type == "cpu"
+    arguments = transformers.TrainingArguments(tempfile.mkdtemp(), **options)
     ids = torch.arange(16)
     data = [{"input_ids": ids, "labels": ids}] * 32
-    arguments = transformers.TrainingArguments(
-        tempfile.mkdtemp(),
-        per_device_train_batch_size=2,
-        max_steps=3,
-        max_grad_norm=0,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=world.device.type == "cpu",
-    )
     trainer = transformers.Trainer(
         model, arguments, train_dataset=data, eval_dataset=data[:4], optimizers=(optimizer, None)
     )

@@ -12,7 +12,7 @@ from distributed.run import on_ranks
 from zerofp4 import launch
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2)
 def test_own_optimizer_step(world):
     """It compares its bytes itself. Its group is that of the ranks, and ends with it."""
     names = runpy.run_path(str(ROOT / "examples" / "own_optimizer_step.py"))

@@ -28,10 +28,11 @@ FAILED = {
 """How the messages of the others begin, when a rank is gone."""
 
 WRITTEN = r".*step-00000002 cannot be written: CheckpointException ranks:dict_keys\(\[1\]\)"
+PUBLISHED = ".*writing checkpoint step-00000002: ValueError: told to raise"
 TOLD = {
     ("save", "raise"): ("CheckpointError", WRITTEN),
     ("save", "exit"): ("CheckpointError", WRITTEN),
-    ("publish", "raise"): ("CheckpointError", ".*writing checkpoint step-00000002: ValueError: told to"),
+    ("publish", "raise"): ("CheckpointError", PUBLISHED),
     ("load", "raise"): ("CheckpointError", ".*step-00000002 cannot be loaded: rank 1: told to raise"),
     ("reduce", "raise"): ("CollectiveError", r"agreeing on step\(\) failed on rank"),
     ("update", "raise"): ("RuntimeError", "another rank could not take part in the cast; no rank changed a"),
