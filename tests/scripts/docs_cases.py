@@ -256,3 +256,14 @@ class Brought:
 
 
 BROUGHT = {name for name in vars(Brought) if not name.startswith("_")}
+
+
+# Shell
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of a page's shell blocks, and those of its prose that run a program of ours."""
+    lines = "".join(block.code for block in blocks(page, "shell")).splitlines()
+    prose = BLOCK.sub("", page.read_text())
+    inline = re.findall(r"`((?:torchrun [^`]*)?(?:scripts/\w+\.(?:py|sh)|python -m zerofp4)\b[^`]*)`", prose)
+    return [*lines, *(" ".join(line.split()) for line in inline)]

@@ -1,6 +1,6 @@
 """What docs/ shows is what is in the repository, and the site builds.
 
-test_docs_snippets.py runs the blocks of Python.
+test_docs_snippets.py runs the blocks of Python, and test_docs_commands.py parses the commands.
 """
 
 import importlib.util
