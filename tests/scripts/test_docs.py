@@ -1,6 +1,7 @@
 """What docs/ shows is what is in the repository, and the site builds.
 
-test_docs_snippets.py runs the blocks of Python, and test_docs_commands.py parses the commands.
+test_docs_snippets.py runs the blocks of Python, test_docs_commands.py parses the commands, and
+test_docs_figures.py compares figures.
 """
 
 import importlib.util
