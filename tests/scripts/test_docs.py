@@ -1,4 +1,8 @@
-"""What docs/ shows is what is in the repository, and the site builds."""
+"""What docs/ shows is what is in the repository, and the site builds.
+
+test_docs_snippets.py runs the blocks of Python, test_docs_commands.py parses the commands, and
+test_docs_figures.py compares figures.
+"""
 
 import importlib.util
 import os
@@ -9,16 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from docs_cases import PAGES, ROOT, blocks
 from early import waits_for
-from torch import nn
 from zerofp4_bench import output
 
 import zerofp4
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md"))]
 
 
 def without_code(text: str) -> str:
@@ -42,95 +43,13 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target} has no such heading"
 
 
-def test_the_snippet_is_the_example():
+def test_the_first_snippet_of_own_step_is_the_example():
     example = (ROOT / "examples" / "own_optimizer_step.py").read_text()
-    page = (DOCS / "own-step.md").read_text()
-    shown = re.search(r"```python\n(import torch.*?)```", page, re.DOTALL).group(1)
-    assert example.endswith(shown), "docs/own-step.md has another snippet than the example"
-
-
-def test_the_snippet_of_experts_runs():
-    page = (DOCS / "experts.md").read_text()
-    snippet = re.search(r"```python\n(w = .*?)```", page, re.DOTALL).group(1)
-    names = {"torch": torch, "zerofp4": zerofp4}
-    exec(snippet, names)
-    assert names["y"].shape == (64, 256)
-    assert names["third"].rowwise_data.data_ptr() == names["t"].rowwise_data[3].data_ptr()
-
-
-def test_the_snippet_of_quantizing_runs():
-    page = (DOCS / "index.md").read_text()
-    snippet = re.search(r"```python\n(x = torch.*?)```", page, re.DOTALL).group(1)
-    names = {"torch": torch, "zerofp4": zerofp4}
-    exec(snippet, names)
-    assert names["values"].shape == names["y"].shape == (256, 512) and len(names["experts"]) == 3
-
-
-def test_the_snippets_of_products_and_layers_run():
-    page = (DOCS / "index.md").read_text()
-    names = {"torch": torch, "zerofp4": zerofp4}
-    for first in ("x = torch", "y = zerofp4.gemm", "layer = zerofp4.nn"):
-        exec(re.search(rf"```python\n({first}.*?)```", page, re.DOTALL).group(1), names)
-    assert names["y"].shape == (256, 256) and names["dw"].shape == (512, 512)
-    assert names["layer"].weight.grad.shape == (256, 512)
-
-
-def test_the_snippets_of_the_page_of_layers_run(world_of_one):
-    names: dict = {}
-    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "layers.md").read_text(), re.DOTALL)
-    for snippet in snippets:
-        exec(snippet, names)
-    assert len(snippets) == 4 and names["report"].layers == ["0.fc1", "0.fc2"]
-    assert names["loss"] > 0 and names["recipe"].modules[0][1] is names["attention"]
-    assert names["hidden"].grad.shape == (32, 64) and isinstance(names["shared"], zerofp4.NVFP4Tensor)
-
-
-def test_the_snippet_of_fsdp2_trains(world_of_one, monkeypatch):
-    # The world is one of gloo: with a GPU here fully_shard would take the model there.
-    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cpu"))
-    snippet = re.search(r"```python\n(import torch.*?)```", (DOCS / "fsdp2.md").read_text(), re.DOTALL).group(
-        1
-    )
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-    model.blocks = [model[0]]
-    losses = []
-
-    def loss_of(model, batch):
-        losses.append((model(batch) - batch).float().square().mean())
-        return losses[-1]
-
-    exec(snippet, {"model": model, "batches": [torch.randn(8, 32)] * 20, "loss_of": loss_of})
-    assert losses[-1] < losses[0]
-
-
-def test_the_snippet_of_muon_trains(world_of_one):
-    torch.manual_seed(0)
-    layers = {"body": nn.Linear(32, 32), "head": nn.Linear(32, 32)}
-    model = nn.Sequential()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
-    zerofp4.convert_model(model)
-    names = {"torch": torch, "zerofp4": zerofp4, "model": model}
-    exec(
-        re.search(r"```python\n(zerofp4.launch.*?)```", (DOCS / "muon.md").read_text(), re.DOTALL).group(1),
-        names,
-    )
-    assert [len(group["params"]) for group in names["optimizer"].param_groups] == [1, 3]
-    batch, losses = torch.randn(64, 32), []
-    for _ in range(20):
-        losses.append((model(batch) - batch).square().mean())
-        losses[-1].backward()
-        names["optimizer"].step()
-        names["optimizer"].zero_grad()
-    assert losses[-1] < losses[0]
+    assert example.endswith(f'"""\n\n{blocks(DOCS / "own-step.md", "python")[0].code}')
 
 
 def test_the_training_snippet_is_that_of_the_readme():
-    shown = [
-        re.search(r"```python\n(zerofp4.launch.*?report = .*?)```", path.read_text(), re.DOTALL).group(1)
-        for path in (ROOT / "README.md", DOCS / "index.md")
-    ]
+    shown = [blocks(page, "python")[0].code for page in (ROOT / "README.md", DOCS / "index.md")]
     assert shown[0] == shown[1]
 
 

@@ -1,0 +1,94 @@
+"""Command lines in README.md and docs/ name programs and options that exist. Nothing is run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from docs_cases import PAGES, ROOT, blocks, commands
+from torch.distributed.run import get_args_parser
+
+HISTORY = "CHANGELOG.md"
+"""Names what was added, also where that has another name by now."""
+
+COMMANDS = [
+    pytest.param(command, id=f"{page.name}-{command.partition(' #')[0].strip()}")
+    for page in PAGES
+    if page.name != HISTORY
+    for command in dict.fromkeys(commands(page))
+]
+FOREIGN = [["pip", "install"], ["python", "-m", "mkdocs"]]
+"""How commands of other people's programs begin."""
+LANGUAGES = {"python", "shell", "text"}
+
+
+class Parsed(Exception):
+    """Raised where a parser has taken its arguments: all that follows is the work itself."""
+
+
+def parse(module: str, arguments: list[str]) -> None:
+    """Give arguments to the parser of a program of ours. Raises SystemExit(2) for those it does not take."""
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, *given):
+        original(self, *given)
+        raise Parsed
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args), pytest.raises(Parsed):
+        importlib.import_module(module).parse_options(arguments)
+
+
+def check_python(module: str, arguments: list[str]) -> None:
+    """A program is named alone where a page is about it; with arguments they have to be whole."""
+    if arguments == ["--help"]:
+        with pytest.raises(SystemExit, match="0"):
+            importlib.import_module(module).parse_options(arguments)
+    elif arguments:
+        parse(module, arguments)
+    else:
+        assert hasattr(importlib.import_module(module), "parse_options")
+
+
+def check_shell(script: Path, arguments: list[str]) -> None:
+    """The comment at its top explains every option; what else it is given are folders, and words after -k."""
+    explained = re.findall(r"[\w-]+", script.read_text().partition("set -euo pipefail")[0])
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument.startswith("-"):
+            assert argument in explained, f"{script.name} has no {argument}"
+        elif before != "-k":
+            assert (ROOT / argument).exists(), argument
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_can_start(command):
+    words = shlex.split(command, comments=True)
+    if any(words[: len(start)] == start for start in FOREIGN):
+        return
+    by_python = words[:2] == ["python", "-m"] or words[0] == "torchrun"
+    if words[0] == "torchrun":
+        launch = get_args_parser().parse_args(words[1:])
+        words = [launch.training_script, *launch.training_script_args]
+    if words[:2] == ["python", "-m"]:
+        check_python({"zerofp4": "zerofp4.inspect.cli"}.get(words[2], words[2]), words[3:])
+        return
+    script = ROOT / words[0]
+    assert script.parent == ROOT / "scripts" and script.exists(), f"there is no {words[0]}"
+    if len(words) > 1 and not by_python:
+        assert os.access(script, os.X_OK), f"{words[0]} is not executable"
+    if script.suffix == ".py":
+        check_python(script.stem, words[1:])
+    else:
+        check_shell(script, words[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_is(page):
+    """A block without a language would be looked at by nothing."""
+    assert page.read_text().count("```") == 2 * len(blocks(page))
+    assert {block.language for block in blocks(page)} <= LANGUAGES

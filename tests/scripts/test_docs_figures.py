@@ -1,0 +1,122 @@
+"""Figures in the prose of README.md and docs/ are those of benchmarks/results, rounded as they are written.
+
+The tables of docs/performance.md are made from these files, and test_docs.py compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+
+import pytest
+from docs_cases import BLOCK, PAGES, ROOT
+from zerofp4_bench import output, ranks, session
+from zerofp4_bench.workloads import llama
+
+HISTORY = "CHANGELOG.md"
+"""Says what was measured when something changed."""
+
+MEASURED = re.compile(r"\d[\d.,]*(?: ?(?:ms|us|GB/s)\b| s\b|x\b| ?%)|\b0\.\d+ of\b")
+"""How a time, a rate or a ratio is written. Sizes and counts are the code's."""
+
+
+@cache
+def result(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def figure(file: str, row: str, kind: str | None = None) -> float:
+    """A figure of a row: of this kind, or the one that the row is about."""
+    (found,) = (each for each in result(file)["rows"] if each["name"] == row)
+    return found[kind or found["kind"]]
+
+
+def of_step(row: str, gpus: int = 2) -> float:
+    return figure(f"step_{gpus}_ranks_cuda", f"{row}/{gpus}xcuda")
+
+
+def readme() -> list[str]:
+    local, percent = (
+        figure("local_step_cuda", "local_step/llama3-8b/rank1of4", kind) for kind in ("ms", "percent_of_copy")
+    )
+    assert result("local_step_cuda")["device"] == result("step_2_ranks_cuda")["device"] == "NVIDIA H200"
+    return [
+        f"over the {len(llama().shapes)} linear weights of Llama-3-8B",
+        f"take {local:.2f} ms, {percent:.1f}% of the speed of a plain copy",
+        f"takes {of_step('peer_step'):.1f} ms, {of_step('peer_step_over_bf16'):.2f} of a bf16 ZeRO-1 step",
+        f"on one it takes {of_step('step', 1):.1f} ms, {of_step('step_over_bf16', 1):.2f} of such a step",
+    ]
+
+
+def bytes_page() -> list[str]:
+    everything = llama()
+    behind = of_step("peer_backward_step") - of_step("peer_backward")
+    alone = of_step("peer_step")
+    return [
+        f"for the {everything.elements / 1e9:.2f} billion elements of Llama-3-8B's linear weights",
+        f"| 1/128 | {2 * everything.tiles / 1e9:.2f} GB |",
+        f"| 1/64 | {4 * everything.tiles / 1e9:.2f} GB |",
+        f"| 1/2 | {everything.elements / 2 / 1e9:.2f} GB |",
+        f"| 2 | {2 * everything.elements / 1e9:.2f} GB |",
+        f"a step adds {behind:.1f} ms to them, and one that nothing hides takes {alone:.1f} ms.",
+    ]
+
+
+def checkpoints() -> list[str]:
+    """The bound is that of tests/distributed/test_checkpoint_memory_distributed.py."""
+    measured = [figure("checkpoint_2_ranks_cuda", f"zerofp4_save_{kind}/2xcuda") for kind in ("host", "gpu")]
+    assert max(measured) < 5
+    return ["less than 5% of the state"]
+
+
+def fsdp2() -> list[str]:
+    tokens = result("fsdp2_2_ranks_cuda")["settings"]["tokens"]
+    ratio = figure("fsdp2_2_ranks_cuda", "keep/tokens_over_bf16/2xcuda")
+    return [f"with {tokens:,} tokens a rank the benchmark had {ratio:.2f}x of the tokens a second of bf16"]
+
+
+def layers() -> list[str]:
+    """Codes and scales of blocks of 1 x 16, over the bytes of bfloat16."""
+    return [f"{(1 / 2 + 1 / 16) / 2:.2f} of its bytes in bfloat16"]
+
+
+def performance() -> list[str]:
+    copies = {device: size >> 20 for device, size in session.COPY_BYTES.items()}
+    settings = [result.get("settings", {}) for _, result in output.load(session.RESULTS)]
+    repeats = max(each.get("repeats", 0) for each in settings)
+    clock = 1.98e9  # of an H200, at most
+    return [
+        f"the median of up to {repeats} runs",
+        f"({session.CPU_FLUSH_BYTES >> 20} MiB on a CPU) that much is written elsewhere",
+        f"a device-to-device copy of {copies['cuda'] >> 10} GiB ({copies['cpu']} MiB on a CPU)",
+        f"others up to {output.MOST_ROWS}.",
+        f"is done with {1e3 * ranks.AHEAD / clock:.0f} ms of something else",
+    ]
+
+
+FIGURES = {
+    "README.md": readme,
+    "bytes.md": bytes_page,
+    "checkpoints.md": checkpoints,
+    "fsdp2.md": fsdp2,
+    "layers.md": layers,
+    "performance.md": performance,
+}
+"""Of each page, what it must say."""
+
+
+def prose(text: str) -> str:
+    """Without blocks, generated tables and code."""
+    text = re.sub(re.escape(output.BEGIN) + ".*" + re.escape(output.END), "", text, flags=re.DOTALL)
+    return " ".join(re.sub(r"`[^`\n]*`", "", BLOCK.sub("", text)).split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_figure_is_in_a_result_file(page):
+    rest = prose(page.read_text())
+    for said in FIGURES.get(page.name, list)():
+        assert rest.count(said) == 1, f"{page.name} does not say: {said}"
+        rest = rest.replace(said, "")
+    if page.name != HISTORY:
+        assert not MEASURED.findall(rest), f"no result file is named for these figures of {page.name}"
