@@ -192,25 +192,3 @@ def test_without_names_a_checkpoint_is_refused(world):
     dcp.load(state, checkpoint_id=path)
     set_optimizer_state_dict(other, loaded, state)
     assert_same_model(model, other)
-
-
-@on_ranks(2)
-def test_what_a_piece_is_nobody_asks_torch(world):
-    """Of a DTensor shape, dtype and device are functions: nine calls for each piece, 7,800 in a load of 224
-    weights.
-    """
-    _, optimizer = trained(world, 1, "fused")
-    folder = saved(world, optimizer)
-    piece = optimizer.state_dict()["state"][0]["master"]
-    kind, asked = type(piece), []
-    torch_function = kind.__torch_function__
-
-    def noted(cls, function, *arguments):
-        asked.append(function)
-        return torch_function(function, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "__torch_function__", classmethod(noted))
-        dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
-        assert not asked
-        assert piece.layout == torch.strided and len(asked) == 1  # it would have been noted

@@ -54,42 +54,34 @@ def trained(device):
     return Run(device)
 
 
-def read_single(folder: Path) -> dict[str, torch.Tensor] | None:
-    return safetensors.load_file(folder / SINGLE) if (folder / SINGLE).exists() else None
+def exports(folder: Path) -> list[tuple[set[str], dict[str, torch.Tensor]]]:
+    """Files and values that each reader finds: who looks for the single file first, and who for the index."""
+    found = []
+    if (folder / SINGLE).exists():
+        found.append(({SINGLE}, safetensors.load_file(folder / SINGLE)))
+    if (folder / INDEX).exists():
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = {name: safetensors.load_file(folder / name) for name in set(weight_map.values())}
+        found.append(({INDEX, *files}, {key: files[name][key] for key, name in weight_map.items()}))
+    return found
 
 
-def read_index(folder: Path) -> dict[str, torch.Tensor] | None:
-    if not (folder / INDEX).exists():
-        return None
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    files = {name: safetensors.load_file(folder / name) for name in set(weight_map.values())}
-    return {key: files[name][key] for key, name in weight_map.items()}
-
-
-def check_whole(folder: Path, *exports: dict[str, torch.Tensor]) -> None:
-    """Each reader finds one of the exports: who looks for the single file first, and who for the index."""
-    found = [one for one in (read_single(folder), read_index(folder)) if one is not None]
+def check_whole(folder: Path, *expected: dict[str, torch.Tensor]) -> None:
+    """Each reader finds one of these exports."""
+    found = exports(folder)
     assert found, sorted(os.listdir(folder))
-    for one in found:
-        matching = [
-            values
-            for values in exports
-            if one.keys() == values.keys() and all(torch.equal(one[key], values[key]) for key in values)
-        ]
-        assert matching, sorted(os.listdir(folder))
+    for _, one in found:
+        same = [one.keys() == e.keys() and all(torch.equal(one[key], e[key]) for key in e) for e in expected]
+        assert any(same), sorted(os.listdir(folder))
 
 
 def check_alone(folder: Path, shards: int, values: dict[str, torch.Tensor]) -> None:
     """The folder has this export and nothing else."""
-    found = read_single(folder) if shards == 1 else read_index(folder)
-    assert found.keys() == values.keys()
+    ((names, found),) = exports(folder)
+    assert found.keys() == values.keys() and len(names) == shards + (shards > 1)
     for key, value in values.items():
         assert_bytes_equal(found[key], value, key)
-    if shards == 1:
-        assert os.listdir(folder) == [SINGLE]
-    else:
-        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        assert len(names) == shards and set(os.listdir(folder)) == {INDEX, *names}
+    assert set(os.listdir(folder)) == names
 
 
 @contextlib.contextmanager
@@ -128,8 +120,8 @@ def test_an_export_is_whole_at_any_time_also_of_a_save_that_fails(trained, tmp_p
         trained.step()
         after, calls = trained.values(), []
 
-        def fail(name: str, exports=(before, after), calls=calls, at=failing_at) -> None:
-            check_whole(tmp_path, *exports)
+        def fail(name: str, both=(before, after), calls=calls, at=failing_at) -> None:
+            check_whole(tmp_path, *both)
             calls.append(name)
             if len(calls) - 1 == at:
                 raise interrupt("no more")
