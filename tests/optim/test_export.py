@@ -153,8 +153,9 @@ def test_what_a_killed_save_has_left_goes_with_the_next(trained, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_links_are_replaced_and_not_followed(trained, tmp_path, shards):
+def test_links_are_replaced_and_not_followed_and_other_files_stay(trained, tmp_path, shards):
     names = [SINGLE, INDEX, *(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3))]
+    others = ["config.json", "adapter_model.safetensors", "a-00001-of-00002.safetensors", "model.bin"]
     folder, elsewhere = tmp_path / "export", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
@@ -162,18 +163,14 @@ def test_links_are_replaced_and_not_followed(trained, tmp_path, shards):
         (elsewhere / name).write_text(name)
         (folder / name).symlink_to(elsewhere / name)
     (folder / names[-1]).symlink_to(elsewhere / "not there")
+    for name in others:
+        (folder / name).write_text(name)
+    (folder / "model-00001-of-00009.safetensors").mkdir()
     trained.save(folder, shards)
+    for name in others:
+        assert (folder / name).read_text() == name
+        (folder / name).unlink()
+    (folder / "model-00001-of-00009.safetensors").rmdir()
     check_alone(folder, shards, trained.values())
     assert not any(path.is_symlink() for path in folder.iterdir())
     assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {n: n for n in names[:-1]}
-
-
-def test_other_files_stay(trained, tmp_path):
-    others = ["config.json", "adapter_model.safetensors", "a-00001-of-00002.safetensors", "model.bin"]
-    for name in others:
-        (tmp_path / name).write_text(name)
-    (tmp_path / "model-00001-of-00009.safetensors").mkdir()
-    for shards in (3, 1):
-        trained.save(tmp_path, shards)
-        assert all((tmp_path / name).read_text() == name for name in others)
-        assert (tmp_path / "model-00001-of-00009.safetensors").is_dir()
