@@ -77,16 +77,21 @@ def test_a_run_goes_on_in_a_world_of_any_size(world, case):
 
 @on_ranks(1, 2, 3)
 def test_async_save_holds_what_was_there_when_it_was_called(world):
+    """Everything in it has the id of that moment."""
     model, optimizer = trained(world)
     other, loaded = trained(world, 0, seed=1)
-    path = shared_folder(world)
+    path, save_id = shared_folder(world), optimizer.state_dict()["steps"].save_id
     # Beside the collectives of the steps; torch wants it to have a backend for the CPU.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else None
     own = dist.new_group(backend=backend) if dist.is_initialized() else None
     future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path, process_group=own)
     run(model, optimizer, range(2, 4))
     future.result()
-    dcp.load({"model": other, "optimizer": loaded}, checkpoint_id=path)
+    state = loaded.state_dict()
+    dcp.load({"model": other, "optimizer": state}, checkpoint_id=path)
+    ids = {i for entries in state["state"].values() for piece in entries.values() for i in piece.saves}
+    assert ids | {state["steps"].save_id, state["param_groups"].save_id} == {save_id}
+    loaded.load_state_dict(state)
     assert_same_model(other, trained(world)[0])
     run(other, loaded, range(2, 4))
     assert_same_model(model, other)

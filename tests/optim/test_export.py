@@ -54,42 +54,34 @@ def trained(device):
     return Run(device)
 
 
-def read_single(folder: Path) -> dict[str, torch.Tensor] | None:
-    return safetensors.load_file(folder / SINGLE) if (folder / SINGLE).exists() else None
+def exports(folder: Path) -> list[tuple[set[str], dict[str, torch.Tensor]]]:
+    """Files and values that each reader finds: who looks for the single file first, and who for the index."""
+    found = []
+    if (folder / SINGLE).exists():
+        found.append(({SINGLE}, safetensors.load_file(folder / SINGLE)))
+    if (folder / INDEX).exists():
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = {name: safetensors.load_file(folder / name) for name in set(weight_map.values())}
+        found.append(({INDEX, *files}, {key: files[name][key] for key, name in weight_map.items()}))
+    return found
 
 
-def read_index(folder: Path) -> dict[str, torch.Tensor] | None:
-    if not (folder / INDEX).exists():
-        return None
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    files = {name: safetensors.load_file(folder / name) for name in set(weight_map.values())}
-    return {key: files[name][key] for key, name in weight_map.items()}
-
-
-def check_whole(folder: Path, *exports: dict[str, torch.Tensor]) -> None:
-    """Each reader finds one of the exports: who looks for the single file first, and who for the index."""
-    found = [one for one in (read_single(folder), read_index(folder)) if one is not None]
+def check_whole(folder: Path, *expected: dict[str, torch.Tensor]) -> None:
+    """Each reader finds one of these exports."""
+    found = exports(folder)
     assert found, sorted(os.listdir(folder))
-    for one in found:
-        matching = [
-            values
-            for values in exports
-            if one.keys() == values.keys() and all(torch.equal(one[key], values[key]) for key in values)
-        ]
-        assert matching, sorted(os.listdir(folder))
+    for _, one in found:
+        same = [one.keys() == e.keys() and all(torch.equal(one[key], e[key]) for key in e) for e in expected]
+        assert any(same), sorted(os.listdir(folder))
 
 
 def check_alone(folder: Path, shards: int, values: dict[str, torch.Tensor]) -> None:
     """The folder has this export and nothing else."""
-    found = read_single(folder) if shards == 1 else read_index(folder)
-    assert found.keys() == values.keys()
+    ((names, found),) = exports(folder)
+    assert found.keys() == values.keys() and len(names) == shards + (shards > 1)
     for key, value in values.items():
         assert_bytes_equal(found[key], value, key)
-    if shards == 1:
-        assert os.listdir(folder) == [SINGLE]
-    else:
-        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        assert len(names) == shards and set(os.listdir(folder)) == {INDEX, *names}
+    assert set(os.listdir(folder)) == names
 
 
 @contextlib.contextmanager
@@ -115,28 +107,11 @@ def watched(call):
 
 
 @changes
-def test_an_export_is_whole_at_any_time_and_alone_afterwards(trained, tmp_path, old, new):
-    """Also where the process is killed: nothing that is done later makes it whole."""
-    trained.save(tmp_path, old)
-    before = trained.values()
-    check_alone(tmp_path, old, before)
-    trained.step()
-    after, calls = trained.values(), []
-
-    def look(name: str) -> None:
-        calls.append(name)
-        check_whole(tmp_path, before, after)
-
-    with watched(look):
-        trained.save(tmp_path, new)
-    assert calls.count("save_file") == new and calls.count("replace") == 1
-    check_alone(tmp_path, new, after)
-
-
-@changes
 @pytest.mark.parametrize("interrupt", [OSError, KeyboardInterrupt])
-def test_a_save_that_fails_leaves_the_old_export_or_the_new_one(trained, tmp_path, old, new, interrupt):
-    """At each of its calls, and nothing else before there is the new one; the next save is good."""
+def test_an_export_is_whole_at_any_time_also_of_a_save_that_fails(trained, tmp_path, old, new, interrupt):
+    """It fails at each of its calls. Before each there is the old export or the new one, whole, also for
+    whoever is killed there; after a failure there is nothing else, and the next save is good.
+    """
     failing_at, is_done = 0, False
     while not is_done:
         trained.save(tmp_path, old)
@@ -145,22 +120,20 @@ def test_a_save_that_fails_leaves_the_old_export_or_the_new_one(trained, tmp_pat
         trained.step()
         after, calls = trained.values(), []
 
-        def fail(name: str, calls=calls, at=failing_at) -> None:
+        def fail(name: str, both=(before, after), calls=calls, at=failing_at) -> None:
+            check_whole(tmp_path, *both)
             calls.append(name)
             if len(calls) - 1 == at:
                 raise interrupt("no more")
 
-        with watched(fail):
-            try:
-                trained.save(tmp_path, new)
-                is_done = len(calls) <= failing_at
-            except interrupt:
-                pass
+        with watched(fail), contextlib.suppress(interrupt):
+            trained.save(tmp_path, new)
+            is_done = len(calls) <= failing_at
         check_whole(tmp_path, before, after)
         if "replace" not in calls[:failing_at]:
             check_alone(tmp_path, old, before)
         failing_at += 1
-    assert failing_at > 2 * new
+    assert calls.count("save_file") == new and calls.count("replace") == 1 and failing_at > 2 * new
     check_alone(tmp_path, new, after)
 
 
@@ -180,8 +153,9 @@ def test_what_a_killed_save_has_left_goes_with_the_next(trained, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_links_are_replaced_and_not_followed(trained, tmp_path, shards):
+def test_links_are_replaced_and_not_followed_and_other_files_stay(trained, tmp_path, shards):
     names = [SINGLE, INDEX, *(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3))]
+    others = ["config.json", "adapter_model.safetensors", "a-00001-of-00002.safetensors", "model.bin"]
     folder, elsewhere = tmp_path / "export", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
@@ -189,18 +163,14 @@ def test_links_are_replaced_and_not_followed(trained, tmp_path, shards):
         (elsewhere / name).write_text(name)
         (folder / name).symlink_to(elsewhere / name)
     (folder / names[-1]).symlink_to(elsewhere / "not there")
+    for name in others:
+        (folder / name).write_text(name)
+    (folder / "model-00001-of-00009.safetensors").mkdir()
     trained.save(folder, shards)
+    for name in others:
+        assert (folder / name).read_text() == name
+        (folder / name).unlink()
+    (folder / "model-00001-of-00009.safetensors").rmdir()
     check_alone(folder, shards, trained.values())
     assert not any(path.is_symlink() for path in folder.iterdir())
     assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {n: n for n in names[:-1]}
-
-
-def test_other_files_stay(trained, tmp_path):
-    others = ["config.json", "adapter_model.safetensors", "a-00001-of-00002.safetensors", "model.bin"]
-    for name in others:
-        (tmp_path / name).write_text(name)
-    (tmp_path / "model-00001-of-00009.safetensors").mkdir()
-    for shards in (3, 1):
-        trained.save(tmp_path, shards)
-        assert all((tmp_path / name).read_text() == name for name in others)
-        assert (tmp_path / "model-00001-of-00009.safetensors").is_dir()

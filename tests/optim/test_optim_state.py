@@ -166,6 +166,12 @@ def test_state_of_another_model_or_class(device):
         optimizer.load_state_dict(sgd.state_dict())
     with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
         optimizer.load_state_dict([])
+    net, nadam, scheduler = build(device, 0, "nadam")
+    run_steps(net, nadam, scheduler, range(1))
+    state = copy.deepcopy(nadam.state_dict())
+    state["state"][0]["mu_product"] *= math.inf
+    with pytest.raises(ValueError, match=r"not finite: .*\.mu_product \(inf\)"):
+        nadam.load_state_dict(state)
 
 
 def test_damaged_files_are_refused(device):

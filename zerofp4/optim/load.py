@@ -141,7 +141,7 @@ def read_parameter(
     state for the optimizer of the masters, empty if there is none yet. problems: takes what does not fit.
     """
     is_updated = was_in_file or any(entries.get(name) is not None for name in (*template, STARTED))
-    found, has_state = {}, saved.shard.numel > 0
+    found = {}
     for name in dict.fromkeys([*entries, *template]) if is_updated else ["master"]:
         value, entry = entries.get(name), MASTER if name == "master" else template.get(name)
         if was_in_file and isinstance(value, Piece) and value.loaded is None:
@@ -152,10 +152,9 @@ def read_parameter(
             found[name] = read_value(saved, name, value, entry)
         except Misfit as misfit:
             problems.setdefault(misfit.kind, []).append(misfit.what)
-        else:
-            has_state = has_state and not (entry is not None and entry.is_flag and not found[name])
-    found.pop(STARTED, None)
-    return found.pop("master", None), found if has_state else {}
+    flags = [found.get(name, True) for name, entry in template.items() if entry.is_flag]
+    master, _ = found.pop("master", None), found.pop(STARTED, None)
+    return master, found if saved.shard.numel and all(flags) else {}
 
 
 def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None) -> Any:
@@ -172,17 +171,16 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
         entry = Entry("scalar" if is_scalar else "tensor", torch.float32)
     if isinstance(value, numbers.Number):
         value = torch.tensor(value, dtype=entry.dtype)
-    elif not isinstance(value, Piece) and all(p.is_replicate() for p in getattr(value, "placements", ())):
-        value = getattr(value, "to_local", lambda: value)()
+    elif isinstance(value, torch.Tensor) and not isinstance(value, Piece) and hasattr(value, "placements"):
+        value = value.to_local() if all(p.is_replicate() for p in value.placements) else value
     (shape, shard), is_tensor = saved.extent(entry), entry.kind == "tensor"
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     is_dense = isinstance(value, Piece) or (is_plain and value.layout == torch.strided and not value.is_meta)
     if not is_dense or not (value.dtype.is_floating_point if is_tensor else value.numel() == 1):
         shown = type(value).__name__
         if isinstance(value, torch.Tensor):
-            shown = (
-                f"{value.dtype} {list(value.shape)} on {value.device} of layout {value.layout} in a {shown}"
-            )
+            where = f"on {value.device} of layout {value.layout}"
+            shown = f"{value.dtype} {list(value.shape)} {where} in a {shown}"
         raise Misfit("no dense tensor of floating dtype" if is_tensor else "no scalar", f"{what} ({shown})")
     if is_tensor and tuple(value.shape) != shape:
         raise Misfit("other shapes", f"{what} ({tuple(value.shape)}, here {shape})")
@@ -214,11 +212,12 @@ def _split(
     """
     states: dict[int, dict[str, Any]] = {id(part): {} for part in optimized}
     for name, value in state.items() if optimized else ():
-        values = itertools.repeat(value)
         if torch.is_tensor(value) and value.dim():
-            values = value.view(-1, *template.get(name, MASTER).shape(optimized[0].shape))
-        for own, part in zip(states.values(), values, strict=False):
-            own[name] = part.clone() if torch.is_tensor(part) and not value.dim() else part
+            parts = value.view(-1, *template.get(name, MASTER).shape(optimized[0].shape))
+        else:
+            parts = [value.clone() if torch.is_tensor(value) else value for _ in optimized]
+        for own, part in zip(states.values(), parts, strict=True):
+            own[name] = part
     return states
 
 

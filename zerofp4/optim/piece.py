@@ -212,15 +212,15 @@ class Piece(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        piece, *others = args
-        kwargs = kwargs or {}
-        if func in _COPIES:
-            return piece.copied(lambda values: func(values, **kwargs))
-        if func is _aten.new_empty.default and tuple(others[0]) == tuple(piece.shape):
-            # The stager of async_save puts copies of this one's attributes into it.
-            return piece.copied(lambda values: torch.empty_like(values, device=kwargs.get("device")))
-        if func is _aten.copy_.default and isinstance(piece, Piece):
-            return piece.load(others[0])
+        piece, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(piece, Piece):
+            if func in _COPIES:
+                return piece.copied(lambda values: func(values, **kwargs))
+            if func is _aten.new_empty.default and tuple(args[1]) == tuple(piece.shape):
+                # The stager of async_save puts copies of this one's attributes into it.
+                return piece.copied(lambda values: torch.empty_like(values, device=kwargs.get("device")))
+            if func is _aten.copy_.default:
+                return piece.load(args[1])
         args, kwargs = torch.utils._pytree.tree_map(_whole, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -265,7 +265,7 @@ def side_of(columnwise: bool) -> str:
     """The name of the copy that an argument `columnwise` chooses. Raises TypeError for what is no bool."""
     if not isinstance(columnwise, bool):
         raise TypeError(f"columnwise must be True or False, got {columnwise!r}")
-    return SIDES[columnwise]
+    return SIDES[int(columnwise)]  # torch 2.11 traces no index that is a bool
 
 
 def check_sides(rowwise: bool, columnwise: bool) -> list[str]:
