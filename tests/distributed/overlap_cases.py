@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from helpers import assert_bytes_equal
 from torch import nn
@@ -57,26 +59,43 @@ def loss_of(net, world, seed, **options):
     return F.cross_entropy(net(tokens, **options), (tokens * 5 + 3) % 32)
 
 
+def step_of(world, models, seed, **options):
+    """A backward pass and a step of each model."""
+    for net, optimizer in models:
+        loss_of(net, world, seed, **options).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def all_bytes(net, optimizer):
     """Of weights, masters and moments, whole on every rank."""
     parameters = list(net.parameters())
     return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
+def assert_equal(found, expected, what):
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert_bytes_equal(mine, theirs, f"{what}: tensor {i}")
+
+
 def assert_same(models, what):
     expected, *others = [all_bytes(*model) for model in models]
     for found in others:
-        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert_bytes_equal(mine, theirs, f"{what}: tensor {i}")
+        assert_equal(found, expected, what)
+
+
+@contextlib.contextmanager
+def nothing_changes(*model):
+    before = [tensor.clone() for tensor in all_bytes(*model)]
+    yield
+    assert_equal(all_bytes(*model), before, "nothing changes")
 
 
 def go_on(world, net, first, **options):
     """A few steps of an optimizer that goes on, in the same way, from another, which has sent what no step
     uses and sends nothing any more. options: that `first` was built with, other than transport and overlap.
     """
-    loss_of(net, world, 0).backward()
-    first.step()
-    first.zero_grad()
+    step_of(world, [(net, first)], 0)
     loss_of(net, world, 1).backward()  # travels
     described = first.describe()
     ways = {name: described[name] for name in ("transport", "overlap")}
@@ -85,15 +104,13 @@ def go_on(world, net, first, **options):
     )
     second.zero_grad()
     for step in range(2, 4):
-        loss_of(net, world, step).backward()
-        second.step()
-        second.zero_grad()
+        step_of(world, [(net, second)], step)
     return net, second
 
 
-def in_two_places(*arguments, **options):
+def in_two_places(*arguments, early, **options):
     """A CollectiveTransport whose buckets arrive in two places, as on a GPU."""
-    return CollectiveTransport(*arguments, **(options | {"early": options["early"] and 2}))
+    return CollectiveTransport(*arguments, early=early and 2, **options)
 
 
 class Broken(Exception):
@@ -102,17 +119,13 @@ class Broken(Exception):
 
 def break_off(net, world, where):
     """A backward pass that raises on the ranks which are told a module."""
-    handle = None
-    if where is not None:
 
-        def refuse(*_):
-            raise Broken
+    def refuse(*_):
+        raise Broken
 
-        handle = dict(net.named_modules())[where].register_full_backward_pre_hook(refuse)
+    handle = where and dict(net.named_modules())[where].register_full_backward_pre_hook(refuse)
     try:
         loss_of(net, world, 7).backward()
         assert where is None
     except Broken:
-        assert where is not None
-    if handle is not None:
         handle.remove()
