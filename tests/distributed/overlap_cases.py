@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from helpers import assert_bytes_equal
+from optim_cases import assert_all_equal
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -73,22 +73,17 @@ def all_bytes(net, optimizer):
     return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
-def assert_equal(found, expected, what):
-    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert_bytes_equal(mine, theirs, f"{what}: tensor {i}")
-
-
 def assert_same(models, what):
     expected, *others = [all_bytes(*model) for model in models]
     for found in others:
-        assert_equal(found, expected, what)
+        assert_all_equal(found, expected, what)
 
 
 @contextlib.contextmanager
 def nothing_changes(*model):
     before = [tensor.clone() for tensor in all_bytes(*model)]
     yield
-    assert_equal(all_bytes(*model), before, "nothing changes")
+    assert_all_equal(all_bytes(*model), before, "nothing changes")
 
 
 def go_on(world, net, first, **options):

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix_cases import MUON
-from optim_cases import make_gradients, set_gradients
+from optim_cases import assert_all_equal, make_gradients, set_gradients
 
 import zerofp4
 from distributed.checks_optim import check_weights, model_bytes, refuse_one_step
 from distributed.forward_cases import READS, late_gathers, make_pair, quantized
-from distributed.overlap_cases import CLASSES, SMALL, TINY, assert_equal, assert_same, loss_of, make, step_of
+from distributed.overlap_cases import CLASSES, SMALL, TINY, assert_same, loss_of, make, step_of
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -81,7 +81,7 @@ def test_muon(world):
     with late_gathers():
         take_steps(world, models[1:], 3, alike=True)
     take_steps(world, models[:1], 3, alike=True)
-    assert_equal(*weights_of(models), "weights")
+    assert_all_equal(*weights_of(models), "weights")
 
 
 @on_ranks(2, 3)
@@ -96,7 +96,7 @@ def test_groups_of_some_ranks(world):
     models = [built(world, overlap, *arguments, lr=0.02, bucket_mb=TINY) for overlap in (None, "forward")]
     for step in range(4):
         step_of(world, models, step)
-    assert_equal(*weights_of(models), "weights")
+    assert_all_equal(*weights_of(models), "weights")
 
 
 @on_ranks(2)
@@ -113,7 +113,7 @@ def test_each_read_waits(world, read):
             assert not begun and all(stale)
         found, wanted = READS[read](models[1][0]), READS[read](models[0][0])
     assert len(found) > 0
-    assert_equal(found, wanted, read)
+    assert_all_equal(found, wanted, read)
 
 
 @on_ranks(2)
@@ -131,7 +131,7 @@ def test_what_was_taken_before_the_step_waits_as_well(world):
             optimizer.step()
             # Its matrices, and nothing of it before.
             nets.append([each.columnwise_data.clone() for each in reversed(taken)])
-    assert_equal(nets[1], nets[0], "codes")
+    assert_all_equal(nets[1], nets[0], "codes")
 
 
 @on_ranks(2, 3)
@@ -143,7 +143,7 @@ def test_other_parameters_are_complete_when_a_step_returns(world):
         step_of(world, models[1:], 0)
         there = [[p.detach() for p in net.parameters() if type(p) is torch.nn.Parameter] for net, _ in models]
         scales = [[t for w in quantized(net) for t in (w.rowwise_scale, w.amax)] for net, _ in models]
-        assert_equal(there[1] + scales[1], there[0] + scales[0], "complete")
+        assert_all_equal(there[1] + scales[1], there[0] + scales[0], "complete")
         optimizer = models[1][1]
         optimizer.describe(), optimizer.state_dict(), repr(optimizer), repr(models[1][0])
         assert world.device.type != "cpu" or not begun
@@ -235,7 +235,7 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
         message = "storage has moved" if world.rank == 1 else "another rank could not take part"
         with pytest.raises(RuntimeError, match=message):
             optimizer.check() if late else optimizer.step()
-        assert_equal(model_bytes(members), before, "of that bucket")
+        assert_all_equal(model_bytes(members), before, "of that bucket")
         optimizer.zero_grad()
         optimizer.load_state_dict(checkpoint)
         step_of(world, [(net, optimizer)], 1)
@@ -261,7 +261,7 @@ def test_a_group_that_is_destroyed_before_its_weights_are_read(world):
     step_of(world, models, 0)
     dist.barrier()
     dist.destroy_process_group(group)
-    assert_equal(*weights_of(models), "weights")
+    assert_all_equal(*weights_of(models), "weights")
 
 
 @on_ranks(2)

@@ -7,14 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from optim_cases import make_gradients, set_gradients
+from optim_cases import assert_all_equal, make_gradients, set_gradients
 
 from distributed.checks_optim import check_weights
 from distributed.overlap_cases import (
     CLASSES,
     SMALL,
     TINY,
-    assert_equal,
     assert_same,
     go_on,
     in_two_places,
@@ -155,7 +154,7 @@ def test_a_backward_pass_between_a_read_and_its_load(world, overlap, accumulate,
     expected = [master + 1 for master in optimizer.gathered_masters()]
     loss_of(net, world, 1).backward()
     optimizer.load_state_dict(state_dict)
-    assert_equal(optimizer.gathered_masters(), expected, "masters")
+    assert_all_equal(optimizer.gathered_masters(), expected, "masters")
 
 
 @on_ranks(2, 3)
@@ -193,7 +192,7 @@ def test_masters_from_an_optimizer_that_holds_sums(world, overlap):
     net, optimizer = models[1]
     before = [master.clone() for master in optimizer.gathered_masters()]
     new = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **options)
-    assert_equal(new.gathered_masters(), before, "masters")
+    assert_all_equal(new.gathered_masters(), before, "masters")
 
 
 # Options
