@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def make(world, name="FusedAdamW", kind=ZeroFP4Optimizer, **options):
-    """By collectives, unless another transport is named: early_peer_checks has ranks that share memory."""
+    """By collectives, unless another transport is named: overlap_checks has ranks that share memory."""
     options.setdefault("transport", "collective")
     torch.manual_seed(3)
     net = Net().to(world.device)
@@ -86,17 +86,16 @@ def nothing_changes(*model):
     assert_all_equal(all_bytes(*model), before, "nothing changes")
 
 
-def go_on(world, net, first, **options):
+def go_on(world, net, first):
     """A few steps of an optimizer that goes on, in the same way, from another, which has sent what no step
-    uses and sends nothing any more. options: that `first` was built with, other than transport and overlap.
+    uses and sends nothing any more.
     """
     step_of(world, [(net, first)], 0)
     loss_of(net, world, 1).backward()  # travels
     described = first.describe()
-    ways = {name: described[name] for name in ("transport", "overlap")}
-    second = ZeroFP4Optimizer(
-        net.named_parameters(), FusedAdamW, **OPTIONS, **ways, **options, masters_from=first
-    )
+    ways = {name: described[name] for name in ("transport", "overlap", "bucket_mb")}
+    ways |= {"process_group": first.process_group(), "masters_from": first}
+    second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **OPTIONS, **ways)
     second.zero_grad()
     for step in range(2, 4):
         step_of(world, [(net, second)], step)

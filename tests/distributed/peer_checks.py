@@ -12,11 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from optim_cases import assert_all_equal, make_gradients, make_parameters, set_gradients
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 
-import zerofp4
 from distributed.checks_optim import (
     SPECIFICATIONS,
     gradients_of,
@@ -132,54 +129,6 @@ def an_optimizer_of_torch(world, fused):
             optimizer.step()
         shared, alone = ([*model_bytes(ps), *o.gathered_masters()] for ps, o in models)
         assert_all_equal(shared, alone, f"step {step}")
-
-
-class Model(nn.Module):
-    def __init__(self, device):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.layers = nn.ModuleList(
-            nn.Linear(128, 128, device=device, dtype=torch.bfloat16) for _ in range(3)
-        )
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) / 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + F.gelu(layer(x))
-        return x
-
-
-def backward_passes(world):
-    """Gradients that autograd leaves in memory that others read: as those that are given as they are."""
-    device = gpu_of(world)
-    models = [Model(device) for _ in range(2)]
-    for model in models:
-        zerofp4.convert_model(model)
-    plain, flat = models
-    optimizers = [
-        ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, transport=transport, bucket_mb=mb, lr=0.01)
-        for model, transport, mb in ((plain, "peer", 0.02), (flat, "auto", None))
-    ]
-    assert optimizers[1].describe()["transport"] == "peer"
-    for step in range(30):
-        generator = torch.Generator().manual_seed(100 * step + world.rank)
-        x = torch.randn(64, 128, generator=generator).to(device, torch.bfloat16)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for _ in range(1 + step % 2):
-                model(x).float().square().mean().backward()
-            if model is plain:  # copies: nothing of them lies in shared memory before the step
-                for p in model.parameters():
-                    p.grad = p.grad.clone()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 3 != 0)
-        assert_all_equal(*(model_bytes(list(model.parameters())) for model in models), f"step {step}")
-    mine = [tensor.cpu() for tensor in model_bytes(list(flat.parameters()))]
-    everybody = [None] * world.world_size
-    dist.all_gather_object(everybody, mine)
-    for rank, theirs in enumerate(everybody):
-        assert_all_equal(mine, theirs, f"here and on rank {rank}: tensor")
 
 
 def a_rank_that_does_not_come(world):

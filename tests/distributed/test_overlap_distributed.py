@@ -9,13 +9,13 @@ import pytest
 import torch
 from optim_cases import assert_all_equal, make_gradients, set_gradients
 
+from distributed import overlap_checks as checks
 from distributed.checks_optim import check_weights
 from distributed.overlap_cases import (
     CLASSES,
     SMALL,
     TINY,
     assert_same,
-    go_on,
     in_two_places,
     loss_of,
     make,
@@ -30,26 +30,27 @@ def make_pair(world, name="FusedAdamW", **options):
     return [make(world, name, overlap=o, **({"bucket_mb": SMALL} | options)) for o in (None, "backward")]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, time_limit=60)
 @pytest.mark.parametrize(("name", "clip"), [("AdamW", True), ("FusedAdamW", False), ("FusedAdamW", True)])
 def test_the_bytes_of_a_step_without_overlap(world, name, clip):
-    """Of real gradients: a weight used twice, one that only some ranks use, recomputed activations, and
-    autograd.grad in between, which makes gradients that are nobody's.
-    """
-    models = make_pair(world, name)
-    norms = []
-    for step in range(4):
-        for net, optimizer in models:
-            options = {"rare": (step + world.rank) % 3 > 0, "checkpointed": step % 2 > 0}
-            torch.autograd.grad(loss_of(net, world, 50 + step), list(net.parameters()))
-            loss_of(net, world, step, **options).backward()
-            if clip:
-                norms.append(optimizer.clip_grad_norm_(0.1).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(models, f"step {step}")
-    assert norms[::2] == norms[1::2]
-    check_weights(list(models[1][0].parameters()), models[1][1])
+    checks.whole_steps(world, name, clip, bucket_mb=SMALL)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{"gradient_wire": torch.float16}, {"gradient_dtype": torch.float32}, {}])
+def test_micro_batches_and_gradients_that_somebody_assigned(world, options):
+    checks.micro_batches(world, bucket_mb=SMALL, **options)
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize("name", CLASSES)
+def test_steps_that_come_to_nothing(world, name):
+    checks.nothing_comes_of_it(world, name, bucket_mb=SMALL)
+
+
+@on_ranks(2)
+def test_one_optimizer_goes_on_from_another(world):
+    checks.one_after_another(world, bucket_mb=SMALL)
 
 
 @on_ranks(2, 3)
@@ -63,19 +64,6 @@ def test_injected_gradients(world, name):
             gradients = make_gradients(parameters, 10 * step + world.rank)
             set_gradients(parameters, [g if (i + step) % 4 else None for i, g in enumerate(gradients)])
             optimizer.step()
-        assert_same(models, f"step {step}")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("options", [{"gradient_wire": torch.float16}, {"gradient_dtype": torch.float32}, {}])
-def test_micro_batches_under_no_sync(world, options):
-    models = make_pair(world, **options)
-    for step in range(3):
-        for net, optimizer in models:
-            with optimizer.no_sync():
-                for micro in range(2):
-                    loss_of(net, world, 10 * step + micro, rare=micro == 0).backward()
-        step_of(world, models, 10 * step + 2, rare=False)
         assert_same(models, f"step {step}")
 
 
@@ -126,12 +114,6 @@ def test_buckets_begin_in_backward_passes(world):
     optimizer.step()
     assert begun == list(range(len(kinds)))
     check_weights(list(net.parameters()), optimizer)
-
-
-@on_ranks(2)
-def test_one_optimizer_goes_on_from_another(world):
-    """The hooks of the first have seen gradients since its last step."""
-    assert_same([go_on(world, *model, bucket_mb=SMALL) for model in make_pair(world)], "the end")
 
 
 # What lies in the FP32 slices meanwhile

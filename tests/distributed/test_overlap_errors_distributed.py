@@ -74,7 +74,7 @@ def test_an_optimizer_sends_nothing_once_another_has_its_parameters(world, accum
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["written", "assigned", "backward", "clipped"])
+@pytest.mark.parametrize("how", ["assigned", "backward", "clipped"])
 def test_gradients_that_changed_after_they_had_begun_to_travel(world, how):
     models = make_models(world)
     good_step(world, models, 0, "before")
@@ -93,24 +93,10 @@ def test_gradients_that_changed_after_they_had_begun_to_travel(world, how):
     good_step(world, models, 3, "after zero_grad()")
 
 
-@on_ranks(2)
-def test_such_gradients_travel_once_more_in_the_next_step(world):
-    """Nobody has dropped them."""
-    models = make_models(world)
-    for net, optimizer in models:
-        loss_of(net, world, 1).backward()
-        net.rare.weight.grad.mul_(2)
-        if optimizer is models[1][1]:
-            with pytest.raises(RuntimeError, match=r"the gradient of .*rare.* changed after"):
-                optimizer.step()
-        optimizer.step()
-    assert_same(models, "the second attempt")
-
-
 @on_ranks(2, 3, time_limit=60)
 @pytest.mark.parametrize(
     ("where", "name"),
-    [("head", "AdamW"), ("norm", "FusedAdamW"), ("layers.1", "AdamW"), ("layers.0", "FusedAdamW")],
+    [("head", "AdamW"), ("norm", "FusedAdamW"), ("layers.0", "FusedAdamW")],
 )
 def test_a_backward_pass_that_breaks_off_on_one_rank(world, where, name):
     """All drop the gradients, and go on: some have sent all of them, some a part, or none."""
@@ -152,25 +138,6 @@ def test_a_rank_that_has_not_reduced_what_the_others_have_clipped(world):
     good_step(world, models, 3, "after")
 
 
-@on_ranks(2, 3, time_limit=60)
-def test_a_rank_that_raises_in_step(world):
-    models = make_models(world)
-    good_step(world, models, 0, "before")
-    for net, _ in models:
-        loss_of(net, world, 1).backward()
-
-    def closure():
-        if world.rank == 1:
-            raise RuntimeError("no loss today")
-        return 1.0
-
-    with raises_on_all(world, models[1], "no loss today"):
-        models[1][1].step(closure)
-    for _, optimizer in models:  # nothing was dropped
-        optimizer.step()
-    assert_same(models, "the same gradients")
-
-
 @on_ranks(2, time_limit=60)
 def test_a_gradient_that_cannot_be_sent(world):
     """In the middle of a backward pass, whose own rank goes on."""
@@ -193,9 +160,8 @@ def test_a_gradient_that_cannot_be_sent(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-def test_a_nonfinite_gradient(world, accumulate):
-    models = make_models(world, accumulate=accumulate)
+def test_a_nonfinite_gradient_in_sharded_sums(world):
+    models = make_models(world, accumulate="sharded")
     for net, optimizer in models:
         hook = net.rare.weight.register_hook(lambda g: g * (math.inf if world.rank == 1 else 1))
         loss_of(net, world, 0).backward()

@@ -1,5 +1,5 @@
-"""What ranks that share memory do with gradients that travel in backward passes, on GPUs or, with FilePeers,
-on the CPU.
+"""What ranks do with gradients that travel in backward passes: by collectives, through the memory that GPUs
+share or, with FilePeers, through files on the CPU.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ FOUND = "found an error, and no rank takes this step"
 
 def on_gpu(world, check, **options):
     alike = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=gpu_of(world))
-    globals()[check](alike, **options)
+    globals()[check](alike, transport="peer", **options)
 
 
-def make_models(world, name="FusedAdamW", overlaps=("backward",), **options):
-    """One that waits for all gradients, and one that does not, where ranks share memory, and one of each
-    other way of overlap; and one by collectives, where they have such on their device.
+def make_models(world, name="FusedAdamW", overlaps=("backward",), transport="collective", **options):
+    """One that waits for all gradients, and one that does not, and one of each other way of overlap; with
+    peers also one by collectives, where they have such on their device. Each in a group of its own: what one
+    sends in a pass that breaks off would arrive in place of what another sends next.
     """
-    ways = [{"transport": "peer", "overlap": overlap} for overlap in (None, *overlaps)]
-    if world.device.type == "cpu" or dist.get_backend() == "nccl":
+    ways = [{"transport": transport, "overlap": overlap} for overlap in (None, *overlaps)]
+    if transport == "peer" and (world.device.type == "cpu" or dist.get_backend() == "nccl"):
         ways.append({"transport": "collective"})
+    if transport == "collective":
+        ways = [{**way, "process_group": dist.new_group()} for way in ways]
     models = [make(world, name, **way, **options) for way in ways]
     described = models[1][1].describe()
-    assert (described["transport"], described["overlap"]) == ("peer", "backward")
+    assert described["overlap"] == "backward"
+    assert described["transport"] == (transport if world.world_size > 1 else "none")
     return models
 
 
@@ -149,5 +153,5 @@ def fail(world, net, optimizer, event, last):
 
 
 def one_after_another(world, **options):
-    models = make_models(world, **options)
-    assert_same([go_on(world, *model, **options) for model in models], "the end")
+    """The hooks of the first have seen gradients since its last step."""
+    assert_same([go_on(world, *model) for model in make_models(world, **options)], "the end")
