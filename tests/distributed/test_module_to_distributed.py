@@ -59,13 +59,13 @@ def test_gradients_are_still_made_where_they_travel_from(world):
     optimizer.step()
     optimizer.zero_grad()
     moved(net, world)
-    begun, start = [], optimizer._exchange.start
+    begun, send = [], optimizer._exchange.send_gradients
 
     def counted(b, gradients):
         begun.append(b)
-        start(b, gradients)
+        send(b, gradients)
 
-    optimizer._exchange.start = counted
+    optimizer._exchange.send_gradients = counted
     loss_of(net, world, 1).backward()
     assert begun == list(range(len(optimizer.describe()["buckets"])))
     assert [p.grad.data_ptr() for p in net.parameters()] == there
