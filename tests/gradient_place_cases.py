@@ -1,4 +1,4 @@
-"""Models whose gradients have places that products write to, beside the same ones without."""
+"""Models whose gradients lie in flat memory, beside the same ones without."""
 
 from __future__ import annotations
 
@@ -27,30 +27,34 @@ class Models(NamedTuple):
     placed: nn.Module
     memory: GradientMemory
 
+    def both(self, call):
+        for model in self[:2]:
+            call(model)
+
     def check(self):
+        """p.grad has the bytes that autograd gives, and so has what travels."""
+        names, gradients = [], []
         for (name, expected), p in zip(self.plain.named_parameters(), self.placed.parameters(), strict=True):
             assert (p.grad is None) == (expected.grad is None), name
             if p.grad is not None:
                 assert_bytes_equal(p.grad.detach(), expected.grad.detach(), name)
-        gradients = [p.grad for p in self.placed.parameters()]
-        self.memory.check(gradients, [name for name, _ in self.placed.named_parameters()])
-        self.memory.take([None if g is None else g.detach() for g in gradients])
-        for (name, expected), view in zip(self.plain.named_parameters(), self.memory.views, strict=True):
+            names.append(name)
+            gradients.append(None if p.grad is None else p.grad.detach())
+        self.memory.check(gradients, names)
+        self.memory.take(gradients)
+        for name, expected, view in zip(names, self.plain.parameters(), self.memory.views, strict=True):
             grad = torch.zeros_like(view) if expected.grad is None else expected.grad.detach()
             assert_bytes_equal(view, grad, f"what travels of {name}")
 
     def are_there(self):
-        views = self.memory.views
-        return [
-            p.grad.data_ptr() == v.data_ptr() for p, v in zip(self.placed.parameters(), views, strict=True)
-        ]
+        pairs = zip(self.placed.parameters(), self.memory.views, strict=True)
+        return [p.grad is not None and p.grad.data_ptr() == view.data_ptr() for p, view in pairs]
 
 
 def made(model, device, dtype=BF16):
     plain = model.to(device)
     placed = copy.deepcopy(plain)
-    parameters = list(placed.parameters())
-    return Models(plain, placed, memory_of(parameters, dtype))
+    return Models(plain, placed, memory_of(list(placed.parameters()), dtype))
 
 
 def memory_of(parameters, dtype=BF16):

@@ -1,18 +1,16 @@
-"""Gathers that arrive as late as can be, and the ways to read a weight that they are on their way to."""
+"""Gathers that arrive as late as can be, and the ways to read a model that they are on their way to."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import io
-import pickle
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 import zerofp4
 from distributed.overlap_cases import SMALL, Net, make
@@ -61,12 +59,8 @@ def quantized(net: nn.Module) -> list[NVFP4Tensor]:
     return [p for p in net.parameters() if isinstance(p, NVFP4Tensor)]
 
 
-def _each(read: Callable[[NVFP4Tensor], torch.Tensor]) -> Callable[[nn.Module], list[torch.Tensor]]:
-    return lambda net: [read(weight) for weight in quantized(net)]
-
-
-def _unpickled(weight: NVFP4Tensor) -> torch.Tensor:
-    return pickle.loads(pickle.dumps(weight)).dequantize()
+def _codes(weights) -> list[torch.Tensor]:
+    return [weight.columnwise_data for weight in weights]
 
 
 def _loaded(net: nn.Module) -> list[torch.Tensor]:
@@ -77,12 +71,6 @@ def _loaded(net: nn.Module) -> list[torch.Tensor]:
     return [value.dequantize() for value in state.values() if isinstance(value, NVFP4Tensor)]
 
 
-def _flattened(weight: NVFP4Tensor) -> torch.Tensor:
-    names, context = weight.__tensor_flatten__()
-    inner = {name: getattr(weight, name) for name in names}
-    return NVFP4Tensor.__tensor_unflatten__(inner, context, weight.shape, weight.stride()).dequantize()
-
-
 def _written(net: nn.Module) -> list[torch.Tensor]:
     """Into another model."""
     other = Net().to(net.norm.weight.device)
@@ -91,36 +79,12 @@ def _written(net: nn.Module) -> list[torch.Tensor]:
     return [weight.dequantize() for weight in quantized(other)]
 
 
-def _overwritten(weight: NVFP4Tensor) -> torch.Tensor:
+def _overwritten(net: nn.Module) -> list[torch.Tensor]:
     """What is written must not be overwritten by what arrives then."""
     with torch.no_grad():
-        weight.copy_(torch.linspace(-1, 1, weight.numel(), device=weight.device).view(weight.shape))
-    return weight.detach().clone().columnwise_data
-
-
-def _input(weight: NVFP4Tensor, size: int) -> torch.Tensor:
-    return torch.linspace(-1, 1, 16 * size, device=weight.device).view(16, size).bfloat16()
-
-
-def _gradient(weight: NVFP4Tensor) -> torch.Tensor:
-    x = _input(weight, weight.shape[1]).requires_grad_()
-    F.linear(x, weight.detach()).float().square().sum().backward()
-    return x.grad
-
-
-def _product(weight: NVFP4Tensor) -> torch.Tensor:
-    """Of the columns, as a backward pass makes it."""
-    x = zerofp4.quantize(_input(weight, weight.shape[0]))
-    return zerofp4.gemm(x, zerofp4.Operand(weight, "columnwise"))
-
-
-def _recipe(weight: NVFP4Tensor) -> torch.Tensor:
-    layer = zerofp4.nn.Linear(*weight.shape[::-1], bias=False, device=weight.device, dtype=weight.dtype)
-    layer.weight = nn.Parameter(weight.detach())
-    x = _input(weight, weight.shape[1]).requires_grad_()
-    with zerofp4.nn.autocast(zerofp4.nn.NVFP4Recipe(stochastic_rounding=False)):
-        layer(x).float().square().sum().backward()
-    return x.grad
+        for weight in quantized(net):
+            weight.copy_(torch.linspace(-1, 1, weight.numel(), device=weight.device).view(weight.shape))
+    return _codes([weight.detach().clone() for weight in quantized(net)])
 
 
 def _compiled(net: nn.Module) -> list[torch.Tensor]:
@@ -136,33 +100,21 @@ def _plain(net: nn.Module) -> list[torch.Tensor]:
 def _broadcast(net: nn.Module) -> list[torch.Tensor]:
     for weight in quantized(net):
         dist.broadcast(weight.detach(), 0)
-    return [weight.columnwise_data for weight in quantized(net)]
+    return _codes(quantized(net))
 
 
 READS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
-    "rowwise_data": _each(lambda weight: weight.rowwise_data),
-    "columnwise_data": _each(lambda weight: weight.columnwise_data),
-    "dequantize": _each(lambda weight: weight.dequantize()),
-    "float": _each(lambda weight: weight.float()),
-    "clone": _each(lambda weight: weight.detach().clone().columnwise_data),
-    "data": _each(lambda weight: weight.data.columnwise_data),
-    "new Parameter": _each(lambda weight: nn.Parameter(weight).columnwise_data),
-    "to": _each(lambda weight: weight.to("cpu", copy=True).columnwise_data),
-    "pickle": _each(_unpickled),
+    "rowwise_data": lambda net: [weight.rowwise_data for weight in quantized(net)],
+    "columnwise_data": lambda net: _codes(quantized(net)),
     "torch.save": _loaded,
-    "deepcopy": lambda net: [weight.columnwise_data for weight in quantized(copy.deepcopy(net))],
-    "state_dict": lambda net: [
-        value.columnwise_data for value in net.state_dict().values() if isinstance(value, NVFP4Tensor)
-    ],
+    "deepcopy": lambda net: _codes(quantized(copy.deepcopy(net))),
+    "state_dict": lambda net: _codes(v for v in net.state_dict().values() if isinstance(v, NVFP4Tensor)),
     "load_state_dict": _written,
-    "copy_": _each(_overwritten),
+    "copy_": _overwritten,
     "plain_state_dict": _plain,
-    "dequantize_many": lambda net: zerofp4.dequantize_many(quantized(net)),
-    "backward": _each(_gradient),
-    "gemm": _each(_product),
-    "recipe": _each(_recipe),
-    "tensor_flatten": _each(_flattened),
     "compiled": _compiled,
     "broadcast": _broadcast,
 }
-"""What a person does with a model: tensors that are what they should be where its weights are."""
+"""What a person does with a model: tensors that are what they should be where its weights are. (What one does
+with a weight is in READS of engine/test_late_gather.py.)
+"""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
-from helpers import assert_bytes_equal
+from optim_cases import assert_all_equal
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -42,7 +44,7 @@ class Net(nn.Module):
 
 
 def make(world, name="FusedAdamW", kind=ZeroFP4Optimizer, **options):
-    """By collectives, unless another transport is named: early_peer_checks has ranks that share memory."""
+    """By collectives, unless another transport is named: overlap_checks has ranks that share memory."""
     options.setdefault("transport", "collective")
     torch.manual_seed(3)
     net = Net().to(world.device)
@@ -57,6 +59,14 @@ def loss_of(net, world, seed, **options):
     return F.cross_entropy(net(tokens, **options), (tokens * 5 + 3) % 32)
 
 
+def step_of(world, models, seed, **options):
+    """A backward pass and a step of each model."""
+    for net, optimizer in models:
+        loss_of(net, world, seed, **options).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def all_bytes(net, optimizer):
     """Of weights, masters and moments, whole on every rank."""
     parameters = list(net.parameters())
@@ -66,34 +76,35 @@ def all_bytes(net, optimizer):
 def assert_same(models, what):
     expected, *others = [all_bytes(*model) for model in models]
     for found in others:
-        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert_bytes_equal(mine, theirs, f"{what}: tensor {i}")
+        assert_all_equal(found, expected, what)
 
 
-def go_on(world, net, first, **options):
+@contextlib.contextmanager
+def nothing_changes(*model):
+    before = [tensor.clone() for tensor in all_bytes(*model)]
+    yield
+    assert_all_equal(all_bytes(*model), before, "nothing changes")
+
+
+def go_on(world, net, first):
     """A few steps of an optimizer that goes on, in the same way, from another, which has sent what no step
-    uses and sends nothing any more. options: that `first` was built with, other than transport and overlap.
+    uses and sends nothing any more.
     """
-    loss_of(net, world, 0).backward()
-    first.step()
-    first.zero_grad()
+    step_of(world, [(net, first)], 0)
     loss_of(net, world, 1).backward()  # travels
     described = first.describe()
-    ways = {name: described[name] for name in ("transport", "overlap")}
-    second = ZeroFP4Optimizer(
-        net.named_parameters(), FusedAdamW, **OPTIONS, **ways, **options, masters_from=first
-    )
+    ways = {name: described[name] for name in ("transport", "overlap", "bucket_mb")}
+    ways |= {"process_group": first.process_group(), "masters_from": first}
+    second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **OPTIONS, **ways)
     second.zero_grad()
     for step in range(2, 4):
-        loss_of(net, world, step).backward()
-        second.step()
-        second.zero_grad()
+        step_of(world, [(net, second)], step)
     return net, second
 
 
-def in_two_places(*arguments, **options):
+def in_two_places(*arguments, early, **options):
     """A CollectiveTransport whose buckets arrive in two places, as on a GPU."""
-    return CollectiveTransport(*arguments, **(options | {"early": options["early"] and 2}))
+    return CollectiveTransport(*arguments, early=early and 2, **options)
 
 
 class Broken(Exception):
@@ -102,17 +113,13 @@ class Broken(Exception):
 
 def break_off(net, world, where):
     """A backward pass that raises on the ranks which are told a module."""
-    handle = None
-    if where is not None:
 
-        def refuse(*_):
-            raise Broken
+    def refuse(*_):
+        raise Broken
 
-        handle = dict(net.named_modules())[where].register_full_backward_pre_hook(refuse)
+    handle = where and dict(net.named_modules())[where].register_full_backward_pre_hook(refuse)
     try:
         loss_of(net, world, 7).backward()
         assert where is None
     except Broken:
-        assert where is not None
-    if handle is not None:
         handle.remove()

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_bytes_equal
-from optim_cases import make_gradients, make_parameters, set_gradients
-from torch import nn
+from optim_cases import assert_all_equal, make_gradients, make_parameters, set_gradients
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 
-import zerofp4
-from distributed.checks_optim import SPECIFICATIONS, gradients_of, model_bytes
+from distributed.checks_optim import (
+    SPECIFICATIONS,
+    gradients_of,
+    model_bytes,
+)
 from distributed.mesh_cases import check_order_of_addition
 from zerofp4 import launch
 from zerofp4.distributed import start_exchange
@@ -64,9 +64,7 @@ def equal_steps(world, inner, bucket_mb, wire=None):
     for step in range(6):
         norms = [take_step(world, *model, step) for model in (cpu, shared)]
         assert norms[0] == norms[1] and len(norms[0]) == {2: 1, 4: 2}.get(step, 0)
-        pairs = zip(all_bytes(*shared), all_bytes(*cpu), strict=True)
-        for i, (mine, theirs) in enumerate(pairs):
-            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+        assert_all_equal(all_bytes(*shared), all_bytes(*cpu), f"step {step}")
 
 
 def hosts(world, bucket_mb):
@@ -117,73 +115,20 @@ def an_optimizer_of_torch(world, fused):
     """With fused=True it is told on the device that no rank failed. Equal gradients have that mean: the bytes
     of one rank.
     """
-    device, options = gpu_of(world), {"lr": 0.02, "fused": fused}
-    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    group = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
     models = []
-    for group, transport in ((None, "peer"), (alone, "auto")):
-        parameters = make_parameters(device, 0, SPECIFICATIONS)
-        options |= {"process_group": group, "transport": transport}
-        models.append((parameters, ZeroFP4Optimizer(parameters, torch.optim.AdamW, **options)))
+    for ways in ({"transport": "peer"}, {"process_group": group}):
+        parameters = make_parameters(gpu_of(world), 0, SPECIFICATIONS)
+        optimizer = ZeroFP4Optimizer(parameters, torch.optim.AdamW, lr=0.02, fused=fused, **ways)
+        models.append((parameters, optimizer))
     for step in range(3):
         for parameters, optimizer in models:
             set_gradients(parameters, make_gradients(parameters, step))
             if step == 1:
                 optimizer.clip_grad_norm_(0.5)
             optimizer.step()
-        pairs = zip(*([*model_bytes(ps), *o.gathered_masters()] for ps, o in models), strict=True)
-        for i, (mine, theirs) in enumerate(pairs):
-            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
-
-
-class Model(nn.Module):
-    def __init__(self, device):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.layers = nn.ModuleList(
-            nn.Linear(128, 128, device=device, dtype=torch.bfloat16) for _ in range(3)
-        )
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) / 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + F.gelu(layer(x))
-        return x
-
-
-def backward_passes(world):
-    """Gradients that autograd leaves in memory that others read: as those that are given as they are."""
-    device = gpu_of(world)
-    models = [Model(device) for _ in range(2)]
-    for model in models:
-        zerofp4.convert_model(model)
-    plain, flat = models
-    optimizers = [
-        ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, transport=transport, bucket_mb=mb, lr=0.01)
-        for model, transport, mb in ((plain, "peer", 0.02), (flat, "auto", None))
-    ]
-    assert optimizers[1].describe()["transport"] == "peer"
-    for step in range(30):
-        generator = torch.Generator().manual_seed(100 * step + world.rank)
-        x = torch.randn(64, 128, generator=generator).to(device, torch.bfloat16)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for _ in range(1 + step % 2):
-                model(x).float().square().mean().backward()
-            if model is plain:  # copies: nothing of them lies in shared memory before the step
-                for p in model.parameters():
-                    p.grad = p.grad.clone()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 3 != 0)
-        for (name, p), q in zip(plain.named_parameters(), flat.parameters(), strict=True):
-            for i, (mine, theirs) in enumerate(zip(model_bytes([p]), model_bytes([q]), strict=True)):
-                assert_bytes_equal(mine, theirs, f"step {step}: {name}, buffer {i}")
-    mine = [tensor.cpu() for tensor in model_bytes(list(flat.parameters()))]
-    everybody = [None] * world.world_size
-    dist.all_gather_object(everybody, mine)
-    for rank, theirs in enumerate(everybody):
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert_bytes_equal(a, b, f"tensor {i} here and on rank {rank}")
+        shared, alone = ([*model_bytes(ps), *o.gathered_masters()] for ps, o in models)
+        assert_all_equal(shared, alone, f"step {step}")
 
 
 def a_rank_that_does_not_come(world):
@@ -208,8 +153,7 @@ def a_rank_that_does_not_come(world):
     expected = r"rank [1-9] did not come to a barrier" if world.rank == 0 else "rank 0 found an error"
     with pytest.raises(RuntimeError, match=expected):
         optimizer.step()
-    for i, (mine, theirs) in enumerate(zip(all_bytes(parameters, optimizer), before, strict=True)):
-        assert_bytes_equal(mine, theirs, f"tensor {i}")
+    assert_all_equal(all_bytes(parameters, optimizer), before, "nothing changes")
 
 
 def a_rank_that_dies(world):
@@ -235,10 +179,7 @@ def barriers(world):
     """Thousands of them: what was queued before on any rank is seen behind."""
     peers = Peers(dist.group.WORLD, gpu_of(world))
     here = peers.zeros((world.world_size, 1024), torch.int32)
-    there = [torch.empty(0)] * world.world_size
-    first, handle = peers._find(here)
-    for r in range(world.world_size):
-        there[r] = handle.get_buffer(r, here.shape, here.dtype, (here.data_ptr() - first) // 4)
+    there = [peers.at(r, here) for r in range(world.world_size)]
     wrong = torch.zeros((), dtype=torch.int64, device=peers.device)
     for turn in range(1, 301):
         for r in range(world.world_size):

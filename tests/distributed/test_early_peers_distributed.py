@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import early_peer_checks as checks
+from distributed import overlap_checks as checks
 from distributed.checks_optim import check_weights
 from distributed.file_peers import FilePeers
 from distributed.overlap_cases import SMALL, TINY, loss_of, make
@@ -33,7 +33,7 @@ def run(world, check, late, **options):
         return (None, "asked for") if transport == "collective" else (FilePeers(given, late), None)
 
     with mock.patch.object(zero, "join_peers", join):
-        check(alone, process_group=group, **options)
+        check(alone, transport="peer", process_group=group, **options)
 
 
 @on_ranks(3)
@@ -71,7 +71,7 @@ def test_one_optimizer_goes_on_from_another(world):
 def test_no_rank_waits_in_a_backward_pass(world):
     """Not even where the others make none, nor for steps that no rank takes; describe() says what is done."""
 
-    def check(alone, **options):
+    def check(alone, transport, **options):
         net, optimizer = make(alone, transport="auto", overlap="backward", bucket_mb=TINY, **options)
         described = optimizer.describe()
         ways = ("transport", "why_collective", "overlap", "accumulate", "in_buckets")

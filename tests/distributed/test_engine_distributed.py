@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from optim_cases import make_gradients, set_gradients
+from optim_cases import assert_all_equal, make_gradients, set_gradients
 
 from distributed.checks_optim import (
     averages,
@@ -16,19 +16,14 @@ from distributed.checks_optim import (
     gradients_of,
     model_bytes,
     parameters_of,
-    refuse_one_step,
     whole_state,
 )
+from distributed.peer_checks import OPTIONS, InSequence
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 BUCKETS = 1e-4, 0.003, None
 """bucket_mb: every parameter alone and in several stretches; two or three together; all of a kind."""
-
-
-class InSequence(FusedAdamW):
-    """Not FusedAdamW itself, so that its step() is called, and sees gradients that were averaged."""
 
 
 def build(world, cls, **options):
@@ -43,11 +38,19 @@ def all_bytes(parameters, optimizer):
     return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
-def assert_same(models, step):
+def assert_same(models, what):
     expected, *others = [all_bytes(*model) for model in models]
-    for bucket, found in zip(BUCKETS, others, strict=True):
-        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert_bytes_equal(mine, theirs, f"{bucket}, step {step}: tensor {i}")
+    for m, found in enumerate(others):
+        assert_all_equal(found, expected, f"model {m + 1}, {what}: tensor")
+
+
+def equal_steps(world, models) -> None:
+    """Two steps of each with the same gradients."""
+    for step in range(2):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            optimizer.step()
+        assert_same(models, f"step {step}")
 
 
 @on_ranks(1, 2, 3, 4)
@@ -64,7 +67,7 @@ def test_the_bytes_of_a_step_in_sequence(world):
                 norms.append(optimizer.clip_grad_norm_(0.5))
             optimizer.step()
             assert (optimizer.found_inf.item() != 0) == (step == 3)
-        assert_same(models, step)
+        assert_same(models, f"step {step}")
     assert len(norms) == 4 and len({norm.item() for norm in norms}) == 1  # whatever the buckets are
     check_weights(*models[1])
 
@@ -81,26 +84,15 @@ def test_the_bytes_of_the_unsharded_update(world):
             master.grad = mean
         optimizer.step()
         unsharded.step()
-        for i, (mine, theirs) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
-            assert_bytes_equal(mine, theirs, f"step {step}: master {i}")
+        assert_all_equal(optimizer.gathered_masters(), masters, f"step {step}: master")
         check_weights(parameters, optimizer)
-
-
-def assert_equal_steps(world, models) -> None:
-    """Two steps of each with the same gradients."""
-    for step in range(2):
-        for parameters, optimizer in models:
-            set_gradients(parameters, gradients_of(world, parameters, step))
-            optimizer.step()
-        for i, (mine, theirs) in enumerate(zip(*(all_bytes(*model) for model in models), strict=True)):
-            assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("wire", [torch.float32, torch.float16])
 def test_a_wire_of_another_dtype(world, wire):
     models = [build(world, cls, gradient_wire=wire, bucket_mb=0.003) for cls in (InSequence, FusedAdamW)]
-    assert_equal_steps(world, models)
+    equal_steps(world, models)
 
 
 @on_ranks(2)
@@ -110,28 +102,25 @@ def test_amax_groups_are_in_one_bucket(world):
     for bucket_mb in (None, 1e-4):
         parameters = parameters_of(world)
         groups = [[parameters[0], parameters[4]], [parameters[2]]]
-        optimizer = ZeroFP4Optimizer(
-            parameters, FusedAdamW, amax_groups=groups, bucket_mb=bucket_mb, **OPTIONS
-        )
-        models.append((parameters, optimizer))
-    for parameters, optimizer in models:
-        set_gradients(parameters, make_gradients(parameters, world.rank))
-        optimizer.step()
+        options = {"amax_groups": groups, "bucket_mb": bucket_mb, **OPTIONS}
+        models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **options)))
+    equal_steps(world, models)
+    for parameters, _ in models:
         assert_bytes_equal(parameters[0].amax, parameters[4].amax, "amax")
-    for i, (mine, theirs) in enumerate(zip(*(all_bytes(*model) for model in models), strict=True)):
-        assert_bytes_equal(mine, theirs, f"tensor {i}")
 
 
 @on_ranks(1, 2)
-def test_why_gradients_travel_by_collectives(world):
-    reasons = {
-        "it was asked for": {"transport": "collective"},
-        "accumulate='sharded' adds up every backward pass": {"accumulate": "sharded"},
-    }
-    for reason, options in reasons.items():
-        _, optimizer = build(world, FusedAdamW, **options)
-        alone = "a world of one has nobody to share memory with"
-        assert optimizer.describe()["why_collective"] == (reason if world.world_size > 1 else alone)
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("it was asked for", {"transport": "collective"}),
+        ("accumulate='sharded' adds up every backward pass", {"accumulate": "sharded"}),
+    ],
+)
+def test_why_gradients_travel_by_collectives(world, reason, options):
+    _, optimizer = build(world, FusedAdamW, **options)
+    alone = "a world of one has nobody to share memory with"
+    assert optimizer.describe()["why_collective"] == (reason if world.world_size > 1 else alone)
 
 
 @on_ranks(1, 2)
@@ -157,10 +146,8 @@ def test_describe(world):
         assert nbytes == sum(bucket[phase] for bucket in buckets)
         assert (nbytes > 0) == (size > 1)
     assert described["advice"] is None
-    assert (
-        "SGD updates all" in ZeroFP4Optimizer(parameters_of(world), torch.optim.SGD).describe()["obstacle"]
-        or size == 1
-    )
+    obstacle = ZeroFP4Optimizer(parameters_of(world), torch.optim.SGD).describe()["obstacle"]
+    assert size == 1 or "SGD updates all" in obstacle
 
 
 @on_ranks(2)
@@ -169,31 +156,6 @@ def test_ranks_must_group_alike(world):
     groups = [[parameters[0], parameters[2 if world.rank else 4]]]
     with pytest.raises(ValueError, match="what amax_groups put together is"):
         ZeroFP4Optimizer(parameters, amax_groups=groups)
-
-
-@on_ranks(2, 3)
-def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
-    """Its error is its own, and no weight behind it changes; a load mends the optimizer of every rank."""
-    parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    plan = optimizer._shards.plans[1]
-    if world.rank == 1:
-        refuse_one_step(plan)
-    before = parameters[1].rowwise_data.clone()
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    if world.device.type == "cpu" or world.rank == 1:
-        message = "storage has moved" if world.rank == 1 else "another rank could not take part"
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-    else:
-        optimizer.step()
-    assert_bytes_equal(parameters[1].rowwise_data, before, "codes")
-    told = "left in the middle" if world.device.type == "cpu" or world.rank == 1 else "rank 1 found an error"
-    with pytest.raises(RuntimeError, match=told):
-        optimizer.step()
-    optimizer.load_state_dict(checkpoint)
-    optimizer.step()
-    check_weights(parameters, optimizer)
 
 
 @on_ranks(2)

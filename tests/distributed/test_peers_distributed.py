@@ -15,8 +15,8 @@ import torch.distributed as dist
 from early import waits_for
 
 from distributed import peer_checks
-from distributed.early_peer_checks import on_gpu as early_check
 from distributed.overlap_cases import SMALL, TINY
+from distributed.overlap_checks import on_gpu as early_check
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks
 from zerofp4.engine import peers
@@ -35,7 +35,6 @@ CHECKS = {
     "rounded": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.01, "wire": torch.float32}),
     "torch's": (peer_checks.an_optimizer_of_torch, {"fused": False}),
     "torch's fused": (peer_checks.an_optimizer_of_torch, {"fused": True}),
-    "backward": (peer_checks.backward_passes, {}),
     "early": (early_check, {"check": "whole_steps", "bucket_mb": SMALL}),
     "early, clipped": (early_check, {"check": "whole_steps", "clip": True, "bucket_mb": SMALL}),
     "early, torch's": (early_check, {"check": "whole_steps", "name": "AdamW", "bucket_mb": TINY}),
@@ -57,7 +56,7 @@ CHECKS = {
 
 
 MORE = (
-    *("barriers", "fused", "one bucket", "in sequence", "rounded", "backward", "early", "early, clipped"),
+    *("barriers", "fused", "one bucket", "in sequence", "rounded", "early", "early, clipped"),
     *("early micro-batches", "early, rounded", "late"),
 )
 """What three and four ranks run of CHECKS: of three equal gradients the mean is not always one of them, which

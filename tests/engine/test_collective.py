@@ -13,7 +13,9 @@ from zerofp4 import ops
 from zerofp4.distributed import OwnError
 from zerofp4.engine import (
     ArrivingMeans,
+    BackwardSchedule,
     CollectiveTransport,
+    DenseBuffer,
     GradientMemory,
     Sharding,
     Updated,
@@ -72,22 +74,20 @@ def test_a_world_of_one_reads_gradients_where_they_are(device, order):
 
 
 def test_means_of_a_world_of_one_are_copied_when_they_are_asked_for(device):
-    """With the sums of their squares, whatever memory they are copied to had in it."""
+    """With the sums of their squares, whatever their memory had in it."""
     parameters = parameters_on(device)
     transport = transport_of(parameters)
     for _ in range(2):
         gradients = [torch.randn_like(p) for p in parameters]
         gradients[1] = None
         for b, bucket in enumerate(transport.buckets):
+            squares, expected = (torch.zeros(ops.SQUARES, dtype=torch.int64, device=device) for _ in range(2))
             bucket.gradients.fill_(torch.nan)
-            squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
             transport.average(b, gradients, squares)
-            means = bucket.gradients
-            for i, view in zip(bucket.indices, bucket.own_views(means), strict=True):
-                expected = torch.zeros_like(parameters[i]) if gradients[i] is None else gradients[i]
-                assert_bytes_equal(view, expected.float().view(-1), f"gradient {i}")
-            expected = torch.zeros_like(squares)
-            ops.add_squares([means.nan_to_num()], expected)
+            for i, view in zip(bucket.indices, bucket.gradient_views, strict=True):
+                wanted = torch.zeros_like(parameters[i]) if gradients[i] is None else gradients[i]
+                assert_bytes_equal(view, wanted.float().view(-1), f"gradient {i}")
+            ops.add_squares([bucket.gradients], expected)
             assert squares.sum(0).equal(expected.sum(0))
 
 
@@ -144,8 +144,9 @@ def early(monkeypatch, wire, count, rank, size):
     for module in (collective, backward):
         monkeypatch.setattr(module, "start_exchange", start_exchange)
     parameters = [torch.zeros(700, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
-    buckets = [flat.DenseBuffer([i], [p]) for i, p in enumerate(parameters)]
+    buckets = [DenseBuffer([i], [p]) for i, p in enumerate(parameters)]
     for bucket in buckets:
+        bucket.replica_count = 1
         bucket.allocate()
     transport = CollectiveTransport(buckets, make_wire(wire, None, parameters), early=2)
     return ArrivingMeans(transport, False), calls
@@ -171,7 +172,6 @@ def test_on_which_stream_gradients_are_copied(monkeypatch, wire, expected):
     exchange, _ = early(monkeypatch, wire, 1, 0, 2)
     monkeypatch.setattr(collective, "start_exchange", lambda *_: log.append("send") or [])
     monkeypatch.setattr(GradientMemory, "take", lambda self, gradients: log.append("copy"))
-    log.clear()  # of the build
     exchange.send_gradients(0, {0: torch.ones(700, dtype=torch.bfloat16)})
     assert log == expected
 
@@ -185,18 +185,36 @@ def test_ranks_are_connected_when_it_is_built(monkeypatch):
 def test_at_most_two_buckets_are_on_their_way(monkeypatch):
     """What was received for a third would lie in the memory of the first."""
     exchange, _ = early(monkeypatch, None, 5, 0, 2)
-    landed, average = [], CollectiveTransport.average
+    averaged, average = [], CollectiveTransport.average
 
     def counted(transport, b, *arguments):
-        landed.append(b)
+        averaged.append(b)
         average(transport, b, *arguments)
 
     monkeypatch.setattr(CollectiveTransport, "average", counted)
     for b in range(5):
         exchange.send_gradients(b, {b: torch.ones(700, dtype=torch.bfloat16)})
-        assert landed == list(range(b - 1))
+        assert averaged == list(range(b - 1))
     exchange.send_gradients(0, {0: torch.ones(700, dtype=torch.bfloat16)})  # another round, before a step
-    assert landed == list(range(5))
-    exchange.drop()
+    assert averaged == list(range(5))
     exchange.drain()
-    assert landed == [*range(5), 0]
+    assert averaged == [*range(5), 0]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_how_often_a_backward_pass_reads_gradients(monkeypatch, adds):
+    """Once to send each, and once to see whether it has changed since."""
+    parameters, reads, sent = [torch.zeros(8, requires_grad=True) for _ in range(30)], [], []
+    read = backward.gradients_of
+    monkeypatch.setattr(backward, "gradients_of", lambda some: reads.extend(some) or read(some))
+    exchange = SimpleNamespace(
+        buckets=[DenseBuffer([i], [p]) for i, p in enumerate(parameters)],
+        send_gradients=lambda b, gradients: sent.append(b),
+        error=None,
+        transport=SimpleNamespace(memory=[None] * 30, dtypes=[torch.float32] * 30, wire=make_wire(None, 1.0)),
+    )
+    options = {"early": True, "adds": adds, "word_of": lambda _: None, "is_reduced": lambda: False}
+    schedule = BackwardSchedule(parameters, [""] * 30, exchange, **options)
+    sum(p.sum() for p in parameters).backward()
+    schedule.close()
+    assert sent == list(range(30)) and len(reads) == 60

@@ -4,12 +4,14 @@ that p.grad has the bytes that autograd gives a model without such memory, whate
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from gradient_place_cases import BF16, Square, Twice, back, inputs, made
 from helpers import assert_bytes_equal
+from torch import nn
 
 import zerofp4
 from zerofp4.nn import NVFP4Recipe, autocast
@@ -39,17 +41,13 @@ def test_products_write_there_once_an_accumulation(device, given, layer, recipe)
     for step in range(2):
         for micro_batch in range(2):
             for model in models[:2]:
-                if RECIPES[recipe] is None:
-                    back(model, device, 2 * step + micro_batch)
-                else:
-                    with autocast(RECIPES[recipe]):
-                        y = model(inputs(device, 2 * step + micro_batch))
-                    y.float().square().mean().backward()
+                with contextlib.nullcontext() if RECIPES[recipe] is None else autocast(RECIPES[recipe]):
+                    y = model(inputs(device, 2 * step + micro_batch))
+                y.float().square().mean().backward()
             expected += [micro_batch == 0] * products if asks else []
             models.check()
             assert all(models.are_there())
-        for model in models[:2]:
-            model.zero_grad()
+        models.both(nn.Module.zero_grad)
     assert given == expected
 
 
@@ -70,11 +68,9 @@ def test_nothing_but_the_gradient_of_the_bias_is_copied(device):
 
 def test_a_weight_used_twice(device, models, given):
     for step in range(2):
-        for model in models[:2]:
-            back(model, device, step, times=3)
+        models.both(lambda model, step=step: back(model, device, step, times=3))
         models.check()
-        for model in models[:2]:
-            model.zero_grad()
+        models.both(nn.Module.zero_grad)
     assert given == [True, False, False] * 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from zerofp4.engine import LateGathers, late_gather
 from zerofp4.storage import Gate, Side
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+DONE = ["gather 0", "complete 0"]
 
 
 class Gather:
@@ -35,9 +37,9 @@ class Gather:
 class Bucket:
     """Of weights that share a gate."""
 
-    def __init__(self, *shapes, device="cpu"):
+    def __init__(self, *shapes):
         self.gate = Gate()
-        values = [torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+        values = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes or [(16, 32)]]
         self.parameters = [zerofp4.quantize(each, columnwise=True) for each in values]
         for weight in self.parameters:
             for _, side in weight.record.sides():
@@ -57,30 +59,28 @@ def on_the_way(*buckets, errors=()):
 # On the CPU
 
 
-def test_the_first_reader_completes_a_bucket():
-    first, second = Bucket((16, 32), (32, 32)), Bucket((16, 32))
-    coming, said = on_the_way(first, second)
+@pytest.mark.parametrize("end", ["settle", "synchronize"])
+def test_the_first_reader_completes_a_bucket(end):
+    """And the end what nobody read."""
+    first, second = Bucket((16, 32), (32, 32)), Bucket()
+    coming, said = on_the_way(first, second, Bucket())
     assert said == []
-    second.parameters[0].dequantize()
-    assert said == ["gather 1", "complete 1"]
-    second.parameters[0].dequantize()
-    assert said == ["gather 1", "complete 1"]
+    for _ in range(2):
+        second.parameters[0].dequantize()
+        assert said == ["gather 1", "complete 1"]
     first.parameters[1].rowwise_data  # noqa: B018
     first.parameters[0].columnwise_data  # noqa: B018
-    assert said == ["gather 1", "complete 1", "gather 0", "complete 0"]
-    coming.settle()
-    assert len(said) == 4
-
-
-def test_settling_waits_for_what_nobody_read():
-    for end in ("settle", "synchronize"):
-        buckets = Bucket((16, 32)), Bucket((16, 32))
-        coming, said = on_the_way(*buckets)
-        buckets[1].parameters[0].float()
+    assert said == ["gather 1", "complete 1", *DONE]
+    for _ in range(2):
         getattr(coming, end)()
-        assert said == ["gather 1", "complete 1", "gather 0", "complete 0"]
-        buckets[0].parameters[0].float()
-        assert len(said) == 4
+        assert said[4:] == ["gather 2", "complete 2"]
+
+
+def _recipe(weight):
+    layer = zerofp4.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+    layer.weight = torch.nn.Parameter(weight.detach())
+    with zerofp4.nn.autocast(zerofp4.nn.NVFP4Recipe(stochastic_rounding=False)):
+        layer(torch.ones(16, weight.shape[1], dtype=weight.dtype)).float().sum().backward()
 
 
 READS = {
@@ -88,13 +88,20 @@ READS = {
     "columnwise_data": lambda w: w.columnwise_data,
     "a buffer of the record": lambda w: w.record.buffer("columnwise_data"),
     "buffers": lambda w: list(w.record.buffers()),
+    "float": torch.Tensor.float,
     "detach": lambda w: w.detach().rowwise_data,
+    "data": lambda w: w.data.columnwise_data,
+    "to": lambda w: w.to("cpu", copy=True),
+    "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,
     "clone": torch.clone,
+    "a Parameter": lambda w: torch.nn.Parameter(w).columnwise_data,
     "a product": lambda w: torch.nn.functional.linear(torch.ones(1, w.shape[-1], dtype=w.dtype), w),
+    "a recipe": _recipe,
     "an operand": lambda w: zerofp4.gemm(zerofp4.quantize(torch.ones(2, w.shape[-1], dtype=w.dtype)), w),
     "quantize into": lambda w: zerofp4.quantize(torch.zeros_like(w), columnwise=True, out=w),
     "a Quantizer": lambda w: zerofp4.Quantizer(columnwise=True).update_(w, torch.zeros_like(w)),
+    "copy_": lambda w: w.detach().copy_(torch.zeros(w.shape)),
     "fill_": lambda w: w.detach().fill_(1),
     "zero_": lambda w: w.detach().zero_(),
     "share_memory_": lambda w: w.share_memory_(),
@@ -105,11 +112,11 @@ READS = {
 
 @pytest.mark.parametrize("name", READS)
 def test_whoever_reads_or_writes_elements_waits(name):
-    bucket = Bucket((16, 32))
+    bucket = Bucket()
     READS[name](bucket.parameters[0])  # what is kept from an earlier call must wait as well
     _, said = on_the_way(bucket)
     READS[name](bucket.parameters[0])
-    assert said == ["gather 0", "complete 0"]
+    assert said == DONE
 
 
 ASKS = {
@@ -126,7 +133,7 @@ ASKS = {
 
 @pytest.mark.parametrize("name", ASKS)
 def test_whoever_asks_for_something_else_does_not(name):
-    bucket = Bucket((16, 32))
+    bucket = Bucket()
     _, said = on_the_way(bucket)
     ASKS[name](bucket.parameters[0])
     assert said == []
@@ -135,15 +142,14 @@ def test_whoever_asks_for_something_else_does_not(name):
 def test_matrices_of_a_stack_wait_with_it():
     bucket = Bucket((2, 16, 32))
     (stack,) = bucket.parameters
-    taken = [*stack.unbind(), stack[1]]
-    for weight in taken:
+    for weight in (*stack.unbind(), stack[1]):
         _, said = on_the_way(bucket)
         weight.dequantize()
-        assert said == ["gather 0", "complete 0"]
+        assert said == DONE
 
 
 def test_other_threads_wait_for_the_reader_that_completes():
-    bucket, said = Bucket((16, 32)), []
+    bucket, said = Bucket(), []
     begun, may_end = threading.Event(), threading.Event()
 
     class Slow:
@@ -152,12 +158,12 @@ def test_other_threads_wait_for_the_reader_that_completes():
             begun.set()
             assert may_end.wait(30)
 
-    def read(name):
+    def read():
         bucket.parameters[0].dequantize()
-        said.append(name)
+        said.append("read")
 
     LateGathers(CPU).add(bucket, Slow(), lambda: said.append("complete"))
-    threads = [threading.Thread(target=read, args=("read",)) for _ in range(3)]
+    threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
     assert begun.wait(30) and said == ["gather"]
@@ -170,24 +176,19 @@ def test_other_threads_wait_for_the_reader_that_completes():
 def test_a_gather_that_fails_is_raised_once():
     """To who reads, or else when all settle; others arrive."""
     gone = CollectiveError("gathering weights failed")
-    buckets = [Bucket((16, 32)) for _ in range(3)]
+    buckets = [Bucket() for _ in range(3)]
     coming, said = on_the_way(*buckets, errors=(gone, None, gone))
-    with pytest.raises(CollectiveError):
-        buckets[0].parameters[0].dequantize()
-    buckets[0].parameters[0].dequantize()
-    assert said == ["gather 0"]
-    with pytest.raises(CollectiveError):
-        coming.settle()
-    assert said == ["gather 0", "gather 1", "complete 1", "gather 2"]
-    coming.settle()
+    for call in (buckets[0].parameters[0].dequantize, coming.settle):
+        with pytest.raises(CollectiveError):
+            call()
+        call()
     for bucket in buckets:
         bucket.parameters[0].dequantize()
-    assert len(said) == 4
+    assert said == ["gather 0", "gather 1", "complete 1", "gather 2"]
 
 
 def test_nothing_is_kept_of_what_has_arrived():
-    bucket, coming = Bucket((16, 32)), LateGathers(CPU)
-    gather = Gather([])
+    bucket, coming, gather = Bucket(), LateGathers(CPU), Gather([])
     coming.add(bucket, gather, lambda: None)
     reference = weakref.ref(gather)
     del gather
@@ -251,12 +252,9 @@ def gpu(monkeypatch):
         finally:
             state.on.pop()
 
-    cuda = SimpleNamespace(
-        Stream=lambda *_, **__: Stream(99),
-        Event=Event,
-        stream=within,
-        current_stream=lambda _: state.on[-1],
-    )
+    current = lambda _: state.on[-1]  # noqa: E731
+    new = lambda *_, **__: Stream(99)  # noqa: E731
+    cuda = SimpleNamespace(Stream=new, Event=Event, stream=within, current_stream=current)
     monkeypatch.setattr(late_gather, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(late_gather, "current_stream", lambda _: state.on[-1].cuda_stream)
     monkeypatch.setattr(late_gather, "is_capturing", lambda _: state.capturing)
@@ -271,12 +269,16 @@ def add(gpu, coming, bucket):
     coming.add(bucket, gather, lambda: gpu.on[-1].done.add("completed"))
 
 
+def read(bucket):
+    return bucket.parameters[0].rowwise_data
+
+
 ALL = {"gathered", "completed"}
 
 
 def test_the_allocator_is_told_of_the_memory_that_it_gave(gpu, monkeypatch):
     """Codes have storages of their own over a flat buffer, which torch's allocator does not know."""
-    bucket, told = Bucket((16, 32)), []
+    bucket, told = Bucket(), []
     (weight,) = bucket.parameters
     bucket.weights = weight.rowwise_data.view(-1).clone()
     weight.rowwise_data = torch.from_dlpack(bucket.weights.view(16, 16))
@@ -286,86 +288,79 @@ def test_the_allocator_is_told_of_the_memory_that_it_gave(gpu, monkeypatch):
 
 
 def test_a_gpu_waits_in_the_stream_that_reads(gpu):
-    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
-    (weight,) = bucket.parameters
+    bucket, coming = Bucket(), LateGathers(GPU)
     add(gpu, coming, bucket)
     assert gpu.on[0].done == set()  # what computes goes on
-    weight.rowwise_data  # noqa: B018
-    assert gpu.on[0].done == ALL and Event.asked == 1
-    weight.columnwise_data  # noqa: B018
-    assert Event.asked == 1  # the stream waits already
+    for _ in range(2):  # the second time the stream waits already
+        read(bucket)
+        assert gpu.on[0].done == ALL and Event.asked == 1
     gpu.on[0] = other = Stream(2)
-    weight.columnwise_data  # noqa: B018
+    read(bucket)
     assert other.done == ALL  # and so does every other one that reads
 
 
 def test_a_reader_that_comes_while_a_gather_is_queued_waits_later(gpu):
     """Of another thread: an event that is not recorded yet says that nothing is left to wait for."""
-    bucket, coming, other = Bucket((16, 32)), LateGathers(GPU), Stream(5)
-    (weight,) = bucket.parameters
+    bucket, other = Bucket(), Stream(5)
 
-    def read():
+    def read_there():
         mine, gpu.on[:] = list(gpu.on), [other]
-        weight.rowwise_data  # noqa: B018
+        read(bucket)
         gpu.on[:] = mine
 
-    def wait():
-        read()
-        gpu.on[-1].done.add("gathered")
-        read()
+    def queue(name):
+        read_there()
+        gpu.on[-1].done.add(name)
 
-    def complete():
-        gpu.on[-1].done.add("completed")
-        read()
-
-    coming.add(bucket, SimpleNamespace(wait=wait), complete)
+    gather = SimpleNamespace(wait=lambda: queue("gathered"))
+    LateGathers(GPU).add(bucket, gather, lambda: queue("completed"))
     assert other.done == set()
-    read()
+    read_there()
     assert other.done == ALL
 
 
 def test_what_has_arrived_is_not_waited_for(gpu):
-    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
+    bucket, coming = Bucket(), LateGathers(GPU)
     add(gpu, coming, bucket)
     Event.arrived = True
     for _ in range(3):
-        bucket.parameters[0].rowwise_data  # noqa: B018
+        read(bucket)
     assert gpu.on[0].done == set() and Event.asked == 1
 
 
 def test_a_gpu_settles_on_the_stream_of_the_step(gpu):
-    buckets, coming = [Bucket((16, 32)), Bucket((16, 32))], LateGathers(GPU)
+    buckets, coming = [Bucket(), Bucket()], LateGathers(GPU)
     for bucket in buckets:
         add(gpu, coming, bucket)
-    buckets[0].parameters[0].rowwise_data  # noqa: B018
+    read(buckets[0])
     gpu.on[0] = Stream(2)
     coming.settle()
     assert gpu.on[0].done == ALL
     gpu.on[0] = Stream(3)
-    buckets[0].parameters[0].rowwise_data  # noqa: B018
+    read(buckets[0])
     assert gpu.on[0].done == set()  # whoever computes there waits for the step itself
 
 
 def test_a_capture_is_told_what_to_do(gpu):
-    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
+    bucket, coming = Bucket(), LateGathers(GPU)
     add(gpu, coming, bucket)
     gpu.capturing = True
     with pytest.raises(RuntimeError, match=r"call check\(\) of the optimizer before the capture"):
-        bucket.parameters[0].rowwise_data  # noqa: B018
+        read(bucket)
     gpu.capturing = False
     coming.synchronize()
     gpu.capturing = True
-    bucket.parameters[0].rowwise_data  # noqa: B018
+    read(bucket)
     assert Event.arrived
 
 
 def test_what_cannot_be_completed_is_raised_at_once_and_waited_for(gpu):
-    bucket, coming = Bucket((16, 32)), LateGathers(GPU)
+    bucket, coming = Bucket(), LateGathers(GPU)
 
     def fail():
         raise RuntimeError("no transpose")
 
     with pytest.raises(RuntimeError, match="no transpose"):
         coming.add(bucket, SimpleNamespace(wait=lambda: gpu.on[-1].done.add("gathered")), fail)
-    bucket.parameters[0].rowwise_data  # noqa: B018
+    read(bucket)
     assert gpu.on[0].done == {"gathered"}

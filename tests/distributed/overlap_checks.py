@@ -1,5 +1,5 @@
-"""What ranks that share memory do with gradients that travel in backward passes, on GPUs or, with FilePeers,
-on the CPU.
+"""What ranks do with gradients that travel in backward passes: by collectives, through the memory that GPUs
+share or, with FilePeers, through files on the CPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_bytes_equal
-from optim_cases import make_gradients
+from optim_cases import assert_all_equal, make_gradients
 
 from distributed.checks_optim import check_weights, model_bytes
 from distributed.overlap_cases import assert_same, break_off, go_on, loss_of, make
@@ -22,19 +21,23 @@ FOUND = "found an error, and no rank takes this step"
 
 def on_gpu(world, check, **options):
     alike = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=gpu_of(world))
-    globals()[check](alike, **options)
+    globals()[check](alike, transport="peer", **options)
 
 
-def make_models(world, name="FusedAdamW", overlaps=("backward",), **options):
-    """One that waits for all gradients, and one that does not, where ranks share memory, and one of each
-    other way of overlap; and one by collectives, where they have such on their device.
+def make_models(world, name="FusedAdamW", overlaps=("backward",), transport="collective", **options):
+    """One that waits for all gradients, and one that does not, and one of each other way of overlap; with
+    peers also one by collectives, where they have such on their device. Each in a group of its own: what one
+    sends in a pass that breaks off would arrive in place of what another sends next.
     """
-    ways = [{"transport": "peer", "overlap": overlap} for overlap in (None, *overlaps)]
-    if world.device.type == "cpu" or dist.get_backend() == "nccl":
+    ways = [{"transport": transport, "overlap": overlap} for overlap in (None, *overlaps)]
+    if transport == "peer" and (world.device.type == "cpu" or dist.get_backend() == "nccl"):
         ways.append({"transport": "collective"})
+    if transport == "collective":
+        ways = [{**way, "process_group": dist.new_group()} for way in ways]
     models = [make(world, name, **way, **options) for way in ways]
     described = models[1][1].describe()
-    assert (described["transport"], described["overlap"]) == ("peer", "backward")
+    assert described["overlap"] == "backward"
+    assert described["transport"] == (transport if world.world_size > 1 else "none")
     return models
 
 
@@ -42,8 +45,7 @@ def assert_same_weights(models, what):
     """Of this rank: a wrong mean of one step is in its masters at the end, and a wrong weight need not be."""
     expected, *others = [model_bytes(list(net.parameters())) for net, _ in models]
     for found in others:
-        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert_bytes_equal(mine, theirs, f"{what}: buffer {i}")
+        assert_all_equal(found, expected, what)
 
 
 def whole_steps(world, name="FusedAdamW", clip=False, **options):
@@ -60,16 +62,15 @@ def whole_steps(world, name="FusedAdamW", clip=False, **options):
                 loss_of(net, world, 70 + step).backward()
                 optimizer.zero_grad(set_to_none=step == 1)
             loss_of(net, world, step, **how).backward()
-            if clip:
-                norms.append(optimizer.clip_grad_norm_(0.1).item())
+            own = [optimizer.clip_grad_norm_(0.1).item()] if clip else []
             if clip and step == 2:  # what was reduced is read no more, on no rank
                 optimizer.zero_grad()
                 loss_of(net, world, 90).backward()
-                norms.append(optimizer.clip_grad_norm_(0.05).item())
+                own.append(optimizer.clip_grad_norm_(0.05).item())
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 3 != 0)
-        count = len(norms) // len(models)
-        assert all(norms[i : i + count] == norms[:count] for i in range(0, len(norms), count or 1))
+            norms.append(own)
+        assert all(own == norms[0] for own in norms)
         assert_same_weights(models, f"step {step}")
     assert_same(models, "the end")
     check_weights(list(models[1][0].parameters()), models[1][1])
@@ -85,16 +86,17 @@ def micro_batches(world, **options):
                 gradients = make_gradients(parameters, world.rank)
                 for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
                     p.grad = g.to(options.get("gradient_dtype", p.dtype)) if i % 4 else None
-                optimizer.step()
-                optimizer.zero_grad()
-                continue
-            with optimizer.no_sync():
-                for micro in range(2):
-                    loss_of(net, world, 10 * step + micro, rare=micro == 0).backward()
-            for a, b in ((net.layers[0].weight, net.layers[3].weight), (net.layers[1].bias, net.rare.bias)):
-                a.grad, b.grad = b.grad.clone(), a.grad.clone()
-            net.layers[2].weight.grad = net.layers[2].weight.grad.clone()
-            loss_of(net, world, 10 * step + 2, rare=False).backward()
+            else:
+                with optimizer.no_sync():
+                    for micro in range(2):
+                        loss_of(net, world, 10 * step + micro, rare=micro == 0).backward()
+                for a, b in (
+                    (net.layers[0].weight, net.layers[3].weight),
+                    (net.layers[1].bias, net.rare.bias),
+                ):
+                    a.grad, b.grad = b.grad.clone(), a.grad.clone()
+                net.layers[2].weight.grad = net.layers[2].weight.grad.clone()
+                loss_of(net, world, 10 * step + 2, rare=False).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 1)
         assert_same_weights(models, f"step {step}")
@@ -129,30 +131,27 @@ def fail(world, net, optimizer, event, last):
     hook = net.rare.weight.register_hook(lambda g: g * (math.inf if event == "nan" and last else 1))
     loss_of(net, world, 20).backward()
     hook.remove()
-    parameters = list(net.parameters())
+    parameters, skipped = list(net.parameters()), optimizer.skipped_steps
     before = [tensor.clone() for tensor in all_bytes(parameters, optimizer)]
+
+    changes = event in ("changed", "once more")
+
+    def closure():
+        if last and not changes:
+            raise RuntimeError("no loss today")
+
+    if changes and last:
+        net.head.weight.grad.mul_(2)
     if event == "nan":
-        skipped = optimizer.skipped_steps
         optimizer.step()
         assert optimizer.skipped_steps == skipped + 1 and "rare" in optimizer.first_nonfinite()
-    elif event in ("changed", "once more"):
-        if last:
-            net.head.weight.grad.mul_(2)
-        if optimizer.describe()["overlap"] is not None:
-            with pytest.raises(RuntimeError, match="changed after it had begun" if last else FOUND):
-                optimizer.step()
-    else:
-
-        def closure():
-            if last:
-                raise RuntimeError("no loss today")
-
-        with pytest.raises(RuntimeError, match="no loss today" if last else FOUND):
+    elif not changes or optimizer.describe()["overlap"] is not None:
+        mine = "changed after it had begun" if changes else "no loss today"
+        with pytest.raises(RuntimeError, match=mine if last else FOUND):
             optimizer.step(closure)
-    for i, (now, then) in enumerate(zip(all_bytes(parameters, optimizer), before, strict=True)):
-        assert_bytes_equal(now, then, f"{event}: tensor {i}")
+    assert_all_equal(all_bytes(parameters, optimizer), before, event)
 
 
 def one_after_another(world, **options):
-    models = make_models(world, **options)
-    assert_same([go_on(world, *model, **options) for model in models], "the end")
+    """The hooks of the first have seen gradients since its last step."""
+    assert_same([go_on(world, *model) for model in make_models(world, **options)], "the end")

@@ -1,8 +1,12 @@
-"""Places of gradients, and what comes in between: hooks, users, checkpoints, errors, threads."""
+"""p.grad that aliases flat memory: it has the bytes that autograd gives a model without such memory, and so
+has what travels, whatever users, hooks, checkpoints, errors and threads do in between.
+"""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -10,6 +14,68 @@ from gradient_place_cases import Models, Square, Twice, back, inputs, made, memo
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from zerofp4.engine import gradient_memory
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_not_there_again(device, set_to_none):
+    """What an earlier step left is not sent."""
+    models = made(nn.Sequential(Twice(), Twice()), device)
+    for step in range(3):
+        models.both(lambda model, step=step: back(model[:1] if step == 1 else model, device, step))
+        models.check()
+        models.both(lambda model: model.zero_grad(set_to_none))
+
+
+def test_each_backward_pass_leaves_a_gradient_of_its_own(device, models):
+    """After zero_grad(), so that what was reduced before is not taken for it."""
+    back(models.placed, device)
+    before = models.placed.weight.grad
+    version = before._version
+    models.placed.zero_grad()
+    back(models.placed, device, 1)
+    assert models.placed.weight.grad is not before and before._version == version
+
+
+def test_two_optimizers_of_the_same_parameters(device, models):
+    """As while a second one is built from the masters of the first."""
+    second = Models(models.plain, models.placed, memory_of([models.placed.weight]))
+    for step in range(2):
+        models.both(lambda model, step=step: back(model, device, step))
+        models.check()
+        second.check()
+
+
+def test_memory_and_places_end_with_their_owner(device, given):
+    plain, placed, memory = made(Twice(bias=False), device)
+    second, alive = memory_of([placed.weight]), weakref.ref(memory.flat)
+    del memory
+    gc.collect()
+    models = Models(plain, placed, second)
+    assert alive() is None
+    models.both(lambda model: back(model, device))
+    assert given == [True]
+    models.check()
+    del second, models
+    gc.collect()
+    for model in (plain, placed):
+        model.zero_grad()
+        back(model, device, 1)
+    assert given == [True] and not placed.weight._post_accumulate_grad_hooks
+    assert_bytes_equal(placed.weight.grad, plain.weight.grad, "weight")
+
+
+def test_one_gradient_elsewhere_has_the_others_not_looked_at_one_by_one(device, monkeypatch):
+    models = made(nn.Sequential(*(Twice() for _ in range(4))), device)
+    models.both(lambda model: back(model, device))
+    for first, second, *_ in map(list, (models.plain.parameters(), models.placed.parameters())):
+        first.grad, second.grad = None, second.grad.clone()
+    monkeypatch.delattr(gradient_memory, "is_sendable")
+    models.check()
+
+
+# Hooks
 
 
 @pytest.mark.parametrize("scales", [True, False])
@@ -41,6 +107,9 @@ def test_a_hook_after_accumulation_sees_the_gradient(device, models):
     assert_bytes_equal(seen[3], seen[1], "second")
 
 
+# What users assign
+
+
 @pytest.mark.parametrize("assigned", ["other memory", "its own"])
 def test_what_a_user_assigned_is_added_to(device, models, given, assigned):
     for model in models[:2]:
@@ -50,6 +119,14 @@ def test_what_a_user_assigned_is_added_to(device, models, given, assigned):
         back(model, device, 1)
     models.check()
     assert given == [True, False]
+
+
+def test_what_a_user_assigned_is_copied_and_never_written(device, models):
+    kept = torch.full((32, 32), 2.0, dtype=torch.bfloat16, device=device)
+    back(models.placed, device)
+    models.plain.weight.grad = models.placed.weight.grad = kept.t()
+    models.check()
+    assert models.are_there() == [False] and kept.eq(2).all()
 
 
 def exchanged(first, second):
@@ -79,10 +156,8 @@ def test_a_gradient_in_the_memory_of_another_is_refused(device, change, passes):
         back(models.placed, device, seed=seed + 1)
     with pytest.raises(RuntimeError, match="exchanged, shared or transposed"):
         models.memory.check([p.grad for p in models.placed.parameters()], ["first", "second"])
-    for p in models.placed.parameters():
-        p.grad = None
-    for model in models[:2]:
-        back(model, device, seed=2)
+    models.placed.zero_grad()
+    models.both(lambda model: back(model, device, seed=2))
     models.check()
 
 
@@ -95,10 +170,12 @@ def test_gradients_whose_memory_moved(device):
     models.check()
 
 
+# Passes of other kinds
+
+
 def test_a_gradient_of_another_dtype(device, given):
     models = made(Twice(bias=False), device, torch.float32)
-    for model in models[:2]:
-        back(model, device)
+    models.both(lambda model: back(model, device))
     assert given == [False]
     assert_bytes_equal(models.placed.weight.grad, models.plain.weight.grad, "weight")
 
@@ -174,20 +251,3 @@ def test_threads(device, models):
             for thread in threads:
                 thread.join()
         models.check()
-
-
-def test_places_end_with_their_owner(device, given):
-    plain, placed, memory = made(Twice(bias=False), device)
-    second = memory_of([placed.weight])
-    del memory
-    for model in (plain, placed):
-        back(model, device)
-    assert given == [True]
-    models = Models(plain, placed, second)
-    models.check()
-    del second, models
-    for model in (plain, placed):
-        model.zero_grad()
-        back(model, device, 1)
-    assert given == [True]
-    assert_bytes_equal(placed.weight.grad, plain.weight.grad, "weight")
