@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import zerofp4
 from distributed.checks_optim import SPECIFICATIONS, gradients_of, model_bytes
-from distributed.mesh_cases import check_order_of_addition
+from distributed.group_cases import check_order_of_addition
 from zerofp4 import launch
 from zerofp4.distributed import start_exchange
 from zerofp4.engine import hosts as host_transport
