@@ -1,23 +1,24 @@
-"""Models that fully_shard cuts, what of them must be true, and the collectives that it takes."""
+"""Models that fully_shard shards, what must be true of them, and the collectives that they call."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import tempfile
 
 import torch
-import torch.distributed as dist
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofp4
 from zerofp4.integrations import fsdp2
+from zerofp4.launch import World
 
 EXPERTS = (5, 18, 34)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Experts(nn.Module):
@@ -32,8 +33,8 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Rows that neither 3 nor 4 ranks nor tiles divide, fewer than ranks, a stack of experts, and parameters
-    that stay what they are.
+    """Rows that neither 3 nor 4 ranks nor tiles divide, fewer rows than ranks, a stack of experts, and
+    parameters that are not converted.
     """
 
     def __init__(self, dtype=None):
@@ -55,13 +56,13 @@ class Model(nn.Module):
 CONVERTED = ("first.weight", "second.weight", "small.weight", "third.weight", "experts.stack")
 
 
-def make_model(world, seed: int = 0, dtype=None, model_class=Model) -> nn.Module:
+def make_model(world, seed: int = 0, model_class=Model) -> nn.Module:
     torch.manual_seed(seed)
-    return model_class(dtype).to(world.device)
+    return model_class().to(world.device)
 
 
 def take_experts(module: nn.Module, name: str) -> bool:
-    """What prepare's filter_fn is, for the stack and all layers but the head."""
+    """prepare's filter_fn: the stack and all layers but the head."""
     return not name.startswith("lm_head")
 
 
@@ -70,7 +71,7 @@ def mesh_of(world, shape: tuple[int, ...] | None = None, names: tuple[str, ...] 
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
-    """Every layer a group of its own, and what is left one of the root."""
+    """Every layer is a group of its own; the root has the remaining parameters."""
     for name, module in model.named_children():
         if name != "norm":
             fully_shard(module, mesh=mesh, **options)
@@ -79,22 +80,43 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
 
 @dataclasses.dataclass
 class Run:
-    """A prepared, sharded and attached model."""
+    """A prepared, sharded and attached model; its batches differ between ranks, unless they are alike."""
 
+    world: World
     model: nn.Module
     optimizer: torch.optim.Optimizer
     attachment: fsdp2.Attachment
 
-    def backward(self, batch: torch.Tensor) -> torch.Tensor:
-        loss = self.model(batch).float().square().mean()
+    @torch.no_grad()
+    def output(self, step: int) -> torch.Tensor:
+        return self.model(batch_of(self.world, step))
+
+    def backward(self, step: int, *, alike: bool = False) -> torch.Tensor:
+        loss = self.model(batch_of(self.world, step, alike=alike)).float().square().mean()
         loss.backward()
         return loss.detach()
 
-    def step(self, batch: torch.Tensor) -> torch.Tensor:
-        loss = self.backward(batch)
+    def step(self, step: int, *, alike: bool = False) -> torch.Tensor:
+        loss = self.backward(step, alike=alike)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+    def inject(self, steps) -> None:
+        """Steps of gradients that depend on the number of the step alone."""
+        for step in steps:
+            inject(self.model, step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, fsdp2.weight.Weight]:
+        return {weight.name: weight for *_, weight in fsdp2.prepared_weights(self.model)}
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        return masters_of(self.model)
+
+    def check(self, dtype=torch.float32, **options) -> None:
+        check_gathered(self.model, dtype, **options)
 
 
 def start(
@@ -105,38 +127,54 @@ def start(
     optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),
     amax_groups=lambda model: None,
     columnwise: bool = True,
+    wrap=lambda model: None,
     **options,
 ) -> Run:
+    """wrap: what is done between prepare and fully_shard. options: those of fully_shard."""
     model = make_model(world) if model is None else model
     fsdp2.prepare(model, take_experts, amax_groups=amax_groups(model), columnwise=columnwise)
-    shard(model, mesh_of(world) if mesh is None else mesh, **options)
+    wrap(model)
+    shard(model, mesh or mesh_of(world), **options)
     made = optimizer(model.parameters())
-    return Run(model, made, fsdp2.attach(model, made))
+    return Run(world, model, made, fsdp2.attach(model, made))
 
 
-def batch_of(world, step: int, *, everywhere: bool = False) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + (0 if everywhere else world.rank))
+def batch_of(world, step: int, *, alike: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + (0 if alike else world.rank))
     return torch.randn(6, 48, generator=generator).to(world.device)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def inject(model: nn.Module, step: int) -> None:
+    """Gradients that depend on the step alone: equal on all ranks, and few bits, whose mean is exact."""
+    for i, p in enumerate(model.parameters()):
+        drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(7919 * step + i))
+        p.grad = drawn.bfloat16().float().to(p.device)
+        if isinstance(p, DTensor):  # with no source, each rank cuts its own shard and nothing is sent
+            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What layers compute with in place of prepared weights, by name, from an unshard() of all modules until
-    the next.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    return {weight.name: module._parameters[name] for module, name, weight in fsdp2.prepared_weights(model)}
+def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole tensors of a state dict. Collective."""
+    state = model.state_dict()
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for n, v in state.items()}
 
 
-def reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def assert_same_masters(one: nn.Module, other: nn.Module) -> None:
+    mine, theirs = masters_of(one), masters_of(other)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert_bytes_equal(value, theirs[name], name)
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module):
+    """By name, what layers compute with in place of prepared weights, while all modules are gathered."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    yield {weight.name: module._parameters[name] for module, name, weight in fsdp2.prepared_weights(model)}
+    for module in sharded:
+        module.reshard()
 
 
 def check_gathered(
@@ -148,30 +186,27 @@ def check_gathered(
     columnwise=(),
     as_values: bool = True,
 ) -> None:
-    """What is gathered is quantize() of the whole master, byte for byte: the codes of this rank's rows, the
-    scales, and what layers compute with, which is an NVFP4Tensor, or, as_values, plain.
+    """Gathered is quantize() of the whole master, byte for byte: the codes of this rank's rows, the scales,
+    and what layers compute with, which is an NVFP4Tensor or, as_values, a plain parameter.
     """
-    state = model.state_dict()
-    masters = {name: whole(state[name]) for name in names}
+    masters = masters_of(model)
     weights = {weight.name: weight for *_, weight in fsdp2.prepared_weights(model)}
-    found = gathered(model)
-    assert sorted(found) == sorted(names)
-    for name, tensor in found.items():
-        assert tensor.dtype == dtype
-        expected = zerofp4.quantize(
-            masters[name].to(tensor.device, dtype), columnwise=name in columnwise, amax=(amax or {}).get(name)
-        )
-        check_own(weights[name], expected)
-        if as_values:
-            assert type(tensor) is nn.Parameter, name
-            assert_bytes_equal(tensor.detach(), expected.dequantize(), f"{name}: values")
-            continue
-        buffers = dict(tensor.record.buffers())
-        assert buffers.keys() >= dict(expected.record.buffers()).keys()
-        assert (tensor.columnwise_data is not None) == (name in columnwise)
-        for buffer_name, buffer in expected.record.buffers():
-            assert_bytes_equal(buffers[buffer_name], buffer, f"{name}: {buffer_name}")
-    reshard(model)
+    with unsharded(model) as found:
+        assert sorted(found) == sorted(names)
+        for name, tensor in found.items():
+            assert tensor.dtype == dtype
+            master, options = masters[name].to(tensor.device, dtype), {"columnwise": name in columnwise}
+            expected = zerofp4.quantize(master, amax=(amax or {}).get(name), **options)
+            check_own(weights[name], expected)
+            if as_values:
+                assert type(tensor) is nn.Parameter, name
+                assert_bytes_equal(tensor.detach(), expected.dequantize(), f"{name}: values")
+                continue
+            buffers = dict(tensor.record.buffers())
+            assert buffers.keys() >= dict(expected.record.buffers()).keys()
+            assert (tensor.columnwise_data is not None) == (name in columnwise)
+            for buffer_name, buffer in expected.record.buffers():
+                assert_bytes_equal(buffers[buffer_name], buffer, f"{name}: {buffer_name}")
 
 
 def check_own(weight: fsdp2.weight.Weight, expected: zerofp4.NVFP4Tensor) -> None:
@@ -201,38 +236,3 @@ class Collectives(TorchDispatchMode):
 
     def named(self, name: str) -> list[tuple[str, int, torch.dtype]]:
         return [call for call in self.calls if call[0] == name]
-
-
-def inject(model: nn.Module, step: int) -> None:
-    """Gradients that depend on the step alone: the same of every parameter in a world of any size."""
-    for i, p in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(7919 * step + i)
-        full = torch.randn(p.shape, generator=generator)
-        mesh = p.device_mesh
-        pieces = torch.chunk(full, mesh.size(-1))
-        rank = mesh.get_local_rank(mesh.ndim - 1)
-        own = pieces[rank] if rank < len(pieces) else full[:0]
-        options = {"run_check": False, "shape": p.shape, "stride": p.stride()}
-        p.grad = DTensor.from_local(own.to(p.device), mesh, p.placements, **options)
-
-
-def injected_steps(run: Run, steps) -> None:
-    for step in steps:
-        inject(run.model, step)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def assert_same_masters(one: nn.Module, other: nn.Module) -> None:
-    mine, theirs = one.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        assert_bytes_equal(whole(value), whole(theirs[name]), name)
-
-
-def folder(world) -> str:
-    """The same on every rank."""
-    found = [tempfile.mkdtemp(prefix="zerofp4-fsdp2-") if world.rank == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]

@@ -1,14 +1,24 @@
-"""Tensors for the tests of FusedAdamW, and what it must make of them."""
+"""What the tests of FusedAdamW share: options, gradients, and what its updates must be."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from helpers import assert_values_equal
+from helpers import assert_bytes_equal, assert_values_equal
 
 from zerofp4 import reference
+from zerofp4.optim import FusedAdamW
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 STATE = ("exp_avg", "exp_avg_sq")
+
+
+class Alone(FusedAdamW):
+    """Keeps its amaxes to itself: plans compute them."""
+
+    def offer_parts(self, parts, present=None):
+        pass
 
 
 def set_gradient(p: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -18,15 +28,33 @@ def set_gradient(p: torch.Tensor, gradient: torch.Tensor | None) -> None:
         p.grad = gradient
 
 
+def set_random_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    for p in parameters:
+        set_gradient(p, torch.randn_like(p))
+
+
 class Expected:
     """What reference.adamw_step makes of copies of an optimizer's parameters, option by option."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: FusedAdamW):
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.masters = [p.detach().clone() for p in self.parameters]
         self.moments = [[torch.zeros_like(p) for _ in STATE] for p in self.masters]
         self.steps = [0] * len(self.masters)
+
+    def compare_steps(self, steps=range(1), gradient=lambda step, i, p: torch.randn_like(p)) -> None:
+        """Steps of both; gradients, made of step, number of the parameter and parameter, stay as they are."""
+        for step in steps:
+            for i, p in enumerate(self.parameters):
+                set_gradient(p, gradient(step, i, p))
+            before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+            self.step()
+            self.optimizer.step()
+            self.check(f"step {step}:")
+            for i, (p, old) in enumerate(zip(self.parameters, before, strict=True)):
+                if old is not None:
+                    assert_bytes_equal(p.grad, old, f"step {step}: gradient {i}")
 
     def step(self) -> None:
         """Before the optimizer's: with the gradients and options as they are then."""
@@ -35,13 +63,11 @@ class Expected:
             if p.grad is None:
                 continue
             self.steps[i] += 1
-            options = {name: group[name] for name in (*OPTIONS, "maximize")}
+            options = {name: group[name] for name in (*OPTIONS, "maximize")} | {"lr": float(group["lr"])}
+            factor, moments = self.optimizer.clip_factor, self.moments[i]
+            gradient = p.grad if factor is None else p.grad.float() * factor
             self.masters[i], *self.moments[i] = reference.adamw_step(
-                self.masters[i],
-                p.grad,
-                *self.moments[i],
-                self.steps[i],
-                **options | {"lr": float(group["lr"])},
+                self.masters[i], gradient, *moments, self.steps[i], **options
             )
 
     def check(self, what: str = "") -> None:

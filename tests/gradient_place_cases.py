@@ -54,7 +54,7 @@ def made(model, device, dtype=BF16):
 
 
 def memory_of(parameters, dtype=BF16):
-    buffer = DenseBuffer(range(len(parameters)), parameters, None)
+    buffer = DenseBuffer(range(len(parameters)), parameters)
     shape = buffer.world_size, buffer.slice_numel
     return GradientMemory(buffer, torch.zeros(shape, dtype=dtype, device=buffer.device), set())
 

@@ -5,10 +5,12 @@ Import it inside `with OnCpu():` where there is no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,32 +63,22 @@ def model(
     """A GPT on this rank, the same in every call. converted: what the names of converted layers contain; None
     is what is converted by default. config: changes of the TransformerConfig.
     """
-    settings = TransformerConfig(
-        **{
-            "num_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": 4,
-            "use_cpu_initialization": True,
-            "params_dtype": torch.bfloat16,
-            "bf16": True,
-            "pipeline_dtype": torch.bfloat16,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "gradient_accumulation_fusion": False,
-            "masked_softmax_fusion": False,
-            "add_bias_linear": False,
-            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-            **config,
-        }
-    )
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": 4}
+    dtypes = {"params_dtype": torch.bfloat16, "bf16": True, "pipeline_dtype": torch.bfloat16}
+    off = dict.fromkeys(("gradient_accumulation_fusion", "masked_softmax_fusion", "add_bias_linear"), False)
+    off |= dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0)
+    ranks = {
+        f"{kind}_model_parallel_size": getattr(parallel_state, f"get_{kind}_model_parallel_world_size")()
+        for kind in ("tensor", "pipeline", "expert")
+    }
+    settings = TransformerConfig(use_cpu_initialization=True, **{**sizes, **dtypes, **off, **ranks, **config})
     torch.manual_seed(0)
-    # Megatron's own wrapper of torch's norm refuses sequence parallelism.
-    norm = mock.patch.object(
-        WrappedTorchNorm, "__new__", lambda _, config, hidden_size, eps: nn.LayerNorm(hidden_size, eps)
-    )
-    with norm:
+
+    def plain_norm(_, config, hidden_size, eps) -> nn.LayerNorm:
+        """Megatron's own wrapper of torch's norm refuses sequence parallelism."""
+        return nn.LayerNorm(hidden_size, eps)
+
+    with mock.patch.object(WrappedTorchNorm, "__new__", plain_norm):
         gpt = GPTModel(
             settings,
             get_gpt_layer_local_spec(num_experts=settings.num_moe_experts),
@@ -119,10 +111,15 @@ def build(
     return Trained(wrapped, get_megatron_optimizer(config, [wrapped]), made.config)
 
 
-def tokens(step: int, batch: int = 2) -> torch.Tensor:
-    """Other ones on each data-parallel rank and in each step."""
-    generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
-    return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=generator)
+def forward(gpt: nn.Module, number: int) -> torch.Tensor:
+    """The output for a micro-batch, which is another one on each data-parallel rank: losses of the tokens on
+    the last pipeline stage.
+    """
+    generator = torch.Generator().manual_seed(1000 * number + parallel_state.get_data_parallel_rank())
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
+    tokens = tokens.to(next(gpt.parameters()).device)
+    places = torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
+    return gpt(tokens, places, None, labels=tokens.roll(-1, 1))
 
 
 def step(trained: Trained, index: int, micro_batches: int = 1) -> float:
@@ -135,18 +132,14 @@ def step(trained: Trained, index: int, micro_batches: int = 1) -> float:
     trained.config.no_sync_func = model.no_sync if model.ddp_config.overlap_grad_reduce else None
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    device = next(model.parameters()).device
+    numbers = itertools.count(1000 * index)
 
-    def forward(_, gpt):
-        drawn = tokens(1000 * index + forward.calls).to(device)
-        forward.calls += 1
-        places = torch.arange(LENGTH, device=device).expand_as(drawn)
-        output = gpt(drawn, places, None, labels=drawn.roll(-1, 1))
+    def forward_step(_, gpt):
+        output = forward(gpt, next(numbers))
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
-    forward.calls = 0
     losses = get_forward_backward_func()(
-        forward_step_func=forward,
+        forward_step_func=forward_step,
         data_iterator=None,
         model=[model],
         num_microbatches=micro_batches,
@@ -175,48 +168,30 @@ def forget_routes(trained: Trained) -> None:
         kept.update({name: None for name, value in kept.items() if isinstance(value, torch.Tensor)})
 
 
-def loss(gpt: torch.nn.Module, index: int) -> torch.Tensor:
-    """Of the model on the tokens of a step of one micro-batch."""
-    drawn = tokens(1000 * index).to(next(gpt.parameters()).device)
-    places = torch.arange(LENGTH, device=drawn.device).expand_as(drawn)
-    return gpt(drawn, places, None, labels=drawn.roll(-1, 1)).mean()
-
-
 def reduced_gradients(trained: Trained) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The whole gradients, as all ranks averaged them and the last step used them."""
     return _whole(trained.optimizers()[0], lambda main: main.grad)
 
 
-def masters(optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """The whole FP32 masters of a DistributedOptimizer."""
-    return _whole(optimizer, lambda main: main)
-
-
 def named_masters(trained: Trained) -> dict[str, torch.Tensor]:
+    """The whole FP32 masters."""
     names = {parameter: name for name, parameter in trained.model.named_parameters()}
-    found = [item for optimizer in trained.optimizers() for item in masters(optimizer).items()]
+    found = [item for optimizer in trained.optimizers() for item in _whole(optimizer).items()]
     return {names[parameter]: master for parameter, master in found}
 
 
-def _whole(optimizer, of_master: Callable) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Of each parameter, what its ranks have of it with their parts of the master."""
+def _whole(optimizer, of_master: Callable = lambda main: main) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """For each parameter of a DistributedOptimizer, what all ranks have with their shards of the master."""
+    groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+    own = {p: main for models, mains in groups for p, main in zip(models, mains, strict=True)}
     found = {}
-    group = optimizer.data_parallel_group
-    params = [p for buffer in optimizer.buffers for p in buffer.params]
-    own = {
-        p: main
-        for models, mains in zip(
-            optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
-        )
-        for p, main in zip(models, mains, strict=True)
-    }
-    for param in params:
-        whole = torch.zeros(param.numel(), device=param.device)
+    for param in (p for buffer in optimizer.buffers for p in buffer.params):
+        whole = found[param] = torch.zeros(param.shape, device=param.device)
         if param in own:
             at = optimizer._get_model_param_range_map(param)["param"]
-            whole[at.start : at.end] = of_master(own[param])
-        dist.all_reduce(whole, group=group)
-        found[param] = whole.view(param.shape)
+            whole.view(-1)[at.start : at.end] = of_master(own[param])
+        bits = whole.view(torch.int32)  # as floats 0.0 + -0.0 would lose a sign
+        dist.all_reduce(bits, group=optimizer.data_parallel_group)
     return found
 
 
@@ -224,18 +199,15 @@ def wrong_bytes(trained: Trained) -> int:
     """How many bytes of the weights on this rank are not those of their quantized masters; other weights are
     compared with their rounded masters.
     """
-    wrong = 0
-    for optimizer in trained.optimizers():
-        for param, master in masters(optimizer).items():
-            if not isinstance(param, NVFP4Tensor):
-                wrong += int((param.detach() != master.to(param.dtype)).sum())
-                continue
-            expected = quantize(master.to(param.dtype), columnwise=param.columnwise_data is not None)
-            for (name, buffer), (_, other) in zip(
-                param.record.buffers(), expected.record.buffers(), strict=True
-            ):
-                assert buffer.shape == other.shape, name
-                wrong += int((buffer.view(torch.uint8) != other.view(torch.uint8)).sum())
+    wrong, named = 0, dict(trained.model.named_parameters())
+    for name, master in named_masters(trained).items():
+        found, expected = [named[name].detach()], [master.to(named[name].dtype)]
+        if isinstance(named[name], NVFP4Tensor):
+            quantized = quantize(*expected, columnwise=named[name].columnwise_data is not None)
+            found, expected = ([b for _, b in t.record.buffers()] for t in (named[name], quantized))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.shape == theirs.shape, name
+            wrong += int((mine.view(torch.uint8) != theirs.view(torch.uint8)).sum())
     return wrong
 
 
@@ -245,10 +217,8 @@ def fingerprints(trained: Trained) -> dict[str, str]:
     for layer in trained.model.module.module.decoder.layers:
         for name, weight in layer.named_parameters():
             if isinstance(weight, NVFP4Tensor):
-                content = b"".join(
-                    bytes(b.cpu().view(torch.uint8).numpy()) for _, b in weight.record.buffers()
-                )
-                mine[f"{layer.layer_number} {name}"] = hashlib.sha256(content).hexdigest()
+                buffers = [b.cpu().view(torch.uint8).numpy().tobytes() for _, b in weight.record.buffers()]
+                mine[f"{layer.layer_number} {name}"] = hashlib.sha256(b"".join(buffers)).hexdigest()
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     found: dict[str, str] = {}
@@ -260,10 +230,8 @@ def fingerprints(trained: Trained) -> dict[str, str]:
 def _sharded(trained: Trained, is_loading: bool) -> dict:
     model = trained.model.module.sharded_state_dict()
     how = {"distrib_optim_sharding_type": "fully_reshardable"}
-    return {
-        "model": model,
-        "optimizer": trained.optimizer.sharded_state_dict(model, is_loading, metadata=how),
-    }
+    optimizer = trained.optimizer.sharded_state_dict(model, is_loading, metadata=how)
+    return {"model": model, "optimizer": optimizer}
 
 
 def save(trained: Trained, folder: Path) -> None:
@@ -277,19 +245,37 @@ def save(trained: Trained, folder: Path) -> None:
     dist.barrier()
 
 
-def load(trained: Trained, folder: Path, *, weights: bool = True) -> None:
-    """As Megatron does: the model, unless only the masters are wanted, then its optimizer. Collective."""
-    for optimizer in trained.optimizers():  # else torch's Adam has no step count yet, which Megatron asks for
+@contextlib.contextmanager
+def with_state(trained: Trained) -> Iterator[None]:
+    """Lets Megatron load into the state of torch's Adam: it does not make that before the first step, and its
+    step count is a tensor, which Megatron keeps elsewhere and asks for all the same.
+    """
+    for optimizer in trained.optimizers():
         optimizer._init_optimizer_states_with_dummy_values()
-    state = dist_checkpointing.load(_sharded(trained, is_loading=True), str(folder))
-    if weights:
-        trained.model.module.load_state_dict(state["model"])
     original = DistributedOptimizer._set_main_param_and_optimizer_states
-    # The step count of torch's Adam is a tensor, which Megatron keeps elsewhere and asks for here.
-    patched = mock.patch.object(
+    with mock.patch.object(
         DistributedOptimizer,
         original.__name__,
         lambda self, param, tensors: original(self, param, {"step": None, **tensors}),
-    )
-    with patched:
+    ):
+        yield
+
+
+def load(trained: Trained, folder: Path, *, weights: bool = True) -> None:
+    """As Megatron does: the model, unless only the masters are wanted, then its optimizer. Collective."""
+    with with_state(trained):
+        state = dist_checkpointing.load(_sharded(trained, is_loading=True), str(folder))
+        if weights:
+            trained.model.module.load_state_dict(state["model"])
         trained.optimizer.load_state_dict(state["optimizer"])
+
+
+def save_masters(trained: Trained, path: Path) -> None:
+    """The masters and state that this rank's peers have, in a file of the first of them. Collective."""
+    trained.optimizer.save_parameter_state(str(path))
+    dist.barrier()
+
+
+def load_masters(trained: Trained, path: Path) -> None:
+    with with_state(trained):
+        trained.optimizer.load_parameter_state(str(path))

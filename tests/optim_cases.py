@@ -36,10 +36,12 @@ def make_parameters(device: torch.device, seed: int = 0, specifications=SPECIFIC
 
 
 def make_gradients(parameters: list[nn.Parameter], step: int) -> list[torch.Tensor]:
-    """FP32 gradients of very different sizes, the same for the same step."""
+    """FP32 gradients of very different sizes, the same for the same step. They have bfloat16 values, whose
+    mean over ranks that all have the same is exactly this value.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     return [
-        (torch.randn(p.shape, generator=generator) * 10.0 ** (i % 5 - 2)).to(p.device)
+        (torch.randn(p.shape, generator=generator) * 10.0 ** (i % 5 - 2)).bfloat16().float().to(p.device)
         for i, p in enumerate(parameters)
     ]
 

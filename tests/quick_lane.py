@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import pytest
+from distributed.run import Setting
 
 LEFT_OUT = {"heavy", "bench", "slow", "skip"}  # marks
-RANKS = "torchrun-2"  # the only setting of tests on ranks, so that they share one launch
+RANKS = Setting(2)  # the only setting of tests on ranks, so that they share one launch
 
 
 def representatives(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -30,6 +31,6 @@ def _rule(item: pytest.Item) -> tuple[str, str]:
 
 
 def _is_quick(item: pytest.Item) -> bool:
-    setting = _parameters(item).get("setting")
+    world = _parameters(item).get("world")
     marks = {mark.name for mark in item.iter_markers()}
-    return not marks & LEFT_OUT and (setting is None or str(setting) == RANKS)
+    return not marks & LEFT_OUT and (world == RANKS or not isinstance(world, Setting))

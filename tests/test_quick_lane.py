@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from distributed.run import Setting
 from quick_lane import representatives
 
 
@@ -26,7 +27,7 @@ def test_the_middle_case_on_each_device_stands_for_a_test():
 
 
 def test_what_takes_seconds_and_other_worlds_are_left_out():
-    ranks = [item(f"d.py::t[torchrun-{n}]", setting=f"torchrun-{n}") for n in (1, 2, 3)]
+    ranks = [item(f"d.py::t[torchrun-{n}]", world=Setting(n)) for n in (1, 2, 3)]
     marked = [item(f"m.py::{mark}", mark) for mark in ("heavy", "bench", "slow", "skip", "threads")]
     assert chosen(*ranks, *marked) == ["d.py::t[torchrun-2]", "m.py::threads"]
 

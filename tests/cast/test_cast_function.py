@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -231,6 +232,21 @@ def test_a_bad_shard_buffer_is_refused_although_the_last_call_was_good(change, e
     # Into the weights in the next call, with the same masters.
     cast(weights, masters, starts)
     check(weights, masters)
+
+
+def test_a_call_after_one_that_could_not_take_addresses_uses_its_own_masters(device, monkeypatch):
+    """The plan has been left with some of the addresses of the failed call."""
+    weights, masters, starts = make(device)
+    cast(weights, masters, starts)
+    others = [torch.randn_like(master) for master in masters]
+    with monkeypatch.context() as patched:
+        patched.setattr(zerofp4.ops.TransposeStage, "bind", mock.Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            cast(weights, others, starts)
+    for _ in range(2):
+        masters[0].mul_(-1.5)
+        cast(weights, masters, starts)
+        check(weights, masters)
 
 
 def test_a_repeated_call_keeps_no_master_alive():

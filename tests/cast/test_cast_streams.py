@@ -9,7 +9,7 @@ from cast_cases import check, check_transposes, make
 from helpers import needs_gpu
 
 import zerofp4
-from zerofp4.cast import status
+from zerofp4.cast import plan as plans
 
 CYCLES = 10**9
 
@@ -90,12 +90,12 @@ def test_the_status_word_outlives_its_plan():
         plan._status.queued()
     del plan
     gc.collect()
-    assert address in [word.data_ptr() for _, word in status._retired]
+    assert address in [word.data_ptr() for _, word in plans._retired]
     others = words()
-    status._release_finished()
+    plans._release_finished()
     assert not side.query(), "the stream was done too early to show anything"
     assert address not in [word.data_ptr() for word in others]
     torch.cuda.synchronize()
     assert not any(word.item() for word in others)
-    status._release_finished()
-    assert address not in [word.data_ptr() for _, word in status._retired]
+    plans._release_finished()
+    assert address not in [word.data_ptr() for _, word in plans._retired]

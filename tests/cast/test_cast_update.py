@@ -146,6 +146,17 @@ def test_a_step_that_cannot_take_part_takes_amaxes_back(device):
     check(weights, masters)
 
 
+def test_a_plan_that_abstains_forgets_the_amaxes(device):
+    """They were cleared to write the flag into the vector: the next step computes them."""
+    weights, masters, starts = make(device)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    leave_amaxes(plan, plan.master_pieces())
+    plan.abstain()
+    plan.step()
+    plan.check()
+    check(weights, masters)
+
+
 def test_nonfinite_amaxes_that_were_left(device):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)

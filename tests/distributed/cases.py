@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_bytes_equal
@@ -22,6 +24,9 @@ EXPERTS = [(3, 18, 50), (16, 48), (1, 2, 2), (3, 2, 1000), (5, 16, 16), (2, 34, 
 """Stacks of ragged matrices, a plain one among them."""
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+WIRES = {"bfloat16": DTYPES[:1], "float32": DTYPES}
+"""The dtypes of weights by the dtype in which the amaxes of their plan travel."""
 
 SPLITS = ("even", "odd", "last", "flat", "tile")
 
@@ -51,80 +56,97 @@ def split(numel: int, world_size: int, how: str, seed: int) -> list[Shard]:
 
 
 class Model:
-    """Shapes in dtypes by turns, the whole masters (equal on all ranks) and this rank's shards of them."""
+    """Shapes in dtypes by turns, the whole masters (equal on all ranks) and this rank's shards of them. Ranks
+    keep different sides and layouts, since scales never travel.
+    """
 
-    def __init__(
-        self, world, how: str, *, shapes=SHAPES, seed: int = 0, columnwise: bool = True, dtypes=DTYPES
-    ):
-        self.device, self.rank = world.device, world.rank
+    def __init__(self, world, how: str, *, shapes=SHAPES, seed: int = 0, dtypes=DTYPES):
+        self.rank = world.rank
         self.weights, self.whole, self.shards, self.masters = [], [], [], []
         generator = torch.Generator().manual_seed(seed)
         for i, shape in enumerate(shapes):
-            dtype = dtypes[i % len(dtypes)]
-            weight = zerofp4.empty(
-                shape,
-                dtype=dtype,
-                device=self.device,
-                columnwise=columnwise,
-                scale_layouts=SCALE_LAYOUTS if i % 2 else ("compact",),
-            )
+            layouts = SCALE_LAYOUTS if (i + self.rank) % 2 else ("compact",)
+            options = {"columnwise": (i + self.rank) % 3 > 0, "scale_layouts": layouts}
+            weight = zerofp4.empty(shape, dtype=dtypes[i % len(dtypes)], device=world.device, **options)
             for _, buffer in weight.record.buffers():
                 buffer.view(torch.uint8).fill_(0xA5)
             whole = torch.randn(shape, generator=generator) * 10.0 ** (i - 2)
             self.weights.append(weight)
-            self.whole.append(whole.to(self.device))
+            self.whole.append(whole.to(world.device))
             self.shards.append(split(whole.numel(), world.world_size, how, seed + i))
         self.cut()
 
+    def own(self) -> list[tuple[torch.Tensor, Shard]]:
+        """By weight, the elements of this rank, and where they lie."""
+        own = [of_weight[self.rank] for of_weight in self.shards]
+        return [(w.flatten()[s.start : s.end], s) for w, s in zip(self.whole, own, strict=True)]
+
     def cut(self) -> None:
         """Fresh master shards from the whole masters."""
-        pairs = list(zip(self.whole, self.shards, strict=True))
-        self.masters = [
-            whole.flatten()[s[self.rank].start : s[self.rank].end].clone() if s[self.rank].numel else None
-            for whole, s in pairs
-        ]
+        self.masters = [values.clone() if shard.numel else None for values, shard in self.own()]
 
     def change(self) -> None:
         """Other values in the same masters."""
         self.whole = [whole.sin() * 100 for whole in self.whole]
-        for master, whole, start, numel in zip(
-            self.masters, self.whole, self.starts, self.numels, strict=True
-        ):
+        for master, (values, _) in zip(self.masters, self.own(), strict=True):
             if master is not None:
-                master.copy_(whole.flatten()[start : start + numel])
+                master.copy_(values)
+
+    def move(self, i: int = 2) -> None:
+        """Codes that a gather would change, and on rank 1 those of a weight in other storage."""
+        for weight in self.weights:
+            weight.rowwise_data.fill_(0x10 + self.rank)
+        if self.rank == 1:
+            self.weights[i].rowwise_data = self.weights[i].rowwise_data.clone()
 
     @property
     def starts(self) -> list[int | None]:
-        return [s[self.rank].start if s[self.rank].numel else None for s in self.shards]
+        return [shard.start if shard.numel else None for _, shard in self.own()]
 
     @property
     def numels(self) -> list[int]:
-        return [s[self.rank].numel for s in self.shards]
+        return [shard.numel for _, shard in self.own()]
+
+    def plan(self, **options) -> zerofp4.CastPlan:
+        return zerofp4.CastPlan(self.weights, self.masters, self.starts, **options)
+
+    def cast(self, **options) -> None:
+        zerofp4.cast_master_weights_to_nvfp4(self.weights, self.masters, self.starts, **options)
+
+    def gather(self, **options) -> None:
+        zerofp4.all_gather_nvfp4(self.weights, self.starts, self.numels, **options)
+
+    @property
+    def plans(self) -> list[zerofp4.CastPlan]:
+        """Those that cast() has kept."""
+        return [kept.plan for kept in self.weights[0].record.attachments["cast_plans"]]
 
     def check(self, groups: list[list[int]] | None = None, skip: tuple[int, ...] = ()) -> None:
         """Every buffer of every weight equals quantizing its whole master, with the amax of its group."""
-        amaxes = [
-            reference.magnitude(w.to(t.dtype)).amax((-2, -1)).view(-1)
-            for w, t in zip(self.whole, self.weights, strict=True)
-        ]
+        rounded = [w.to(t.dtype) for w, t in zip(self.whole, self.weights, strict=True)]
+        amaxes = [reference.magnitude(values).amax((-2, -1)).view(-1) for values in rounded]
         for group in groups or []:
             largest = torch.stack([amaxes[i] for i in group]).amax(0)
-            for i in group:
-                amaxes[i] = largest
-        for i, (weight, whole) in enumerate(zip(self.weights, self.whole, strict=True)):
+            amaxes = [largest if i in group else amax for i, amax in enumerate(amaxes)]
+        for i, (weight, values, amax) in enumerate(zip(self.weights, rounded, amaxes, strict=True)):
             if i in skip:
                 continue
-            expected = zerofp4.quantize(
-                whole.to(weight.dtype),
-                amax=amaxes[i],
-                columnwise=weight.columnwise_data is not None,
-                scale_layouts=SCALE_LAYOUTS,
-            )
-            specified = reference.quantize if whole.dim() == 2 else reference.quantize_experts
-            by_reference = specified(whole.to(weight.dtype), amax=amaxes[i])
-            assert_bytes_equal(weight.rowwise_data, by_reference.rowwise_data, f"weight {i}: codes")
+            specified = reference.quantize if values.dim() == 2 else reference.quantize_experts
+            codes = specified(values, amax=amax).rowwise_data
+            assert_bytes_equal(weight.rowwise_data, codes, f"weight {i}: codes")
+            options = {"columnwise": weight.columnwise_data is not None, "scale_layouts": SCALE_LAYOUTS}
+            expected = zerofp4.quantize(values, amax=amax, **options).record
             for name, buffer in weight.record.buffers():
-                assert_bytes_equal(buffer, expected.record.buffer(name), f"weight {i}: {name}")
+                assert_bytes_equal(buffer, expected.buffer(name), f"weight {i}: {name}")
+
+    @contextlib.contextmanager
+    def refused(self, match: str, mine: str | None = None, error: type = RuntimeError) -> Iterator[None]:
+        """Around calls that change no weight and raise RuntimeError, or on rank 1 `error` with `mine`."""
+        error, match = (error, mine or match) if self.rank == 1 else (RuntimeError, match)
+        before = self.snapshot()
+        with pytest.raises(error, match=match):
+            yield
+        self.check_untouched(before)
 
     def snapshot(self) -> list[torch.Tensor]:
         return [b.view(torch.uint8).clone() for w in self.weights for _, b in w.record.buffers()]
@@ -149,7 +171,7 @@ def finish(plan: zerofp4.CastPlan) -> None:
 
 
 def cast_and_gather(model: Model, **options) -> None:
-    """The same by the functions."""
+    """The same by the functions. model: anything with weights, masters, starts and numels."""
     zerofp4.cast_master_weights_to_nvfp4(model.weights, model.masters, model.starts, **options)
     zerofp4.all_gather_nvfp4(model.weights, model.starts, model.numels)
     zerofp4.post_all_gather_processing(model.weights)

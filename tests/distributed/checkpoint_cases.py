@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_cases import OPTIMIZERS, assert_all_equal, make_gradients
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-)
 
 import zerofp4
+from distributed.cases import shared_folder
 from distributed.checks_optim import Injected, model_bytes
 from zerofp4.optim import FusedAdamW
 
@@ -51,16 +50,11 @@ def build(model, case="adamw", group=None, groups=None, **options):
     optimizer_class, defaults = CASES[case]
     params = groups or model.named_parameters()
     if case in MATRICES and groups is None:
-        params = matrix_groups(model)
+        named = list(model.named_parameters())
+        others = [(name, p) for name, p in named if p.dim() < 2]
+        beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.01}
+        params = [{"params": [(name, p) for name, p in named if p.dim() > 1]}, beside]
     return Injected(params, optimizer_class, process_group=group, **{**defaults, **options})
-
-
-def matrix_groups(model) -> list[dict]:
-    """The matrices, and all else."""
-    named = list(model.named_parameters())
-    others = [(name, p) for name, p in named if p.dim() < 2]
-    beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.01}
-    return [{"params": [(name, p) for name, p in named if p.dim() > 1]}, beside]
 
 
 def run(model, optimizer, steps) -> None:
@@ -75,34 +69,52 @@ def run(model, optimizer, steps) -> None:
         optimizer.zero_grad()
 
 
+def trained(world, steps=2, case="adamw", seed=0, group=None, **options):
+    """A model and its optimizer after some steps."""
+    model = make_model(world, seed)
+    optimizer = build(model, case, group, **options)
+    run(model, optimizer, range(steps))
+    return model, optimizer
+
+
 def assert_same_model(one, other) -> None:
     """All that is trained."""
     sides = [model_bytes([p for p in model.parameters() if p.requires_grad]) for model in (one, other)]
     assert_all_equal(*sides, "buffer")
 
 
+def assert_goes_on(one, other, steps=range(2, 4)) -> None:
+    """Two models with their optimizers are the same, and stay so in further steps."""
+    assert_same_model(one[0], other[0])
+    run(*one, steps)
+    run(*other, steps)
+    assert_same_model(one[0], other[0])
+
+
+def contents(model, optimizer) -> list:
+    """All that a load may change: steps, options, and the bytes of each piece and each trained buffer."""
+    state = optimizer.state_dict()
+    values = [piece.values for entries in state["state"].values() for piece in entries.values()]
+    tensors = [*values, *model_bytes([p for p in model.parameters() if p.requires_grad])]
+    options = repr([dict(group) for group in state["param_groups"]])
+    return [int(state["steps"]), options, *(t.detach().cpu().numpy().tobytes() for t in tensors)]
+
+
+def saved(world, optimizer, **beside) -> Path:
+    """A checkpoint of an optimizer, or of a state dict of one."""
+    path = shared_folder(world)
+    dcp.save({"optimizer": optimizer, **beside}, checkpoint_id=path)
+    return path
+
+
+def on_rank_0(world, function, *arguments) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+    if world.rank == 0:
+        function(*arguments)
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-# Checkpoints of models and optimizers that are not ours
-
-
-def save_plain(model, optimizer, path) -> None:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-
-
-def convert_loaded(model, path) -> None:
-    """The model is loaded before it is converted."""
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    zerofp4.convert_model(model)
-
-
-def load_moments(model, optimizer, path) -> None:
-    """And options; masters, of which there are none, stay."""
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])

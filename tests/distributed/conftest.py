@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from early import is_skipped, waits_for
 
 from distributed.processes import NotRun, device_for, why_not
-from distributed.run import Check, Launch, Outcome, Setting
+from distributed.run import Check, Launch, Setting
+
+_LAUNCHES = pytest.StashKey[dict[Setting, Launch]]()
 
 
 def _setting(item: pytest.Item) -> Setting | None:
     """The setting of a test made by on_ranks; None for any other."""
-    if not hasattr(getattr(item, "function", None), "on_each_rank"):
-        return None
-    return item.callspec.params["setting"]
+    world = item.callspec.params.get("world") if hasattr(item, "callspec") else None
+    return world if isinstance(world, Setting) else None
 
 
 def _check(item: pytest.Function) -> Check:
-    arguments = {name: value for name, value in item.callspec.params.items() if name != "setting"}
-    body = item.function.on_each_rank
-    return Check(item.nodeid, f"{body.__module__}:{body.__name__}", arguments, item.function.time_limit)
-
-
-_LAUNCHES = pytest.StashKey[dict[Setting, Launch]]()
+    arguments = {name: value for name, value in item.callspec.params.items() if name != "world"}
+    body = item.function
+    return Check(item.nodeid, f"{body.__module__}:{body.__name__}", arguments, body.time_limit)
 
 
 @pytest.hookimpl(trylast=True)
@@ -41,24 +37,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             own[0].add_marker(waits_for(launch.run_ahead))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """In place of calling a test made by on_ranks here: what its ranks have made of it."""
+    setting = _setting(pyfuncitem)
+    if setting is None:
+        return None
+    if (reason := why_not(setting.launcher)) is not None:
+        pytest.skip(reason)
+    values = pyfuncitem.config.stash[_LAUNCHES][setting].outcome(pyfuncitem.nodeid).values
+    left_out = [value.reason for value in values if isinstance(value, NotRun)]
+    if left_out and len(left_out) == len(values):  # else a rank has waited for others
+        pytest.skip(left_out[0])
+    assert not left_out, f"some ranks left out what others did: {left_out}"
+    return True
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     for launch in session.config.stash.get(_LAUNCHES, {}).values():
         launch.stop()
-
-
-@pytest.fixture
-def run_on_ranks(request) -> Callable[[], Outcome]:
-    """What a test made by on_ranks calls."""
-    setting = _setting(request.node)
-    if (reason := why_not(setting.launcher)) is not None:
-        pytest.skip(reason)
-
-    def run() -> Outcome:
-        outcome = request.config.stash[_LAUNCHES][setting].outcome(request.node.nodeid)
-        left_out = [value.reason for value in outcome.values if isinstance(value, NotRun)]
-        if left_out and len(left_out) == len(outcome.values):  # else a rank has waited for others
-            pytest.skip(left_out[0])
-        assert not left_out, f"some ranks left out what others did: {left_out}"
-        return outcome
-
-    return run

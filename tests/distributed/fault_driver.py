@@ -8,7 +8,9 @@ all that they use, runs nothing with it, and forks.
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import checkpoints
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,13 +50,12 @@ def fail(kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
-def failing(function: Callable, kind: str, call: int = 1) -> Callable:
+def failing(function: Callable, kind: str, call: int) -> Callable:
     """The function, with a fault before the call of that number."""
-    calls = []
+    calls = itertools.count(1)
 
     def replacement(*args, **kwargs):
-        calls.append(None)
-        if len(calls) == call:
+        if next(calls) == call:
             fail(kind)
         return function(*args, **kwargs)
 
@@ -68,8 +70,8 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         "cast": (distributed, "start_reduce_max", 1),
         "gather": (collective.CollectiveTransport, "gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
-        "publish": (sys.modules["checkpoints"], "digest", 2),
-        "load": (load, "find", 2),
+        "publish": (checkpoints, "digest", 2),
+        "load": (load, "read_parameter", 2),
     }
     if stage == "backward":
         model[1].weight.register_hook(lambda _: fail(kind))
@@ -82,8 +84,6 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
 
 def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
     """A step and a checkpoint; then another of both, and a resume, in which the fault comes."""
-    from checkpoints import Checkpoints  # main() has imported it
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)).bfloat16()
@@ -94,7 +94,7 @@ def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
     group = dist.new_group(timeout=TIMEOUT)
     optimizer = ZeroFP4Optimizer(model.named_parameters(), process_group=group, bucket_mb=0.01)
     world = World(rank, SIZE, rank, torch.device("cpu"), "gloo")
-    checkpoints = Checkpoints(folder / "checkpoints", 2, {}, world)
+    saved = checkpoints.Checkpoints(folder / "checkpoints", 2, {}, world)
     for step in (1, 2):
         if step == 2 and rank == victim(stage):
             place_fault(stage, kind, model, optimizer)
@@ -103,16 +103,15 @@ def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        checkpoints.save(step, model, optimizer, {"step": step})
-    checkpoints.resume(model, optimizer)
+        saved.save(step, model, optimizer, {"step": step})
+    saved.resume(model, optimizer)
 
 
 def run_rank(rank: int, folder: Path, stage: str, kind: str) -> None:
     outcome, driver = ["nothing", "it ended well"], os.getppid()
     try:
-        store = dist.FileStore(str(folder / "store"), SIZE)
-        timeout = timedelta(seconds=HANGS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
+        store, hangs = dist.FileStore(str(folder / "store"), SIZE), timedelta(seconds=HANGS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=hangs)
         loop(rank, folder, stage, kind)
     except BaseException as error:
         outcome = [type(error).__name__, str(error)]
@@ -125,33 +124,29 @@ def run_rank(rank: int, folder: Path, stage: str, kind: str) -> None:
         os._exit(1)  # as a process that ends: its connections close
 
 
-def start(folder: Path, stage: str, kind: str) -> list[int]:
+def start(folder: Path, stage: str, kind: str) -> list[multiprocessing.Process]:
     folder.mkdir()
-    pids = []
-    for rank in range(SIZE):
-        pid = os.fork()
-        if pid == 0:
-            run_rank(rank, folder, stage, kind)
-        pids.append(pid)
-    return pids
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(rank, folder, stage, kind)) for rank in range(SIZE)]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
-def wait(folder: Path, stage: str, pids: list[int]) -> dict[int, list[str]]:
+def wait(folder: Path, stage: str, ranks: list[multiprocessing.Process]) -> dict[int, list[str]]:
     """What the ranks left once those without the fault have ended, or long after they should have."""
-    others = [rank for rank in range(SIZE) if rank != victim(stage)]
-    deadline = time.monotonic() + HANGS
-    while not all((folder / f"rank.{rank}").exists() for rank in others) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
     paths = {rank: folder / f"rank.{rank}" for rank in range(SIZE)}
+    others = [path for rank, path in paths.items() if rank != victim(stage)]
+    deadline = time.monotonic() + HANGS
+    while not all(path.exists() for path in others) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in ranks:
+        process.kill()
+        process.join()
     return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
 
 
 def main(folder: Path) -> None:
-    import checkpoints  # noqa: F401, of scripts/, which only the driver has on its path
-
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     outcomes = {}
     for kind in KINDS:  # side by side, since most of a fault is waiting

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofp4
 from distributed.checks_optim import model_bytes, whole_state
+from zerofp4.engine import CollectiveTransport
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -88,6 +89,11 @@ def go_on(world, net, first, **options):
         second.step()
         second.zero_grad()
     return net, second
+
+
+def in_two_places(*arguments, **options):
+    """A CollectiveTransport whose buckets arrive in two places, as on a GPU."""
+    return CollectiveTransport(*arguments, **(options | {"early": options["early"] and 2}))
 
 
 class Broken(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -21,8 +22,10 @@ from zerofp4.launch.place import has_gpu_for_each
 ROOT = Path(__file__).resolve().parents[2]
 
 # What a launcher leaves in the environment of what it starts: a launch made from there must not see it.
-_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
-_LAUNCHER_PREFIXES = tuple("LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ MPI_LOCAL OMPI_COMM_ PMI_ PMIX_".split())
+_LEFT_BY_LAUNCHERS = (
+    *("RANK=", "WORLD_SIZE=", "MASTER_ADDR=", "MASTER_PORT=", "GLOO_SOCKET_IFNAME="),
+    *("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "MPI_LOCAL", "OMPI_COMM_", "PMI_", "PMIX_"),
+)
 
 # Both launchers put each rank into a session of its own, out of reach of killpg: this variable tells ours.
 _MARK = "ZEROFP4_TEST_LAUNCH"
@@ -61,9 +64,8 @@ def run_script(
         status = processes.wait(time_limit)
         processes.kill()
         text = output.read_text(errors="replace")
-    assert status is not None, (
-        f"{launcher}-{world_size} {arguments} hangs: not done in {time_limit:g} s\n{text}"
-    )
+    what = f"{launcher}-{world_size} {arguments}"
+    assert status is not None, f"{what} hangs: not done in {time_limit:g} s\n{text}"
     return Finished(status, text)
 
 
@@ -91,14 +93,7 @@ class RankProcesses:
     """A launcher and the ranks it started, at work in folder `cwd`; what they print goes to file `output`."""
 
     def __init__(
-        self,
-        program: list[str],
-        world_size: int,
-        launcher: str,
-        env: dict[str, str] | None,
-        *,
-        cwd: Path,
-        output: Path,
+        self, program: list[str], world_size: int, launcher: str, env: dict | None, *, cwd: Path, output: Path
     ):
         self._mark = uuid.uuid4().hex
         with open(output, "wb") as sink:
@@ -111,9 +106,6 @@ class RankProcesses:
                 stderr=subprocess.STDOUT,
             )
 
-    def poll(self) -> int | None:
-        return self._launcher.poll()
-
     def wait(self, seconds: float) -> int | None:
         """The launcher's exit status; None when it still runs after that many seconds."""
         try:
@@ -121,33 +113,23 @@ class RankProcesses:
         except subprocess.TimeoutExpired:
             return None
 
-    def dump_stacks(self, pids: list[int]) -> None:
-        """Has ranks that registered faulthandler for SIGUSR1 write where they are."""
-        for pid in set(pids) & set(self._marked()):
-            os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
-
     def kill(self) -> None:
         """Ends the launcher first, so that it starts nothing more, and then whatever it had started."""
         self._launcher.kill()
         self._launcher.wait()
         while pids := self._marked():
             for pid in pids:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             time.sleep(0.01)
 
     def _marked(self) -> list[int]:
         mark = f"{_MARK}={self._mark}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
+            with contextlib.suppress(OSError):  # ended, or another user's
                 if mark in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
-            except OSError:  # ended, or another user's
-                continue
         return found
 
 
@@ -164,11 +146,7 @@ def _launcher_command(launcher: str, world_size: int) -> list[str]:
 
 
 def _environment(world_size: int) -> dict[str, str]:
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
+    env = {k: v for k, v in os.environ.items() if not f"{k}=".startswith(_LEFT_BY_LAUNCHERS)}
     env.update(
         PYTHONPATH=os.pathsep.join(filter(None, sys.path)),  # the ranks import what this process imports
         OMP_NUM_THREADS="1",
@@ -178,6 +156,4 @@ def _environment(world_size: int) -> dict[str, str]:
         OMPI_MCA_rmaps_base_oversubscribe="1",
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
     )
-    if device_for(world_size) == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    return env
+    return env if device_for(world_size) == "cuda" else {**env, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,10 +1,8 @@
-"""Runs functions on ranks and brings back, for each, what every rank returned or what went wrong."""
+"""Runs functions on ranks and returns, for each, what every rank returned or what went wrong."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import pickle
 import shutil
 import tempfile
@@ -18,9 +16,9 @@ import pytest
 
 from distributed.processes import RankProcesses, device_for
 
+END_SECONDS = 30.0
 _START_SECONDS = 120.0  # many ranks import torch at once, on a small machine
-_END_SECONDS = 30.0
-_GRACE_SECONDS = 6.0  # for the other ranks, once one has failed
+_DUMP_SECONDS = 1.0  # a rank that hangs prints its stacks at the limit, and the test waits for them
 _LOG_LINES = 60
 
 
@@ -67,24 +65,15 @@ def on_ranks(*world_sizes: int, launcher: str = "torchrun", time_limit: float = 
     """
 
     def decorate(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def test(run_on_ranks, **_):
-            run_on_ranks()
-
-        names = ["run_on_ranks", "setting", *list(inspect.signature(function).parameters)[1:]]
-        test.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        )
-        test.on_each_rank = function
-        test.time_limit = time_limit
+        function.time_limit = time_limit
         settings = [Setting(world_size, launcher) for world_size in world_sizes]
-        return pytest.mark.parametrize("setting", settings, ids=str)(test)
+        return pytest.mark.parametrize("world", settings, ids=str)(function)  # conftest.py puts ranks there
 
     return decorate
 
 
 def run_ranks(
-    function: Callable | str,
+    function: Callable,
     world_size: int,
     launcher: str = "torchrun",
     *,
@@ -92,16 +81,15 @@ def run_ranks(
     env: dict[str, str] | None = None,
     **arguments: Any,
 ) -> Outcome:
-    """function(world, **arguments) on ranks of its own: a module's function, or its "module:name".
+    """function(world, **arguments), of a module, on ranks of its own.
 
     launcher: "torchrun", "mpirun", or "alone" for a world of one. env: what to change in their environment.
     Raises RanksFailed when a rank raises, does not finish in time_limit seconds, or ends badly.
     """
-    if not isinstance(function, str):
-        function = f"{function.__module__}:{function.__name__}"
-    launch = Launch(Setting(world_size, launcher), [Check(function, function, arguments, time_limit)], env)
+    name = f"{function.__module__}:{function.__name__}"
+    launch = Launch(Setting(world_size, launcher), [Check(name, name, arguments, time_limit)], env)
     try:
-        return launch.outcome(function)
+        return launch.outcome(name)
     finally:
         launch.stop()
 
@@ -119,27 +107,35 @@ class Launch:
         self._env = env
         self._outcomes: dict[str, Outcome] = {}
         self._ranks: _Ranks | None = None
-        self._have_joined = False
         self._starting = threading.Lock()
 
     def run_ahead(self, _: Path) -> None:
         """In another thread: starts the ranks, unless somebody has, and waits until they have ended."""
         ranks = self._start()
-        while ranks is not None and ranks.are_running():
-            time.sleep(0.05)
+        while ranks is not None and ranks.processes.wait(1.0) is None:
+            pass
 
     def _start(self) -> _Ranks | None:
         """The ranks, if they were started here: there were none, and there is something left for them."""
         with self._starting:
             if self._ranks is not None or not self._left:
                 return None
-            self._ranks, self._have_joined = _Ranks(self._setting, self._left, self._env), False
+            self._ranks = _Ranks(self._setting, self._left, self._env)
             return self._ranks
 
     def outcome(self, name: str) -> Outcome:
         """Waits for the check of that name. Raises RanksFailed if it failed."""
         while name not in self._outcomes:
-            self._next()
+            self._start()
+            check = self._left.pop(0)
+            outcome = self._outcomes[check.name] = self._ranks.wait_for_check(check)
+            if not self._ranks.have_joined():  # no check could run, nor would another try end otherwise
+                self._outcomes.update({check.name: outcome for check in self._left})
+                self._left.clear()
+            elif outcome.problem is None and not self._left:
+                outcome.problem = self._ranks.wait_for_end()
+            if outcome.problem is not None or not self._left:
+                self.stop()
         outcome = self._outcomes[name]
         if outcome.problem is not None:
             raise RanksFailed(outcome.problem)
@@ -151,123 +147,69 @@ class Launch:
             self._ranks.stop()
             self._ranks = None
 
-    def _next(self) -> None:
-        self._start()
-        if not self._have_joined:
-            problem = self._ranks.wait_for_start()
-            self._have_joined = problem is None
-            if problem is not None:  # no check could run, nor would another try end otherwise
-                self._outcomes.update({check.name: Outcome([], [], problem) for check in self._left})
-                self.stop()
-                return
-        check = self._left.pop(0)
-        outcome = self._outcomes[check.name] = self._ranks.wait_for_check(check)
-        if outcome.problem is None and not self._left:
-            outcome.problem = self._ranks.wait_for_end()
-        if outcome.problem is not None or not self._left:
-            self.stop()
-
 
 class _Ranks:
     """One start of the ranks for a list of checks. worker.py says which files they leave."""
 
     def __init__(self, setting: Setting, checks: list[Check], env: dict[str, str] | None):
-        self._setting = setting
-        self._names = [check.name for check in checks]
+        self._setting, self._checks = setting, list(checks)
         self._folder = Path(tempfile.mkdtemp(prefix="zerofp4-ranks-"))
-        job = [(check.function, check.arguments, check.time_limit) for check in checks]
-        (self._folder / "job.pickle").write_bytes(pickle.dumps(job))
+        (self._folder / "job.pickle").write_bytes(pickle.dumps(self._checks))
         program = ["-m", "distributed.worker", str(self._folder)]
         # Not in the root of the repository: python -m would import an unbuilt zerofp4 from there.
-        self._processes = RankProcesses(
-            program,
-            setting.world_size,
-            setting.launcher,
-            env,
-            cwd=self._folder,
-            output=self._folder / "launcher.log",
-        )
+        places = {"cwd": self._folder, "output": self._folder / "launcher.log"}
+        self.processes = RankProcesses(program, setting.world_size, setting.launcher, env, **places)
 
-    def are_running(self) -> bool:
-        return self._processes.poll() is None
-
-    def wait_for_start(self) -> str | None:
-        """None once every rank has joined the process group, else what happened."""
-        ended = self._wait("rank.{}", _START_SECONDS)
-        if ended is None:
-            return None
-        texts = [f"{path.name}:\n{_tail(path.read_text())}" for path in sorted(self._folder.glob("*.log"))]
-        return "\n".join([f"{self._setting}: not every rank joined the process group: {ended}", *texts])
+    def have_joined(self) -> bool:
+        return all((self._folder / f"joined.{rank}").exists() for rank in range(self._setting.world_size))
 
     def wait_for_check(self, check: Check) -> Outcome:
-        index = self._names.index(check.name)
-        ended = self._wait(f"{index}.{{}}.passed", check.time_limit, f"{index}.{{}}.failed")
-        ranks = range(self._setting.world_size)
-        passed, failed = self._read(f"{index}.{{}}.passed"), self._read(f"{index}.{{}}.failed")
-        outputs = [self._log(rank) for rank in ranks]
-        if len(passed) == len(ranks):
-            return Outcome([pickle.loads(passed[rank]) for rank in ranks], outputs)
-        lines = [f"{check.name} on {self._setting} ({device_for(len(ranks))})"]
-        for rank in ranks:
-            if rank in failed:
-                lines.append(f"rank {rank}: {failed[rank].decode()}")
-            elif rank in passed:
-                lines.append(f"rank {rank}: passed")
-            else:
+        index, seconds = self._checks.index(check), _START_SECONDS
+        begin, status, paths, has_joined = time.monotonic(), None, [None], False
+        while not all(paths) and status is None and time.monotonic() < begin + seconds:
+            if not has_joined and self.have_joined():
+                has_joined, begin, seconds = True, time.monotonic(), check.time_limit + _DUMP_SECONDS
+            status = self.processes.wait(0.01)  # before looking: what was left before the end is seen
+            paths = outcome_paths(self._folder, index, self._setting.world_size)
+        ended = f"hangs: not done in {check.time_limit:g} s"
+        if status is not None:
+            ended = f"ended early (status of the launcher: {status})"
+        outputs = [self._log(rank) for rank in range(len(paths))]
+        if all(path and path.suffix == ".passed" for path in paths):
+            return Outcome([pickle.loads(path.read_bytes()) for path in paths], outputs)
+        lines = [f"{check.name} on {self._setting} ({device_for(len(paths))})"]
+        for rank, path in enumerate(paths):
+            if path is None:
                 lines.append(f"rank {rank}: {ended}. It printed:\n{_tail(outputs[rank])}")
+            else:
+                lines.append(f"rank {rank}: {'passed' if path.suffix == '.passed' else path.read_text()}")
         return Outcome([], outputs, "\n".join(lines))
 
     def wait_for_end(self) -> str | None:
         """None when the ranks end by themselves and well, else what happened."""
-        status = self._processes.wait(_END_SECONDS)
+        status = self.processes.wait(END_SECONDS + _DUMP_SECONDS)
         if status == 0:
             return None
-        if status is None:
-            self._processes.dump_stacks(self._pids())
-            status = f"still running after {_END_SECONDS:g} s"
+        ended = f"still running after {END_SECONDS:g} s" if status is None else status
         logs = [f"rank {rank}: {_tail(self._log(rank))}" for rank in range(self._setting.world_size)]
-        return "\n".join(
-            [f"{self._setting}: every check passed, then the launcher's status was {status}", *logs]
-        )
+        first = f"{self._setting}: every check passed, then the launcher's status was {ended}"
+        return "\n".join([first, *logs])
 
     def stop(self) -> None:
-        self._processes.kill()
+        self.processes.kill()
         shutil.rmtree(self._folder)
 
-    def _wait(self, done: str, seconds: float, failed: str | None = None) -> str | None:
-        """Waits until each rank has left one of the files; None then, else why that will not happen."""
-        deadline = time.monotonic() + seconds
-        count = self._setting.world_size
-        somebody_failed = False
-        while True:
-            status = self._processes.poll()  # before looking: what was left before the end is seen
-            failures = len(self._read(failed)) if failed else 0
-            if len(self._read(done)) + failures == count:
-                return None
-            if status is not None:
-                return f"ended early (status of the launcher: {status})"
-            if failures and not somebody_failed:
-                somebody_failed = True
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if time.monotonic() > deadline:
-                self._processes.dump_stacks(self._pids())
-                return (
-                    "still running after another failed" if failures else f"hangs: not done in {seconds:g} s"
-                )
-            time.sleep(0.01)
-
-    def _read(self, name: str) -> dict[int, bytes]:
-        paths = {rank: self._folder / name.format(rank) for rank in range(self._setting.world_size)}
-        return {rank: path.read_bytes() for rank, path in paths.items() if path.exists()}
-
-    def _pids(self) -> list[int]:
-        return [int(path.stem) for path in self._folder.glob("[0-9]*.log")]
-
     def _log(self, rank: int) -> str:
-        pid = (self._folder / f"rank.{rank}").read_text()
-        return (self._folder / f"{pid}.log").read_text(errors="replace")
+        """What it printed; before it could, what the launcher did."""
+        own = self._folder / f"{rank}.log"
+        return (own if own.exists() else self._folder / "launcher.log").read_text(errors="replace")
+
+
+def outcome_paths(folder: Path, index: int, world_size: int) -> list[Path | None]:
+    """For each rank, the file that it has left about a check, if there is one."""
+    paths = [[folder / f"{index}.{rank}.{how}" for how in ("passed", "failed")] for rank in range(world_size)]
+    return [next((path for path in both if path.exists()), None) for both in paths]
 
 
 def _tail(text: str) -> str:
-    lines = text.splitlines()
-    return "\n".join(lines[-_LOG_LINES:])
+    return "\n".join(text.splitlines()[-_LOG_LINES:])

@@ -1,253 +1,308 @@
-"""Casts of ranks that disagree, and errors that one rank only finds."""
+"""Casts and gathers of ranks that disagree, or of which one finds an error, and changes between calls."""
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import assert_bytes_equal
 
 import zerofp4
-from distributed.cases import Model, cast_and_gather, finish, raised_everywhere
+from distributed.cases import WIRES, Model, cast_and_gather, finish, raised_by, raised_everywhere
 from distributed.run import on_ranks
-from zerofp4.cast import assembly as cast
-from zerofp4.cast import gather
+from zerofp4.cast.plan import plan_hash
+
+
+def finished(world, **options) -> tuple[Model, zerofp4.CastPlan]:
+    model = Model(world, "odd", **options)
+    plan = model.plan()
+    finish(plan)
+    return model, plan
+
+
+def go_on(model: Model, plan: zerofp4.CastPlan) -> None:
+    plan.refresh()
+    finish(plan)
+    plan.check()
+    model.check()
+
+
+DISAGREEMENTS = {
+    "shape": "model_weights[0] 'q' must be the same on all ranks, but has shape (32, 16) and dtype "
+    "torch.bfloat16 on rank 0, (16, 32) and torch.bfloat16 on rank 1",
+    # Every byte would be wrong, and every length right.
+    "order": "model_weights must be in the same order on all ranks, but model_weights[0] 'q' of rank 0 is "
+    "model_weights[0] 'k' on rank 1",
+    "number": "rank 0 has 2 model_weights, rank 1 has 1",
+    "on_nonfinite": "on_nonfinite must be the same on all ranks, but is 'skip' on rank 0 and 'raise' on",
+    "amax_groups": "amax_groups must be the same on all ranks, but is [] on rank 0 and [[0, 1]] on rank 1",
+}
+"""What all ranks raise, by what is other on rank 1."""
 
 
 @on_ranks(2, 3, time_limit=30)
-def test_disagreement_about_shapes(world):
-    shape = (16, 32) if world.rank == 1 else (32, 16)
-    weight = zerofp4.empty(shape, device=world.device)
-    message = raised_everywhere(world, ValueError, zerofp4.CastPlan, [weight], [None], [None])
-    assert message == (
-        "model_weights[0] must be the same on all ranks, but has shape (32, 16) and dtype torch.bfloat16 "
-        "on rank 0, (16, 32) and torch.bfloat16 on rank 1"
-    )
-
-
-@on_ranks(2, 3)
-def test_weights_of_one_shape_in_another_order(world):
-    """Every byte would be wrong, and every length right."""
-    weights = [zerofp4.empty((32, 16), device=world.device) for _ in range(2)]
-    for weight, name in zip(weights, ("q", "k"), strict=True):
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree(world, what):
+    shape, options = (16, 32) if world.rank == 1 and what == "shape" else (32, 16), {}
+    weights = [zerofp4.empty(shape, device=world.device) for _ in "qk"]
+    for weight, name in zip(weights, "qk", strict=True):
         weight.record.name = name
     if world.rank == 1:
-        weights.reverse()
-    message = raised_everywhere(world, ValueError, zerofp4.CastPlan, weights, [None, None], [None, None])
-    assert message == (
-        "model_weights must be in the same order on all ranks, but model_weights[0] 'q' of rank 0 is "
-        "model_weights[0] 'k' on rank 1"
-    )
-
-
-@on_ranks(2)
-def test_two_plans_of_the_same_weights_are_not_the_same_plan(world):
-    weight = zerofp4.empty((32, 16), device=world.device)
-    master = torch.ones(256, device=world.device)
-    plans = [zerofp4.CastPlan([weight], [master], [256 * world.rank]) for _ in range(2)]
-    before = weight.rowwise_data.clone()
-    with pytest.raises(RuntimeError, match="different cast plans"):
-        plans[world.rank].step()
-        plans[world.rank].check()
-    assert_bytes_equal(weight.rowwise_data, before, "codes")
-    plans[0].step()
-    plans[0].check()
+        weights = {"order": weights[::-1], "number": weights[:1]}.get(what, weights)
+        others = {"on_nonfinite": "raise", "amax_groups": [weights]}
+        options = {what: others[what]} if what in others else {}
+    nothing = [None] * len(weights)
+    message = raised_everywhere(world, ValueError, zerofp4.CastPlan, weights, nothing, nothing, **options)
+    assert message.startswith(DISAGREEMENTS[what])
 
 
 @on_ranks(2, 3, time_limit=30)
-def test_disagreement_about_the_number_of_weights(world):
-    weights = [zerofp4.empty((16, 16), device=world.device) for _ in range(1 + (world.rank == 1))]
-    empty = [None] * len(weights)
-    message = raised_everywhere(world, ValueError, zerofp4.CastPlan, weights, empty, empty)
-    assert message == "rank 0 has 1 model_weights, rank 1 has 2"
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("other", [0x010204, 0x020203, 0x010303, 0xFFFFFF, 0x000000, None])
+def test_ranks_that_step_different_plans(world, wire, other):
+    """Of hashes that differ in any byte, and two plans of the same weights."""
+    model = Model(world, "odd", dtypes=WIRES[wire])
+    found = 0x010203 if world.rank else other
+    hash_of = plan_hash if other is None else lambda signatures: found
+    with mock.patch("zerofp4.cast.plan.plan_hash", hash_of):
+        plans = [model.plan(), model.plan()]
+    plan = plans[world.rank % 2 if other is None else 0]
+    with model.refused("different cast plans"):
+        plan.step()
+        plan.check()
+    if other is None:
+        finish(plans[0])
+        model.check()
 
 
-@on_ranks(2, 3, time_limit=30)
-def test_two_owners_of_one_element(world):
-    weight = zerofp4.empty((16, 16), device=world.device)
-    start, numel = [(0, 101), (100, 156), (256, 0)][world.rank]
-    master = torch.zeros(numel, device=world.device)
-    message = raised_everywhere(world, ValueError, zerofp4.CastPlan, [weight], [master], [start])
-    assert message == "model_weights[0]: ranks 0 and 1 both own elements 100..100"
+WRONG = {"amax_groups": torch.zeros(3), "manual_post_all_gather_processing": False}
 
 
-@on_ranks(2, 3, time_limit=30)
-def test_invalid_argument_on_one_rank(world):
-    model = Model(world, "even")
+@on_ranks(2, time_limit=30)
+@pytest.mark.parametrize("case", ["weights", "masters", "dtype", *WRONG])
+def test_nonsense_on_one_rank(world, case):
+    """Not only wrong values: whatever goes wrong on one rank, the others hear of it."""
+    model = Model(world, "odd")
+    before, weights, options = model.snapshot(), model.weights, {}
     if world.rank == 1:
-        model.masters[2] = model.masters[2].double()
-    before = model.snapshot()
-    message = raised_everywhere(
-        world, TypeError, zerofp4.cast_master_weights_to_nvfp4, model.weights, model.masters, model.starts
-    )
-    assert message == "rank 1: master_weights[2] must be a float32 or bfloat16 tensor, got torch.float64"
+        model.weights = None if case == "weights" else weights
+        doubles = [master.double() for master in model.masters]
+        model.masters = {"masters": 5, "dtype": doubles}.get(case, model.masters)
+        options = {case: WRONG[case]} if case in WRONG else {}
+    expected = ValueError if case == "manual_post_all_gather_processing" else TypeError
+    message = raised_everywhere(world, expected, model.cast, **options)
+    assert message.startswith("rank 1: ")
+    assert case != "dtype" or message.endswith("must be a float32 or bfloat16 tensor, got torch.float64")
+    model.weights = weights
     model.check_untouched(before)
 
 
 @on_ranks(2, 3, time_limit=30)
-def test_invalid_argument_on_one_rank_after_the_plan_was_built(world):
+@pytest.mark.parametrize("what", ["dtype", "shards", "amax_groups", "on_nonfinite"])
+def test_one_rank_calls_with_other_arguments_after_the_plan_was_built(world, what):
     """That rank raises its own error, the others hear of it, nobody writes, and the next step works."""
     model = Model(world, "odd")
     cast_and_gather(model)
-    before = model.snapshot()
-    masters = list(model.masters)
+    starts, masters, options = list(model.starts), list(model.masters), {}
+    error, mine = ValueError, "change on all ranks or on none"
     if world.rank == 1:
-        masters[2] = masters[2].double()
-    expected = TypeError if world.rank == 1 else RuntimeError
-    message = "must be a float32 or bfloat16" if world.rank == 1 else "another rank could not take part"
-    with pytest.raises(expected, match=message):
-        zerofp4.cast_master_weights_to_nvfp4(model.weights, masters, model.starts)
-        model.weights[0].record.attachments["cast_plans"][0].plan.check()
-    model.check_untouched(before)
+        if what == "dtype":
+            masters[2], error, mine = masters[2].double(), TypeError, "must be a float32 or bfloat16"
+        elif what == "shards":
+            starts[2], masters[2] = None, None
+        else:
+            options = {what: "raise" if what == "on_nonfinite" else [model.weights[:2]]}
+    with model.refused("another rank could not take part", mine, error):
+        zerofp4.cast_master_weights_to_nvfp4(model.weights, masters, starts, **options)
+        model.plans[0].check()
     cast_and_gather(model)
     model.check()
-
-
-@on_ranks(2, 3, time_limit=30)
-def test_storage_that_moved_on_one_rank(world):
-    """step() raises everywhere and writes nowhere; refresh() and the function take the new address."""
-    model = Model(world, "odd")
-    plan = zerofp4.CastPlan(model.weights, model.masters, model.starts)
-    finish(plan)
-    if world.rank == 1:
-        model.weights[2].rowwise_data = model.weights[2].rowwise_data.clone()
-    before = model.snapshot()
-    match = r"model_weights\[2\]: rowwise_data has moved" if world.rank == 1 else "another rank could not"
-    with pytest.raises(RuntimeError, match=match):
-        plan.step()
-        plan.check()
-    model.check_untouched(before)
-    plan.refresh()
-    finish(plan)
-    model.check()
-
-
-@on_ranks(2, 3, time_limit=30)
-def test_ranks_that_step_different_plans_of_one_size(world):
-    model = Model(world, "odd")
-    plans = [
-        zerofp4.CastPlan(model.weights, model.masters, model.starts),
-        zerofp4.CastPlan(model.weights, model.masters, model.starts, on_nonfinite="raise"),
-    ]
-    before = model.snapshot()
-    with pytest.raises(RuntimeError, match="different cast plans"):
-        plan = plans[world.rank % 2]
-        plan.step()
-        plan.check()
-    model.check_untouched(before)
 
 
 @on_ranks(2, 3, time_limit=30)
 def test_steps_go_on_after_an_error_of_one_rank(world):
     """The error is told once: it must not keep later steps, in which all ranks take part, from writing."""
-    model = Model(world, "odd")
-    plan = zerofp4.CastPlan(model.weights, model.masters, model.starts)
-    raised = []
-    for step in range(6):
-        if step == 2 and world.rank == 1:
-            model.weights[2].rowwise_data = model.weights[2].rowwise_data.clone()
-        try:
-            plan.step()
-            if step == 5:
-                plan.check()  # on a GPU all steps may be queued before the host comes to see the error
-        except RuntimeError as error:
-            raised.append((step, str(error)))
-            if "has moved" in str(error):
-                plan.refresh()
+    model, plan = finished(world)
+    model.change()
+    model.move()
+    raised = [raised_by(plan.step)]
     if world.rank == 1:
-        assert [step for step, _ in raised] == [2] and "has moved" in raised[0][1]
-    else:
-        assert len(raised) == 1 and "another rank could not take part" in raised[0][1]
+        assert raised[0] is not None
+        plan.refresh()
+    # On a GPU all of these may be queued before the host sees the error.
+    raised += [raised_by(call) for call in (plan.step, plan.step, plan.step, plan.check)]
+    [message] = [str(error) for error in raised if error is not None]
+    assert ("has moved" if world.rank == 1 else "another rank could not take part") in message
     plan.all_gather()
     plan.post()
     model.check()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["plan", "cast", "gather"])
+def test_a_device_that_one_rank_cannot_use_is_agreed_on(world, call):
+    model = Model(world, "odd")
+    before = model.snapshot()
+    function = {"plan": model.plan, "cast": model.cast, "gather": model.gather}[call]
+    module = "gather" if call == "gather" else "plan"
+    refuse = RuntimeError("zerofp4 cannot run here") if world.rank == 1 else None
+    with mock.patch(f"zerofp4.cast.{module}.target_of", side_effect=refuse):
+        message = raised_everywhere(world, RuntimeError, function)
+    assert message == "rank 1: zerofp4 cannot run here"
+    model.check_untouched(before)
+
+
+# The gather of packed codes; that of a plan is decided on the device
+
+
 @on_ranks(2, 3, time_limit=30)
-@pytest.mark.parametrize("what", ["shards", "amax_groups", "on_nonfinite"])
-def test_one_rank_changes_shards_or_options_after_the_plan_was_built(world, what):
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(0, 101), (100, 156), (256, 0)], "model_weights[0]: ranks 0 and 1 both own elements 100..100"),
+        ([(0, 99), (100, 156), (256, 0)], "model_weights[0]: elements 99..99 of 256 are owned by no rank"),
+        ([(0, 99), (99, 156), (256, 0)], "model_weights[0]: elements 255..255 of 256 are owned by no rank"),
+    ],
+)
+def test_overlapping_and_missing_shards(world, spans, expected):
+    """A plan casts what nobody owns, but does not gather it."""
+    weight = zerofp4.empty((16, 16), device=world.device)
+    start, numel = spans[world.rank]
+    message = raised_everywhere(world, ValueError, zerofp4.all_gather_nvfp4, [weight], [start], [numel])
+    assert message == expected
+    call = functools.partial(zerofp4.CastPlan, [weight], [torch.ones(numel, device=world.device)], [start])
+    if "owned by no rank" in expected:
+        plan = call()
+        plan.step()
+        call = plan.all_gather
+    assert raised_everywhere(world, ValueError, call) == expected
+
+
+@on_ranks(2, 3, time_limit=30)
+@pytest.mark.parametrize("what", ["length", "shards"])
+def test_an_error_of_one_rank_after_the_first_call(world, what):
+    """Of its arguments, or shards that have changed on this rank only."""
     model = Model(world, "odd")
     cast_and_gather(model)
-    before = model.snapshot()
-    starts, masters, options = list(model.starts), list(model.masters), {}
-    if world.rank == 1 and what == "shards":
-        starts[2], masters[2] = None, None
-    elif world.rank == 1:
-        options = {"amax_groups": [model.weights[:2]]} if what == "amax_groups" else {"on_nonfinite": "raise"}
-    error = ValueError if world.rank == 1 else RuntimeError
-    with pytest.raises(error, match=r"change on all ranks or on none|another rank could not take part"):
-        zerofp4.cast_master_weights_to_nvfp4(model.weights, masters, starts, **options)
-        model.weights[0].record.attachments["cast_plans"][0].plan.check()
-    model.check_untouched(before)
+    starts, numels = list(model.starts), list(model.numels)
+    if world.rank == 1:
+        starts[2], numels[2] = (starts[2], -5) if what == "length" else (None, 0)
+    mine = "rank 1 owns other shards than before, rank 0 the same"
+    told = {"length": ("rank 1 found an error", "-5", ValueError), "shards": (mine,)}
+    with model.refused(*told[what]):
+        zerofp4.all_gather_nvfp4(model.weights, starts, numels)
     cast_and_gather(model)
     model.check()
 
 
+@on_ranks(1, 2, 3)
+def test_plan_gathers_before_its_first_step(world):
+    model = Model(world, "odd")
+    model.plan().step()
+    plan = model.plan()
+    plan.all_gather()
+    plan.check()
+    plan.post()
+    model.check()
+
+
 @on_ranks(2, 3, time_limit=30)
-def test_disagreement_about_options(world):
-    model = Model(world, "odd")
-    for options, expected in (
-        ({"on_nonfinite": "raise"}, "on_nonfinite must be the same on all ranks, but is 'skip' on rank 0"),
-        (
-            {"amax_groups": [model.weights[:2]]},
-            "amax_groups must be the same on all ranks, but is [] on rank 0",
-        ),
-    ):
-        mine = options if world.rank == 1 else {}
-        message = raised_everywhere(
-            world, ValueError, zerofp4.CastPlan, model.weights, model.masters, model.starts, **mine
-        )
-        assert message.startswith(expected), message
+@pytest.mark.parametrize("first", [False, True])
+def test_plan_gathers_nothing_where_memory_of_one_rank_has_moved(world, first):
+    model, plan = finished(world)
+    plan = model.plan() if first else plan
+    plan.step()
+    plan.check()
+    model.move()
+    with model.refused(r"rank 1 could not .* all_gather\(\)", r"model_weights\[2\]: rowwise_data has moved"):
+        plan.all_gather()
+        plan.check()
+    go_on(model, plan)
 
 
-@on_ranks(2, time_limit=30)
-@pytest.mark.parametrize("case", ["weights", "masters", "amax_groups", "manual_post"])
-def test_nonsense_on_one_rank(world, case):
-    """Not only wrong values: whatever goes wrong on one rank, the others hear of it."""
-    model = Model(world, "odd")
-    arguments = [model.weights, model.masters, model.starts, None, None, True]
-    options = {}
-    if world.rank == 1:
-        arguments[0] = None if case == "weights" else arguments[0]
-        arguments[1] = 5 if case == "masters" else arguments[1]
-        arguments[5] = case != "manual_post"
-        options = {"amax_groups": torch.zeros(3)} if case == "amax_groups" else {}
-    expected = ValueError if case == "manual_post" else TypeError
-    call = zerofp4.cast_master_weights_to_nvfp4
-    assert raised_everywhere(world, expected, call, *arguments, **options).startswith("rank 1: ")
-
-
-@on_ranks(3, time_limit=30)
-def test_functions_refuse_a_group_without_the_caller(world):
-    group = dist.new_group([0, 2])
-    model = Model(world, "odd")
-    if world.rank == 1:
-        for call, lists in (
-            (zerofp4.cast_master_weights_to_nvfp4, (model.masters, model.starts)),
-            (zerofp4.all_gather_nvfp4, (model.starts, model.numels)),
-        ):
-            with pytest.raises(ValueError, match="group does not contain the calling process"):
-                call(model.weights, *lists, group)
+@on_ranks(2, 3, time_limit=30)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("is_refreshed", [True, False])
+def test_storage_of_one_rank_that_moved_before_a_step(world, wire, is_refreshed):
+    """The step raises everywhere and writes nowhere. A plan gathers nothing after it, whatever the ranks have
+    done about it since; and where nobody looks in between: on a GPU all of it is queued before the host can
+    know.
+    """
+    model, plan = finished(world, dtypes=WIRES[wire])
+    model.change()
+    model.move()
+    with model.refused("another rank could not take part", r"model_weights\[2\]: rowwise_data has moved"):
+        if not is_refreshed:
+            errors = [raised_by(call) for call in (plan.step, plan.all_gather, plan.check)]
+            raise next(filter(None, errors))
+        plan.step()
+        plan.check()
+    if is_refreshed:
+        plan.refresh()
+        with model.refused("after a step that did not take place"):
+            plan.all_gather()
+            plan.check()
+    go_on(model, plan)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("call", ["plan", "cast", "gather"])
-def test_a_device_that_one_rank_cannot_use_is_agreed_on(world, call):
-    def refuse(device):
-        raise RuntimeError(f"zerofp4 cannot run on {device}")
-
-    model = Model(world, "odd")
-    arguments = (model.weights, model.starts, model.numels)
-    if call == "gather":
-        function = zerofp4.all_gather_nvfp4
+def test_a_step_tells_of_a_gather_that_had_no_effect(world):
+    model, plan = finished(world)
+    model.move(0)
+    raised = []
+    for call in (plan.all_gather, plan.refresh, plan.step, plan.check):
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()  # what is queued is done: the next call hears of it
+        raised.append(raised_by(call))
+    raised = [str(error) for error in raised if error is not None]
+    told = "rank 1 could not take part in all_gather(); no rank changed a weight"
+    if world.rank == 1:
+        assert len(raised) == 1 and "has moved" in raised[0]
     else:
-        function = zerofp4.CastPlan if call == "plan" else zerofp4.cast_master_weights_to_nvfp4
-        arguments = (model.weights, model.masters, model.starts)
-    before = model.snapshot()
-    module = gather if call == "gather" else cast
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
-            patch.setattr(module, "target_of", refuse)
-        message = raised_everywhere(world, RuntimeError, function, *arguments)
-    assert message.startswith("rank 1: zerofp4 cannot run on")
-    model.check_untouched(before)
+        late = f"an earlier call had no effect: {told}. This step took place"
+        assert raised == [late if world.device.type == "cuda" else told]
+    plan.all_gather()
+    plan.post()
+    model.check()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("by", ["functions", "plan"])
+def test_the_gather_is_from_and_to_where_the_codes_are_now(world, by):
+    model, plan = finished(world)
+    cast_and_gather(model)
+    old = [weight.rowwise_data for weight in model.weights]
+    kept = [codes.clone() for codes in old]
+    for weight in model.weights:
+        weight.rowwise_data = torch.zeros_like(weight.rowwise_data)
+    model.change()
+    if by == "functions":
+        cast_and_gather(model)
+        model.check()
+    else:
+        go_on(model, plan)
+    for codes, expected in zip(old, kept, strict=True):
+        assert_bytes_equal(codes, expected, "codes that the weight had before")
+
+
+@on_ranks(2)
+def test_replays_of_a_captured_step_and_gather(world):
+    """On GPUs; on the CPU the same calls, which leave the same bytes."""
+    model, plan = finished(world)
+    replay, synchronize = functools.partial(finish, plan), lambda: None
+    if world.device.type == "cuda":
+        graph, synchronize = torch.cuda.CUDAGraph(), torch.cuda.synchronize
+        synchronize()
+        with torch.cuda.graph(graph):
+            finish(plan)
+        replay = graph.replay
+    for _ in range(3):
+        model.change()
+        for weight in model.weights:
+            weight.rowwise_data.fill_(0xA5)
+        replay()
+        synchronize()
+        plan.check()
+        model.check()

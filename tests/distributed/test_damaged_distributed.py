@@ -15,6 +15,7 @@ from torch import nn
 
 import zerofp4
 from distributed.cases import shared_folder
+from distributed.checkpoint_cases import on_rank_0
 from distributed.checks_optim import Injected, model_bytes
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW
@@ -61,22 +62,16 @@ def changed(content: bytes, elements: bytes, draw: random.Random) -> bytes:
     new, at = bytearray(content), draw.randrange(len(content))
     if elements in content and draw.random() < 0.5:
         at = content.index(elements) + draw.randrange(len(elements))
-    kind = draw.choice(("flip", "byte", "cut", "add", "delete", "zeros", "copy"))
-    if kind == "flip":
-        new[at] ^= 1 << draw.randrange(8)
-    elif kind == "byte":
-        new[at] = draw.randrange(256)
-    elif kind == "cut":
-        del new[at:]
-    elif kind == "add":
-        new[at:at] = b"x"
-    elif kind == "delete":
-        del new[at : at + draw.choice((1, 2, 8))]
-    elif kind == "zeros":
-        new[at : at + 64] = bytes(len(new[at : at + 64]))
-    else:
-        source, size = draw.randrange(len(new)), draw.choice((16, 64, 512))
-        new[at : at + size] = new[source : source + size]
+    source, size = draw.randrange(len(new)), draw.choice((16, 64, 512))
+    removed, put = {
+        "flip": (1, [new[at] ^ 1 << draw.randrange(8)]),
+        "cut": (len(new), b""),
+        "add": (0, b"x"),
+        "delete": (draw.choice((1, 2, 8)), b""),
+        "zeros": (64, bytes(len(new[at : at + 64]))),
+        "copy": (size, new[source : source + size]),
+    }[draw.choice(("flip", "cut", "add", "delete", "zeros", "copy"))]
+    new[at : at + removed] = put
     return bytes(new)
 
 
@@ -124,48 +119,35 @@ def test_changed_files_are_refused(world):
     logging.disable(logging.NOTSET)
 
 
-@on_ranks(2)
-def test_elements_of_another_parameter_are_refused(world):
-    """The index points to a chunk of the same size, whole and with its checksum."""
-    path = Path(shared_folder(world))
-    torch.manual_seed(0)
-    model = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in range(2)).to(world.device)
-    optimizer = Injected(model.named_parameters(), FusedAdamW)
-    step(model, optimizer)
-    dcp.save({"optimizer": optimizer}, checkpoint_id=path)
-    before = contents(model, optimizer)
-    if world.rank == 0:
-        metadata = pickle.loads((path / ".metadata").read_bytes())
-        storage = metadata.storage_data
-        name = "optimizer.state.{}.weight.exp_avg"
-        one, other = ([k for k in storage if k.fqn == name.format(i)] for i in (0, 1))
-        assert len(one) == len(other) == 1  # a rank has each
-        storage[one[0]], storage[other[0]] = storage[other[0]], storage[one[0]]
-        (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    dist.barrier()
-    message = r"elements of 0.weight.exp_avg of shape \(32, 16\) from 0 on are in the file where those of 1"
-    with pytest.raises(dcp.CheckpointException, match=message):
-        dcp.load({"optimizer": optimizer}, checkpoint_id=path)
-    assert contents(model, optimizer) == before
-
-
 @on_ranks(1, 2)
-def test_elements_of_a_model_are_refused(world):
-    """The index points to a weight of the model, of the same shape: whole, and without a seal."""
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (
+            "optimizer.state.1.bias.exp_avg",
+            dcp.CheckpointException,
+            r"elements of 1.bias.exp_avg of shape \(16,\) from 0 on are in the file where those of 1.weight",
+        ),
+        ("model.1.weight", ValueError, r"1.weight.exp_avg of a save without an id"),
+    ],
+)
+def test_elements_of_another_tensor_are_refused(world, source, error, message):
+    """The index points to a whole chunk of the same shape: with its checksum, or a model's without a seal."""
     path = Path(shared_folder(world))
     model, optimizer = build(world, 0)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
     other, loaded = build(world, 1)
     before = contents(other, loaded, masters_of_fp32=False)
-    if world.rank == 0:
+
+    def point_elsewhere():
         metadata = pickle.loads((path / ".metadata").read_bytes())
         storage = metadata.storage_data
-        (weight,) = (key for key in storage if key.fqn == "model.1.weight")
-        for key in storage:
-            if key.fqn == "optimizer.state.1.weight.exp_avg":
-                storage[key] = storage[weight]
+        (chunk,) = [info for key, info in storage.items() if key.fqn == source]
+        (place,) = [key for key in storage if key.fqn == "optimizer.state.1.weight.exp_avg"]
+        storage[place] = chunk
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    dist.barrier()
-    with pytest.raises(ValueError, match=r"1.weight.exp_avg of a save without an id"):
+
+    on_rank_0(world, point_elsewhere)
+    with pytest.raises(error, match=message):
         dcp.load({"model": other, "optimizer": loaded}, checkpoint_id=path)
     assert contents(other, loaded, masters_of_fp32=False) == before

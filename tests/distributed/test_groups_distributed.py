@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_cases import Plain, assert_all_equal, check, set_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.cases import raised_by, raised_everywhere, shared_folder
 from distributed.checks_optim import WAYS, model_bytes, parameters_of
@@ -50,6 +51,37 @@ def test_steps_are_those_of_whole_masters(world, layout, name, bucket_mb, clip):
     for model in LAYOUTS[layout](world):
         build = functools.partial(ZeroFP4Optimizer, model.param_groups())
         check_steps(model, build, name, clip, bucket_mb=bucket_mb)
+
+
+class Groups(TorchDispatchMode):
+    """The sizes of the process groups of the collectives and messages that this rank begins inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            group = next(given for given in args if isinstance(given, torch.ScriptObject))
+            self.sizes.append(dist.ProcessGroup.unbox(group).size())
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(4)
+def test_a_group_begins_when_the_one_before_is_done(world):
+    """No collective of the experts begins before the last of the dense parameters: ranks whose groups have
+    different numbers of buckets would wait for each other crosswise.
+    """
+    model = Mixture(world)
+    options = {"transport": "collective", "bucket_mb": 1e-4, **OPTIONS}
+    optimizer = ZeroFP4Optimizer(model.param_groups(), FusedAdamW, **options)
+    for clip in (False, True):
+        model.set_gradients(0)
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        with Groups() as begun:
+            optimizer.step()
+        assert begun.sizes == sorted(begun.sizes, reverse=True) and set(begun.sizes) == {4, 2}, begun.sizes
 
 
 @on_ranks(2, 3, 4)

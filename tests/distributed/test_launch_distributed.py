@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 
 import pytest
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from early import waits_for
 
 from distributed.processes import device_for, find_mpirun, run_script, why_not
-from distributed.run import RanksFailed, on_ranks, run_ranks
+from distributed.run import on_ranks, run_ranks
 from zerofp4 import launch
 
 needs_mpirun = pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
@@ -21,76 +19,47 @@ needs_mpirun = pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_
 
 def check_world(world):
     """The record is right, and a collective reaches every rank; NCCL does not wait behind other kernels."""
-    if world.device.type == "cuda":
+    on_gpu = device_for(world.world_size) == "cuda"
+    assert (world.backend, world.device.type) == (("nccl", "cuda") if on_gpu else ("gloo", "cpu"))
+    if on_gpu:
         assert dist.group.WORLD._get_backend(world.device).options.is_high_priority_stream
     assert launch.init_process_group() == world
     assert (world.rank, world.world_size) == (dist.get_rank(), dist.get_world_size())
-    assert (world.backend, world.device.type) == {
-        "cuda": ("nccl", "cuda"),
-        "cpu": ("gloo", "cpu"),
-    }[device_for(world.world_size)]
     places = [None] * world.world_size
     dist.all_gather_object(places, (world.rank, world.local_rank, world.device.index))
-    on_gpu = world.device.type == "cuda"
     assert places == [(rank, rank, rank if on_gpu else None) for rank in range(world.world_size)]
     total = torch.ones(1, device=world.device)
     dist.all_reduce(total)
     assert total.item() == world.world_size
 
 
-@on_ranks(1, 2, 3, 4)
-def test_torchrun(world):
-    check_world(world)
-
-
-@on_ranks(2, launcher="mpirun")
-def test_mpirun(world):
-    check_world(world)
-
-
-def alone(_):
-    return run_ranks(check_world, 1, "alone")
-
-
-@pytest.mark.heavy
-@waits_for(alone)
-def test_alone(early):
-    assert early(alone).values == [None]
-
-
-def join_ten_times():
+def check_more_groups(world):
     """When two groups shared keys in the store, gloo connected to the addresses of the one before."""
-    for _ in range(10):
+    check_world(world)
+    for _ in range(5):
         launch.destroy_process_group()
         check_world(launch.init_process_group())
 
 
-@on_ranks(2, 3)
-def test_a_second_group_under_torchrun(world):
-    join_ten_times()
+@on_ranks(1, 2, 4)
+def test_torchrun(world):
+    check_more_groups(world)
 
 
 @on_ranks(2, launcher="mpirun")
-def test_a_second_group_under_mpirun(world):
-    join_ten_times()
-
-
-@on_ranks(2, launcher="mpirun")
-def test_rank_0_whose_process_holds_the_store_leaves_last(world):
-    before = time.monotonic()
-    if world.rank == 1:
-        time.sleep(1.0)
-    launch.destroy_process_group()
-    took = time.monotonic() - before
-    launch.init_process_group()
-    assert took > 0.8
-
-
-@on_ranks(2, launcher="mpirun")
-def test_mpi_is_finalized_before_training(world):
+def test_mpirun(world):
+    """MPI is finalized before training, and rank 0, whose process holds the store, leaves last."""
     from mpi4py import MPI
 
     assert MPI.Is_finalized()
+    check_more_groups(world)
+    before = time.monotonic()
+    if world.rank == 1:
+        time.sleep(0.5)
+    launch.destroy_process_group()
+    took = time.monotonic() - before
+    launch.init_process_group()
+    assert took > 0.4
 
 
 def local_rank_and_sum(world):
@@ -128,7 +97,7 @@ def program(text):
     return run
 
 
-WANT_DIFFERENT_BACKENDS = program(
+WANTS_DIFFERENT_BACKENDS = program(
     """
 import os
 from zerofp4 import launch
@@ -139,18 +108,6 @@ except RuntimeError as error:
     print(f"{error}\\n", end="", flush=True)
 """
 )
-
-
-@pytest.mark.heavy
-@needs_mpirun
-@waits_for(WANT_DIFFERENT_BACKENDS)
-def test_ranks_that_want_different_backends_all_say_so(early):
-    finished = early(WANT_DIFFERENT_BACKENDS)
-    message = "backend: must be the same on all ranks, but rank 0 has 'gloo' and rank 1 has 'cpu:gloo'"
-    assert finished.output.count(message) == 2, finished.output
-    assert finished.status == 0
-
-
 HAS_MPI_OF_ITS_OWN = program(
     """
 import os
@@ -178,20 +135,29 @@ launch.destroy_process_group()
 print(f"sum {MPI.COMM_WORLD.allreduce(rank + 1)}\\n", end="", flush=True)
 """
 )
+TRIED_AGAIN = [
+    "rank 1: backend: 'nccl' needs a GPU, and torch sees none",
+    "mpirun started 3 ranks and mpi4py (",
+    "sees 2: they belong to different MPIs",
+    "sum 3",
+]
+DIFFERENT = ["backend: must be the same on all ranks, but rank 0 has 'gloo' and rank 1 has 'cpu:gloo'"]
 
 
 @pytest.mark.heavy
 @needs_mpirun
-@waits_for(HAS_MPI_OF_ITS_OWN)
-def test_a_program_with_mpi_of_its_own_can_try_again(early):
-    """Each error reaches both ranks, and MPI is still there after them, and after the group."""
-    finished = early(HAS_MPI_OF_ITS_OWN)
-    for message in (
-        "rank 1: backend: 'nccl' needs a GPU, and torch sees none",
-        "mpirun started 3 ranks and mpi4py (",
-        "sees 2: they belong to different MPIs",
-        "sum 3",
-    ):
+@pytest.mark.parametrize(
+    ("work", "messages"),
+    [
+        pytest.param(WANTS_DIFFERENT_BACKENDS, DIFFERENT, marks=waits_for(WANTS_DIFFERENT_BACKENDS)),
+        pytest.param(HAS_MPI_OF_ITS_OWN, TRIED_AGAIN, marks=waits_for(HAS_MPI_OF_ITS_OWN)),
+    ],
+    ids=["different backends", "MPI of its own"],
+)
+def test_errors_reach_every_rank(early, work, messages):
+    """A program with MPI of its own can try again: MPI is still there after errors, and after the group."""
+    finished = early(work)
+    for message in messages:
         assert finished.output.count(message) == 2, finished.output
     assert finished.status == 0
 
@@ -215,19 +181,3 @@ def test_a_rank_that_fails_later_does_not_leave_the_job_hanging(early):
     finished = early(FAILS_LATER)
     assert finished.status != 0
     assert "rank 1 has had enough" in finished.output
-
-
-def without_mpi4py(folder):
-    package = folder / "mpi4py"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('no mpi4py for this test')")
-    env = {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-    return run_ranks(check_world, 2, "mpirun", env=env)
-
-
-@pytest.mark.heavy
-@needs_mpirun
-@waits_for(without_mpi4py)
-def test_mpirun_without_mpi4py_says_what_to_install(early):
-    with pytest.raises(RanksFailed, match=r"no mpi4py for this test.*pip install mpi4py"):
-        early(without_mpi4py)

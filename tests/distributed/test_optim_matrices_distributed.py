@@ -94,8 +94,8 @@ def test_other_classes_beside_it(world, beside):
             plain.optimizers[g].param_groups[0]["lr"] /= 2
             optimizer.param_groups[g]["lr"] /= 2
     assert [group["lr"] for group in muon.param_groups] == [0.02 / 8, 0.05 / 8]  # before the last change
-    plans = [part.route for part in other._parts] if beside == "fused" else []
-    assert sum(route is not None for route in plans) == (beside == "fused")
+    plans = [part.plan for part in other._parts] if beside == "fused" else []
+    assert sum(plan is not None for plan in plans) == (beside == "fused")
     described = optimizer.describe()
     assert not described["in_buckets"]
     assert world.world_size == 1 or "Muon updates all masters at once" in described["obstacle"]

@@ -225,7 +225,7 @@ def test_ranks_out_of_step(world):
         optimizer.step()
     before = everything(parameters, optimizer)
     message = raised_everywhere(world, ValueError, lambda: optimizer.load_state_dict(states[2 - world.rank]))
-    assert message.startswith("state_dict is of step 2 on rank 0 and of step 1 on rank 1")
+    assert message.startswith("state_dict mixes 2 saves") and "step 2" in message and "step 1" in message
     assert_all_equal(everything(parameters, optimizer), before, "tensor")
 
     def fail(*_):

@@ -9,7 +9,7 @@ import torch
 from optim_cases import make_gradients, set_gradients
 
 from distributed.checks_optim import check_weights
-from distributed.overlap_cases import CLASSES, SMALL, assert_same, go_on, loss_of, make
+from distributed.overlap_cases import CLASSES, SMALL, assert_same, go_on, in_two_places, loss_of, make
 from distributed.run import on_ranks
 from zerofp4.optim import zero
 
@@ -69,7 +69,7 @@ def test_micro_batches_under_no_sync(world, options):
 def test_what_is_received_in_two_places(world):
     """As on a GPU, whatever the buckets are: a place is used again when what was there has been averaged."""
     for bucket_mb in (1e-4, SMALL, None):
-        with mock.patch.object(zero, "early_places", lambda device: 2):
+        with mock.patch.object(zero, "CollectiveTransport", in_two_places):
             early = make(world, overlap="backward", bucket_mb=bucket_mb)
         models = [make(world, bucket_mb=bucket_mb), early]
         for step in range(3):
@@ -87,13 +87,13 @@ def test_buckets_begin_in_backward_passes(world):
     kinds = [bucket["kind"] for bucket in optimizer.describe()["buckets"]]
     quantized = kinds.count("nvfp4")
     assert kinds[:quantized] == ["nvfp4"] * quantized
-    begun, start = [], optimizer._exchange.start
+    begun, start = [], optimizer._exchange.send_gradients
 
     def counted(b, gradients):
         begun.append(b)
         start(b, gradients)
 
-    optimizer._exchange.start = counted
+    optimizer._exchange.send_gradients = counted
     torch.autograd.grad(loss_of(net, world, 0), list(net.parameters()))
     with optimizer.no_sync():
         loss_of(net, world, 0).backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import assert_bytes_equal
 
-from distributed.overlap_cases import SMALL, assert_same, loss_of, make
+from distributed.overlap_cases import SMALL, assert_same, in_two_places, loss_of, make
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 
@@ -21,7 +21,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 @pytest.mark.parametrize("options", [{}, {"gradient_wire": torch.float16}])
 def test_a_backward_pass_between_a_read_and_its_load(world, overlap, accumulate, options):
     """What was read is not mixed with gradients: the load is refused, or right."""
-    with mock.patch.object(zero, "early_places", lambda device: 2):  # as on a GPU
+    with mock.patch.object(zero, "CollectiveTransport", in_two_places):  # as on a GPU
         net, optimizer = make(world, overlap=overlap, accumulate=accumulate, bucket_mb=SMALL, **options)
     loss_of(net, world, 0).backward()
     optimizer.step()

@@ -25,24 +25,29 @@ def header_of(hash: int, error: float = 0.0, minus: int | None = None) -> list[f
     return [error, *map(float, own), *(-float(byte) for byte in others), 0.0]
 
 
+def refusal_of(rank: int, why: int = ops.GATHER_REFUSED) -> int:
+    """The status of a gather in which this rank found an error, or its last step did not take place."""
+    return why | rank << ops.STATUS_RANK_SHIFT
+
+
 class Ranks:
     """One gather per rank over copies of the same weights, of which a rank has its own codes."""
 
-    def __init__(self, monkeypatch, device, world: int, shards: list[list[Shard]], shapes=SHAPES, offset=0):
+    def __init__(self, monkeypatch, device, shards: list[list[Shard]], shapes=SHAPES, offset=0):
         """shards: [weight][rank]. offset: of every weight's codes from where they would be aligned."""
+        world = len(shards[0])
         monkeypatch.setattr(packed_gather, "all_gather_slices", lambda flat, group, stage: None)
         generator = torch.Generator().manual_seed(world)
         codes = [torch.randint(256, (m, k // 2), dtype=torch.uint8, generator=generator) for m, k in shapes]
         self.whole = [whole.to(device) for whole in codes]
         self.buffers, self.gathers, self.statuses, self.headers = [], [], [], []
+        by_rank = list(map(list, zip(*shards, strict=True)))
         for rank in range(world):
             monkeypatch.setattr(packed_gather, "rank_and_size", lambda group, rank=rank: (rank, world))
-            mine = [of_weight[rank] for of_weight in shards]
-            pairs = zip(self.whole, mine, strict=True)
+            pairs = zip(self.whole, by_rank[rank], strict=True)
             self.buffers.append([_own(whole, shard, offset) for whole, shard in pairs])
             status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
             reduced = torch.tensor(header_of(HASH), device=device)
-            by_rank = [list(of_rank) for of_rank in zip(*shards, strict=True)]
             header = ops.GatherHeader(reduced, HASH, status)
             self.gathers.append(PackedGather(self.buffers[rank], by_rank, None, device, header))
             self.statuses.append(status)
@@ -51,25 +56,27 @@ class Ranks:
     def run(self, failed: tuple[int, ...] = ()) -> None:
         """What queue() does on every rank, with the collective between its halves."""
         staging = [gather.staging for gather in self.gathers]
-        for rank, gather in enumerate(self.gathers):
-            state = ops.GATHER_FAILED if rank in failed else ops.GATHER_PRESENT
-            gather._stages.pack(gather._stages.target(), state)
+        stages = [gather._stages for gather in self.gathers]
+        for rank, own in enumerate(stages):
+            own.pack(own.target(), ops.GATHER_FAILED if rank in failed else ops.GATHER_PRESENT)
         for mine in staging:
             for rank, theirs in enumerate(staging):
                 mine[rank] = theirs[rank]
-        for rank, gather in enumerate(self.gathers):
+        for rank, own in enumerate(stages):
             if rank not in failed:
-                gather._stages.unpack(gather._stages.target())
+                own.unpack(own.target())
         if staging[0].is_cuda:
             torch.cuda.synchronize()
 
-    def check(self) -> None:
+    def check(self, expected: list[list[torch.Tensor]] | None = None) -> None:
+        """Every rank has all codes, or [rank][weight] what is expected."""
         for rank, buffers in enumerate(self.buffers):
-            for i, (buffer, whole) in enumerate(zip(buffers, self.whole, strict=True)):
-                assert_bytes_equal(buffer, whole, f"rank {rank}, weight {i}")
+            wanted = self.whole if expected is None else expected[rank]
+            for i, (buffer, codes) in enumerate(zip(buffers, wanted, strict=True)):
+                assert_bytes_equal(buffer, codes, f"rank {rank}, weight {i}")
 
-    def snapshot(self) -> list[torch.Tensor]:
-        return [buffer.clone() for buffers in self.buffers for buffer in buffers]
+    def snapshot(self) -> list[list[torch.Tensor]]:
+        return [[buffer.clone() for buffer in buffers] for buffers in self.buffers]
 
 
 def _own(whole: torch.Tensor, shard: Shard, offset: int) -> torch.Tensor:
@@ -87,92 +94,70 @@ def _split_all(world: int, how: str, shapes=SHAPES) -> list[list[Shard]]:
     return [split(m * k, world, how, seed) for seed, (m, k) in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("how", SPLITS)
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_every_boundary(monkeypatch, device, world, how):
-    ranks = Ranks(monkeypatch, device, world, _split_all(world, how))
+def gathered(monkeypatch, device, shards: list[list[Shard]], **options) -> None:
+    ranks = Ranks(monkeypatch, device, shards, **options)
     ranks.run()
     ranks.check()
     assert not any(status.item() for status in ranks.statuses)
 
 
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_every_boundary(monkeypatch, device, world, how):
+    gathered(monkeypatch, device, _split_all(world, how))
+
+
 @pytest.mark.parametrize("offset", [1, 4, 6, 8])
 def test_codes_at_any_address(monkeypatch, device, offset):
-    ranks = Ranks(monkeypatch, device, 3, _split_all(3, "flat"), offset=offset)
-    ranks.run()
-    ranks.check()
+    gathered(monkeypatch, device, _split_all(3, "flat"), offset=offset)
 
 
 @pytest.mark.parametrize("first", range(30, 36))
 @pytest.mark.parametrize("numel", [1, 2, 3, 29, 30, 31, 32, 33, 34, 35, 63, 64, 65])
 def test_short_runs_around_a_vector(monkeypatch, device, first, numel):
     """Elements are half a byte: runs that begin and end just before, at and after 16 bytes."""
-    shards = [[Shard(0, first), Shard(first, numel), Shard(first + numel, 200 - first - numel)]]
-    ranks = Ranks(monkeypatch, device, 3, shards, shapes=[(2, 100)])
-    ranks.run()
-    ranks.check()
+    shards = [Shard(0, first), Shard(first, numel), Shard(first + numel, 200 - first - numel)]
+    gathered(monkeypatch, device, [shards], shapes=[(2, 100)])
 
 
 def test_bytes_of_which_each_element_has_another_owner(monkeypatch, device):
-    shards = [[Shard(i, 1) for i in range(12)]]
-    ranks = Ranks(monkeypatch, device, 12, shards, shapes=[(2, 6)])
-    ranks.run()
-    ranks.check()
+    gathered(monkeypatch, device, [[Shard(i, 1) for i in range(12)]], shapes=[(2, 6)])
 
 
 @pytest.mark.threads
 def test_runs_of_many_units_on_many_threads(monkeypatch):
     shapes = [(1026, 2050), (2, 2), (512, 1024)]
-    ranks = Ranks(monkeypatch, torch.device("cpu"), 2, _split_all(2, "odd", shapes), shapes=shapes)
-    ranks.run()
-    ranks.check()
+    gathered(monkeypatch, torch.device("cpu"), _split_all(2, "odd", shapes), shapes=shapes)
 
 
 @pytest.mark.parametrize("failed", [(0,), (2,), (1, 2)])
 def test_no_rank_takes_anything_where_one_found_an_error(monkeypatch, device, failed):
-    ranks = Ranks(monkeypatch, device, 3, _split_all(3, "odd"))
+    """What a step has said in a status is not overwritten."""
+    ranks = Ranks(monkeypatch, device, _split_all(3, "odd"))
     before = ranks.snapshot()
+    ranks.statuses[1].fill_(ops.PEER_ERROR)
     ranks.run(failed)
-    for after, expected in zip(ranks.snapshot(), before, strict=True):
-        assert_bytes_equal(after, expected, "codes that must not change")
-    for rank, status in enumerate(ranks.statuses):
-        told = ops.GATHER_REFUSED | failed[0] << ops.STATUS_RANK_SHIFT
-        assert status.item() == (0 if rank in failed else told)
+    ranks.check(before)
+    told = [0 if rank in failed else refusal_of(failed[0]) for rank in range(3)]
+    assert [status.item() for status in ranks.statuses] == [told[0], ops.PEER_ERROR, told[2]]
     for rank in failed:  # whose codes may be in memory that is gone
         assert not ranks.gathers[rank].staging[rank, ops.GATHER_VECTOR :].any()
-    for status in ranks.statuses:
-        status.zero_()
     ranks.run()  # and the next one is as if nothing had been
     ranks.check()
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        header_of(HASH, error=torch.inf),
-        header_of(HASH, minus=HASH + 1),
-        header_of(HASH, minus=HASH + 256),
-        header_of(HASH + 1),
-        header_of(HASH + 65536),
-    ],
-)
+OTHER_HASHES = [header_of(HASH, minus=HASH + n) for n in (1, 256)] + [header_of(HASH + n) for n in (1, 65536)]
+
+
+@pytest.mark.parametrize("header", [header_of(HASH, error=torch.inf), *OTHER_HASHES])
 def test_no_rank_takes_anything_after_a_step_that_did_not_take_place(monkeypatch, device, header):
     """Also where one rank only should think so."""
-    ranks = Ranks(monkeypatch, device, 3, _split_all(3, "odd"))
+    ranks = Ranks(monkeypatch, device, _split_all(3, "odd"))
     before = ranks.snapshot()
     ranks.headers[1].copy_(torch.tensor(header))
     ranks.run()
-    for after, expected in zip(ranks.snapshot(), before, strict=True):
-        assert_bytes_equal(after, expected, "codes that must not change")
-    for status in ranks.statuses:
-        assert status.item() == ops.GATHER_WITHOUT_STEP | 1 << ops.STATUS_RANK_SHIFT
-
-
-def test_what_a_step_has_said_is_not_overwritten(monkeypatch, device):
-    ranks = Ranks(monkeypatch, device, 2, _split_all(2, "even"))
-    ranks.statuses[0].fill_(ops.PEER_ERROR)
-    ranks.run(failed=(1,))
-    assert ranks.statuses[0].item() == ops.PEER_ERROR
+    ranks.check(before)
+    assert [status.item() for status in ranks.statuses] == [refusal_of(1, ops.GATHER_WITHOUT_STEP)] * 3
 
 
 @pytest.mark.parametrize("refusing", [0, 255, 256, 299])
@@ -190,7 +175,7 @@ def test_any_of_hundreds_of_ranks_is_heard(device, refusing):
     stages.unpack(stages.target())
     if device.type == "cuda":
         torch.cuda.synchronize()
-    assert status.item() == ops.GATHER_REFUSED | refusing << ops.STATUS_RANK_SHIFT
+    assert status.item() == refusal_of(refusing)
     assert_bytes_equal(output, torch.full_like(source, POISON), "codes that must not change")
     staging.zero_()
     stages.unpack(stages.target())
@@ -198,10 +183,11 @@ def test_any_of_hundreds_of_ranks_is_heard(device, refusing):
 
 
 @needs_gpu
-def test_queueing_allocates_nothing_and_waits_for_nothing(monkeypatch):
+def test_queueing_waits_for_nothing_and_can_be_captured(monkeypatch):
+    """Nothing is allocated either; and each replay decides anew whether all ranks take part."""
     device = torch.device("cuda", torch.cuda.current_device())
-    ranks = Ranks(monkeypatch, device, 2, _split_all(2, "odd"))
-    gather = ranks.gathers[0]
+    ranks = Ranks(monkeypatch, device, _split_all(2, "odd"))
+    gather, status = ranks.gathers[0], ranks.statuses[0]
     gather.queue(OwnError())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -216,26 +202,18 @@ def test_queueing_allocates_nothing_and_waits_for_nothing(monkeypatch):
         assert not torch.cuda.current_stream().query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@needs_gpu
-def test_replays_of_a_captured_gather(monkeypatch):
-    """Each decides anew whether all ranks take part."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    ranks = Ranks(monkeypatch, device, 2, _split_all(2, "odd"))
     ranks.run()
     graph = torch.cuda.CUDAGraph()
-    stages = ranks.gathers[0]._stages
     with torch.cuda.graph(graph):
-        stages.unpack(stages.target())
+        gather._stages.unpack(gather._stages.target())
     for refused in (False, True, False):
-        ranks.gathers[0].staging.view(torch.int32)[1, 0] = int(refused)
+        status.zero_()
+        gather.staging.view(torch.int32)[1, 0] = int(refused)
         for whole, buffer in zip(ranks.whole, ranks.buffers[0], strict=True):
             buffer.copy_(whole)
             buffer.view(-1)[-3:] = POISON  # owned by the other rank
         poisoned = ranks.buffers[0][-1].clone()
         graph.replay()
         torch.cuda.synchronize()
-        assert ranks.statuses[0].item() == (ops.GATHER_REFUSED | 1 << ops.STATUS_RANK_SHIFT if refused else 0)
-        ranks.statuses[0].zero_()
+        assert status.item() == (refusal_of(1) if refused else 0)
         assert_bytes_equal(ranks.buffers[0][-1], poisoned if refused else ranks.whole[-1], "codes")

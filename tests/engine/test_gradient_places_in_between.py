@@ -163,27 +163,6 @@ def test_after_an_error_in_between(device, models, given, keeps):
     assert models.are_there() == [True] and given == [True, True]
 
 
-def test_a_step_in_the_middle_of_a_gradient_raises(device, models):
-    _, placed, memory = models
-    errors = []
-
-    def step(grad):
-        try:
-            memory.check([placed.weight.grad], ["weight"])
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    hidden = placed(inputs(device))
-    hidden.register_hook(step)
-    placed(hidden).float().square().mean().backward()
-    assert len(errors) == 1 and "has made part of the gradient of weight" in errors[0]
-    handle = placed.weight.register_post_accumulate_grad_hook(lambda p: step(None))
-    placed.zero_grad()
-    back(placed, device, times=2)
-    handle.remove()
-    assert len(errors) == 1
-
-
 def test_threads(device, models):
     """Two gradients at a time: their sum does not depend on who comes first."""
     for _ in range(20):

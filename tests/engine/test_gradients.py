@@ -46,7 +46,7 @@ def models(device):
 
 
 def views_of(parameters):
-    buffer = DenseBuffer(range(len(parameters)), parameters, None)
+    buffer = DenseBuffer(range(len(parameters)), parameters)
     flat = torch.zeros(1, buffer.slice_numel, dtype=torch.bfloat16, device=buffer.device)
     return GradientMemory(buffer, flat, set())
 

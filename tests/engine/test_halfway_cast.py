@@ -42,12 +42,12 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
     for rank in range(ranks):
         monkeypatch.setattr(flat, "rank_and_size", lambda group, rank=rank: (rank, ranks))
         weights = [zerofp4.empty(shape, dtype=torch.float32, device=device) for shape in LISTS[what]]
-        buffer = flat.PackedBuffer(range(len(weights)), weights, None)
+        buffer = flat.PackedBuffer(range(len(weights)), weights)
         buffer.peers = object()
         if buffer.halfway is None:
             assert what == "long rows" and rank == 0  # whose middle is in its first row of tiles
             continue
-        sent = buffer.halfway.sent
+        position, row, sent = buffer.halfway
         assert 0.2 < 2 * sent / buffer.slice_numel <= 0.5
         masters, starts = [], []
         for weight, shard in zip(weights, buffer.shards, strict=True):
@@ -56,7 +56,6 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
             weight.rowwise_data.fill_(POISON)
         plan, found = zerofp4.CastPlan(weights, masters, starts), []
         plan.start_step()
-        position, row, _ = buffer.halfway
         plan.finish_step((position, row, functools.partial(keep, weights, found)))
         plan.post()
         for i, (weight, half) in enumerate(zip(weights, found, strict=True)):

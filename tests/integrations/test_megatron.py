@@ -151,6 +151,11 @@ def test_the_packed_layout_is_the_layout_halved(core):
     buffer.bucket_indices = [(0, 1536), (1536, 2307)]
     with pytest.raises(ValueError, match="element 2307 does not have whole bytes on each of 3 ranks"):
         compute(buffer, [(param, "w") for param in params])
+    buffer.bucket_indices = [(0, 1536), (1536, 2304)]
+    for odd, bounds in ((1537, (1537, 2149)), (2149, (1536, 2149))):
+        where[params[0]] = (*bounds, 1)
+        with pytest.raises(ValueError, match=f"begins or ends at element {odd} does not have whole bytes"):
+            compute(buffer, [(param, "w") for param in params])
 
 
 def options(**changed) -> types.SimpleNamespace:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from helpers import needs_gpu
 
-from zerofp4.ops import pointers, reader, tensor_facts
-from zerofp4.ops.reader import first_moved
+from zerofp4.ops import addresses, pointers, tensor_facts
+from zerofp4.ops.addresses import first_moved
 
 
 @pytest.fixture(params=["dlpack", "loops"])
 def way(request, monkeypatch):
     if request.param == "loops":
-        monkeypatch.setattr(reader, "_reader", None)
-    elif reader._reader is None:
+        monkeypatch.setattr(addresses, "_reader", None)
+    elif addresses._reader is None:
         pytest.skip(f"torch {torch.__version__} does not hand out DLPack's functions")
 
 

@@ -15,8 +15,8 @@ from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
 from zerofp4 import ops
-from zerofp4.ops import dequantize, streams
-from zerofp4.ops.streams import Filled
+from zerofp4.ops import dequantize, device
+from zerofp4.ops.device import Filled
 
 CYCLES = 10**9
 MANY = 40  # more than travel in the arguments of a kernel
@@ -141,9 +141,9 @@ def test_every_other_stream_waits_for_the_event(monkeypatch):
     event = SimpleNamespace(record=lambda stream: waited.append(("recorded", state.stream)))
     stream = SimpleNamespace(wait_event=lambda _: waited.append(("waits", state.stream)))
     cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda _: stream)
-    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(streams, "current_stream", lambda _: state.stream)
-    monkeypatch.setattr(streams, "is_capturing", lambda _: state.capturing)
+    monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "current_stream", lambda _: state.stream)
+    monkeypatch.setattr(device, "is_capturing", lambda _: state.capturing)
     filled = Filled(torch.device("cuda", 0))
     filled.note()
     for state.stream in (1, 2, 2, 3):

@@ -1,5 +1,5 @@
-"""Whatever an operation is called with, it raises a Python exception or returns: it never crashes, and never
-writes beside its outputs. Under --hypothesis-profile=night these are 50,000 calls.
+"""Whatever an operation is called with, it returns or raises an error that tells what is wrong: it never
+crashes, and never writes beside its outputs. Under --hypothesis-profile=night these are 50,000 calls.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from zerofp4.storage import BUFFERS, allocate, allocate_mxfp8, side_names
 ZEROFP4 = torch.ops.zerofp4
 SHAPE = (34, 80)
 CALLS = 5  # of an example
+KINDS = (TypeError, ValueError, RuntimeError, NotImplementedError)
+"""Any other error would be Python's own, and say nothing about the argument."""
 
 Call = tuple[Callable, list[Any]]
 
@@ -350,7 +352,7 @@ def call_wrongly(make: Callable[..., Call], device, seed: int) -> None:
             arguments[at] = changed(arguments[at], draw)
         try:
             function(*arguments)
-        except Exception:
+        except KINDS:
             pass
     guards.check()
 
@@ -375,6 +377,28 @@ def test_memory_that_is_gone_is_refused(make, change):
             arguments[i] = change(arguments[i])
             with pytest.raises(RuntimeError, match="freed"):
                 function(*arguments)
+
+
+@pytest.mark.parametrize("columnwise", [2, 1, None, "rowwise"])
+def test_a_columnwise_that_is_no_bool_is_refused(columnwise):
+    tensor, mxfp8 = zerofp4.quantize(matrix("cpu")), zerofp4.quantize_mxfp8(matrix("cpu"))
+    for call in (
+        lambda: zerofp4.swizzle_scales([tensor], columnwise=columnwise),
+        lambda: zerofp4.unswizzle_scales([tensor], columnwise=columnwise),
+        lambda: tensor.swizzled_scale(columnwise),
+        lambda: tensor.expanded_scale(columnwise),
+        lambda: mxfp8.swizzled_scale(columnwise),
+    ):
+        with pytest.raises(TypeError, match=f"columnwise must be True or False, got {columnwise!r}"):
+            call()
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_none_is_no_tensor(where):
+    function, arguments = dequantize(where)
+    arguments[1] = None
+    with pytest.raises(TypeError, match="zerofp4::dequantize: scale must be a tensor, got None"):
+        function(*arguments)
 
 
 @given(make=st.sampled_from(CALLS_THAT_ARE_RIGHT), seed=st.integers(0, 2**63))

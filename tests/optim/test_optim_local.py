@@ -19,7 +19,7 @@ from optim_cases import (
     turn_gradients,
 )
 
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 READ_THERE = [
@@ -95,28 +95,6 @@ def test_clipped_where_they_are_and_in_slices(device, classes, norm_type):
     assert classes[0] is not FusedAdamW or not any(have_slices(models[0][1]))
 
 
-@pytest.mark.parametrize("hooked", ["before", "behind"])
-def test_a_hook_between_clipping_and_a_step(device, hooked):
-    """It has FusedAdamW update from FP32 slices, or no more, when the norm was taken of the others."""
-    models = [build(device) for _ in range(2)]
-    for step in range(4):
-        for parameters, _ in models:
-            set_gradients(parameters, make_gradients(parameters, step))
-        (_, optimizer), (_, other) = models
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        if hooked == "behind":
-            other.clip_grad_norm_(0.5)
-        handle = other.inner.register_step_pre_hook(lambda *_: None)
-        assert not other.describe()["in_buckets"]
-        if hooked == "before":
-            other.clip_grad_norm_(0.5)
-            handle.remove()
-        other.step()
-        handle.remove()
-        assert_same_masters(optimizer, other, f"step {step}")
-
-
 def test_a_load_between_clipping_and_a_step(device):
     """The step takes gradients anew, as they are: a load forgets that they were clipped."""
     (_, optimizer), (_, other) = models = [build(device) for _ in range(2)]
@@ -141,7 +119,7 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
     if fails == "raises":
         parameters[1].grad[0, 0] = math.inf
     else:
-        monkeypatch.setattr(FusedAdamW, "update", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
+        monkeypatch.setattr(adamw.Part, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
     kept = [weakref.ref(p.grad) for p in parameters]
     with pytest.raises((FloatingPointError, RuntimeError), match=r"NaN or Inf|no update"):
         optimizer.step()

@@ -19,7 +19,7 @@ from optim_cases import (
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.build import Slots
-from zerofp4.optim.nonfinite import BEGINNING, NonfiniteGradients, first_nonfinite, from_word
+from zerofp4.optim.gradients import BEGINNING, NonfiniteGradients, first_nonfinite, from_word
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 VALUES = [math.nan, math.inf, -math.inf]

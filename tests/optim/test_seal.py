@@ -6,13 +6,15 @@ import copy
 import io
 import pickle
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from zerofp4.optim.piece import Piece
-from zerofp4.optim.seal import ATTRIBUTE, BLOCK, COLUMNS, Chunk, Place, checksum, sealed
+from zerofp4.optim.piece import About, Piece
+from zerofp4.optim.seal import ATTRIBUTE, BLOCK, COLUMNS, SealedInt, SealedTuple, checksum
 
+SAVE = "token-000000000001"
 SIZES = [1, BLOCK // 4 - 1, BLOCK // 4, 3 * BLOCK // 4 + 6 * COLUMNS + 3]
 """Of float32: less than a block, a block, several and a part of another."""
 
@@ -36,88 +38,90 @@ def test_every_kind_of_change_is_found(numel, device):
             assert checksum(swapped, (numel,), 0) != found, (i, j)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
 def test_a_checksum_is_of_elements_in_any_layout(dtype):
     base = torch.randn(40, 33).mul(9).to(dtype)
     for view in (base, base.t(), base[1:, 1:], base.view(-1)[3:], base[0, 0], base[:0]):
         assert checksum(view) == checksum(view.contiguous().clone())
 
 
-def chunk(values, label="a.master", start=3, shape=(4, 6), save_id="token-000000000001"):
-    return Chunk.of(values, Place(label, start, shape, {save_id: "a"}, {}))
+def rows(first, values=None, label="a.master", shape=(4, 6), device="cpu"):
+    """A piece of two rows."""
+    values = torch.zeros(12, device=device) if values is None else values
+    return Piece(values, shape, first * shape[1], About(label, saves=(SAVE,)))
 
 
-def written(values, *place) -> io.BytesIO:
-    """As torch.distributed.checkpoint writes it."""
-    file = io.BytesIO()
-    torch.save(chunk(values, *place).detach().cpu().clone(), file)
-    file.seek(0)
-    return file
-
-
-def read(file, target, offset=0, first=0, length=12):
-    """As torch.distributed.checkpoint reads a part of it."""
-    target.detach().narrow(0, first, length).copy_(torch.load(file).narrow(0, offset, length))
-
-
-def test_a_file_is_of_plain_tensors_and_can_be_written_again(device):
-    values = torch.arange(12.0, device=device)
-    own, files = chunk(values).detach().cpu(), []
-    for _ in range(2):  # as a writer does that retries
-        files.append(io.BytesIO())
-        torch.save(own, files[-1])
+def written(values) -> io.BytesIO:
+    """Rows 1 and 2 as torch.distributed.checkpoint writes them: twice, as a writer does that retries."""
+    piece = rows(1, values)
+    (item,) = piece.__create_write_items__("a", None)
+    chunk, files = piece.__get_tensor_shard__(item.index).detach().cpu(), [io.BytesIO(), io.BytesIO()]
+    for file in files:
+        torch.save(chunk, file)
     assert files[0].getvalue() == files[1].getvalue()
-    found = torch.load(io.BytesIO(files[1].getvalue()), weights_only=True)
-    assert type(found) is torch.Tensor and torch.equal(found, values.cpu())
-    assert getattr(found, ATTRIBUTE)[:4] == ("a.master", 3, (4, 6), "token-000000000001")
+    return io.BytesIO(files[0].getvalue())
 
 
-def test_what_is_read_is_checked(device):
-    values, here = torch.arange(12.0, device=device), torch.zeros(20, device=device)
-    read(written(values), whole := chunk(here[2:14]))
-    assert torch.equal(here[2:14], values) and here.sum() == values.sum()
-    assert whole.place.received == {(3, (12,)): "token-000000000001"}
-    read(written(values), chunk(halves := torch.zeros(12, dtype=torch.bfloat16, device=device)))
-    assert torch.equal(halves, values.bfloat16())
-    read(written(values), chunk(here[2:14], "a.master", 5), offset=4, first=2, length=3)
-    read(written(values), chunk(here[:12], None))
+def read(file, piece, source=slice(0, 2), target=slice(0, 2)):
+    """As torch.distributed.checkpoint reads rows of a file into rows of a piece."""
+    (chunk,) = piece.__create_chunk_list__()
+    box = piece.__get_tensor_shard__(SimpleNamespace(offset=chunk.offsets)).detach()
+    found = torch.load(file, weights_only=True).narrow(0, source.start, source.stop - source.start)
+    box.narrow(0, target.start, target.stop - target.start).copy_(found)
+
+
+def test_a_file_is_of_plain_tensors_and_what_is_read_is_checked(device):
+    values = torch.arange(12.0, device=device)
+    found = torch.load(written(values), weights_only=True)
+    assert type(found) is torch.Tensor and torch.equal(found, values.cpu().view(2, 6))
+    assert getattr(found, ATTRIBUTE)[:4] == ("a.master", 6, (4, 6), SAVE)
+    for piece in (rows(1, device=device), rows(1, device=device, label=None)):
+        read(written(values), piece)
+        assert torch.equal(piece.present(), values) and list(piece.saves) == [SAVE]
+    half = rows(1, torch.zeros(12, dtype=torch.bfloat16, device=device))
+    read(written(values), half)
+    assert torch.equal(half.present(), values.bfloat16())
+    read(written(values), below := rows(2, device=device), slice(1, 2), slice(0, 1))
+    assert torch.equal(below.present()[:6], values[6:]) and below.has_unread()
     plain = io.BytesIO()
-    torch.save(values.cpu(), plain)
+    torch.save(values.cpu().view(2, 6), plain)
     plain.seek(0)
-    read(plain, foreign := chunk(here[:12], "a.master", 9))  # another optimizer's
-    assert foreign.place.received == {(9, (12,)): None}
+    read(plain, foreign := rows(0, device=device))  # another optimizer's
+    assert list(foreign.saves) == [None]
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (("b.master",), r"elements of a.master of shape \(4, 6\) from 3 on are in the file where those"),
-        (("a.master", 3, (6, 4)), r"those of a.master of shape \(6, 4\) from 3 on should be: it is damaged"),
-        (("a.master", 4), "from 3 on are in the file where those of a.master of shape"),
+        (
+            {"label": "b.master"},
+            r"elements of a.master of shape \(4, 6\) from 6 on are in the file where those",
+        ),
+        ({"shape": (5, 6)}, r"those of a.master of shape \(5, 6\) from 6 on should be: it is damaged"),
+        ({"first": 2}, "from 6 on are in the file where those of a.master of shape"),
     ],
 )
 def test_a_chunk_in_the_wrong_place_is_found(place, message):
-    here = torch.zeros(12)
     with pytest.raises(ValueError, match=message):
-        read(written(torch.arange(12.0)), chunk(here, *place))
-    assert not here.any()
+        read(written(torch.arange(12.0)), piece := rows(**{"first": 1, **place}))
+    assert not piece.received
 
 
-@pytest.mark.parametrize("part", [{}, {"length": 5}])
+@pytest.mark.parametrize("part", [slice(0, 2), slice(1, 2)])
 @pytest.mark.parametrize("what", ["elements", "save id"])
 def test_a_flipped_bit_is_found(device, what, part):
-    content = bytearray(written(torch.arange(12.0)).getvalue())
-    raw = torch.arange(12.0).numpy().tobytes() if what == "elements" else b"token-000000000001"
+    values = torch.arange(12.0)
+    content = bytearray(written(values).getvalue())
+    raw = values.numpy().tobytes() if what == "elements" else SAVE.encode()
     content[content.index(raw) + 13] ^= 1
-    here = torch.zeros(12, device=device)
     with pytest.raises(ValueError, match=r"elements of a.master are not those that were saved"):
-        read(io.BytesIO(content), target := chunk(here), **part)
-    assert not target.place.received and not here.any()
+        read(io.BytesIO(content), piece := rows(1, device=device), part, part)
+    assert not piece.received
 
 
 def test_a_flipped_bit_in_a_pickled_piece_is_found():
     file = io.BytesIO()
-    torch.save(Piece(torch.arange(12.0), (4, 6), 3), file)
+    torch.save(rows(1, torch.arange(12.0)), file)
     content = bytearray(file.getvalue())
     content[content.index(torch.arange(12.0).numpy().tobytes()) + 13] ^= 1
     with pytest.raises(ValueError, match="the file is damaged"):
@@ -127,9 +131,8 @@ def test_a_flipped_bit_in_a_pickled_piece_is_found():
 GROUPS = ({"lr": 0.125, "betas": (0.5, 0.25), "names": ["a"], "fused": None, "t": torch.ones(2)}, {"lr": 1})
 
 
-@pytest.mark.parametrize("value", [GROUPS, 517])
+@pytest.mark.parametrize("value", [SealedTuple(GROUPS, SAVE), SealedInt(517, SAVE)])
 def test_a_flipped_bit_in_options_and_steps_is_found(value):
-    value = sealed(value, "token-000000000001")
     for same in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert type(same) is type(value) and repr(same) == repr(value) and same.save_id == value.save_id
     number = torch.tensor(0.125, dtype=torch.float64).numpy().tobytes()[::-1]  # as pickle has it
@@ -140,11 +143,11 @@ def test_a_flipped_bit_in_options_and_steps_is_found(value):
             pickle.loads(bytes(content))
 
 
-def test_a_chunk_on_a_cpu_is_no_part_of_a_larger_storage():
+def test_a_chunk_is_no_part_of_a_larger_storage():
     """torch would clone it, and keep the clone until the file ends."""
     values = torch.arange(24, dtype=torch.bfloat16)
-    own = chunk(values[8:20].view(3, 4), "w", 8, (6, 4))
-    assert own.data_ptr() == values[8:].data_ptr()
+    piece = rows(1, values[6:18])
+    (item,) = piece.__create_write_items__("a", None)
+    own = piece.__get_tensor_shard__(item.index)
+    assert own.data_ptr() == values[6:].data_ptr()
     assert own.untyped_storage().nbytes() == own.nbytes == 24
-    values[8] = -1
-    assert own[0, 0] == -1

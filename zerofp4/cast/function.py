@@ -85,8 +85,8 @@ class _KeptPlan:
     """
 
     plan: CastPlan
-    taken: tuple[bytes | list[int], list[torch.dtype]]
-    """Addresses and dtypes of the tensors of the last call."""
+    taken: tuple[bytes | list[int], list[torch.dtype]] | None
+    """Addresses and dtypes of the tensors of the last call; None where the plan failed to take them."""
     fingerprint: list | None = None
     """Of the last call, where nothing is to be checked or taken anew if the next one has it too."""
 
@@ -106,7 +106,7 @@ class _KeptPlan:
         """Make the tensors of a request that fits those of the next step. An error is every rank's."""
         present = _places(request)
         if present != self.taken:
-            self.fingerprint = None  # until the addresses are those of a call
+            self.fingerprint = self.taken = None  # until the addresses are those of a call
             _, error = attempt(self.plan.adopt, request)
             if error:
                 self.plan.run(error)

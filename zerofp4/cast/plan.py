@@ -1,5 +1,8 @@
 """Casting sharded master weights to NVFP4: CastPlan, a step of it stage by stage."""
 
+import ctypes
+import enum
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,18 +11,47 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from zerofp4 import distributed
-from zerofp4.cast.assembly import PlanParts
-from zerofp4.cast.reduced_vector import Amaxes
-from zerofp4.cast.request import check_request, matrix_name
-from zerofp4.cast.status import PEER_MESSAGE
-from zerofp4.distributed import OwnError, attempt
-from zerofp4.ops import MasterPiece
+from zerofp4.cast.reduced_vector import ReducedVector
+from zerofp4.cast.request import CastRequest, check_refresh, check_request, matrix_name
+from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
+from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
+from zerofp4.ops import (
+    GATHER_REFUSED,
+    GATHER_WITHOUT_STEP,
+    PEER_ERROR,
+    PLAN_MISMATCH,
+    STATUS_RANK_SHIFT,
+    Addresses,
+    CastStages,
+    GatherHeader,
+    MasterPiece,
+    TransposeStage,
+    current_stream,
+    is_capturing,
+    target_of,
+    transpose_pairs,
+)
+from zerofp4.shard import Shard
+from zerofp4.storage import NVFP4Storage
 
 REDUCTION = "reducing the amaxes of a cast"
 """The stage of a step's one collective."""
 
+PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
 
-class CastPlan(PlanParts):
+_built: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many plans this rank has begun to build in a group."""
+
+
+class Amaxes(enum.Enum):
+    """Whether the reduced vector holds the amaxes of the next step: begin_update() to end_update(). CAPTURED
+    are those that replays of a CUDA graph will leave: for a step in the graph, not for one outside.
+    """
+
+    NONE, BEGUN, LEFT, CAPTURED = range(4)
+
+
+class CastPlan:
     """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
 
     model_weights: NVFP4Tensors, or their records, with block (16, 16), the same list on every rank. One of
@@ -72,13 +104,80 @@ class CastPlan(PlanParts):
         options = (fsdp_shard_model_weights, amax_groups, on_nonfinite, found_inf)
         self._build(*attempt(check_request, model_weights, master_weights, start_offsets, *options), group)
 
+    @classmethod
+    def from_request(
+        cls, request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None
+    ) -> "CastPlan":
+        """The plan of arguments that were checked, or the error that was found. Collective."""
+        plan = cls.__new__(cls)
+        plan._build(request, error, group)
+        return plan
+
+    def _build(self, request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None) -> None:
+        if not error:
+            # What this rank cannot run must be known to all before any waits for the others.
+            _, error = attempt(target_of, request.device)
+        number = 0
+        if group is not None:
+            _built[group] = number = _built.get(group, 0) + 1
+        signature = request and tuple(signature_of(request, number))
+        gathered = distributed.exchange(signature, error, group, "building a CastPlan")
+        signatures = [Signature(*signature) for signature in gathered]
+        check_agreement(signatures)
+
+        self.group = GroupReference(group)
+        self._request, self._device = request, request.device
+        self._sharded = len(signatures) > 1
+        self._names = [name for name, *_ in signatures[0].weights]
+        self._rank_shards = [[Shard(*shard) for shard in signature.shards] for signature in signatures]
+        for i, name in enumerate(self._names):
+            distributed.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
+        self._into_weights = all(signature.into_weights for signature in signatures)
+        """Whether every rank's codes go to the weights, and not to fsdp_shard_model_weights."""
+        self._vector = ReducedVector(request.records, request.amax_groups, request.device)
+        self.reduced = self.wire = self._vector.words
+        if self._sharded and {record.dtype for record in request.records} == {torch.bfloat16}:
+            # Masters are rounded to the weights' dtype before anything else, so that an amax is a bfloat16
+            # value, or +inf, and the header has bytes: nothing is rounded on the way.
+            self.wire = torch.zeros_like(self.reduced, dtype=torch.bfloat16)
+        self._amaxes = Amaxes.NONE
+        self._travelling: Pending | None = None
+        """The reduction that start_step() began."""
+        self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=request.device)
+        self._status = StepStatus(request.device)
+        self._captured: dict[int, torch.Tensor] = {}
+        """By address, the storage that CUDA graphs use, which is kept alive here."""
+        self._hash = plan_hash(signatures)
+        self._stages = CastStages(
+            self._vector.items(request),
+            self.reduced,
+            hash=self._hash,
+            found_inf=self.found_inf,
+            status=self._status.word,
+        )
+        self._stages.begin()  # a gather before the first step finds nothing wrong with it
+        self._transposes = TransposeStage(transpose_pairs(request.records))
+        self._gather: PackedGather | None = None
+        """Made by the first all_gather()."""
+        self.addresses = self._present_addresses()
+
+    @property
+    def records(self) -> list[NVFP4Storage]:
+        return self._request.records
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        given = self._request.found_inf
+        return self._own_found_inf if given is None else given
+
     # Amaxes that an optimizer leaves
 
     def master_pieces(self) -> list[MasterPiece]:
         """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
         pieces of the experts of a weight follow one another, and lie one behind the other in its master.
         """
-        return [item.piece for item in self._items() if item.piece.shard.numel]
+        items = self._vector.items(self._request)
+        return [item.piece for item in items if item.piece.shard.numel]
 
     def begin_update(self) -> None:
         """Clear `reduced` and write its header: the amaxes of every piece of master_pieces() may go in now.
@@ -99,18 +198,21 @@ class CastPlan(PlanParts):
         """
         if self._amaxes is Amaxes.NONE:
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
-        self._amaxes = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
+        self._amaxes = self._left()
 
     def leave_amaxes(self) -> None:
         """Compute the amaxes of all masters now, unless an update has left them: the next step() does not,
         and masters must not be written until then. Queued on the current stream. Nothing happens where
         storage has moved, as the step will say.
         """
-        left = Amaxes.CAPTURED if self._status.is_capturing() else Amaxes.LEFT
+        left = self._left()
         if self._amaxes is not left and self.find_moved(every=False) is None:
             self._settle()
             self._stages.begin_amax(self._stages.target())
             self._amaxes = left
+
+    def _left(self) -> Amaxes:
+        return Amaxes.CAPTURED if is_capturing(self._device) else Amaxes.LEFT
 
     # A step
 
@@ -153,7 +255,7 @@ class CastPlan(PlanParts):
         """
         late = self._take_part(OwnError(self.find_moved(every=False)), ())
         if self._sharded:
-            self._vector.pack()
+            self._pack()
             self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
         return late.take()
 
@@ -173,7 +275,7 @@ class CastPlan(PlanParts):
         travelling, self._travelling = self._travelling, None
         if travelling is not None:
             distributed.in_phase("amaxes", travelling.wait)()
-            self._vector.unpack()
+            self._unpack()
 
     def _take_part(self, error: OwnError, borrowed: Iterable[torch.Tensor | None]) -> OwnError:
         """Have this rank's amaxes in the vector, or raise the error once the others have heard of it."""
@@ -182,7 +284,7 @@ class CastPlan(PlanParts):
         if late:
             message = f"an earlier call had no effect: {late.take()}. This step took place"
             late = OwnError(RuntimeError(message))
-        capturing = self._status.is_capturing()
+        capturing = is_capturing(self._device)
         if capturing and not error:
             error = OwnError(self.find_moved())
         if error:
@@ -208,7 +310,7 @@ class CastPlan(PlanParts):
                 more, row = divmod(row, self.records[position].matrix[0])
                 matrix += more
             self._stages.scale_cast_in_two(self._stages.target(), matrix, row, between)
-        if not self._status.is_capturing():
+        if not is_capturing(self._device):
             self._status.queued()
         if self._request.on_nonfinite == "raise":
             self._status.wait()
@@ -228,9 +330,17 @@ class CastPlan(PlanParts):
 
     def _reduce(self) -> None:
         if self._sharded:
-            self._vector.pack()
+            self._pack()
             distributed.reduce_max(self.wire, self.group(), REDUCTION)
-            self._vector.unpack()
+            self._unpack()
+
+    def _pack(self) -> None:
+        if self.wire is not self.reduced:
+            self.wire.copy_(self.reduced)
+
+    def _unpack(self) -> None:
+        if self.wire is not self.reduced:
+            self.reduced.copy_(self.wire)
 
     def abstain(self) -> None:
         """In place of step(), of a rank that cannot take part and raises the reason itself: joins the
@@ -293,10 +403,23 @@ class CastPlan(PlanParts):
         every = self._gather is None  # it takes addresses of its own
         if self._gather is None:
             self._gather = self._build_gather()
-        capturing = self._sharded and self._status.is_capturing()
+        capturing = self._sharded and is_capturing(self._device)
         self._gather.queue(OwnError(self.find_moved(every=every or capturing)))
         if self._sharded and not capturing:
             self._status.queued()
+
+    def _build_gather(self) -> PackedGather:
+        """Raises ValueError, the same on every rank, where not all codes are gathered from the ranks."""
+        if not self._into_weights:
+            raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
+        numels = [record.shape.numel() for record in self.records]
+        distributed.check_ownership(self._names, numels, self._rank_shards)
+        header = GatherHeader(self.reduced, self._hash, self._status.word)
+        shards, device = self._rank_shards, self._request.device
+        return PackedGather(self._rowwise_codes(), shards, self.group(), device, header)
+
+    def _rowwise_codes(self) -> list[torch.Tensor]:
+        return [record.rowwise.data for record in self.records]
 
     def post(self) -> None:
         """Columnwise data of every weight that has some, from its rowwise data, in one launch; with it the
@@ -323,3 +446,141 @@ class CastPlan(PlanParts):
     def note_written(self) -> None:
         """The other half: a backward pass through the old values fails from now on."""
         increment_version(self._request.versioned)
+
+    # Addresses
+
+    def refresh(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
+        by an update are taken back. Not collective; only queues work on the current stream. CUDA graphs that
+        were captured before keep using the old addresses: capture again.
+
+        master_weights: tensors of the same lengths that have taken the places of the masters.
+
+        Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
+        another shape, dtype or device than it was built for, or a master another length.
+        """
+        before = self._request.masters
+        if master_weights is not None:
+            owned = zip(master_weights, self._request.shards, strict=True)
+            self._request.masters = [master if shard.numel else None for master, shard in owned]
+        try:
+            check_refresh(self._request, self._names)
+        except Exception:
+            self._request.masters = before
+            raise
+        self._amaxes = Amaxes.NONE
+        self._take_addresses()
+
+    def _take_addresses(self) -> None:
+        self._stages.bind(self._vector.items(self._request), self.found_inf)
+        self._transposes.bind(transpose_pairs(self.records))
+        if self._gather is not None:
+            self._gather.bind(self._rowwise_codes())
+        self.addresses = self._present_addresses()
+
+    def _present_addresses(self, *, hold: bool = True) -> Addresses:
+        request = self._request
+        weights = dict(zip(self._names, request.weights, strict=True))
+        return Addresses(weights, request.shard_tensors(), hold=hold)
+
+    def find_moved(self, *, every: bool = True) -> RuntimeError | None:
+        """An error for the first weight, master or buffer that has moved since the plan took its address;
+        without `every` as far as a step looks.
+        """
+        return self.addresses.find_moved() if every else self.addresses.glance()
+
+    # For a function that finds its plan: the same weights and shards at every call, tensors of each
+    # call's own
+
+    def fits(self, request: CastRequest) -> bool:
+        """Whether a request for this plan's weights differs in nothing but where tensors are."""
+        mine = self._request
+        return (
+            request.shards == mine.shards
+            and request.amax_groups == mine.amax_groups
+            and request.on_nonfinite == mine.on_nonfinite
+        )
+
+    def adopt(self, request: CastRequest) -> None:
+        """Take the addresses of a request that fits. Not collective. Nothing has changed when it raises."""
+        before, self._request = self._request, request
+        try:
+            self._take_addresses()
+        except Exception:
+            self._request = before
+            raise
+
+    def let_go(self) -> None:
+        """Keep no master and no shard buffer, only their addresses."""
+        request = self._request
+        request.masters, request.shard_codes = [None] * len(request.records), None
+        self.addresses = self._present_addresses(hold=False)
+
+
+_MESSAGES = {
+    PEER_ERROR: PEER_MESSAGE,
+    PLAN_MISMATCH: "the ranks are running different cast plans; no rank changed a weight",
+    GATHER_REFUSED: "rank {rank} could not take part in all_gather(); no rank changed a weight",
+    GATHER_WITHOUT_STEP: "all_gather() came after a step that did not take place; no rank changed a weight",
+}
+
+_retired: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+"""Pinned words of plans that are gone, with the end of what was queued to write them: torch does not know
+that kernels write to them, and would give the memory to others.
+"""
+
+
+def _release_finished() -> None:
+    _retired[:] = [(event, word) for event, word in _retired if not event.query()]
+
+
+class StepStatus:
+    """The word that a step or a gather leaves when the ranks did not agree, and the end of the last one.
+
+    word: int32 [1] on the CPU, pinned for a GPU, that the device writes and only take() clears.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self.word = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        # A plain read of the memory: every step looks at it.
+        self._value = ctypes.c_int32.from_address(self.word.data_ptr())
+        self._done = torch.cuda.Event() if on_gpu else None
+        self._handle: int | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if on_gpu:
+            _release_finished()
+
+    def __del__(self) -> None:
+        if getattr(self, "_done", None) is not None:
+            _retired.append((self._done, self.word))
+
+    def queued(self) -> None:
+        """A whole step, or gather, is on the device's current stream, which is not being captured; on the CPU
+        it has been done, and what take() returns is raised.
+        """
+        if self._done is None:
+            self.wait()
+            return
+        handle = current_stream(self._device.index)
+        if handle != self._handle:  # making a Stream takes the host longer than recording the event
+            self._handle, self._stream = handle, torch.cuda.current_stream(self._device)
+        self._done.record(self._stream)
+
+    def take(self) -> RuntimeError | None:
+        """What kept the ranks from writing in a step or gather that is done, once. Waits for nothing."""
+        status = self._value.value
+        if status == 0:
+            return None
+        self._value.value = 0
+        rank, kind = divmod(status, 1 << STATUS_RANK_SHIFT)
+        return RuntimeError(_MESSAGES[kind].format(rank=rank))
+
+    def wait(self) -> None:
+        """Wait for the last one and raise what take() returns; nothing while a CUDA graph is captured."""
+        if is_capturing(self._device):
+            return
+        if self._done is not None:
+            self._done.synchronize()
+        OwnError(self.take()).raise_if_any()

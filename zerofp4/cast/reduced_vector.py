@@ -1,18 +1,18 @@
-"""The vector that a step reduces over the ranks: where amaxes lie in it, and whose they are."""
+"""The vector that a step reduces over the ranks: which words of it are the amaxes of which weight."""
 
-import enum
 from collections.abc import Sequence
 
 import torch
 
+from zerofp4.cast.request import CastRequest
 from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
-from zerofp4.ops import ERROR_WORD, HASH_WORD, HEADER_WORDS
+from zerofp4.ops import ERROR_WORD, HASH_WORD, HEADER_WORDS, CastItem, MasterPiece
+from zerofp4.shard import Shard, byte_range, intersect
 from zerofp4.storage import NVFP4Storage
 
 _VECTOR_WORDS = 4
 """A weight's tile amaxes begin at a multiple of it in the reduced vector, so that kernels read vectors."""
-
 
 _DECLINED = 1.0
 """In the error word: not an error, which is +inf, but a rank that asks for another plan. No rank writes."""
@@ -21,33 +21,17 @@ _NO_HASH = -1.0
 """In a hash word of such a rank: below what any rank has there that takes part or has an error."""
 
 
-class Amaxes(enum.Enum):
-    """Whether the vector holds the amaxes of the next step: CastPlan.begin_update() to end_update(). CAPTURED
-    are those that replays of a CUDA graph will leave: for a step in the graph, not for one outside.
-    """
-
-    NONE, BEGUN, LEFT, CAPTURED = range(4)
-
-
 class ReducedVector:
     """Header words, one amax per amax group, then the tile amaxes of each weight. A stack of E matrices is E
     weights here, and an amax group of stacks E groups.
 
-    words: float32, zeros at first. amax_groups: by weight, as in CastRequest. travels: whether there are
-    ranks to reduce it with.
-    wire: what they reduce, between pack() and unpack(): bfloat16 where all weights are. Masters are rounded
-    to the weight's dtype before anything else, so an amax is one of its values, or +inf; and the header is
-    of bytes. So nothing is rounded on the way. `words` itself of any other weights.
+    records, amax_groups: by weight, as in CastRequest.
+    words: float32, zeros at first.
     """
 
-    def __init__(
-        self,
-        records: Sequence[NVFP4Storage],
-        amax_groups: Sequence[int],
-        device: torch.device,
-        travels: bool,
-    ):
+    def __init__(self, records: Sequence[NVFP4Storage], amax_groups: Sequence[int], device: torch.device):
         self._offsets: list[list[tuple[int, int]]] = [[] for _ in records]
+        """By weight, for each of its matrices: the words of its first tile's amax, and of its group's."""
         first, self._groups_end = {}, HEADER_WORDS
         for record, group in zip(records, amax_groups, strict=True):
             if group not in first:
@@ -59,22 +43,19 @@ class ReducedVector:
             for e in range(record.amax_shape[0]):
                 offsets.append((total, first[group] + e))
                 total += tiles
-        self.words = self.wire = torch.zeros(total, dtype=torch.float32, device=device)
-        if travels and {record.dtype for record in records} == {torch.bfloat16}:
-            self.wire = torch.zeros(total, dtype=torch.bfloat16, device=device)
+        self.words = torch.zeros(total, dtype=torch.float32, device=device)
 
-    def offsets(self, i: int) -> list[tuple[int, int]]:
-        """Of each matrix of weight i the words of the amax of its tile (0, 0) and of that of its group."""
-        return self._offsets[i]
-
-    def pack(self) -> None:
-        """Before a reduction. Queued on the current stream, as is unpack() behind it."""
-        if self.wire is not self.words:
-            self.wire.copy_(self.words)
-
-    def unpack(self) -> None:
-        if self.wire is not self.words:
-            self.words.copy_(self.wire)
+    def items(self, request: CastRequest) -> list[CastItem]:
+        """What this rank owns of each matrix, and the matrix's words, for the stages of a plan."""
+        items = []
+        for i, (record, offsets) in enumerate(zip(request.records, self._offsets, strict=True)):
+            shard, master, codes = request.shards[i], request.masters[i], request.codes(i)
+            if record.experts is not None:
+                items += _expert_items(record, shard, master, codes, offsets)
+            else:
+                piece = MasterPiece(master, shard, record.matrix, record.dtype, *offsets[0])
+                items.append(CastItem(record, piece, codes))
+        return items
 
     def has_nonfinite(self) -> bool:
         """After a reduction, whether any rank has a NaN or Inf. Waits for the device."""
@@ -98,3 +79,31 @@ class ReducedVector:
         """
         error_word, hash_word = self.words[[ERROR_WORD, HASH_WORD]].tolist()
         return hash_word == _NO_HASH if error_word == _DECLINED else None
+
+
+def _expert_items(
+    record: NVFP4Storage,
+    shard: Shard,
+    master: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    offsets: list[tuple[int, int]],
+) -> list[CastItem]:
+    """An item for each matrix of a stack, with what the shard has of it. The matrices have even sizes: no
+    byte of codes belongs to two of them.
+    """
+    rows, cols = record.matrix
+    items = []
+    for e, matrix in enumerate(record.matrices()):
+        first = e * rows * cols
+        own = intersect(first, rows * cols, shard.start, shard.end)
+        own_master = own_codes = None
+        if own.numel:
+            begin = first + own.start
+            if master is not None:
+                own_master = master[begin - shard.start :][: own.numel]
+            first_byte, last_byte = byte_range(Shard(begin, own.numel))
+            behind = byte_range(shard)[0]
+            own_codes = codes[first_byte - behind : last_byte - behind]
+        piece = MasterPiece(own_master, own, (rows, cols), record.dtype, *offsets[e])
+        items.append(CastItem(matrix, piece, own_codes))
+    return items

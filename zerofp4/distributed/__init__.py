@@ -1,16 +1,20 @@
 """What ranks tell each other: collectives, and agreement on errors."""
 
-from zerofp4.distributed.agreement import (
+from zerofp4.distributed.collectives import (
+    PHASES,
+    PREFIX,
+    CollectiveError,
+    GroupReference,
     OwnError,
+    Pending,
+    Stage,
+    all_gather_slices,
     attempt,
     error_text,
     exchange,
     first_difference,
+    in_phase,
     raised_by_all,
-)
-from zerofp4.distributed.collectives import (
-    GroupReference,
-    all_gather_slices,
     rank_and_size,
     reduce_max,
     resolve_group,
@@ -18,10 +22,7 @@ from zerofp4.distributed.collectives import (
     start_reduce_max,
     timeout_seconds,
 )
-from zerofp4.distributed.ownership import check_disjoint, check_ownership
-from zerofp4.distributed.packed_gather import PackedGather
-from zerofp4.distributed.phases import PHASES, PREFIX, in_phase
-from zerofp4.distributed.stage import CollectiveError, Pending, Stage
+from zerofp4.distributed.packed_gather import PackedGather, check_disjoint, check_ownership
 
 __all__ = [
     "PHASES",

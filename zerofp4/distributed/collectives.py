@@ -1,4 +1,4 @@
-"""Process groups, and the collectives of a plan and of an optimizer.
+"""Collectives of process groups, agreement of ranks on errors, and the phases that a profiler shows.
 
 A group is a torch.distributed process group, or None for a world of one.
 """
@@ -6,13 +6,16 @@ A group is a torch.distributed process group, or None for a world of one.
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from zerofp4.distributed.stage import Pending, Stage
 from zerofp4.launch import ranks_started
+
+# Process groups
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -73,10 +76,188 @@ def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
     return getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds()
 
 
+# Errors of a collective, and of one rank
+
+
+class CollectiveError(dist.DistBackendError):
+    """A collective failed: a rank has died, was stopped or runs other code, and the process group is of no
+    more use. The message names the stage and this rank; of two ranks also the other one. Among more ranks the
+    culprit is unknown: a rank that this one waits for may have left because it waited for a third.
+
+    Code that reports errors to other ranks raises a CollectiveError as it is: a second collective would wait
+    for the same rank, as long again.
+    """
+
+    all_ranks_raise = True
+
+
+class Stage:
+    """`with Stage(name, group):` around calls of torch.distributed, and nothing else: a RuntimeError from
+    them becomes a CollectiveError that names the stage, which errors of torch do not say.
+
+    name: what the ranks do together, as in "averaging gradients".
+    """
+
+    __slots__ = ("_group", "_name")
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None):
+        self._name, self._group = name, group
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+        # gloo's errors are RuntimeErrors, NCCL's DistBackendErrors, which are those too.
+        if isinstance(error, RuntimeError):
+            self.raise_named(error)
+
+    def raise_named(self, error: RuntimeError) -> None:
+        """Raise the CollectiveError for an error of torch.distributed, unless it is one already, or says that
+        a GPU is out of memory.
+        """
+        if isinstance(error, CollectiveError | torch.OutOfMemoryError):
+            return
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        # Of a group of two in a larger world the other one may have left because of a third rank.
+        who = f"rank {1 - rank}" if size == dist.get_world_size() == 2 else "a rank"
+        raise CollectiveError(
+            f"{self._name} failed on rank {rank} of {size}: {str(error).splitlines()[0]} ({who} has died, "
+            "was stopped or is elsewhere; this process group is of no more use)"
+        ) from error
+
+
+class Pending:
+    """A collective that is under way."""
+
+    __slots__ = ("_stage", "_work")
+
+    def __init__(self, work: dist.Work, stage: Stage):
+        self._work, self._stage = work, stage
+
+    def wait(self) -> None:
+        """As that of torch's work: with NCCL the device's stream waits, else the host."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._stage.raise_named(error)
+            raise
+
+
+class OwnError:
+    """An error of this rank, or none, that is raised once this rank has joined the collectives of the others.
+    `with error:` keeps the first Exception raised inside; a CollectiveError is raised as it is, since no rank
+    is left that would wait.
+
+    A variable holds this object, not the exception, and take() empties it: an exception that a frame of its
+    own traceback holds is in a reference cycle. Process groups that these frames refer to would outlive
+    destroy_process_group(), until a garbage collection or the end of the interpreter.
+    """
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: BaseException | None = None):
+        self._error = error
+
+    def __bool__(self) -> bool:
+        return self._error is not None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> bool:
+        kept = isinstance(error, Exception) and not isinstance(error, CollectiveError)
+        if kept and self._error is None:
+            self._error = error
+        return kept
+
+    def take(self) -> BaseException | None:
+        """The exception, to be raised; it is not kept any more."""
+        error, self._error = self._error, None
+        return error
+
+    def raise_if_any(self, cause: BaseException | None = None) -> None:
+        """cause: of an exception that has none."""
+        if self._error is not None:
+            if cause is not None and self._error.__cause__ is None:
+                self._error.__cause__ = cause
+            raise self.take()
+
+
+def attempt(function: Callable, *args) -> tuple[Any, OwnError]:
+    """What the function returns, and no error; or None and its exception."""
+    try:
+        return function(*args), OwnError()
+    except Exception as error:
+        return None, OwnError(error)
+
+
+def error_text(error: BaseException) -> str:
+    """What is kept of an error that may be reported much later."""
+    return f"{type(error).__name__}: {error}"
+
+
+def raised_by_all(error: BaseException) -> BaseException:
+    """The error, marked: the other ranks raise one too, and need no report of it."""
+    error.all_ranks_raise = True
+    return error
+
+
+# Collectives. stage: what a CollectiveError calls one.
+
+
+def exchange(
+    payload: Any,
+    error: OwnError | None,
+    group: dist.ProcessGroup | None,
+    stage: str = "agreeing on arguments",
+) -> list[Any]:
+    """All-gather a picklable payload and agree on errors: the payloads in rank order.
+
+    Every rank must call it, with or without an error. If any rank has one, every rank raises an exception of
+    its kind whose message names the first such rank.
+    """
+    own = error.take() if error else None
+    try:
+        if own is not None and (group is None or isinstance(own, CollectiveError)):
+            raise own
+        if group is None:
+            return [payload]
+        rank, size = rank_and_size(group)
+        kinds = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}
+        kind = next((name for name, kind in kinds.items() if isinstance(own, kind)), "RuntimeError")
+        # The kind's name and the text: an exception itself may not survive pickling.
+        mine = (payload, None if own is None else (kind, str(own)))
+        gathered: list[Any] = [None] * size
+        with Stage(stage, group):
+            dist.all_gather_object(gathered, mine, group=group)
+        for other, (_, failure) in enumerate(gathered):
+            if failure is not None:
+                kind, message = failure
+                raise kinds[kind](f"rank {other}: {message}") from (own if other == rank else None)
+        return [value for value, _ in gathered]
+    finally:
+        del own
+
+
+def first_difference(by_rank: Sequence[Sequence[Any]]) -> tuple[int, int | None] | None:
+    """(rank, position) of the first entry in which a rank's list is not that of rank 0; the position is None
+    for a list of another length, which comes before all others. None where all are equal.
+    """
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        if len(other) != len(first):
+            return rank, None
+    for rank, other in enumerate(by_rank):
+        for position, (mine, theirs) in enumerate(zip(first, other, strict=True)):
+            if mine != theirs:
+                return rank, position
+    return None
+
+
 def reduce_max(
     vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str = "reducing a maximum"
 ) -> None:
-    """MAX all-reduce in place. stage: what a CollectiveError calls it, here and below."""
+    """MAX all-reduce in place."""
     if group is not None and dist.get_world_size(group) > 1:
         with Stage(stage, group):
             dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
@@ -85,13 +266,12 @@ def reduce_max(
 def start_reduce_max(
     vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str = "reducing a maximum"
 ) -> Pending | None:
-    """Begin a MAX all-reduce in place; None where there is nobody to reduce with."""
+    """Begin a MAX all-reduce in place; None in a world of one."""
     if group is None or dist.get_world_size(group) == 1:
         return None
     named = Stage(stage, group)
     with named:
-        work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True)
-    return Pending(work, named)
+        return Pending(dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True), named)
 
 
 def all_gather_slices(
@@ -116,10 +296,10 @@ def start_exchange(
     group: dist.ProcessGroup,
     stage: str = "exchanging rows",
 ) -> list[Pending]:
-    """Begin to send every other rank r the messages of sent[r], and to receive those of received[r] from it.
+    """Begin to send the messages sent[r] to every other rank r, and to receive received[r] from it.
 
-    Contiguous, as many messages of the same lengths and dtypes as the other rank expects. What there is for
-    this rank itself is not looked at.
+    Messages are contiguous, as many and of the same lengths and dtypes as the other rank expects. Those of
+    this rank itself are ignored.
     """
     rank, size = rank_and_size(group)
     calls: list[tuple[Callable, torch.Tensor, int]] = []
@@ -136,3 +316,43 @@ def start_exchange(
         return [Pending(work, named) for work in together.works]
     with named:  # to begin fails too, where the other rank has gone
         return [Pending(call([message], peer, 0), named) for call, message, peer in calls]
+
+
+# Phases of a step
+
+PHASES = {
+    "scan": "NaN scan",
+    "vote": "vote",
+    "gradients": "gradients travel, and their mean",
+    "norm": "gradient norm",
+    "update": "update",
+    "amaxes": "amaxes, and their reduction",
+    "cast": "scales and cast",
+    "weights": "weights travel",
+    "transpose": "transpose",
+}
+"""The phases of a step of many ranks: by name, the label for people. An update that averages gradients as it
+reads them, or leaves the amaxes of what it writes, does so in the phase "update".
+"""
+
+PREFIX = "zerofp4::"
+"""Of a phase's name in a trace of torch.profiler."""
+
+Work = TypeVar("Work", bound=Callable[..., Any])
+
+
+def in_phase(phase: str, work: Work) -> Work:
+    """`work` itself; while a profiler is on, `work` inside a range with the phase's name. Of nested ranges
+    the innermost one counts.
+
+    A record_function takes the host 10 us, profiler or not, and a step of 14 buckets comes by here a hundred
+    times: so this asks first.
+    """
+    if not profiler._is_profiler_enabled:
+        return work
+
+    def named(*arguments: Any, **options: Any) -> Any:
+        with profiler.record_function(PREFIX + phase):
+            return work(*arguments, **options)
+
+    return named  # type: ignore[return-value]

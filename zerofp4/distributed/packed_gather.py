@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed.agreement import OwnError
-from zerofp4.distributed.collectives import GroupReference, all_gather_slices, rank_and_size
+from zerofp4.distributed.collectives import GroupReference, OwnError, all_gather_slices, rank_and_size
 from zerofp4.layout import round_up
 from zerofp4.ops import (
     GATHER_FAILED,
@@ -18,7 +17,7 @@ from zerofp4.ops import (
     GatherRun,
     GatherStages,
 )
-from zerofp4.shard import Shard, byte_range
+from zerofp4.shard import Shard, byte_range, find_gap, find_overlap
 from zerofp4.storage import addresses_of
 
 
@@ -160,3 +159,20 @@ def _offsets(shards: Sequence[Shard]) -> tuple[list[int], int]:
         offsets.append(round_up(length, GATHER_VECTOR) + first % GATHER_VECTOR)
         length = offsets[-1] + last - first if shard.numel else length
     return offsets, length
+
+
+def check_ownership(names: Sequence[str], numels: Sequence[int], shards: Sequence[Sequence[Shard]]) -> None:
+    """Raises ValueError unless the shards [rank][weight] cover every weight exactly once."""
+    for i, (name, numel) in enumerate(zip(names, numels, strict=True)):
+        check_disjoint(name, [of_rank[i] for of_rank in shards])
+        gap = find_gap([of_rank[i] for of_rank in shards], numel)
+        if gap is not None:
+            raise ValueError(f"{name}: elements {gap[0]}..{gap[1] - 1} of {numel} are owned by no rank")
+
+
+def check_disjoint(name: str, shards: Sequence[Shard]) -> None:
+    """Raises ValueError when two ranks own the same element of a weight."""
+    overlap = find_overlap(shards)
+    if overlap is not None:
+        a, b, first, last = overlap
+        raise ValueError(f"{name}: ranks {a} and {b} both own elements {first}..{last - 1}")

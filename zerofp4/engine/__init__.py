@@ -4,13 +4,28 @@ Neighbouring parameters of one kind make a bucket, which is sharded over all ran
 exchange, its weights one all-gather in place, and a step works on one bucket while others travel.
 """
 
-from zerofp4.engine.backward import BackwardSchedule, EarlyCollective, early_places
-from zerofp4.engine.buckets import Updated, build_buffers
+from zerofp4.engine.backward import ArrivingMeans, BackwardSchedule
+from zerofp4.engine.buckets import (
+    Updated,
+    Wire,
+    build_buffers,
+    check_gradient_dtype,
+    gradient_dtype,
+    make_wire,
+    set_gradient_dtype,
+)
 from zerofp4.engine.collective import CollectiveTransport
-from zerofp4.engine.description import describe_buckets
-from zerofp4.engine.flat import ALIGNMENT, DenseBuffer, FlatBuffer, PackedBuffer, Sharding
+from zerofp4.engine.flat import (
+    ALIGNMENT,
+    DenseBuffer,
+    FlatBuffer,
+    PackedBuffer,
+    Sharding,
+    with_own_storage,
+)
 from zerofp4.engine.gradient_memory import (
     GradientMemory,
+    Gradients,
     GradientSnapshot,
     are_sendable,
     attributes,
@@ -20,31 +35,29 @@ from zerofp4.engine.gradient_memory import (
 )
 from zerofp4.engine.hosts import Hosts, HostTransport, join_host
 from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.peer import PeerTransport, PushTransport
+from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
 from zerofp4.engine.step import Step
-from zerofp4.engine.transport import Arrived, Exchange, Transport
-from zerofp4.engine.wire import Wire, check_gradient_dtype, gradient_dtype, make_wire, set_gradient_dtype
+from zerofp4.engine.transport import Arrived, Transport, check_gradients, describe_buckets
 
 __all__ = [
     "ALIGNMENT",
     "TRANSPORTS",
     "Arrived",
+    "ArrivingMeans",
     "BackwardSchedule",
     "CollectiveTransport",
     "DenseBuffer",
-    "EarlyCollective",
-    "Exchange",
     "FlatBuffer",
     "GradientMemory",
     "GradientSnapshot",
+    "Gradients",
     "HostTransport",
     "Hosts",
     "LateGathers",
     "PackedBuffer",
     "PeerTransport",
     "Peers",
-    "PushTransport",
     "Sharding",
     "Step",
     "Transport",
@@ -54,8 +67,8 @@ __all__ = [
     "attributes",
     "build_buffers",
     "check_gradient_dtype",
+    "check_gradients",
     "describe_buckets",
-    "early_places",
     "gradient_dtype",
     "gradients_of",
     "in_order",
@@ -64,4 +77,5 @@ __all__ = [
     "join_peers",
     "make_wire",
     "set_gradient_dtype",
+    "with_own_storage",
 ]

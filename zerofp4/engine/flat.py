@@ -1,10 +1,8 @@
 """Flat buffers: parameters of one kind one after the other, cut into one equal slice per rank.
 
-The model's weights are views of a buffer that every rank holds whole. Of the FP32 masters and gradients a
+Every rank holds the model's weights whole, as views of a flat buffer. Of the FP32 masters and gradients a
 rank holds its own slice, in the same layout. So each all-gather of weights is in place: a rank casts its
 masters into its slice of the buffer, and the gather fills in the other slices.
-
-Slices end wherever they end, or, for optimizers that look at whole matrices, between two parameters.
 """
 
 import functools
@@ -31,8 +29,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor whose storage holds nothing else.
 
     Whoever saves models takes tensors over one storage for tied weights, and leaves all but one out, or
-    writes the whole storage for each. What moves such a storage in place (share_memory_()) leaves the memory
-    and all other tensors over it where they are.
+    writes the whole storage for each. share_memory_() moves such a storage, and leaves other tensors there.
     """
     # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
     with torch.inference_mode(False), torch.cuda.device_of(view):
@@ -48,87 +45,73 @@ class Sharding(NamedTuple):
     replicas: the owners of the same elements in other groups, and this rank: they average their gradients.
     """
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
     copy: int | None = None
     replicas: dist.ProcessGroup | None = None
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether a norm over all ranks counts this rank's elements, not those of another copy."""
-        return not self.copy
-
-
-class Halfway(NamedTuple):
-    """A place in a slice of weights: a row of the parameter at a position, or its number of rows where the
-    place is behind it, and the elements (of `weights`) that are sent before it.
-    """
-
-    position: int
-    row: int
-    sent: int
-
 
 class FlatBuffer:
-    """The layout of parameters of one kind, and this rank's slice of their FP32 masters and gradients.
+    """A bucket: the layout of parameters of one kind, and this rank's slice of their FP32 masters and
+    gradients.
 
-    parameters: their positions among all trainable parameters are `indices`. owners: by parameter, the rank
-    with which it lies whole, in ascending order; None where parameters are cut wherever a slice ends.
-    shards[i]: what this rank owns of parameters[i]. masters, gradients: float32 [slice_numel]; what lies
-    between two parameters is zero. weights: what the model computes with, allocated by the subclass,
-    world_size slices, whose storage nobody else has; take_values() copies the parameters into it, bind()
-    gives them its memory. sharding: over the ranks of its group. replica, replica_count: this rank's number
-    among its replicas, and how many there are; parts: of a slice, by replica, what it averages.
+    indices: the positions of the parameters among all trainable ones.
+    owners: by parameter, the rank that owns all of it, in ascending order; None where parameters are cut
+        wherever a slice ends.
+
+    A subclass allocates `weights` and `masters` in allocate(). take_values() copies the parameters into
+    `weights`, and bind() makes the parameters views of it.
     """
 
     kind: str
+    """"nvfp4", or the name of a dtype."""
     weights: torch.Tensor
+    """What the model computes with: [world_size * slice], in a storage that nothing else has."""
     masters: torch.Tensor
+    """float32 [slice_numel]; what lies between two parameters is zero."""
     peers: Peers | None = None
     """The ranks, where they share memory: then the weights lie there."""
+    halfway: tuple[int, int, int] | None = None
+    """Where a cast may stop once, so that codes are sent while the rest is cast: the position of a parameter,
+    its row, or its number of rows where that is behind it, and how many elements of `weights` are before it.
+    """
 
     def __init__(
         self,
         indices: Sequence[int],
         parameters: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
+        sharding: Sharding = Sharding(),  # noqa: B008
         owners: Sequence[int] | None = None,
-        sharding: Sharding | None = None,
     ):
-        sharding = sharding or Sharding(group)
         self.indices, self.parameters = list(indices), list(parameters)
-        self.group, self.is_counted = GroupReference(group), sharding.is_counted
-        self.replicas = GroupReference(sharding.replicas)
-        self.replica, self.replica_count = (0, 1)
-        if sharding.replicas is not None:
-            self.replica, self.replica_count = rank_and_size(sharding.replicas)
-        self.rank, self.world_size = rank_and_size(group)
         self.device = self.parameters[0].device
+        self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
+        self.rank, self.world_size = rank_and_size(sharding.group)
+        self.replica, self.replica_count = rank_and_size(sharding.replicas)
+        self.is_counted = not sharding.copy
+        """Whether a norm over all ranks counts this rank's elements, not those of another copy."""
         self.is_of_whole_matrices = owners is not None
         sizes = [parameter.numel() for parameter in self.parameters]
         if owners is None:
             self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT)
         else:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
-        self.begin = self.rank * self.slice_numel
-        end = self.begin + self.slice_numel
-        self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
         self.numel = self.world_size * self.slice_numel
+        self.begin, end = self.rank * self.slice_numel, (self.rank + 1) * self.slice_numel
+        self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
+        """By parameter, what this rank owns of it."""
         most = round_up(ceil_div(self.slice_numel, self.replica_count), ALIGNMENT)
         bounds = [min(r * most, self.slice_numel) for r in range(self.replica_count + 1)]
         self.parts = [slice(first, last) for first, last in itertools.pairwise(bounds)]
-
-    @property
-    def part(self) -> slice:
-        """Of this rank's slice, what it averages: all of it where there are no replicas."""
-        return self.parts[self.replica]
+        """By replica, what it averages of a slice."""
+        self.part = self.parts[self.replica]
+        """What this rank averages of its slice: all of it where there are no replicas."""
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
-        """Made when it is first asked for: an update that adds up gradients as it reads them needs none."""
+        """float32 [slice_numel], as masters. Allocated when it is first asked for: an update that adds up
+        gradients as it reads them needs none.
+        """
         return self._zeros()
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
 
     @functools.cached_property
     def gradient_views(self) -> list[torch.Tensor | None]:
@@ -137,7 +120,7 @@ class FlatBuffer:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is such memory by now."""
+        """Whether `gradients` is allocated by now."""
         return "gradients" in vars(self)
 
     def is_sharded_like(self, other: "FlatBuffer") -> bool:
@@ -153,28 +136,30 @@ class FlatBuffer:
         ]
 
     def whole_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each whole parameter, 1D, in a tensor of all ranks' slices."""
-        return [flat[o : o + p.numel()] for o, p in zip(self.offsets, self.parameters, strict=True)]
+        """Each whole parameter, in its shape, in a tensor of all ranks' slices."""
+        return [
+            flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.parameters, strict=True)
+        ]
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """Collective: the whole FP32 master of each parameter, in its shape."""
         flat = torch.empty(self.numel, dtype=torch.float32, device=self.device)
-        flat[self.begin : self.begin + self.slice_numel] = self.masters
+        self._own_slice(flat).copy_(self.masters)
         if self.world_size > 1:
             all_gather_slices(flat, self.group(), stage="gathering masters")
-        views = self.whole_views(flat)
-        return [view.view(p.shape).clone() for view, p in zip(views, self.parameters, strict=True)]
+        return [view.clone() for view in self.whole_views(flat)]
+
+    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.begin : self.begin + self.slice_numel]
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
 
     def _whole_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for weights."""
         if self.peers is not None:
             return self.peers.zeros((numel,), dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    @property
-    def halfway(self) -> Halfway | None:
-        """Where a cast may stop once, so that the first half of the slice is sent; None where nothing is."""
-        return None
 
 
 class DenseBuffer(FlatBuffer):
@@ -183,49 +168,39 @@ class DenseBuffer(FlatBuffer):
     FP32 parameters are their own masters: this rank's slice of the weights, until somebody moves that.
     """
 
-    def __init__(
-        self,
-        indices: Sequence[int],
-        parameters: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-        owners: Sequence[int] | None = None,
-        sharding: Sharding | None = None,
-    ):
-        super().__init__(indices, parameters, group, owners, sharding)
-        self.dtype = self.parameters[0].dtype
-        self.kind = str(self.dtype).removeprefix("torch.")
+    @property
+    def kind(self) -> str:
+        return str(self.parameters[0].dtype).removeprefix("torch.")
 
     def allocate(self) -> None:
-        self.weights = self._whole_zeros(self.numel, self.dtype)
-        self._own = self.weights[self.begin : self.begin + self.slice_numel]
-        self.masters = with_own_storage(self._own) if self.dtype == torch.float32 else self._zeros()
+        dtype = self.parameters[0].dtype
+        self.weights = self._whole_zeros(self.numel, dtype)
+        is_float = dtype == torch.float32
+        self.masters = with_own_storage(self._own_slice(self.weights)) if is_float else self._zeros()
 
     def take_values(self) -> None:
-        """Copy the values of the parameters into the buffer."""
         for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
-            view.view(parameter.shape).copy_(parameter.data)
+            view.copy_(parameter.data)
 
     def bind(self) -> None:
-        """Give the parameters the memory of the buffer, with its values."""
         for view, parameter in zip(self.whole_views(self.weights), self.parameters, strict=True):
-            parameter.data = with_own_storage(view.view(parameter.shape))
+            parameter.data = with_own_storage(view)
 
     def cast(self) -> None:
         """Round the masters into this rank's slice of the weights."""
-        if self.masters.data_ptr() != self._own.data_ptr():
-            self._own.copy_(self.masters)
+        own = self._own_slice(self.weights)
+        if self.masters.data_ptr() != own.data_ptr():
+            own.copy_(self.masters)
 
 
 class PackedBuffer(FlatBuffer):
-    """NVFP4 weights; their rowwise_data lie in the buffer, uint8 [numel / 2].
-
-    gate: before the codes of all of them, for a gather that readers wait for (Arrivals).
-    """
+    """NVFP4 weights; their rowwise_data lie in the buffer, uint8 [numel / 2]."""
 
     kind = "nvfp4"
 
     @functools.cached_property
     def gate(self) -> Gate:
+        """What reads of the weights' codes pass, for a gather that they wait for (LateGathers)."""
         return Gate()
 
     def allocate(self) -> None:
@@ -234,20 +209,24 @@ class PackedBuffer(FlatBuffer):
 
     def _codes(self) -> list[torch.Tensor]:
         """The codes of each weight, in the shape that its record gives them."""
-        spans = [(o // 2, (o + w.numel()) // 2) for o, w in zip(self.offsets, self.parameters, strict=True)]
         return [
-            self.weights[first:last].view(weight.record.data_shape("rowwise"))
-            for (first, last), weight in zip(spans, self.parameters, strict=True)
+            self.weights[o // 2 : (o + w.numel()) // 2].view(w.record.data_shape("rowwise"))
+            for o, w in zip(self.offsets, self.parameters, strict=True)
         ]
 
     def take_values(self) -> None:
-        """Copy the codes of the weights into the buffer."""
         for codes, weight in zip(self._codes(), self.parameters, strict=True):
             codes.copy_(weight.rowwise_data)
 
+    def bind(self) -> None:
+        for codes, weight in zip(self._codes(), self.parameters, strict=True):
+            weight.rowwise_data = with_own_storage(codes)
+            for _, side in weight.record.sides():
+                side.gate = self.gate
+
     @functools.cached_property
-    def halfway(self) -> Halfway | None:
-        """Of ranks that share memory; the last row of tiles that begins in the first half of this rank's
+    def halfway(self) -> tuple[int, int, int] | None:
+        """Of ranks that share memory: the last row of tiles that begins in the first half of this rank's
         codes, or the end of a weight where the middle is in a gap behind it.
         """
         if self.peers is None or self.world_size == 1:
@@ -262,11 +241,4 @@ class PackedBuffer(FlatBuffer):
         matrix, row = divmod(min(middle - offset, weight.numel()) // cols, rows)
         row = matrix * rows + row // BLOCK * BLOCK
         sent = offset + row * cols - self.begin
-        return Halfway(position, row, sent // 2) if sent > 0 else None
-
-    def bind(self) -> None:
-        """Give the weights' codes the memory of the buffer, with its bytes."""
-        for codes, weight in zip(self._codes(), self.parameters, strict=True):
-            weight.rowwise_data = with_own_storage(codes)
-            for _, side in weight.record.sides():
-                side.gate = self.gate
+        return (position, row, sent // 2) if sent > 0 else None

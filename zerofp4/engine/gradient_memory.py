@@ -3,17 +3,25 @@ sent.
 """
 
 import functools
+import itertools
+import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from zerofp4.engine.buckets import Wire
 from zerofp4.engine.flat import FlatBuffer
-from zerofp4.storage import dispatches
+from zerofp4.engine.peers import Peers
+from zerofp4.storage import any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace
 
-_dtype, _grad, _version = map(operator.attrgetter, ("dtype", "grad", "_version"))
+Gradients = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
+"""p.grad by the position of a parameter among all trainable ones; a mapping has those of one bucket."""
+
+_dtype, _grad = operator.attrgetter("dtype"), operator.attrgetter("grad")
 
 
 def attributes(get: operator.attrgetter, tensors: Sequence[torch.Tensor]) -> list:
@@ -33,12 +41,15 @@ class GradientSnapshot:
 
     def __init__(self, gradients: Sequence[torch.Tensor | None]):
         self._gradients = list(gradients)
-        self._present = [gradient for gradient in gradients if gradient is not None]
-        self._versions = attributes(_version, self._present)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int | None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [None if gradient is None else gradient._version for gradient in self._gradients]
 
     def written(self) -> bool:
         """Whether some of them have been written to."""
-        return attributes(_version, self._present) != self._versions
+        return self._versions_now() != self._versions
 
     def changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are other gradients, or the same ones with other values."""
@@ -46,15 +57,9 @@ class GradientSnapshot:
 
     def first_changed(self, gradients: Sequence[torch.Tensor | None]) -> int | None:
         """The position of one that changed()."""
-        if not self.changed(gradients):
-            return None
-        seen = iter(self._versions)
-        before = [(g, None if g is None else next(seen)) for g in self._gradients]
-        return next(
-            i
-            for i, (now, (g, version)) in enumerate(zip(gradients, before, strict=True))
-            if now is not g or (g is not None and g._version != version)
-        )
+        pairs = zip(gradients, self._gradients, self._versions_now(), self._versions, strict=True)
+        changes = (k for k, (now, then, *v) in enumerate(pairs) if now is not then or v[0] != v[1])
+        return next(changes, None)
 
 
 def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -66,7 +71,7 @@ def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype
     """is_sendable() of all. Every step asks this of hundreds of tensors, so the loops run in C."""
     return (
         list(map(_dtype, gradients)) == dtypes
-        and not any(map(dispatches, gradients))
+        and not any_dispatches(gradients)
         and all(map(torch.Tensor.is_contiguous, gradients))
         and not any(map(torch.Tensor.is_neg, gradients))
         and not any(map(torch.Tensor._is_zerotensor, gradients))
@@ -80,12 +85,33 @@ def in_order(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
 
 
-def _is_same_memory(view: torch.Tensor, gradient: torch.Tensor) -> bool:
-    return gradient.data_ptr() == view.data_ptr() and is_sendable(gradient, view.dtype)
+def add_gradient_hooks(
+    owner: Any, parameters: Sequence[torch.Tensor], method: Callable[[Any, int, torch.Tensor], None]
+) -> weakref.finalize:
+    """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The parameters
+    do not keep the owner alive: the hooks end with it, or when what this returns is called.
+    """
+    me = weakref.ref(owner)
+
+    def hook(position: int, parameter: torch.Tensor) -> None:
+        alive = me()
+        if alive is not None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                method(alive, position, parameter)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(hook, position))
+            for position, parameter in enumerate(parameters)
+        ]
+    ends = weakref.finalize(owner, _remove, handles)
+    ends.atexit = False
+    return ends
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _remove(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class GradientMemory:
@@ -94,131 +120,136 @@ class GradientMemory:
     bucket: whose gradients.
     flat: [world_size, slice_numel] of any floating dtype; zeros if it is aliased.
     aliased_storages: the addresses of all such memory of one optimizer, to which that of `flat` is added.
-    Then p.grad becomes a view of `flat` in each backward pass, and later passes add to it there. The matrix
-    product of a quantized weight writes its gradient there directly (GradientPlace); any other gradient is
-    moved there by a hook. A gradient with a graph of its own, and one that a user assigned, stays where it is
-    until take() copies it. None: nothing aliases `flat`, and others may write to it between two calls of
-    take().
+        Then p.grad becomes a view of `flat` in each backward pass, and later passes add to it there. The
+        matrix product of a quantized weight writes its gradient there directly (GradientPlace); a hook moves
+        any other gradient there. A gradient with a graph of its own, and one that a user assigned, stays
+        where it is until take() copies it. None: nothing aliases `flat`, and others may write to it between
+        two calls of take().
     """
 
     def __init__(self, bucket: FlatBuffer, flat: torch.Tensor, aliased_storages: set[int] | None = None):
-        self.flat, self._bucket = flat, bucket
-        self.aliased, self._storages = aliased_storages is not None, aliased_storages
-        views = bucket.whole_views(flat.view(-1))
-        self.views = [view.view(p.shape) for view, p in zip(views, bucket.parameters, strict=True)]
+        self.flat, self._bucket, self._storages = flat, bucket, aliased_storages
+        self.aliased = aliased_storages is not None
+        self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
-        self._dtypes = [flat.dtype] * len(views)
-        self._places: list[GradientPlace] = []
-        # Padding between parameters stays zero where nobody else writes.
-        self._gaps = [] if self.aliased else _gaps(flat.view(-1), bucket)
+        self._gaps: list[torch.Tensor] = []
+        """What lies before, between and behind the parameters, where others write too; it travels as zeros.
+        """
         if self.aliased:
-            self._storages.add(_storage_address(flat))
-            self._add_hooks()
+            aliased_storages.add(_storage_address(flat))
+            with torch._C.DisableTorchFunctionSubclass():
+                self._places = list(map(GradientPlace, bucket.parameters, self.views))
+            add_gradient_hooks(self, bucket.parameters, GradientMemory._move)
+        else:
+            ends = [0, *(o + p.numel() for o, p in zip(bucket.offsets, bucket.parameters, strict=True))]
+            pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
+            self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
-    def _add_hooks(self) -> None:
-        me = weakref.ref(self)  # the parameters must not keep this memory alive
-        with torch._C.DisableTorchFunctionSubclass():
-            self._places = list(map(GradientPlace, self._bucket.parameters, self.views))
-            handles = [
-                parameter.register_post_accumulate_grad_hook(functools.partial(_move_hook, me, k))
-                for k, parameter in enumerate(self._bucket.parameters)
-            ]
-        weakref.finalize(self, _remove, handles, self._places).atexit = False
+    def check(self, gradients: Gradients, names: Sequence[str]) -> None:
+        """Raise RuntimeError for a gradient that aliases the memory of another parameter's gradient.
 
-    def own_views(self, rank: int) -> list[torch.Tensor | None]:
-        """By parameter of the bucket, 1D, what this rank owns of its gradient; None where it owns nothing."""
-        return self._bucket.own_views(self.flat[rank])
+        gradients: of all trainable parameters, or a mapping that has those of this bucket.
+        names: of all trainable parameters.
+        """
+        mine = [gradients[i] for i in self._bucket.indices]
+        for k in self._elsewhere(mine) if self.aliased else ():
+            if self._is_aliased(mine[k]):
+                name = names[self._bucket.indices[k]]
+                raise RuntimeError(
+                    f"the gradient of {name} lies in memory that gradients are sent from, but not where its "
+                    "own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
+                )
+
+    def take(self, gradients: Gradients) -> None:
+        """Copy gradients into `flat`, rounded to its dtype, unless they lie there. None counts as zeros.
+
+        gradients: as of check().
+        """
+        mine = [gradients[i] for i in self._bucket.indices]
+        missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
+        away = self._elsewhere(mine)
+        if self._gaps or missing:
+            torch._foreach_zero_(self._gaps + missing)
+        if away:
+            torch._foreach_copy_([self.views[k] for k in away], [mine[k] for k in away])
+
+    def _elsewhere(self, mine: Sequence[torch.Tensor | None]) -> list[int]:
+        """The positions of gradients that do not lie in their views. Usually there are none, which loops in C
+        find out.
+        """
+        here, away = [k for k, gradient in enumerate(mine) if gradient is not None], []
+        addresses = map(torch.Tensor.data_ptr, [mine[k] for k in here])
+        if list(addresses) != [self._addresses[k] for k in here]:
+            away = [k for k in here if mine[k].data_ptr() != self._addresses[k]]
+            here = [k for k in here if mine[k].data_ptr() == self._addresses[k]]
+        if not are_sendable([mine[k] for k in here], [self.flat.dtype] * len(here)):
+            away += [k for k in here if not is_sendable(mine[k], self.flat.dtype)]
+        return away
 
     def _is_aliased(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient lies in such memory of any bucket, in whichever parameter's part."""
         return not dispatches(gradient) and _storage_address(gradient) in self._storages
 
-    def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-        """Raise RuntimeError for a gradient that take() must not move: one that aliases the memory of another
-        parameter's gradient, or one that a backward pass has not finished.
-
-        gradients, names: of all trainable parameters.
-        """
-        if not self.aliased or self._are_here([gradients[i] for i in self._bucket.indices]):
-            return
-        in_backward = torch._C._current_graph_task_id() != -1
-        for k, i in enumerate(self._bucket.indices):
-            gradient = gradients[i]
-            at_home = gradient is not None and _is_same_memory(self.views[k], gradient)
-            if gradient is not None and not at_home and self._is_aliased(gradient):
-                raise RuntimeError(
-                    f"the gradient of {names[i]} lies in memory that gradients are sent from, but not where "
-                    "its own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
-                )
-            if in_backward and not at_home and self._places[k].is_awaited():
-                raise RuntimeError(
-                    f"a backward pass has made part of the gradient of {names[i]}: gradients are reduced "
-                    "before or after it, not in between"
-                )
-
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy gradients into `flat`, rounded to its dtype, unless they lie there. None counts as zeros.
-
-        gradients: of all trainable parameters, or a mapping that has those of this bucket.
-        """
-        mine = [gradients[index] for index in self._bucket.indices]
-        if not self._gaps and self._are_here(mine):
-            return
-        zeros, destinations, sources = list(self._gaps), [], []
-        for view, address, gradient in zip(self.views, self._addresses, mine, strict=True):
-            if gradient is None:
-                zeros.append(view)
-            elif gradient.data_ptr() != address or not is_sendable(gradient, view.dtype):
-                destinations.append(view)
-                sources.append(gradient)
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if sources:
-            torch._foreach_copy_(destinations, sources)
-
-    def _are_here(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        return (
-            all(gradient is not None for gradient in gradients)
-            and list(map(torch.Tensor.data_ptr, gradients)) == self._addresses
-            and are_sendable(gradients, self._dtypes)
-        )
-
     def _move(self, k: int, parameter: torch.Tensor) -> None:
         """After a backward pass has accumulated p.grad: make it a view of `flat`."""
         view, place, gradient = self.views[k], self._places[k], parameter.grad
-        if gradient is None or gradient.requires_grad:
+        if gradient is None or gradient.requires_grad or not is_sendable(gradient, view.dtype):
             return
-        if _is_same_memory(view, gradient):
-            place.note(gradient)
-            return
-        # place.is_awaited(): another pass, inside of which this one ran, has begun to write to the view.
-        if not is_sendable(gradient, view.dtype) or place.is_awaited() or place.is_kept(gradient):
-            return
-        if self._is_aliased(gradient):  # in another parameter's part: check() raises
-            return
-        with torch.no_grad():
+        if gradient.data_ptr() != view.data_ptr():
+            # place.is_awaited(): another pass, inside of which this one ran, has begun to write to the view.
+            if place.is_awaited() or place.is_kept(gradient) or self._is_aliased(gradient):
+                return
             view.copy_(gradient)
-        # Another object each time, with a version counter of its own: it is another gradient.
-        parameter.grad = view.data
-        place.note(parameter.grad)
+            # Another object each time, with a version counter of its own: it is another gradient.
+            parameter.grad = gradient = view.data
+        place.note(gradient)
 
 
-def _gaps(flat: torch.Tensor, bucket: FlatBuffer) -> list[torch.Tensor]:
-    """What lies in `flat` before, between and behind the parameters of the bucket."""
-    sizes = [parameter.numel() for parameter in bucket.parameters]
-    ends = [0, *(offset + size for offset, size in zip(bucket.offsets, sizes, strict=True))]
-    pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
-    return [flat[end:begin] for end, begin in pairs if end < begin]
+def _storage_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
-def _move_hook(owner: "weakref.ref[GradientMemory]", k: int, parameter: torch.Tensor) -> None:
-    memory = owner()
-    if memory is not None:
-        with torch._C.DisableTorchFunctionSubclass():
-            memory._move(k, parameter)
+# What transports share
 
 
-def _remove(handles: Sequence[torch.utils.hooks.RemovableHandle], places: Sequence[GradientPlace]) -> None:
-    for handle, place in zip(handles, places, strict=True):
-        handle.remove()
-        place.close()
+def in_turns(
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], device: torch.device, count: int = 2
+) -> list[torch.Tensor | None]:
+    """Contiguous tensors of these shapes and dtypes, of which only `count` neighbours are used at a time, so
+    that each shares memory with the one `count` before it. None for None.
+    """
+    sizes = [math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout is not None]
+    memory = torch.empty(min(count, len(sizes)), max(sizes, default=0), dtype=torch.uint8, device=device)
+    turns = itertools.cycle(memory)
+    return [
+        None if layout is None else next(turns).view(layout[1])[: math.prod(layout[0])].view(layout[0])
+        for layout in layouts
+    ]
+
+
+def private_memory(
+    buckets: Sequence[FlatBuffer], wire: Wire, device: torch.device, count: int = 2, aliased: bool = True
+) -> list[GradientMemory]:
+    """By bucket, memory for this rank's own gradients. p.grad aliases it where gradients travel as autograd
+    makes them; other gradients are copied to memory that buckets use in turns.
+
+    count: how many buckets are on their way at once.
+    aliased: whether p.grad may alias the memory.
+    """
+    stays = [aliased and wire.keeps(bucket.parameters) for bucket in buckets]
+    layouts = [((b.world_size, b.slice_numel), wire.dtype_of(b.parameters)) for b in buckets]
+    copied = [None if keeps else layout for keeps, layout in zip(stays, layouts, strict=True)]
+    turns, storages, found = in_turns(copied, device, count), set(), []
+    for bucket, (shape, dtype), turn in zip(buckets, layouts, turns, strict=True):
+        flat = torch.zeros(shape, dtype=dtype, device=device) if turn is None else turn
+        found.append(GradientMemory(bucket, flat, storages if turn is None else None))
+    return found
+
+
+def shared_memory(buckets: Sequence[FlatBuffer], wire: Wire, peers: Peers) -> list[GradientMemory]:
+    """By bucket, memory for this rank's own gradients that the other ranks read. Collective."""
+    storages, found = set(), []
+    for bucket in buckets:
+        flat = peers.zeros((bucket.world_size, bucket.slice_numel), wire.dtype_of(bucket.parameters))
+        found.append(GradientMemory(bucket, flat, storages if wire.keeps(bucket.parameters) else None))
+    return found

@@ -16,12 +16,12 @@ from zerofp4.distributed import (
     rank_and_size,
     start_exchange,
 )
-from zerofp4.engine.collective import Turns, check_gradients, gather_by_collective
+from zerofp4.engine.buckets import Wire
+from zerofp4.engine.collective import gather_by_collective
 from zerofp4.engine.flat import FlatBuffer
-from zerofp4.engine.peer import shared_gradients
+from zerofp4.engine.gradient_memory import Gradients, in_turns, shared_memory
 from zerofp4.engine.peers import Peers, find_obstacle, seat_of
-from zerofp4.engine.transport import Arrived, Gradients
-from zerofp4.engine.wire import Wire
+from zerofp4.engine.transport import Arrived, Transport
 from zerofp4.ops import RankGradients
 
 
@@ -61,7 +61,7 @@ def join_host(hosts: Hosts, group: dist.ProcessGroup, device: torch.device) -> P
     return peers
 
 
-class HostTransport:
+class HostTransport(Transport):
     """Gradients are averaged over the ranks of each host first, then these means over the hosts, in FP32: of
     2 x 2 ranks ((g0 + g1) / 2 + (g2 + g3) / 2) / 2. Weights travel by an all-gather.
 
@@ -83,39 +83,40 @@ class HostTransport:
         peers: Peers,
         hosts: Hosts,
     ):
-        self.buckets, self._wire, self._peers, self._across = buckets, wire, peers, hosts.across
-        self.dtypes = [torch.float32] * len(buckets)
-        self._read_as = [wire.dtype_of(bucket.parameters) for bucket in buckets]
+        self.buckets, self.wire, self._peers, self._across = buckets, wire, peers, hosts.across
+        self.dtypes, self.adds_in_update = [torch.float32] * len(buckets), [True] * len(buckets)
         self._host, count = rank_and_size(hosts.across())
+        self.senders = [count] * len(buckets)
         local, local_count = rank_and_size(hosts.within())
         # The ranks of this host agree on an error; those of the others hear of it here.
-        self._own, error = attempt(shared_gradients, buckets, self._read_as, wire, peers)
+        self.memory, error = attempt(shared_memory, buckets, wire, peers)
         exchange(None, error, group, "sharing memory")
-        layouts = [((count, bucket.slice_numel), torch.float32) for bucket in buckets]
-        means, received = (Turns(layouts, buckets[0].device) for _ in range(2))
-        self._means = [means.next(*layout) for layout in layouts]
-        self._received = [received.next(*layout) for layout in layouts]
-        self._rows = [[peers.rows_like(row) for row in own.flat[local::local_count]] for own in self._own]
-        # With its means each host sends whether one of its ranks did not come, so that they are of no use.
-        self._failed_there = torch.zeros(count, 1, dtype=torch.float32, device=buckets[0].device)
+        self._rows = [[peers.rows_like(row) for row in own.flat[local::local_count]] for own in self.memory]
+        """By bucket and host, the gradients of this host's ranks for the slice that rank l of that host owns.
+        """
+        device = buckets[0].device
+        layouts = [((2, count, bucket.slice_numel), torch.float32) for bucket in buckets]
+        pairs = in_turns(layouts, device)
+        self._means = [means for means, _ in pairs]
+        """By bucket, [hosts, slice_numel]: the means of this host's gradients for the owner on each host."""
+        self._received = [received for _, received in pairs]
+        """The same of each host, for this rank."""
+        self._own_views = [b.own_views(m[self._host]) for b, m in zip(buckets, self._means, strict=True)]
+        self._failed_there = torch.zeros(count, 1, dtype=torch.float32, device=device)
+        """By host, 1 where one of its ranks did not come, so that its means are of no use."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
-
-    def is_local(self, b: int) -> bool:
-        return False
-
-    def check(self, b: int, gradients: Gradients, names: Sequence[str]) -> None:
-        check_gradients(self.buckets[b], self._read_as[b], self._own[b], gradients, names, self._wire)
+        """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
 
     def prepare(self, gradients: Gradients) -> Gradients:
-        for own in self._own:
-            own.take(gradients)
+        for memory in self.memory:
+            memory.take(gradients)
         return gradients
 
+    # Gradients
+
     def begin(self) -> None:
-        for works, _ in self._sent.values():  # of a step that was left in the middle
-            for work in works:
-                work.wait()
-        self._sent.clear()
+        for b in list(self._sent):  # of a step that was left in the middle, in the same memory
+            self.discard(b)
         self._peers.arrive()
 
     def send_gradients(self, b: int, gradients: Gradients | None) -> None:
@@ -131,50 +132,26 @@ class HostTransport:
         works = start_exchange(received, sent, self._across(), "averaging gradients over hosts")
         self._sent[b] = works, error
 
-    def _wait(self, b: int) -> None:
+    def _wait(self, b: int) -> OwnError:
         works, error = self._sent.pop(b)
         for work in works:
             work.wait()
         failed = self._peers.failed
         torch.maximum(failed, self._failed_there.amax(), out=failed)
-        error.raise_if_any()
+        return error
 
     def discard(self, b: int) -> None:
-        error = OwnError()
-        with error:
-            self._wait(b)
-        error.take()
-
-    def can_add_in_update(self, b: int) -> bool:
-        return True
+        self._wait(b).take()
 
     def arrived(self, b: int, gradients: Gradients) -> Arrived:
-        self._wait(b)
-        own = self.buckets[b].own_views(self._means[b][self._host])
-        return Arrived(own, RankGradients(self._received[b], self.buckets[b].masters, self._host))
+        self._wait(b).raise_if_any()
+        rows = RankGradients(self._received[b], self.buckets[b].masters, self._host)
+        return Arrived(self._own_views[b], rows)
 
-    def average(
-        self,
-        b: int,
-        gradients: Gradients,
-        squares: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        self._wait(b)
-        own, out = self._means[b][self._host], self.buckets[b].gradients if out is None else out
-        ops.average(self._received[b], out, own, self._host, squares)
-
-    def end(self) -> None:
-        """Nothing: the means were sent behind the barrier of each host."""
-
-    def open_weights(self) -> None:
-        """Nothing: a gather waits for what is queued on each rank."""
-
-    def halfway(self, b: int) -> None:
-        return None
+    def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
+        self._wait(b).raise_if_any()
+        own = self._means[b][self._host]
+        ops.average(self._received[b], self.buckets[b].gradients, own, self._host, squares)
 
     def gather(self, b: int) -> Pending | None:
         return gather_by_collective(self.buckets[b])
-
-    def nbytes_sent(self, b: int) -> int:
-        return (len(self._failed_there) - 1) * self.buckets[b].slice_numel * torch.float32.itemsize

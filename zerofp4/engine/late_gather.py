@@ -1,8 +1,7 @@
 """Gathers of NVFP4 weights that go on when the step has ended, while the next forward pass runs.
 
 Every rank begins its gathers in the step, in the order of the buckets. Whoever reads codes only waits, and
-begins
-nothing that other ranks take part in: so ranks may read whatever they like, whenever they like.
+begins nothing that other ranks take part in: so ranks may read in any order, at any time.
 
 On a GPU a stream of its own waits for a gather and transposes what came; a reader's stream waits for an event
 behind that, and the host for nothing. On the CPU the first reader waits for the gather and transposes.
@@ -10,7 +9,6 @@ behind that, and the host for nothing. On the CPU the first reader waits for the
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -20,56 +18,50 @@ from zerofp4.engine.transport import Waitable
 from zerofp4.ops import current_stream, is_capturing
 from zerofp4.storage import Gate
 
-Derive = Callable[[], None]
-"""Derives from the codes of all ranks what else the weights of a bucket have."""
 
-
-class LateGather(Protocol):
+class LateGather:
     """The gather of one bucket's codes, behind the gate that readers of these codes pass."""
 
-    def wait(self) -> None:
-        """What the calling thread reads, or queues on the current stream, finds the codes."""
-
-    def synchronize(self) -> None:
-        """The same, and the host waits for the device."""
-
-
-class HostGather:
-    """A gather that the first reader, of whatever thread, completes on the host; other readers wait
-    meanwhile.
-    """
-
-    def __init__(self, gate: Gate, gather: Waitable, derive: Derive):
-        self._gate, self._lock = gate, threading.Lock()
-        self._rest: tuple[Waitable, Derive] | None = (gather, derive)
-
-    def wait(self) -> None:
-        """Raises the gather's error to one reader: a rank has gone, and nothing more will come."""
-        with self._lock:
-            if self._rest is None:
-                return
-            (gather, derive), self._rest = self._rest, None
-            try:
-                in_phase("weights", gather.wait)()
-                in_phase("transpose", derive)()
-            finally:
-                self._gate.open()
-
-    synchronize = wait
-
-
-class StreamGather:
-    """A gather that a stream completes. event: recorded on that stream, behind everything."""
-
-    def __init__(self, gate: Gate, device: torch.device, event: torch.cuda.Event):
-        self._gate, self._device, self._event = gate, device, event
-        self._streams: set[int] = set()
+    def __init__(self, gate: Gate, gather: Waitable, derive: Callable[[], None]):
+        self.gate, self._lock = gate, threading.Lock()
+        self._rest: tuple[Waitable, Callable[[], None]] | None = (gather, derive)
+        self.event: torch.cuda.Event | None = None
+        """On a GPU, recorded behind everything."""
+        self._device: torch.device | None = None
+        self._waiting: set[int] = set()
         """Streams that wait for the event already: asked at every read, and faster than the event."""
 
+    def queue(self, stream: "torch.cuda.Stream", device: torch.device) -> None:
+        """Complete the gather on the stream of a GPU, behind the current one."""
+        self._device, event = device, torch.cuda.Event()
+        try:
+            with torch.cuda.stream(stream):
+                self._complete()
+        finally:
+            event.record(stream)
+            self.event = event
+
+    def _complete(self) -> None:
+        if self._rest is not None:
+            (gather, derive), self._rest = self._rest, None
+            in_phase("weights", gather.wait)()
+            in_phase("transpose", derive)()
+
     def wait(self) -> None:
-        """Raises RuntimeError while a CUDA graph is captured, which cannot wait for what is outside of it."""
+        """What the calling thread reads, or queues on the current stream, finds the codes.
+
+        On the CPU the gather's error is raised to one reader: a rank has gone, and nothing more will come. On
+        a GPU raises RuntimeError while a CUDA graph is captured, which cannot wait for what is outside of it.
+        """
+        if self.event is None:
+            with self._lock:
+                try:
+                    self._complete()
+                finally:
+                    self.gate.open()
+            return
         stream = current_stream(self._device.index)
-        if stream in self._streams:
+        if stream in self._waiting:
             return
         if is_capturing(self._device):
             raise RuntimeError(
@@ -77,14 +69,11 @@ class StreamGather:
                 "step (overlap='forward'): call check() of the optimizer before the capture, and before each "
                 "replay behind a step"
             )
-        if self._event.query():
-            self._gate.open()
+        if self.event.query():
+            self.gate.open()
             return
-        self._event.wait(torch.cuda.current_stream(self._device))
-        self._streams.add(stream)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
+        self.event.wait(torch.cuda.current_stream(self._device))
+        self._waiting.add(stream)
 
 
 class LateGathers:
@@ -97,7 +86,7 @@ class LateGathers:
         self._device = device
         # The next forward pass waits for what is done there.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._pending: list[tuple[Gate, LateGather]] = []
+        self._pending: list[LateGather] = []
 
     def watch(self, bucket: PackedBuffer) -> None:
         """Tell the allocator that the weights of a bucket, as they are bound now, are written on another
@@ -110,43 +99,35 @@ class LateGathers:
             for _, place in weight.record.places():
                 place.record_stream(self._stream)
 
-    def add(self, bucket: PackedBuffer, gather: Waitable, derive: Derive) -> None:
-        if self._stream is None:
-            self._close(bucket.gate, HostGather(bucket.gate, gather, derive))
-            return
-        event = torch.cuda.Event()
+    def add(self, bucket: PackedBuffer, gather: Waitable, derive: Callable[[], None]) -> None:
+        """derive: derives from the codes of all ranks what else the weights of the bucket have."""
+        late = LateGather(bucket.gate, gather, derive)
+        self._pending.append(late)
         try:
-            with torch.cuda.stream(self._stream):  # behind the current stream, as the gather is
-                in_phase("weights", gather.wait)()
-                in_phase("transpose", derive)()
-        finally:
-            event.record(self._stream)
-            # Behind the record: a reader in another thread takes an event without one for one that is over.
-            self._close(bucket.gate, StreamGather(bucket.gate, self._device, event))
-
-    def _close(self, gate: Gate, gather: LateGather) -> None:
-        self._pending.append((gate, gather))
-        gate.close(gather.wait)
+            if self._stream is not None:
+                late.queue(self._stream, self._device)
+        finally:  # not before: a reader in another thread finds no event that is not recorded
+            bucket.gate.close(late.wait)
 
     def settle(self) -> None:
         """What is queued next on the current stream finds all codes. Raises the first error of a gather, once
         all are over.
         """
-        self._end(lambda gather: gather.wait())
+        self._end(LateGather.wait)
 
     def synchronize(self) -> None:
         """The same, and the host waits for the device."""
-        self._end(lambda gather: gather.synchronize())
+        self._end(lambda late: late.wait() if late.event is None else late.event.synchronize())
 
     def _end(self, wait: Callable[[LateGather], None]) -> None:
         pending, self._pending = self._pending, []
         errors = []
-        for gate, gather in pending:
+        for late in pending:
             try:
-                wait(gather)
+                wait(late)
             except Exception as error:
                 errors.append(error)
-            gate.open()
+            late.gate.open()
         if errors:
             del errors[1:]  # see OwnError
             raise errors.pop()

@@ -1,10 +1,15 @@
 """The program of an optimizer step: the same launches and collectives, in the same order, on every rank.
 
-Three buckets are in flight. While one is updated, the amaxes of the one before are reduced, and the codes of
-the one before that are gathered. Collectives run on the network's own stream, behind what the current stream
-holds when they begin; the current stream waits for them, never the host of a GPU. One thread queues
-everything, in an order that depends on the number of buckets alone, so that ranks cannot wait for each
-other's collectives crosswise.
+Four buckets are in flight. In turn b, in this order:
+
+    gradients of bucket b + 1 are sent
+    bucket b is updated, as soon as its gradients are here, and the all-reduce of its amaxes starts
+    bucket b - 1 is cast, as soon as its amaxes are reduced, and the all-gather of its codes starts
+    bucket b - 2 is transposed, as soon as its codes are here
+
+Collectives run on the network's own stream, after what the current stream holds when they begin. The current
+stream waits for them, never the host of a GPU. One thread queues everything, in an order that depends on the
+number of buckets alone, so that ranks cannot wait for each other's collectives crosswise.
 """
 
 import itertools
@@ -15,9 +20,10 @@ import torch
 
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import CollectiveError, OwnError, in_phase
+from zerofp4.engine.backward import ArrivingMeans
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.transport import Arrived, Exchange, Gradients, Transport, Waitable
+from zerofp4.engine.transport import Arrived, Gradients, Transport, Waitable
 
 
 class Update(Protocol):
@@ -39,14 +45,15 @@ class Step:
     buckets: those of each process group side by side.
     plans: by bucket, what casts its masters; None where they are rounded.
     transport: of the buckets.
-    exchange: of gradients, where it is not the transport's: backward passes have sent them.
+    exchange: where gradients come from that backward passes have sent, so that a step sends none.
     late: what takes the gathers of NVFP4 weights that go on behind a step; None where a step waits for all.
 
-    [Note: an error behind the agreement] What fails on this rank while the program runs is kept in
-    `_failure`, and the program goes on, since the other ranks wait for this rank's part in every collective.
-    From then on it updates and casts nothing, and says so in the header of each amax reduction, so that no
-    rank changes those NVFP4 weights. run() raises the error at the end. A collective that failed is raised at
-    once, since nobody is left who would wait.
+    [Note: an error after the agreement] What fails on this rank while the program runs is kept in `_failure`,
+    and the program goes on, since the other ranks wait for this rank's part in every collective. From then on
+    this rank updates nothing, and joins every further amax reduction with a flag, so that no rank changes the
+    NVFP4 weights of those buckets. A bucket whose reduction it joined without the flag is cast and transposed
+    all the same, as the other ranks do. run() raises the error at the end. A collective that failed is raised
+    at once, since nobody is left who would wait.
     """
 
     def __init__(
@@ -54,17 +61,20 @@ class Step:
         buckets: Sequence[FlatBuffer],
         plans: Sequence[CastPlan | None],
         transport: Transport,
-        exchange: Exchange | None = None,
+        exchange: Transport | ArrivingMeans | None = None,
         late: LateGathers | None = None,
     ):
         self.buckets, self.plans, self.transport = buckets, plans, transport
         self._exchange, self._late = exchange or transport, late
+        self._sends = exchange is None
         self._groups = _group_ranges(buckets)
         self._gathers: list[Waitable | None] = [None] * len(buckets)
         # Of one run():
         self._update: Update | None = None
         self._gradients: Gradients | None = None
         self._failure = OwnError()
+        self._flagged: set[int] = set()
+        """Buckets whose amax reduction this rank has joined with a flag, so that no rank casts them."""
 
     def run(
         self,
@@ -80,6 +90,7 @@ class Step:
         error: of this rank, which then takes part without changing anything, and raises it.
         """
         self._update, self._gradients, self._failure = update, gradients, OwnError(error)
+        self._flagged = set()
         try:
             if gradients is not None:
                 in_phase("gradients", self._exchange.begin)()
@@ -106,8 +117,8 @@ class Step:
                 self._complete(turn - 2)
 
     def _send_gradients(self, b: int) -> None:
-        if self._gradients is not None:
-            in_phase("gradients", self._exchange.send_gradients)(b, self._gradients or None)
+        if self._gradients is not None and self._sends:
+            in_phase("gradients", self.transport.send_gradients)(b, self._gradients or None)
 
     def _update_bucket(self, b: int, is_last: bool) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
@@ -126,9 +137,11 @@ class Step:
         if self._failure:
             in_phase("amaxes", plan.abstain)()
         else:
-            with self._failure:
-                # What it returns, another rank's error in an earlier step, that rank has told by now.
+            with self._failure:  # start_step() itself joins with a flag where it raises
+                # It returns an error of an earlier step on another rank, which the agreement has told by now.
                 in_phase("amaxes", plan.start_step)()
+        if self._failure:
+            self._flagged.add(b)
 
     def _read_and_update(self, b: int) -> None:
         arrived = None
@@ -143,21 +156,20 @@ class Step:
     def _cast(self, b: int) -> None:
         """Write scales and this rank's codes, from the reduced amaxes; the gather of codes starts."""
         plan, is_late = self.plans[b], self._is_late(b)
-        if not self._failure:
-            with self._failure:
-                if plan is None:
-                    in_phase("cast", self.buckets[b].cast)()
-                else:
-                    in_phase("cast", plan.finish_step)(None if is_late else self.transport.halfway(b))
+        with self._failure:
+            if plan is not None and b not in self._flagged:
+                in_phase("cast", plan.finish_step)(None if is_late else self.transport.halfway(b))
+            elif plan is None and not self._failure:
+                in_phase("cast", self.buckets[b].cast)()
         if not is_late:
             self._gathers[b] = in_phase("weights", self.transport.gather)(b)
 
     def _complete(self, b: int) -> None:
-        """Codes of all ranks are here: transpose them."""
+        """Wait for the codes of all ranks, and transpose them."""
         gather, self._gathers[b] = self._gathers[b], None
         if gather is not None:
             in_phase("weights", gather.wait)()
-        if self.plans[b] is not None and not self._is_late(b) and not self._failure:
+        if self.plans[b] is not None and not self._is_late(b) and b not in self._flagged:
             with self._failure:
                 in_phase("transpose", self.plans[b].complete)()
 

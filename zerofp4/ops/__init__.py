@@ -1,13 +1,13 @@
 """The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
 
-device.py says where a call runs, streams.py what kept memory needs on another stream; stages.py, gather.py
-and update.py have the stages of plans, the other files one operator on given tensors each: schema, fake and
-backends. addresses.py asks whether storage has moved.
+device.py says where a call runs and what a plan keeps there, addresses.py whether storage has moved.
+stages.py and gather.py have the stages of plans, the other files one operator on given tensors each: schema,
+fake and backends.
 """
 
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
-from zerofp4.ops.addresses import Addresses
+from zerofp4.ops.addresses import Addresses, pointers, tensor_facts
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
@@ -40,7 +40,6 @@ from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layouts import ScaleChange, change_scales
-from zerofp4.ops.nonfinite import find_nonfinite
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.peers import MAX_PEERS, Barrier, PeerRows, average_rows
@@ -53,20 +52,23 @@ from zerofp4.ops.quantize import (
     quantize_into,
     rng_state_shape,
 )
-from zerofp4.ops.reader import pointers, tensor_facts
 from zerofp4.ops.stages import (
     ERROR_WORD,
     HASH_WORD,
     HEADER_WORDS,
     PEER_ERROR,
     PLAN_MISMATCH,
+    AdamWItem,
+    AdamWStage,
     CastItem,
     CastStages,
     MasterPiece,
+    RankGradients,
     TransposeStage,
+    adamw_options,
+    find_nonfinite,
     transpose_pairs,
 )
-from zerofp4.ops.update import AdamWItem, AdamWStage, RankGradients, adamw_options
 
 __all__ = [
     "ERROR_WORD",

@@ -8,9 +8,8 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.device import DTYPE_CODES, target_of
-from zerofp4.ops.operator import backend
-from zerofp4.ops.tensor_list import by_dtype, places_of
-from zerofp4.storage import address_of, check_buffer, check_memory
+from zerofp4.ops.operator import backend, fake
+from zerofp4.storage import address_of, addresses_by_dtype, check_buffer, check_memory
 
 torch.library.define(
     "zerofp4::average",
@@ -76,7 +75,7 @@ def average(
 
 
 backend("average")(average)
-torch.library.register_fake("zerofp4::average", _check)
+fake("average")(_check)
 
 
 def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
@@ -86,13 +85,9 @@ def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
     Not an operator: it takes addresses, since a list of hundreds is looked at in every step.
     """
     check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
-    for dtype, positions in by_dtype(tensors).items():
-        _C.add_squares(
-            target_of(squares.device),
-            *places_of(tensors, positions),
-            DTYPE_CODES[dtype],
-            address_of("squares", squares),
-        )
+    target, out = target_of(squares.device), address_of("squares", squares)
+    for dtype, _, addresses, numels in addresses_by_dtype("tensors", tensors):
+        _C.add_squares(target, addresses, numels, DTYPE_CODES[dtype], out)
 
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,9 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.ops.device import DTYPE_CODES, is_capturing, target_of
+from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
-from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
-from zerofp4.ops.streams import Filled
+from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
 from zerofp4.storage import address_of, addresses_of, check_buffer
 
 E4M3_MAXIMA = (448, 256)
@@ -222,7 +221,7 @@ def _dequantize(data, scale, amax, block_rows, dtype, layout="compact", *options
     return _run([_one(data, scale, amax, block_rows, dtype, layout, *options)], dtype, layout)[0]
 
 
-@torch.library.register_fake("zerofp4::dequantize")
+@fake("dequantize")
 def _(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
     item = _one(data, scale, amax, block_rows, dtype, layout, *options)
     return data.new_empty(item.shape, dtype=dtype)
@@ -233,7 +232,7 @@ def _dequantize_many(data, scale, amax, block_rows, dtype, layout, *options) -> 
     return _run(_many(data, scale, amax, block_rows, dtype, layout, *options), dtype, layout)
 
 
-@torch.library.register_fake("zerofp4::dequantize_many")
+@fake("dequantize_many")
 def _(data, scale, amax, block_rows, dtype, layout, *options) -> list[torch.Tensor]:
     items = _many(data, scale, amax, block_rows, dtype, layout, *options)
     return [item.data.new_empty(item.shape, dtype=dtype) for item in items]

@@ -1,6 +1,7 @@
-"""Where a call into the extension runs, and what this build can run."""
+"""Where a call into the extension runs, and the memory that plans keep there between calls."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -74,3 +75,117 @@ def scale_addresses(name: str, side: Side | None) -> list[int]:
     """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
     scales = {} if side is None else side.scales
     return [address_of(name, scales.get(layout)) for layout in SCALE_LAYOUTS]
+
+
+class Filled:
+    """When kept memory was filled. The stream that fills it may not be the stream of a later call, which must
+    wait: the owner of such memory calls note() once it is filled, and wait() before each use.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self.stream: int | None = None
+        """Of the last note() or wait(): what is queued there finds the memory filled."""
+
+    def note(self) -> None:
+        """What fills it is queued on the current stream."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+            self.stream = current_stream(self._device.index)
+
+    def wait(self) -> None:
+        """Let the current stream wait for that. Not while a CUDA graph is captured, which nothing outside can
+        be waited for in: torch.cuda.graph has waited for everything.
+        """
+        if self.stream is None:
+            return
+        stream = current_stream(self._device.index)
+        if stream != self.stream and not is_capturing(self._device):
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        self.stream = stream
+
+
+class StreamUse:
+    """Memory that a plan keeps, and the streams that use it. Once freed, torch's allocator must not give it
+    to others before what is queued there has run.
+
+    filled: when the memory was filled.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self.filled = device, Filled(device)
+        self._last: int | None = None
+
+    def forget(self) -> None:
+        """There is memory that the allocator does not know of."""
+        self._last = None
+
+    def target(self, memory: Sequence[torch.Tensor]) -> _C.Target:
+        """Where a launch runs that uses `memory`: on the current stream. O(1) while that stays the same."""
+        if self._device.type == "cuda":
+            stream = current_stream(self._device.index)
+            if stream != self._last:
+                for tensor in memory:
+                    tensor.record_stream(torch.cuda.current_stream(self._device))
+                self.filled.wait()
+                self._last = stream
+        return target_of(self._device)
+
+
+class DescriptorTable:
+    """A native plan's descriptors in the memory of a GPU; none on the CPU, or where they travel in a kernel's
+    arguments.
+
+    Loads go into the same memory until a CUDA graph reads it (`hold`): then that stays as it is, and the next
+    load goes elsewhere. So does one on another stream than the last use, which may not have run yet.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.memory: list[torch.Tensor] = []
+        """The table in use, last, after those that graphs read."""
+        self._held = False
+        self._contents = b""
+        self._use = StreamUse(device)
+
+    def hold(self) -> None:
+        """A CUDA graph that is being captured reads the present table in every replay."""
+        self._held = True
+
+    def load(self, plan, needed: bool) -> None:
+        """Give a native plan the table, with its descriptors in it: queued on the current stream. Nothing is
+        loaded where the plan needs no table, as one descriptor often does not.
+
+        Only the first call waits for the copy. A table that has these contents is not copied to again. Raises
+        RuntimeError for a copy while a CUDA graph is captured.
+        """
+        if self._device.type == "cuda" and needed:
+            contents = plan.descriptor_bytes()
+            if contents != self._contents:
+                self._copy(contents)
+            plan.set_device_descriptors(self.memory[-1].data_ptr())
+        self._use.forget()
+
+    def _copy(self, contents: bytes) -> None:
+        if is_capturing(self._device):
+            # A replay would read the staging memory again, long after it went back to the allocator.
+            raise RuntimeError(
+                "while a CUDA graph is captured a plan cannot take addresses, and it is new or storage has "
+                "moved: make the same call once before the capture, with the same storage"
+            )
+        first = not self.memory
+        fits = not first and self.memory[-1].numel() == len(contents)
+        if not fits or self._held or self._use.filled.stream != current_stream(self._device.index):
+            kept = self.memory if self._held else self.memory[:-1]
+            self.memory = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self._device)]
+            self._held = False
+        # torch does not reuse pinned memory before the copies from it are done.
+        staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
+        self.memory[-1].copy_(staging, non_blocking=not first)
+        self._use.filled.note()
+        self._contents = contents
+
+    def target(self, *others: torch.Tensor) -> _C.Target:
+        """Where a launch of the plan runs. others: what it uses besides the table and its items."""
+        return self._use.target((*others, *self.memory[-1:]))

@@ -6,9 +6,7 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import is_capturing, target_of
-from zerofp4.ops.streams import StreamUse
-from zerofp4.ops.table import DescriptorTable
+from zerofp4.ops.device import DescriptorTable, is_capturing
 from zerofp4.storage import address_of
 
 GATHER_PRESENT: int = _C.GATHER_PRESENT
@@ -65,7 +63,7 @@ class GatherStages:
         self.device = staging.device
         self.captured: dict[int, torch.Tensor] = {}
         self._staging, self._header = staging, header
-        self._table, self._streams = DescriptorTable(self.device), StreamUse(self.device)
+        self._table = DescriptorTable(self.device)
         self._options = {
             "on_cpu": self.device.type == "cpu",
             "staging": address_of("staging", staging),
@@ -88,7 +86,6 @@ class GatherStages:
         own_words, received_words = ([word for run in runs for word in run] for runs in (own, received))
         plan = _C.GatherPlan(own=own_words, received=received_words, **self._options)
         self._table.load(plan, bool(own or received))
-        self._streams.forget()
         self._plan, self._buffers = plan, buffers
 
     def target(self) -> _C.Target:
@@ -96,9 +93,7 @@ class GatherStages:
         if is_capturing(self.device):
             self._table.hold()
             self.captured.update((buffer.data_ptr(), buffer.detach()) for buffer in self._buffers)
-        if self._streams.note((self._staging, *self._table.memory[-1:])):
-            self._table.wait()
-        return target_of(self.device)
+        return self._table.target(self._staging)
 
     def pack(self, target: _C.Target, state: int) -> None:
         """This rank's bytes and what it says; in any state but GATHER_PRESENT its codes are not touched."""

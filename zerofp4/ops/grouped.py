@@ -13,6 +13,7 @@ from zerofp4.ops.operator import (
     check_given_amaxes,
     check_own_amaxes,
     check_scale,
+    fake,
     named_sides,
     own_amaxes,
 )
@@ -148,6 +149,6 @@ def _quantize_grouped(
     _C.quantize_grouped(target, whole, rows, address_of("offsets", offsets), address_of("error", error))
 
 
-@torch.library.register_fake("zerofp4::quantize_grouped")
+@fake("quantize_grouped")
 def _(*args) -> None:
     _check(*args)

@@ -6,7 +6,7 @@ import zerofp4._C as _C
 from zerofp4.ops.dequantize import E4M3_MAXIMA
 from zerofp4.ops.device import target_of
 from zerofp4.ops.grouped import grouped_rows, grouped_shapes
-from zerofp4.ops.operator import backend, check_bytes, check_scale, is_plain_call
+from zerofp4.ops.operator import backend, check_bytes, check_scale, fake, is_plain_call
 from zerofp4.storage import Side, address_of, check_buffer
 
 torch.library.define(
@@ -117,7 +117,7 @@ def _grouped_values(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return _run(*arguments)
 
 
-@torch.library.register_fake("zerofp4::grouped_values")
+@fake("grouped_values")
 def _(data, *rest) -> tuple[torch.Tensor, torch.Tensor]:
     _check(data, *rest)
     *_, offsets, _, _, tokens, cols, columnwise = rest

@@ -11,9 +11,9 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
+from zerofp4.ops.addresses import pointers
 from zerofp4.ops.lists import KeptList, run_list, run_stack, zip_lists
-from zerofp4.ops.operator import backend, check_block_rows, check_scale, is_plain_call
-from zerofp4.ops.reader import pointers
+from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
 from zerofp4.storage import addresses_of, check_memory
 
 FIELDS = 6
@@ -190,8 +190,8 @@ def _register(name: str, pad: bool) -> None:
 
     backend(name)(run_one)
     backend(f"{name}s")(run_many)
-    torch.library.register_fake(f"zerofp4::{name}", new_one)
-    torch.library.register_fake(f"zerofp4::{name}s", new_many)
+    fake(name)(new_one)
+    fake(f"{name}s")(new_many)
 
 
 _register("pad_scale", pad=True)

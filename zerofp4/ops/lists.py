@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import is_capturing, target_of
-from zerofp4.ops.streams import Filled, StreamUse
+from zerofp4.ops.device import StreamUse, is_capturing, target_of
 
 NativeList = _C.DequantizeList | _C.Mxfp8DequantizeList | _C.ScaleLayoutList
 
@@ -42,17 +41,15 @@ class KeptList:
     def __init__(self, native: NativeList, count: int, device: torch.device):
         self._native, self._count, self._device = native, count, device
         self._table: torch.Tensor | None = None
-        self._filled, self._use = Filled(device), StreamUse(device)
+        self._use = StreamUse(device)
 
     def run(self) -> None:
         """As run_list; also while a CUDA graph is captured, where it ran before."""
         if self._table is None:
             self._table = _table_of(self._native, self._count, self._device)
             if self._table.numel():
-                self._filled.note()
-        if self._table.numel() and self._use.note([self._table]):
-            self._filled.wait()
-        self._native.run(target_of(self._device))
+                self._use.filled.note()
+        self._native.run(self._use.target([self._table] if self._table.numel() else []))
 
 
 def run_list(native: NativeList, count: int, device: torch.device) -> None:

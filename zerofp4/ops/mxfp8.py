@@ -15,7 +15,7 @@ from zerofp4.format import (
 from zerofp4.layout import mxfp8_scale_shape
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.lists import run_list, zip_lists
-from zerofp4.ops.operator import backend, check_bytes
+from zerofp4.ops.operator import backend, check_bytes, fake
 from zerofp4.storage import address_of, check_buffer, check_memory
 
 FIELDS = 7
@@ -79,7 +79,7 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
         _C.quantize_mxfp8(target_of(x.device), *matrix, *options)
 
 
-torch.library.register_fake("zerofp4::quantize_mxfp8", _check_quantize)
+fake("quantize_mxfp8")(_check_quantize)
 
 
 def _new_value(data, scale, columnwise, layout, dtype, device, name: str = "") -> torch.Tensor:
@@ -130,5 +130,5 @@ def _dequantize_mxfp8_many(data, scale, columnwise, layout, dtype) -> list[torch
     return outputs
 
 
-torch.library.register_fake("zerofp4::dequantize_mxfp8", _new_one)
-torch.library.register_fake("zerofp4::dequantize_mxfp8_many", _new_many)
+fake("dequantize_mxfp8")(_new_one)
+fake("dequantize_mxfp8_many")(_new_many)

@@ -1,6 +1,6 @@
 """What all operators share: their registration and the checks of arguments that several take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -8,9 +8,30 @@ from zerofp4.format import BLOCK, SCALE_DTYPE
 from zerofp4.storage import Sides, check_buffer, sides_of
 
 
-def backend(name: str):
+def backend(name: str) -> Callable[[Callable], Callable]:
     """Registers a function as the CPU and the CUDA implementation of an operator."""
-    return torch.library.impl(f"zerofp4::{name}", ("cpu", "cuda"))
+    register = torch.library.impl(f"zerofp4::{name}", ("cpu", "cuda"))
+    return lambda function: register(_with_tensors(name, function))
+
+
+def fake(name: str) -> Callable[[Callable], Callable]:
+    """Registers a function as the implementation of an operator on tensors without values."""
+    register = torch.library.register_fake(f"zerofp4::{name}")
+    return lambda function: register(_with_tensors(name, function))
+
+
+def _with_tensors(name: str, function: Callable) -> Callable:
+    """The function, but TypeError for None in place of a tensor that must be given, which torch lets pass."""
+    arguments = getattr(torch.ops.zerofp4, name).default._schema.arguments
+    tensors = [(i, each.name) for i, each in enumerate(arguments) if isinstance(each.type, torch.TensorType)]
+
+    def call(*given):
+        for i, argument in tensors:
+            if given[i] is None:
+                raise TypeError(f"zerofp4::{name}: {argument} must be a tensor, got None")
+        return function(*given)
+
+    return call
 
 
 def check_block_rows(block_rows: int) -> None:

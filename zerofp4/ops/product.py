@@ -12,7 +12,7 @@ from zerofp4.ops import cublaslt
 from zerofp4.ops.dequantize import DequantizeItem, check_items, neutral_amax
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.lists import zip_lists
-from zerofp4.ops.operator import backend, is_plain_call
+from zerofp4.ops.operator import backend, fake, is_plain_call
 from zerofp4.storage import address_of, check_buffer, check_memory
 
 torch.library.define(
@@ -77,7 +77,7 @@ def _product_values(data, scale, amax, block_rows, e4m3_max, dtype) -> tuple[tor
     return _run_values(_check_values(data, scale, amax, block_rows, e4m3_max, dtype), dtype)
 
 
-@torch.library.register_fake("zerofp4::product_values")
+@fake("product_values")
 def _(data, scale, amax, block_rows, e4m3_max, dtype) -> tuple[torch.Tensor, ...]:
     copies = _check_values(data, scale, amax, block_rows, e4m3_max, dtype)
     outputs = [each[0].new_empty(DequantizeItem(*each, False).shape, dtype=dtype) for each in copies]
@@ -216,7 +216,7 @@ def _scaled_product(a, b, alpha, bias, out_dtype) -> torch.Tensor:
     return _run(a, b, alpha, bias, out_dtype)
 
 
-@torch.library.register_fake("zerofp4::scaled_product")
+@fake("scaled_product")
 def _(a, b, alpha, bias, out_dtype) -> torch.Tensor:
     _check(a, b, alpha, bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
@@ -234,7 +234,7 @@ def _add_scaled_product(a, b, alpha, bias, out) -> None:
     _add(a, b, alpha, bias, out)
 
 
-@torch.library.register_fake("zerofp4::add_scaled_product")
+@fake("add_scaled_product")
 def _(a, b, alpha, bias, out) -> None:
     _check(a, b, alpha, bias, torch.float32)
     _check_out(a, b, out)

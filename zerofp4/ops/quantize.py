@@ -17,6 +17,7 @@ from zerofp4.ops.operator import (
     check_given_amaxes,
     check_own_amaxes,
     check_scale,
+    fake,
     is_plain_call,
     named_sides,
     own_amaxes,
@@ -219,7 +220,7 @@ def _quantize(x, block_rows, *arguments) -> None:
     _run(x, block_rows, *arguments[:8], _check_quantize(x, block_rows, *arguments))
 
 
-@torch.library.register_fake("zerofp4::quantize")
+@fake("quantize")
 def _(*args) -> None:
     _check_quantize(*args)
 
@@ -257,7 +258,7 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
     return values
 
 
-torch.library.register_fake("zerofp4::quantize_dequantize", _new_values)
+fake("quantize_dequantize")(_new_values)
 torch.library.register_autograd("zerofp4::quantize_dequantize", lambda ctx, grad: (grad, *[None] * 5))
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from zerofp4.layout import check_matrix
-from zerofp4.ops.operator import backend
+from zerofp4.ops.operator import backend, fake
 from zerofp4.ops.stages import TransposeStage
 from zerofp4.storage import check_memory
 
@@ -30,4 +30,4 @@ def _transpose_packed(data) -> torch.Tensor:
     return out
 
 
-torch.library.register_fake("zerofp4::transpose_packed", _new_transpose)
+fake("transpose_packed")(_new_transpose)

@@ -1,5 +1,8 @@
-"""AdamW in one pass over memory, which can leave the tile amaxes of FP32 masters behind for their cast."""
+"""FusedAdamW: AdamW in one pass over memory, which also computes the tile amaxes that the next cast needs."""
 
+import functools
+import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,67 +10,52 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofp4 import ops
 from zerofp4.cast import CastPlan
-from zerofp4.engine import Arrived, Exchange, FlatBuffer
-from zerofp4.ops import (
-    AdamWItem,
-    AdamWStage,
-    Addresses,
-    MasterPiece,
-    RankGradients,
-    adamw_options,
-    is_capturing,
-)
-from zerofp4.optim import adamw_checks as checks
+from zerofp4.engine import Arrived, ArrivingMeans, FlatBuffer, Transport
 from zerofp4.optim.groups import parameter_name
+from zerofp4.storage import check_memory, check_plain, dispatches, find_freed
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
 
-_PLAIN = {torch.Tensor, nn.Parameter}
+_STATE = ("step", "exp_avg", "exp_avg_sq")
+_NO_STATE = dict.fromkeys(_STATE)
+_GRADIENT_DTYPES = {torch.float32, torch.bfloat16}
+_PLAIN = {torch.Tensor, nn.Parameter, type(None)}
+_Tensors = Sequence[torch.Tensor | None]
+_Words = Mapping[torch.Tensor, torch.Tensor]
+_Device = torch.device | None
 
 
 class FusedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for float32 parameters such as master weights, in one pass over memory for them all.
 
-    lr: a float, or a tensor of one element, which the kernels read where it is when it is on the GPU (then
-    float32). betas, eps, weight_decay, maximize, capturable: as in torch.optim.AdamW. amsgrad=True raises
-    ValueError.
+    lr: a float, or a tensor of one element. On a GPU it must be float32, and only the kernels read it.
+    betas, eps, weight_decay, maximize, capturable: as in torch.optim.AdamW. amsgrad=True raises ValueError.
 
-    Parameters are contiguous float32 on one device, CPU or CUDA; gradients contiguous float32 or bfloat16. Of
-    DTensors, as fully_shard makes them, every rank updates what it holds, and state has DTensors too. An
-    update is reference.adamw_step, bit for bit on every device. state, param_groups and state_dict are those
-    of torch.optim.AdamW(fused=True), and each loads what the other saved (but not amsgrad).
+    Parameters are contiguous float32 on one device, CPU or CUDA; gradients are contiguous float32 or
+    bfloat16. Of a DTensor, as fully_shard makes it, every rank updates its own shard, and the state is made
+    of DTensors too. An update is reference.adamw_step, bit for bit on every device. state, param_groups and
+    state_dict are those of torch.optim.AdamW(fused=True), and each class loads what the other saved (but not
+    amsgrad).
 
     step() neither synchronizes nor copies anything back. With capturable=True it can be captured in a CUDA
     graph, after a step with the same parameters and gradient dtypes; gradients may lie elsewhere by then.
 
-    Raises ValueError or TypeError for options out of range and for parameters and gradients other than these,
-    RuntimeError for sparse gradients, before anything has changed.
+    Before anything has changed, ValueError or TypeError is raised for options out of range and for other
+    parameters and gradients than these, RuntimeError for sparse gradients.
     """
 
     found_inf: torch.Tensor | None = None
-    """float32 of one element on the parameters' device: where it is not 0, a step leaves parameters and state
-    as they are, and counts nothing. Read by the kernels, as torch's fused optimizers read theirs.
+    """float32 of one element on the parameters' device. Where it is not 0, a step leaves parameters and state
+    as they are, and counts nothing. The kernels read it, as those of torch's fused optimizers read theirs.
     """
 
     clip_factor: torch.Tensor | None = None
-    """float32 of one element on the parameters' device: what a step multiplies gradients by as it reads them,
-    in float32. Gradients themselves stay as they are.
+    """float32 of one element on the parameters' device. A step multiplies gradients by it, in float32, as it
+    reads them. The gradients themselves stay as they are.
     """
-
-    # On the class: neither pickled nor part of a state dict.
-    _parts: Sequence["Part"] = ()
-    _part_of: dict[torch.Tensor, int] | None = None
-    """By parameter, the part that updates it; None where one part updates all."""
-    _assigned: Sequence[torch.Tensor] = ()
-    """The parameters of all groups when they were last assigned to parts."""
-    _sizes: Sequence[int] = ()
-    """The number of parameters in each group at that time."""
-    _options: Sequence[Any] = ()
-    """By group, of the present step."""
-    _captured: tuple[AdamWStage, ...] = ()
-    """Stages of replaced parts: a CUDA graph may still be replayed."""
 
     def __init__(
         self,
@@ -81,20 +69,28 @@ class FusedAdamW(torch.optim.Optimizer):
         maximize: bool = False,
         capturable: bool = False,
     ):
+        self._take_parts([Part()])
+        self._captured: set[ops.AdamWStage] = set()
+        """What CUDA graphs have captured: a replay reads its tables."""
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        checks.check_options(options)
         super().__init__(params, options | {"maximize": maximize, "capturable": capturable} | _TORCH_OPTIONS)
+
+    def _take_parts(self, parts: Sequence["Part"], part_of: Mapping[torch.Tensor, int] | None = None) -> None:
+        self._parts, self._part_of = parts, part_of or {}
+        """What is launched in turn, and the number of a parameter's part, where that is not 0."""
+        self._assigned: list[list[int]] | None = None
+        """By group, the ids of the parameters when the parts last got theirs."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Raises where the constructor does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            checks.check_options(group)
+            _check_options(group)
             seen: set[torch.Tensor] = set()
-            for i, p in enumerate(group["params"]):
+            for i, (p, local) in enumerate(zip(group["params"], locals_of(group["params"]), strict=True)):
                 name = parameter_name(len(self.param_groups) - 1, i, group)
-                checks.check_parameter(name, local_of(p), self._device())
+                _check_parameter(name, local, self._device())
                 if p in seen:
                     raise ValueError(f"{name} is in the group twice")
                 seen.add(p)
@@ -104,11 +100,14 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
-            checks.check_amsgrad(group)
-        checks.check_loaded(state["state"].values())
+            _check_options((state.get("defaults") or self.defaults) | group)
+        for entries in state["state"].values():
+            if entries and not entries.keys() >= _NO_STATE.keys():
+                raise ValueError(f"the state of AdamW must have {', '.join(_STATE)}, got {list(entries)}")
         super().__setstate__(state)
-        for part in self._parts:  # they would keep the old state until the next step
-            part.forget()
+        if not hasattr(self, "_parts"):  # this is a copy, or was unpickled
+            self._take_parts([Part()])
+            self._captured = set()
         for group in self.param_groups:
             group.update(_TORCH_OPTIONS)
             for p in group["params"]:
@@ -116,56 +115,44 @@ class FusedAdamW(torch.optim.Optimizer):
                 if entries:  # a step counted on the CPU or in a Python number comes to the parameter
                     entries["step"] = torch.as_tensor(entries["step"], dtype=torch.float32, device=p.device)
 
-    def _device(self) -> torch.device | None:
-        """Of all parameters; None when there are none."""
+    def _device(self) -> _Device:
+        """The device of all parameters; None when there are none."""
         return next((p.device for group in self.param_groups for p in group["params"]), None)
 
     # Amaxes for casts
 
     def offer_amaxes(self, plan: CastPlan) -> None:
-        """From now on every step() leaves the amaxes of the plan's masters in the plan's reduced vector, so
-        that the next plan.step() need not compute them. Replaces a plan offered before.
+        """From now on every step() computes the amaxes of the plan's masters into the plan's reduced vector,
+        so that the next plan.step() need not. Replaces a plan offered before.
 
-        A master without gradient is read for it, not updated. Where masters are written between step() and
+        A master without gradient is read for it, not updated. If masters are written between step() and
         plan.step(), call plan.begin_update(), which takes the amaxes back: amaxes_outdated() tells, and
         ZeroFP4Optimizer does it. Call offer_amaxes anew after masters have moved and the plan was refreshed.
 
         Raises ValueError if a master of the plan is not one of the parameters.
         """
-        params = [local_of(p) for group in self.param_groups for p in group["params"]]
-        self._take_parts([Part(AmaxRoute(plan, params))], None)
+        self._take_parts([Part(plan, [p for group in self.param_groups for p in group["params"]])])
 
     def offer_parts(
         self,
         parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]],
-        present: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        present: _Words | None = None,
     ) -> None:
-        """offer_amaxes() of several plans, each with those of all parameters that are its masters, or none:
-        each part is updated in a launch of its own, in this order.
+        """offer_amaxes() of several plans: each part is updated in a launch of its own, in this order.
 
-        present: by parameter, float64 of one element on its device: where it is 0, the parameter counts as
-        one without gradient. Read by the kernels.
-
-        Raises ValueError as offer_amaxes() does, and where a parameter is not in exactly one part.
+        parts: parameters, and the plan whose masters are among them, or None. Each parameter of the optimizer
+            is in one part.
+        present: by parameter, float64 of one element on its device, which the kernels read. Where it is 0,
+            the parameter counts as one without gradient.
         """
         part_of = {p: k for k, (params, _) in enumerate(parts) for p in params}
-        own = [p for group in self.param_groups for p in group["params"]]
-        if sum(len(params) for params, _ in parts) != len(part_of) or part_of.keys() != set(own):
-            raise ValueError(f"parts must have each of the {len(own)} parameters in exactly one of them")
-        routes = [plan and AmaxRoute(plan, list(map(local_of, params))) for params, plan in parts]
-        self._take_parts([Part(route, present) for route in routes], part_of)
-
-    def _take_parts(self, parts: Sequence["Part"], part_of: dict[torch.Tensor, int] | None) -> None:
-        self._captured = (*self._captured, *(stage for part in self._parts for stage in part.captured))
-        self._parts, self._part_of, self._assigned = parts, part_of, ()
+        self._take_parts([Part(plan, params, present) for params, plan in parts], part_of)
 
     def amaxes_outdated(self) -> bool:
-        """Whether anybody has written to a master of an offered plan after the last step(): a hook, say, or
-        a subclass. Its amaxes are then not those that step() left.
-
-        Noticed as autograd notices it: not through .data.
+        """Whether anybody, such as a hook or a subclass, has written to a master of an offered plan after the
+        last step(): the plan's amaxes are then outdated. A write through .data is not noticed.
         """
-        return any(part.route is not None and part.route.is_outdated() for part in self._parts)
+        return any(part.versions != part.read_versions() for part in self._parts)
 
     # A step
 
@@ -179,222 +166,131 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.begin(self.found_inf, self.clip_factor)
-        gradients = [[local_of(p.grad) for p in part.listed] for part in self._parts]
-        for part, own in zip(self._parts, gradients, strict=True):
-            self._check_gradients(part, own)
-        for k, own in enumerate(gradients):
-            self.expect(k, [None if gradient is None else gradient.dtype for gradient in own])
-        for k, own in enumerate(gradients):
-            self.update(k, own)
+        options = self._begin(self.found_inf, self.clip_factor)
+        work = [(part, locals_of([p.grad for p in part.listed])) for part in self._parts]
+        for part, gradients in work:
+            _check_gradients(part.names, gradients, part.params)
+        for part, gradients in work:
+            self._lay_out(part, [gradient if gradient is None else gradient.dtype for gradient in gradients])
+        for part, gradients in work:
+            part.run(gradients, options)
         return loss
 
-    def begin(self, found_inf: torch.Tensor | None, clip_factor: torch.Tensor | None) -> None:
-        """Check the options and assign parameters to parts; expect() and update() of every part follow.
-
-        found_inf, clip_factor: as the attributes.
-        """
+    def _begin(self, found_inf: torch.Tensor | None, clip_factor: torch.Tensor | None) -> list[Any]:
+        """Check the options, and give the parts their parameters. Returns ops.adamw_options of each group."""
         device = self._device()
-        checks.check_scalar("found_inf", found_inf, device)
-        checks.check_scalar("clip_factor", clip_factor, device)
-        self._assign()
-        options, scalars = [], {"skip": found_inf, "factor": clip_factor}
+        for name, scalar in (("found_inf", found_inf), ("clip_factor", clip_factor)):
+            if scalar is not None:
+                _check_scalar(name, scalar, device, "must be None or one element of float32")
         for g, group in enumerate(self.param_groups):
-            checks.check_edited_options(g, group, device)
-            names = ("lr", "betas", "eps", "weight_decay", "maximize")
-            options.append(adamw_options(**{name: group[name] for name in names}, **scalars))
-        self._options, self._clips = options, clip_factor is not None
+            _check_options(group, f"param_groups[{g}]", device)
+        ids = [list(map(id, group["params"])) for group in self.param_groups]
+        if ids != self._assigned:
+            members = [
+                (p, g, parameter_name(g, i, group))
+                for g, group in enumerate(self.param_groups)
+                for i, p in enumerate(group["params"])
+            ]
+            for k, part in enumerate(self._parts):
+                part.hold([member for member in members if self._part_of.get(member[0], 0) == k])
+            self._assigned = ids
+        for part in self._parts:
+            part.params = locals_of(part.listed)
+        scalars = {"skip": found_inf, "factor": clip_factor}
+        return [ops.adamw_options(**group | scalars) for group in self.param_groups]
 
-    def expect(self, k: int, dtypes: Sequence[torch.dtype | None]) -> None:
-        """Make all that part k needs, so that update() only launches: state of a first update too.
+    def _lay_out(self, part: "Part", dtypes: Sequence[torch.dtype | None]) -> None:
+        """Make all that part.run() needs: state of first updates, and a stage unless the last one will do.
 
         dtypes: of gradients, in the order of the part's parameters; one with None needs no state.
+
+        A stage holds addresses, so every step compares them all, on a GPU too: an assignment to .data of a
+        parameter leaves no other mark. Where gradients lie does not matter.
         """
-        part, device = self._parts[k], self._device()
-        capturing = device is not None and is_capturing(device)
-        if capturing:
-            checks.check_capturable(self.param_groups)
-        states = list(map(self.state.get, part.listed))
-        made = {}
-        for i, (dtype, state) in enumerate(zip(dtypes, states, strict=True)):
-            if dtype is not None and not state:
-                made[part.listed[i]] = states[i] = _initial_state(part.listed[i])
-        stream = torch.cuda.current_stream(device).cuda_stream if part.params and device.type == "cuda" else 0
+        states, made = [self.state.get(p) or _NO_STATE for p in part.listed], {}
+        for i, (p, dtype) in enumerate(zip(part.listed, dtypes, strict=True)):
+            if dtype is not None and states[i] is _NO_STATE:
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                states[i] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                made[p] = states[i]
+        entries = locals_of(list(itertools.chain.from_iterable(map(operator.itemgetter(*_STATE), states))))
         dtypes = [dtype or before for dtype, before in zip(dtypes, part.dtypes, strict=True)]
-        if not part.fits(states, dtypes, stream, capturing):
+        facts = ops.tensor_facts(part.params + entries)
+        capturing = bool(part.params) and ops.is_capturing(part.params[0].device)
+        if facts != part.facts or dtypes != part.dtypes:
             if capturing:
                 raise RuntimeError(
                     "the first step() with these parameters and gradient dtypes cannot be captured in a CUDA "
                     "graph: make one such step before the capture"
                 )
-            for i, state in enumerate(states):
-                self._check_member(part, i, state)
-            part.build(states, dtypes, stream)
+            part.build(entries, dtypes)
+            part.facts, part.dtypes = facts, dtypes
+        if capturing:
+            self._captured.add(part.stage)
         self.state.update(made)
-
-    def update(
-        self, k: int, gradients: Sequence[torch.Tensor | None], rows: RankGradients | None = None
-    ) -> None:
-        """Update part k.
-
-        gradients: in the order of its parameters, with the dtypes that were expected.
-        rows: those of all ranks; then the mean counts, and `gradients` are this rank's own.
-
-        Raises ValueError for rows that are to be clipped: only averaged gradients are.
-        """
-        if rows is not None and self._clips:
-            raise ValueError("clip_factor is for gradients that have been averaged, not for those of ranks")
-        self._parts[k].run(gradients, self._options, rows)
-
-    def _assign(self) -> None:
-        """Give each part its parameters, in the order of the groups, where these are not those of the last
-        step.
-        """
-        own = [p for group in self.param_groups for p in group["params"]]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if self._parts and sizes == self._sizes and all(map(operator.is_, own, self._assigned)):
-            if len(own) == len(self._assigned):
-                return
-        self._parts = self._parts or [Part()]
-        members: list[list[tuple[int, int, torch.Tensor]]] = [[] for _ in self._parts]
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                members[0 if self._part_of is None else self._part_of[p]].append((g, i, p))
-        for part, some in zip(self._parts, members, strict=True):
-            part.hold(some)
-        self._assigned, self._sizes = own, sizes
-
-    def _check_gradients(self, part: "Part", gradients: Sequence[torch.Tensor | None]) -> None:
-        bad = checks.find_unusable_gradient(gradients, part.params)
-        if bad is not None:
-            raise checks.gradient_error(self._name(part, bad), gradients[bad], part.params[bad])
-
-    def _check_member(self, part: "Part", i: int, state: dict[str, torch.Tensor] | None) -> None:
-        name, p = self._name(part, i), part.params[i]
-        checks.check_parameter(name, p, self._device())
-        pieces = part.pieces(p)
-        if pieces and pieces[0].master.data_ptr() != p.data_ptr():
-            raise RuntimeError(
-                f"{name} is not where the plan's master is: refresh the plan, offer_amaxes anew"
-            )
-        if state:
-            checks.check_state(name, p, {key: local_of(value) for key, value in state.items()})
-
-    def _name(self, part: "Part", i: int) -> str:
-        g, position = part.positions[i]
-        return parameter_name(g, position, self.param_groups[g])
 
 
 class Part:
-    """Parameters that one launch updates.
+    """Parameters that one launch updates, and the cast plan that wants their amaxes.
 
-    route: to the plan that wants their amaxes.
-    present: as of FusedAdamW.offer_parts().
+    plan: or None. params: the masters of the plan are among them. present: as of offer_parts().
+
+    Raises ValueError if a master of the plan is not one of the parameters.
     """
 
-    def __init__(
-        self, route: "AmaxRoute | None" = None, present: Mapping[torch.Tensor, torch.Tensor] | None = None
-    ):
-        self.route, self._present = route, present or {}
+    def __init__(self, plan: CastPlan | None = None, params: _Tensors = (), present: _Words | None = None):
+        self.plan, self._present = plan, present or {}
+        self._pieces = {} if plan is None else _find_pieces(plan, params)
+        self._masters = locals_of(list(self._pieces))
+        self.versions = self.read_versions()
+        """Those of the masters when their amaxes were computed."""
+        # From hold():
         self.listed: list[torch.Tensor] = []
-        """The parameters as groups list them, ordered by group."""
-        self.params: list[torch.Tensor] = []
-        """What this rank holds of them."""
-        self.positions: list[tuple[int, int]] = []
-        """The group of each, and its position there."""
+        self.names: list[str] = []
         self._ranges: list[tuple[int, int, int]] = []
         """(group, first, end) of the parameters that share their options."""
-        self.stage: AdamWStage | None = None
+        # From each step:
+        self.params: list[torch.Tensor] = []
+        """What this rank holds of the parameters."""
+        self.stage: ops.AdamWStage | None = None
         self.dtypes: list[torch.dtype] = []
-        """Of the gradients that the stage reads."""
-        self._tensors: list[torch.Tensor] = []
-        """What the stage updates: parameters, then their state."""
-        self._numels: list[int] = []
-        self._addresses: Addresses | None = None
-        self._stream = 0
-        self.captured: tuple[AdamWStage, ...] = ()
-        """What CUDA graphs that were captured read and write, as long as one may be replayed."""
+        self.facts: Any = None
+        """The dtypes of gradients, and ops.tensor_facts() of parameters and state, that the stage is for."""
 
-    def hold(self, members: Sequence[tuple[int, int, torch.Tensor]]) -> None:
-        """members: (group, position there, parameter), ordered by group."""
-        self.listed = [p for _, _, p in members]
-        self.params = list(map(local_of, self.listed))
-        self.positions = [(g, i) for g, i, _ in members]
-        groups = [g for g, _, _ in members]
+    def hold(self, members: Sequence[tuple[torch.Tensor, int, str]]) -> None:
+        """members: (parameter, number of its group, its name in messages), ordered by group."""
+        self.listed, self.names = [p for p, _, _ in members], [name for _, _, name in members]
+        groups = [g for _, g, _ in members]
         self._ranges = [(g, groups.index(g), groups.index(g) + groups.count(g)) for g in sorted(set(groups))]
-        self.dtypes = [torch.float32] * len(members)
-        self.forget()
+        self.dtypes, self.facts = [torch.float32] * len(members), None
 
-    def pieces(self, p: torch.Tensor) -> tuple[MasterPiece, ...]:
-        """What the plan has of a parameter."""
-        return () if self.route is None else self.route.pieces.get(p, ())
+    def build(self, entries: _Tensors, dtypes: list[torch.dtype]) -> None:
+        """Make the stage.
 
-    def forget(self) -> None:
-        """The next step takes all addresses anew."""
-        self._addresses, self._tensors = None, []
-
-    def fits(
-        self,
-        states: Sequence[dict[str, torch.Tensor] | None],
-        dtypes: Sequence[torch.dtype],
-        stream: int,
-        capturing: bool,
-    ) -> bool:
-        """Whether the stage of the last step will do. Where gradients lie does not matter. A stage's memory
-        is freed in the order of the stream that it was built on.
-
-        Looks at every address, on a GPU too: an assignment to .data of a parameter leaves no mark.
+        entries: step, exp_avg and exp_avg_sq of each parameter, one parameter after the other; None where
+            there is no state yet: such a parameter is only read.
         """
-        tensors = self._held(states)
-        found = (
-            self._addresses is not None
-            and len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
-            and dtypes == self.dtypes
-            and list(map(torch.Tensor.numel, tensors)) == self._numels
-            and self._addresses.find_moved() is None
-            and (capturing or stream == self._stream)
-        )
-        if found and capturing and self.stage not in self.captured:
-            self.captured = (*self.captured, self.stage)
-        return found
+        items = []
+        for i, (name, p) in enumerate(zip(self.names, self.params, strict=True)):
+            pieces, state = self._pieces.get(self.listed[i], ()), entries[3 * i : 3 * i + 3]
+            _check_parameter(name, p, self.params[0].device)
+            if pieces and pieces[0].master.data_ptr() != p.data_ptr():
+                raise RuntimeError(f"{name} is not where the plan's master is: refresh() and offer it anew")
+            for key, tensor, numel in zip(_STATE, state, (1, p.numel(), p.numel()), strict=True):
+                if tensor is not None:
+                    _check_state(f"the state of {name}: {key}", tensor, p.device, numel)
+            items.append(ops.AdamWItem(p, *state, dtypes[i], pieces, self._present.get(self.listed[i])))
+        self.stage = ops.AdamWStage(items, self.plan and self.plan.reduced) if items else None
 
-    def _held(self, states: Sequence[dict[str, torch.Tensor] | None]) -> list[torch.Tensor]:
-        tensors = list(self.params)
-        for key in checks.STATE:
-            tensors += [state[key] for state in states if state]
-        return tensors if set(map(type, tensors)) <= _PLAIN else list(map(local_of, tensors))
+    def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
+        """Update the parameters, and leave their amaxes in the plan.
 
-    def build(
-        self, states: Sequence[dict[str, torch.Tensor] | None], dtypes: list[torch.dtype], stream: int
-    ) -> None:
-        """Make a stage for all parameters; those without state are only read."""
-        self.forget()  # until there is a stage for it
-        items = [
-            AdamWItem(
-                p,
-                *(local_of(state[key]) if state else None for key in checks.STATE),
-                dtype,
-                self.pieces(p),
-                self._present.get(p),
-            )
-            for p, state, dtype in zip(self.params, states, dtypes, strict=True)
-        ]
-        self.stage = AdamWStage(items, self.route and self.route.plan.reduced) if items else None
-        tensors = self._held(states)
-        self._addresses = Addresses({}, {str(i): tensor for i, tensor in enumerate(tensors)})
-        self._tensors, self._numels = tensors, list(map(torch.Tensor.numel, tensors))
-        self.dtypes, self._stream = dtypes, stream
-
-    def run(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        options: Sequence[Any],
-        rows: RankGradients | None = None,
-    ) -> None:
-        """gradients, rows: as of FusedAdamW.update(). options: adamw_options of each group."""
-        if self.route is not None:
-            self.route.plan.begin_update()
+        gradients: in the order of the parameters, with the dtypes that the stage reads.
+        options: what FusedAdamW._begin() returned.
+        rows: gradients of all ranks, whose mean counts; `gradients` are then this rank's own.
+        """
+        if self.plan is not None:
+            self.plan.begin_update()
         if self.stage is not None:
             for g, first, end in self._ranges:
                 self.stage.begin(options[g], first, gradients[first:end])
@@ -403,119 +299,66 @@ class Part:
         torch.autograd.graph.increment_version(
             [p for p, gradient in zip(self.params, gradients, strict=True) if gradient is not None]
         )
-        if self.route is not None:
-            self.route.end()
+        if self.plan is not None:
+            self.plan.end_update()
+            self.versions = self.read_versions()
+
+    def read_versions(self) -> list[int]:
+        """autograd's count of writes to each master of the plan."""
+        return list(map(operator.attrgetter("_version"), self._masters))
 
 
-class AmaxRoute:
-    """Which masters of a plan are parameters of an optimizer, whose update leaves their amaxes.
-
-    pieces: what the plan has of each parameter that is one of its masters, by parameter: one piece, or, of a
-    weight that is a stack of matrices, those of the matrices, one behind the other.
-
-    Raises ValueError if a master of the plan is not one of the parameters.
+def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
+    """What the plan has of each parameter that is one of its masters: one piece, or, of a weight that is a
+    stack of matrices, the pieces of the matrices, which lie one behind the other.
     """
-
-    def __init__(self, plan: CastPlan, parameters: Sequence[torch.Tensor]):
-        by_place = {(p.data_ptr(), p.numel()): p for p in parameters}
-        self.plan = plan
-        self.pieces: dict[torch.Tensor, tuple[MasterPiece, ...]] = {}
-        found: list[MasterPiece] = []  # of a master, the first ones
-        for i, piece in enumerate(plan.master_pieces()):
-            if piece.master.dtype != torch.float32 or (found and _end(found[-1]) != piece.master.data_ptr()):
-                raise _missing_master(i - len(found), (found or [piece])[0])
-            found.append(piece)
-            numel = sum(part.master.numel() for part in found)
-            p = by_place.get((found[0].master.data_ptr(), numel))
-            if p is not None:
-                self.pieces[p] = tuple(found)
-                found = []
-        if found:
-            raise _missing_master(len(plan.master_pieces()) - len(found), found[0])
-        # A tensor and its views have one version counter: masters in one buffer are asked once.
-        bases = [p if p._base is None else p._base for p in self.pieces]
-        self.counted = tuple({id(base): base for base in bases}.values())
-        self._versions = self._counts()
-
-    def end(self) -> None:
-        """The update has left the amaxes."""
-        self.plan.end_update()
-        self._versions = self._counts()
-
-    def is_outdated(self) -> bool:
-        """Whether anybody has written to a master since end(). Noticed as autograd notices it: not through
-        .data.
-        """
-        return self._versions != self._counts()
-
-    def _counts(self) -> tuple[int, ...]:
-        return tuple(tensor._version for tensor in self.counted)
+    places = {(p.data_ptr(), p.data_ptr() + p.nbytes): k for k, p in enumerate(locals_of(params))}
+    pieces, found, first = plan.master_pieces(), {}, 0
+    for last, piece in enumerate(pieces):
+        begin, end = pieces[first].master.data_ptr(), piece.master.data_ptr() + piece.master.nbytes
+        if piece.master.dtype == torch.float32 and (begin, end) in places:
+            found[params[places[begin, end]]] = tuple(pieces[first : last + 1])
+            first = last + 1
+    if first < len(pieces):
+        master, shard, matrix, *_ = pieces[first]
+        raise ValueError(
+            f"plan.master_pieces()[{first}].master ({master.dtype}, elements {shard.start} to {shard.end} of "
+            f"a weight {list(matrix)}) is not one of the optimizer's parameters: it must have the address "
+            "and length of one, and be float32"
+        )
+    return found
 
 
-def _end(piece: MasterPiece) -> int:
-    """The address behind its master."""
-    return piece.master.data_ptr() + piece.master.nbytes
-
-
-def _missing_master(i: int, piece: MasterPiece) -> ValueError:
-    first, last = piece.shard.start, piece.shard.end
-    return ValueError(
-        f"plan.master_pieces()[{i}].master ({piece.master.dtype}, elements {first} to {last} of a weight "
-        f"{list(piece.matrix)}) is not one of the optimizer's parameters: it must have the address and "
-        "length of one, and be float32"
-    )
-
-
-def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The plain tensor whose memory it is: of a DTensor this rank's own, of one that stands for a master (as
-    those that zerofp4.integrations.fsdp2 makes do) that master; any other tensor itself.
+def locals_of(tensors: _Tensors) -> _Tensors:
+    """The plain tensors whose memory these are: of a DTensor this rank's own, of a tensor that stands for a
+    master (as those of zerofp4.integrations.fsdp2 do) that master. Plain tensors cost no Python call.
     """
-    while tensor is not None and type(tensor) not in _PLAIN:
-        inside = getattr(tensor, "_local_tensor", None)
-        if inside is None:
-            inside = getattr(tensor, "zerofp4_master", None)
-        if inside is None:
-            break
-        tensor = inside
-    return tensor
-
-
-def _initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
-    step = torch.zeros((), dtype=torch.float32, device=p.device)
-    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    if not set(map(type, tensors)) <= _PLAIN:
+        for inside in ("_local_tensor", "zerofp4_master"):
+            tensors = [getattr(tensor, inside, tensor) for tensor in tensors]
+    return tensors
 
 
 class BucketUpdate:
     """The engine's Update by a FusedAdamW whose part b has the masters of bucket b.
 
-    inner: the optimizer of the masters.
-    buckets, masters: the masters, by trainable parameter.
-    exchange: of gradients.
+    inner: the optimizer of the masters. masters: by trainable parameter. exchange: of gradients.
     """
 
     def __init__(
         self,
         inner: FusedAdamW,
         buckets: Sequence[FlatBuffer],
-        masters: Sequence[torch.Tensor | None],
-        exchange: Exchange,
+        masters: _Tensors,
+        exchange: Transport | ArrivingMeans,
     ):
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
-        part_of = {
-            master: (g, i)
-            for g, group in enumerate(inner.param_groups)
-            for i, master in enumerate(group["params"])
-        }
-        self._members = [
-            sorted(
-                ((k, i) for k, i in enumerate(bucket.indices) if masters[i] is not None),
-                key=lambda member: part_of[masters[member[1]]],
-            )
-            for bucket in buckets
-        ]
-        """By bucket, in the order of the part: the position of a parameter in the bucket, and among all."""
-        self._adds = [False] * len(buckets)
+        self._positions = [{id(masters[i]): (k, i) for k, i in enumerate(b.indices)} for b in buckets]
+        """By bucket and the id of a master: the position of its parameter in the bucket, and among all."""
+        # Of one step:
+        self._options: list[Any] = []
         self._present: Sequence[bool] = ()
+        self._adds = [False] * len(buckets)
 
     def begin(
         self, *, present: Sequence[bool], in_slices: bool, factor: torch.Tensor | None, skip: torch.Tensor
@@ -526,20 +369,118 @@ class BucketUpdate:
         in_slices: whether the means are in the buckets' `gradients`.
         factor, skip: float32 [] on the device, as FusedAdamW's clip_factor and found_inf.
         """
-        self._inner.begin(skip, factor)
-        self._present = present
-        exchange = self._exchange
-        for b, (bucket, dtype) in enumerate(zip(self._buckets, exchange.dtypes, strict=True)):
-            adds = not in_slices and exchange.can_add_in_update(b) and dtype in checks.GRADIENT_DTYPES
-            self._adds[b] = adds
-            if not adds:
-                _ = bucket.gradient_views  # makes their memory
-            self._inner.expect(b, [dtype if adds else torch.float32] * len(self._members[b]))
+        self._options, self._present = self._inner._begin(skip, factor), present
+        for b, (bucket, dtype) in enumerate(zip(self._buckets, self._exchange.dtypes, strict=True)):
+            can_add = self._exchange.adds_in_update[b] and dtype in _GRADIENT_DTYPES
+            self._adds[b] = can_add and not in_slices
+            if not self._adds[b]:
+                _, dtype = bucket.gradient_views, torch.float32  # which makes their memory
+            part = self._inner._parts[b]
+            self._inner._lay_out(part, [dtype] * len(part.listed))
 
     def adds(self, b: int) -> bool:
         return self._adds[b]
 
     def __call__(self, b: int, arrived: Arrived | None) -> None:
+        part, positions = self._inner._parts[b], self._positions[b]
         own = self._buckets[b].gradient_views if arrived is None else arrived.own
-        gradients = [own[k] if self._present[i] else None for k, i in self._members[b]]
-        self._inner.update(b, gradients, None if arrived is None else arrived.rows)
+        members = [positions[id(master)] for master in part.listed]
+        gradients = [own[k] if self._present[i] else None for k, i in members]
+        part.run(gradients, self._options, None if arrived is None else arrived.rows)
+
+
+# What FusedAdamW takes
+
+
+def _check_options(options: dict[str, Any], name: str = "options", device: _Device = None) -> None:
+    """Raises TypeError or ValueError for options of a group that are out of range, or that kernels cannot
+    read. The value of an lr on a GPU is not looked at: the host would wait for it.
+
+    name: of the options, in messages. device: that of the parameters, in a step.
+    """
+    if options["amsgrad"]:
+        raise ValueError(f"{name}: amsgrad=True is not supported: use torch.optim.AdamW")
+    lr, betas = options["lr"], options["betas"]
+    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+        _check_scalar(f"{name}['lr']", lr, device, "on a GPU must be one element of float32")
+        lr = 0.0
+    elif isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"{name}: lr must have one element, got shape {tuple(lr.shape)}")
+    if len(betas) != 2 or any(isinstance(beta, torch.Tensor) for beta in betas):
+        raise TypeError(f"{name}: betas must be two numbers, got {betas!r}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"{name}: betas[{i}] must be at least 0 and below 1, got {beta}")
+    for key, value in (("lr", lr), ("eps", options["eps"]), ("weight_decay", options["weight_decay"])):
+        if not 0.0 <= value < math.inf:
+            rule = "finite" if value == math.inf else "0 or more"
+            raise ValueError(f"{name}: {key} must be {rule}, got {value}")
+    if device is not None and ops.is_capturing(device) and not options["capturable"]:
+        raise RuntimeError(f"{name}['capturable'] must be True for step() to be captured in a CUDA graph")
+
+
+def _check_scalar(name: str, scalar: Any, device: _Device, rule: str) -> None:
+    """Raises TypeError or ValueError unless kernels can read one element of float32, as the rule says."""
+    is_tensor = isinstance(scalar, torch.Tensor)
+    if not is_tensor or scalar.dtype != torch.float32 or scalar.numel() != 1:
+        found = f"{scalar.dtype} {tuple(scalar.shape)}" if is_tensor else type(scalar).__name__
+        raise TypeError(f"{name} {rule}, got {found}")
+    if device is not None and scalar.device != device:
+        raise ValueError(f"{name} is on {scalar.device}, the parameters on {device}")
+    check_plain(name, scalar)
+
+
+def _check_parameter(name: str, p: torch.Tensor, device: _Device) -> None:
+    """Raises TypeError or ValueError unless p is plain, contiguous, float32 and on the device."""
+    if dispatches(p):
+        raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}: give its float32 master")
+    if p.layout != torch.strided or p.dtype != torch.float32:
+        raise TypeError(f"{name} must be dense float32, got {p.dtype} of layout {p.layout}")
+    if p.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on a CPU or CUDA device, got {p.device}")
+    _check_place(name, p, device, p.numel())
+
+
+def _check_place(name: str, tensor: torch.Tensor, device: _Device, numel: int) -> None:
+    """Raises ValueError or RuntimeError unless a dense tensor is contiguous on the device, and not freed."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the first parameter on {device}")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements, the parameter {numel}")
+    if not tensor.is_contiguous():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"{name} must be contiguous, got shape {shape} with strides {strides}")
+    check_memory(name, tensor)
+
+
+def _check_state(name: str, tensor: torch.Tensor, device: torch.device, numel: int) -> None:
+    found = tensor.dtype, tensor.device, tensor.numel(), tensor.is_contiguous()
+    if found != (torch.float32, device, numel, True):
+        found = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        raise ValueError(f"{name} must be contiguous float32 with {numel} elements on {device}, got {found}")
+
+
+def _check_gradients(names: Sequence[str], gradients: _Tensors, params: _Tensors) -> None:
+    """Raises for the first gradient that kernels cannot read. Every step asks all at once, in loops in C."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    theirs = [p for p, gradient in zip(params, gradients, strict=True) if gradient is not None]
+    readable = {(torch.strided, dtype, p.device) for p in params[:1] for dtype in _GRADIENT_DTYPES}
+    if (
+        set(map(type, given)) <= _PLAIN
+        and set(map(operator.attrgetter("layout", "dtype", "device"), given)) <= readable
+        and list(map(torch.Tensor.numel, given)) == list(map(torch.Tensor.numel, theirs))
+        and all(map(torch.Tensor.is_contiguous, given))
+        and all(map(torch.Tensor.data_ptr, given))
+        and functools.reduce(operator.or_, map(torch.Tensor.data_ptr, given), 0) % 4 == 0
+        and find_freed(given) is None
+    ):
+        return
+    for name, gradient, p in zip(names, gradients, params, strict=True):
+        if gradient is not None:
+            name = f"the gradient of {name}"
+            if gradient.layout != torch.strided:
+                raise RuntimeError(f"{name} must be dense, got layout {gradient.layout}")
+            check_plain(name, gradient)
+            if gradient.dtype not in _GRADIENT_DTYPES:
+                raise TypeError(f"{name} must be float32 or bfloat16, got {gradient.dtype}")
+            _check_place(name, gradient, p.device, p.numel())

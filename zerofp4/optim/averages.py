@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import OwnError, exchange
-from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.load import find_saves, load_error, pieces_of
-from zerofp4.optim.piece import Piece, make_piece
+from zerofp4.optim.load import find_saves, load_error, read_value
+from zerofp4.optim.piece import Piece
 from zerofp4.optim.seal import check_one_save, draw_token, make_id
+from zerofp4.optim.state_dict import MASTER
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
 
@@ -54,31 +54,23 @@ class AveragedMasters:
         for average, buffer in zip(self._slices, self.optimizer._shards.buffers, strict=True):
             average.mul_(self.decay).add_(buffer.masters * (1 - self.decay))
 
-    @property
-    def _save_id(self) -> str:
-        return make_id(self._token, self._updates)
-
-    def held_masters(self) -> dict[int, HeldMaster]:
-        """This rank's pieces of the averages, by the identity of the parameter."""
-        shards, pieces = self.optimizer._shards, {}
-        for buffer, average in zip(shards.buffers, self._slices, strict=True):
-            pieces |= zip(map(id, buffer.parameters), buffer.own_views(average), strict=True)
-        return {key: held._replace(piece=pieces[key]) for key, held in shards.held_masters().items()}
+    def masters(self) -> dict[int, Piece]:
+        """Pieces of the averages, by the identity of the parameter."""
+        saved, save_id, pieces = self.optimizer._saved, make_id(self._token, self._updates), {}
+        for buffer, average in zip(self.optimizer._shards.buffers, self._slices, strict=True):
+            rows = zip(buffer.parameters, buffer.indices, buffer.own_views(average), strict=True)
+            for parameter, i, values in rows:
+                piece = pieces[id(parameter)] = saved.piece(i, "average", values)
+                piece.about = piece.about._replace(saves=(save_id,), unsound=None)
+        return pieces
 
     def state_dict(self) -> dict[str, Any]:
         """Pieces in the parameters' shapes, as those of the optimizer's state_dict(), and no copies. For
         torch.distributed.checkpoint the optimizer needs names (named_parameters()).
         """
-        optimizer, held, state = self.optimizer, self.held_masters(), {}
-        saved = optimizer._saved
-        for parameter, refusal in zip(optimizer._shards.parameters, saved.names.refusals, strict=True):
-            own, number = held[id(parameter)], saved.number_of(parameter)
-            values = self._slices[0][:0] if own.piece is None else own.piece
-            piece = make_piece(values, parameter.shape, own.shard.start, saved.home_of(parameter))
-            piece.label = None if number.name is None else f"{number.name}.average"
-            piece.refusal, piece.written_by = refusal, (self._save_id,)
-            state[number] = {"average": piece}
-        return {"state": state}
+        pieces, saved = self.masters(), self.optimizer._saved
+        own = zip(saved.parameters, saved, strict=True)
+        return {"state": {one.number: {"average": pieces[id(parameter)]} for one, parameter in own}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,28 +79,16 @@ class AveragedMasters:
         """
         found, saves, error = [], None, OwnError()
         try:
-            found, saves = self._read(state_dict), find_saves(state_dict, self._save_id)
+            for one in self.optimizer._saved.parameters:
+                value = state_dict["state"].get(one.number, {}).get("average")
+                found.append(read_value(one, "average", value, MASTER))
+            saves = find_saves(state_dict)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))
         group = self.optimizer.process_group()
         told = exchange((saves, draw_token()), error, group, "load_state_dict() of averages")
         by_rank, (token, *_) = zip(*told, strict=True)
         check_one_save(by_rank)
-        self._token, self._updates = token, 0
-        for own, values in found:
-            own.copy_(values)
-        for piece in pieces_of(state_dict):
-            piece.settle()
-
-    def _read(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each parameter this rank's piece of the average, and what it is to be."""
-        state, found = state_dict["state"], []
-        for number, entries in self.state_dict()["state"].items():
-            own, given = entries["average"], state.get(number, {}).get("average")
-            what = own.label or f"the average of parameter {int(number)}"
-            if not isinstance(given, Piece) or (given.shape, given.shard) != (own.shape, own.shard):
-                raise ValueError(f"state_dict: {what} must be {own}, got {given}")
-            if given.has_unread():
-                raise ValueError(f"state_dict: {what} is not whole in the checkpoint")
-            found.append((own.values, given.present()))
-        return found
+        own, self._token, self._updates = self.masters(), token, 0
+        for parameter, values in zip(self.optimizer._saved, found, strict=True):
+            own[id(parameter)].values.copy_(values)

@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from torch import nn
 
 from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size
 from zerofp4.optim.averages import AveragedMasters
-from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.piece import gathered, make_piece
+from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.zero import ZeroFP4Optimizer
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, check_not_held
 
@@ -41,10 +38,10 @@ def master_state_dict(
     Raises TypeError for an optimizer that is no ZeroFP4Optimizer, and for a dtype that is not floating,
     RuntimeError for an optimizer that is `broken`, or whose parameters a later one has taken over.
     """
-    return _masters(model, *_find_masters(optimizer, dtype), dtype)
+    return _values(model, _find_masters(optimizer, dtype)[1], dtype)
 
 
-def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, dict[int, HeldMaster]]:
+def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, dict[int, Piece]]:
     """The optimizer, and this rank's pieces of its masters or their averages, by the identity of the
     parameter. source: the optimizer, or AveragedMasters of it.
     """
@@ -55,41 +52,36 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, di
     optimizer._raise_if_broken()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
-    return optimizer, (optimizer._shards if source is optimizer else source).held_masters()
+    return optimizer, (optimizer._saved if source is optimizer else source).masters()
 
 
 @torch.no_grad()
-def _masters(
-    model: nn.Module, optimizer: ZeroFP4Optimizer, held: dict[int, HeldMaster], dtype: torch.dtype
+def _values(
+    model: nn.Module, masters: dict[int, Piece], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value, is_parameter in _tensors(model):
+        yield key, parameter_values(value, masters, dtype) if is_parameter else value.detach().clone()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Keys and values of a model's state dict, without extra state of modules, and which are parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            continue  # a module's extra state
-        parameter = parameters.get(key)
-        if parameter is None:
-            yield key, value.detach().clone()
-        else:
-            yield key, parameter_values(parameter, optimizer, held.get(id(parameter)), dtype)
+        if isinstance(value, torch.Tensor):
+            yield key, parameters.get(key, value), key in parameters
 
 
-def parameter_values(
-    parameter: torch.Tensor, optimizer: ZeroFP4Optimizer | None, held: HeldMaster | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """A new plain tensor: the whole master of a parameter that the optimizer trains, which is collective,
-    else what the parameter holds.
+def parameter_values(parameter: torch.Tensor, masters: dict[int, Piece], dtype: torch.dtype) -> torch.Tensor:
+    """A new plain tensor: the whole master of a parameter, which is collective, or what one without a master
+    holds.
     """
-    if held is not None:
-        own = torch.zeros(0, device=parameter.device) if held.piece is None else held.piece
-        home = optimizer._saved.home_of(parameter)
-        return gathered(make_piece(own, parameter.shape, held.shard.start, home)).to(dtype)
-    if isinstance(parameter, NVFP4Tensor):
-        value = parameter.get_high_precision_init_val()
-        if value is not None:
-            return value.to(parameter.device, dtype, copy=True)
-    if isinstance(parameter, QuantizedTensor):
+    if id(parameter) in masters:
+        return gathered(masters[id(parameter)]).to(dtype)
+    value = parameter.get_high_precision_init_val() if isinstance(parameter, NVFP4Tensor) else None
+    if value is None and isinstance(parameter, QuantizedTensor):
         return parameter.detach().dequantize(torch.float32).to(dtype)
-    return parameter.detach().to(dtype, copy=True)
+    value = parameter.detach() if value is None else value
+    return value.to(parameter.device, dtype, copy=True)
 
 
 def save_safetensors(
@@ -119,7 +111,7 @@ def save_safetensors(
         export, error = attempt(_Export, Path(folder), model, dtype)
     try:
         exchange(None, error, group, "save_safetensors()")
-        for key, tensor in _masters(model, optimizer, masters, dtype):
+        for key, tensor in _values(model, masters, dtype):
             if writes and not error:  # the others wait in the gathers: an error is told at the end
                 _, error = attempt(export.add, key, tensor)
         if writes and not error:
@@ -133,91 +125,76 @@ def save_safetensors(
 class _Export:
     """The files of an export, in a folder that may have an older one.
 
-    All files are written in a folder of drafts. Shards then move to names that no older index has. The last
-    file to move is the index, or the only file, and that makes the export the new one. Files of the older
-    export go after that. So readers find one of the two, whole, whenever this process ends. Moves replace
-    links and do not follow them.
+    Shards get names that no older index has. The index, or the only file, is called a draft until all is
+    written. Its move to its own name, which replaces a link there, makes the export the new one; files of the
+    older one go after that. So readers find one of the two, whole, whenever this process ends.
     """
 
     single, index = "model.safetensors", "model.safetensors.index.json"
     shard = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
-    drafts = ".model.safetensors.drafts-"
 
     def __init__(self, folder: Path, model: nn.Module, dtype: torch.dtype):
         import safetensors.torch
 
         self._save_file = safetensors.torch.save_file
-        self._shards, self._total = _shards(model, dtype)
-        self._written = 0
+        self._shards: list[list[str]] = [[]]
+        """The keys of each shard."""
+        self._total = filled = 0
+        for key, value, is_parameter in _tensors(model):
+            size = value.numel() * (dtype if is_parameter else value.dtype).itemsize
+            if self._shards[-1] and filled + size > SHARD_BYTES:
+                self._shards.append([])
+                filled = 0
+            self._shards[-1].append(key)
+            filled, self._total = filled + size, self._total + size
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._draft, count = folder, folder / ".model.safetensors.draft", len(self._shards)
+        self._draft.unlink(missing_ok=True)  # of a save that was killed
+        choices = (
+            [folder / f"model{prefix}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+            for prefix in itertools.chain([""], map("-{}".format, itertools.count(1)))
+        )
+        free = next(paths for paths in choices if not any(map(os.path.lexists, paths)))
+        self._paths = [self._draft] if count == 1 else free
         self._held: dict[str, torch.Tensor] = {}
         """Tensors of the shard that is written next."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._names = self._find_names()
-        self._last = self.single if len(self._names) == 1 else self.index
-        self._drafts = Path(tempfile.mkdtemp(prefix=self.drafts, dir=folder))
-
-    def _find_names(self) -> list[str]:
-        if len(self._shards) == 1:
-            return [self.single]
-        for number in itertools.count():
-            prefix = f"model-{number}" if number else "model"
-            count = len(self._shards)
-            names = [f"{prefix}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-            if not any(os.path.lexists(self._folder / name) for name in names):
-                return names
+        self._written = 0
+        self._is_drafted = False
+        """Whether all is written, and the draft has not been moved or has become the export."""
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Take the next tensor, and write its shard where it is the last one of that."""
         self._held[key] = tensor.cpu().contiguous()
         if len(self._held) == len(self._shards[self._written]):
-            draft = self._drafts / self._names[self._written]
-            self._save_file(self._held, str(draft), metadata={"format": "pt"})
-            _sync(draft)
+            path = self._paths[self._written]
+            self._save_file(self._held, str(path), metadata={"format": "pt"})
+            _sync(path)
             self._held, self._written = {}, self._written + 1
 
     def publish(self) -> None:
         """Make this the export of the folder, and remove the older one."""
-        moved = [name for name in self._names if name != self._last]
-        if moved:
-            pairs = zip(self._names, self._shards, strict=True)
-            weight_map = {key: name for name, keys in pairs for key in keys}
+        name, pairs = self.single, list(zip(self._paths, self._shards, strict=True))
+        if len(pairs) > 1:
+            name = self.index
+            weight_map = {key: path.name for path, keys in pairs for key in keys}
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            (self._drafts / self.index).write_text(json.dumps(index, indent=2))
-            _sync(self._drafts / self.index)
-        for name in [*moved, self._last]:
-            os.replace(self._drafts / name, self._folder / name)
+            self._draft.write_text(json.dumps(index, indent=2))
+            _sync(self._draft)
+        self._is_drafted = True
+        os.replace(self._draft, self._folder / name)
         # An older index goes before its shards.
         old = [self.index, self.single, *filter(self.shard.fullmatch, os.listdir(self._folder))]
-        for path in [self._folder / name for name in old if name not in (*moved, self._last)]:
-            if path.is_symlink() or path.is_file():
+        for path in map(self._folder.joinpath, old):
+            if path.name != name and path not in self._paths and (path.is_symlink() or path.is_file()):
                 path.unlink()
-        for path in self._folder.glob(f"{self.drafts}*"):  # of saves that were killed
-            shutil.rmtree(path, ignore_errors=True)
 
     def end(self) -> None:
         """Remove what is of no export."""
+        if self._is_drafted and not self._draft.exists():
+            return
         with contextlib.suppress(OSError):
-            for name in self._names if (self._drafts / self.index).exists() else ():
-                (self._folder / name).unlink(missing_ok=True)
-        shutil.rmtree(self._drafts, ignore_errors=True)
-
-
-def _shards(model: nn.Module, dtype: torch.dtype) -> tuple[list[list[str]], int]:
-    """The keys of each shard, and the bytes of all."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    shards: list[list[str]] = [[]]
-    filled = total = 0
-    for key, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        size = value.numel() * (dtype.itemsize if key in parameters else value.itemsize)
-        if shards[-1] and filled + size > SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(key)
-        filled, total = filled + size, total + size
-    return shards, total
+            for path in (*self._paths, self._draft):
+                path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
@@ -238,9 +215,9 @@ def unconvert_model(
     Returns the names of the parameters. Raises RuntimeError, before anything is changed, for a weight that
     another optimizer or DistributedDataParallel holds.
     """
-    held: dict[int, HeldMaster] = {}
+    masters: dict[int, Piece] = {}
     if optimizer is not None:
-        optimizer, held = _find_masters(optimizer, torch.float32)
+        optimizer, masters = _find_masters(optimizer, torch.float32)
     found = [
         (module, name, f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
@@ -254,15 +231,9 @@ def unconvert_model(
         for module, name, _ in found:
             old = module._parameters[name]
             if id(old) not in made:
-                made[id(old)] = _ordinary(old, optimizer, held.get(id(old)))
+                new = nn.Parameter(parameter_values(old, masters, old.dtype), old.requires_grad)
+                vars(new).update({k: v for k, v in vars(old).items() if k not in ("record", "_is_param")})
+                new.grad = old.grad
+                made[id(old)] = new
             setattr(module, name, made[id(old)])
     return [full_name for _, _, full_name in found]
-
-
-def _ordinary(
-    old: QuantizedTensor, optimizer: ZeroFP4Optimizer | None, held: HeldMaster | None
-) -> nn.Parameter:
-    new = nn.Parameter(parameter_values(old, optimizer, held, old.dtype), old.requires_grad)
-    vars(new).update({k: v for k, v in vars(old).items() if k not in ("record", "_is_param")})
-    new.grad = old.grad
-    return new

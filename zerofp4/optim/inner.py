@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerofp4.optim.groups import are_unchanged, check_finite, copy_groups, options
 
@@ -215,7 +214,7 @@ class InnerOptimizers:
 
     def read_clip_factor(self) -> bool:
         """Whether all multiply gradients by their attribute `clip_factor`, and no hook sees them before."""
-        return all(hasattr(type(one), "clip_factor") and is_plain(one) for one in self.all)
+        return all(hasattr(type(one), "clip_factor") and not has_hooks(one) for one in self.all)
 
     def found_inf(self) -> torch.Tensor | None:
         """What a user has set as `found_inf` of one of the optimizers; of several the sum."""
@@ -295,15 +294,9 @@ def _heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return supported and all(group.get("fused") and not group.get("momentum") for group in groups)
 
 
-def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() of an optimizer is that of its class, with no hooks and no wrapper of a scheduler."""
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
-    return not any(hooks) and "step" not in vars(optimizer)
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of step() are registered on this very optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def give_gradients(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:

@@ -1,17 +1,17 @@
 """A tensor of which a rank holds a flat range, and which torch.distributed.checkpoint saves and loads so."""
 
 import functools
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4.distributed import GroupReference, Stage
-from zerofp4.optim.seal import Chunk, Place, checksum, the_one
+from zerofp4.engine import with_own_storage
+from zerofp4.optim.seal import ATTRIBUTE, checksum, the_one
 from zerofp4.shard import Rectangle, Shard, cut, rectangles
 
 CHUNK = 2**24
@@ -34,6 +34,25 @@ class Home:
         return DeviceMesh.from_group(self.group(), self.device.type)
 
 
+class About(NamedTuple):
+    """What a piece is a piece of.
+
+    label: the name of the parameter and the entry, as a file has it; None without a name.
+    home: the ranks that hold the other pieces; None for what torch.load has read.
+    refusal: why no file can have it under its name: other ranks have other tensors of that name.
+    unsound: why its values must not be saved: the optimizer is broken.
+    saves: ids of the saves that its values are written by, or were read from.
+    is_live: whether the values are those of an optimizer itself, and no copy.
+    """
+
+    label: str | None = None
+    home: Home | None = None
+    refusal: str | None = None
+    unsound: str | None = None
+    saves: tuple[str | None, ...] = (None,)
+    is_live: bool = False
+
+
 class Piece(torch.Tensor):
     """A tensor of the shape of a parameter, of which only elements [start, start + n) of the flat order are
     here: `values`, 1D. Of a tensor without dimensions a rank has the element, as others may, or nothing.
@@ -48,44 +67,29 @@ class Piece(torch.Tensor):
 
     values: torch.Tensor
     start: int
-    home: Home | None
+    about: About
+    loaded: torch.Tensor | None
+    """What a load has read, or is to read; None if there was none."""
+    received: list[tuple[str | None, int]] | None
+    """By chunk that torch.distributed.checkpoint has read: the id of its save, and its number of elements."""
     boxes: dict[tuple[int, ...], Rectangle]
     """By their offsets, those that a save or a load has asked for."""
-    loaded: torch.Tensor | None
-    """What a load has read, or is to read; None where nothing was asked for."""
-    received: dict[tuple[int, tuple[int, ...]], str | None] | None
-    """What of it was read into `loaded` (see seal.Place); None for all."""
-    live: bool
-    """Whether the values are those of an optimizer itself, and no copy."""
-    label: str | None
-    """Of the parameter and the entry, as a file has it."""
-    unsound: str | None
-    """Why its values must not be saved: the optimizer is broken."""
-    refusal: str | None
-    """Why no file can have it under its name: other ranks have other tensors of that name."""
-    written_by: Iterable[str | None]
-    """Ids of the saves that its values are written by, or were read from."""
 
     # What it is, asked for often: of a tensor's own these would be functions of torch, each through a mode.
     shape = property(lambda self: self._shape)
     dtype = property(lambda self: self.values.dtype)
     device = property(lambda self: self.values.device)
-    ndim = property(lambda self: len(self._shape))
+    home = property(lambda self: self.about.home)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, values, shape, start=0, home=None, live=False):
-        properties = {"dtype": values.dtype, "device": values.device}
-        piece = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **properties)
-        piece.values, piece.start, piece.home = values, start, home
-        piece.boxes, piece.loaded = {}, None
-        piece.live, piece.label, piece.refusal, piece.unsound = live, None, None, None
-        piece.received, piece.written_by, piece._shape = {}, (None,), torch.Size(shape)
+    def __new__(cls, values: torch.Tensor, shape: Iterable[int], start: int = 0, about: About | None = None):
+        shape = torch.Size(shape)
+        piece = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
+        piece.values, piece.start, piece.about, piece._shape = values, start, about or About(), shape
+        piece.loaded, piece.received, piece.boxes = None, None, {}
         return piece
-
-    def __init__(self, *_: Any, **__: Any):
-        pass
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self._shape if dim is None else self._shape[dim]
@@ -104,93 +108,90 @@ class Piece(torch.Tensor):
     def is_whole(self) -> bool:
         return self.values.numel() == self.numel()
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
-        piece = type(self)(function(self.present()), self.shape, self.start, self.home)
-        piece.label, piece.refusal, piece.unsound = self.label, self.refusal, self.unsound
-        piece.written_by = tuple(self.save_ids)
-        return piece
-
-    @property
-    def save_ids(self) -> dict[str | None, str]:
-        """Of the saves that present() is of, with the name of this piece: several where a folder mixes them,
-        none of no elements.
-        """
-        was_read = self.loaded is not None and self.received is not None
-        ids = self.received.values() if was_read else self.written_by
-        return dict.fromkeys(ids, self.label or "a tensor")
-
     def present(self) -> torch.Tensor:
         """What was loaded into it, or else its values."""
         return self.values if self.loaded is None else self.loaded
 
+    @property
+    def saves(self) -> dict[str | None, str]:
+        """Ids of the saves that present() is of, with the name of this piece: several if a folder mixes them,
+        none if no elements were read.
+        """
+        ids = self.about.saves if self.received is None else [save_id for save_id, _ in self.received]
+        return dict.fromkeys(ids, self.about.label or "a tensor")
+
     def has_unread(self) -> bool:
         """Whether a checkpoint that it was loaded from lacks some of its elements."""
-        if self.loaded is None or self.received is None:
-            return False
-        boxes = [(_unravel(start, self.shape), sizes) for start, sizes in self.received]
-        overlap = any(_overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
-        return overlap or sum(math.prod(sizes) for _, sizes in boxes) != self.values.numel()
+        return self.received is not None and sum(n for _, n in self.received) != self.values.numel()
 
-    def settle(self) -> None:
-        """What was loaded are its values from now on."""
-        self.written_by = tuple(self.save_ids)
-        self.values, self.loaded = self.present(), None
+    def copied(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
+        """A piece of the same elements, with what the function makes of their values."""
+        about = self.about._replace(saves=tuple(self.saves), is_live=False)
+        return type(self)(function(self.present()), self.shape, self.start, about)
+
+    def load(self, source: torch.Tensor) -> "Piece":
+        """Take the elements of a whole tensor, or of another such piece, as what was loaded."""
+        if isinstance(source, Piece) and source.shard == self.shard:
+            own = source.present()
+        else:
+            own = _whole(source).reshape(-1)[self.start : self.shard.end]
+        saves = tuple(source.saves) if isinstance(source, Piece) else (None,)
+        self.received, self.about = None, self.about._replace(saves=saves)
+        self.loaded = torch.empty_like(self.values, memory_format=torch.contiguous_format).copy_(own)
+        return self
 
     # torch.distributed.checkpoint
-
-    def _rectangles(self) -> Iterator[Rectangle]:
-        return rectangles(self.shape, self.shard)
 
     def _chunks(self, boxes: Iterable[Rectangle]) -> list:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if not self.numel():  # nobody owns an element, and it must be in the checkpoint
             return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
-        if self.refusal is not None:
-            raise ValueError(self.refusal)
+        if self.about.refusal is not None:
+            raise ValueError(self.about.refusal)
         self.boxes = {box.offsets: box for box in boxes}
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self.boxes.values()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list:
-        self._check_sound()
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        self._check_sound()
         properties, most = TensorProperties.create_from_tensor(self.present()), CHUNK // self.dtype.itemsize
+        parts = (part for box in rectangles(self.shape, self.shard) for part in cut(box, most))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self._chunks(part for box in self._rectangles() for part in cut(box, most))
+            for chunk in self._chunks(parts)
         ]
 
     def __create_chunk_list__(self) -> list:
         """Only a load asks. Boxes are whole: a chunk of a file that several of them had a part of would be
         read once for each.
         """
-        self.loaded, self.received = torch.empty_like(self.values, memory_format=torch.contiguous_format), {}
-        return self._chunks(self._rectangles())
+        self.loaded = torch.empty_like(self.values, memory_format=torch.contiguous_format)
+        self.received = []
+        return self._chunks(rectangles(self.shape, self.shard))
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if not self.numel():
             return self.present().view(self.shape)
         box = self.boxes[tuple(index.offset)]
-        own = slice(box.start - self.start, box.start - self.start + box.numel)
-        place = Place(self.label, box.start, tuple(self.shape), self.save_ids, self.received)
-        return Chunk.of(self.present()[own].view(box.sizes), place)
+        first = box.start - self.start
+        values = with_own_storage(self.present().detach()[first : first + box.numel].view(box.sizes))
+        return _chunk(values, self, box.start)
 
     # Copies
 
     def __deepcopy__(self, memo: dict) -> "Piece":
-        if id(self) not in memo:
-            memo[id(self)] = self.map(torch.clone)
-        return memo[id(self)]
+        return self.copied(torch.clone)
 
     def _check_sound(self) -> None:
-        if self.unsound is not None:
-            raise RuntimeError(self.unsound)
+        if self.about.unsound is not None:
+            raise RuntimeError(self.about.unsound)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         self._check_sound()
@@ -202,123 +203,115 @@ class Piece(torch.Tensor):
                 stacklevel=2,
             )
         values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
-        about = tuple(self.shape), self.start, the_one(self.save_ids)
+        about = tuple(self.shape), self.start, the_one(self.saves)
         return _rebuild_piece, (values, *about, checksum(values, *about))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        first, last = self.start, self.shard.end
-        what = (
-            "all of it"
-            if self.is_whole
-            else f"elements {first}..{last - 1} of it"
-            if last > first
-            else "none of it"
-        )
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {what} here)"
+        here = f"elements {self.start}..{self.shard.end - 1} of it here"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {here})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(*args, **(kwargs or {}))
-        pieces = torch.utils._pytree.tree_map(lambda leaf: _whole(leaf, func), (args, kwargs or {}))
-        return func(*pieces[0], **pieces[1])
+        piece, *others = args
+        kwargs = kwargs or {}
+        if func in _COPIES:
+            return piece.copied(lambda values: func(values, **kwargs))
+        if func is _aten.new_empty.default and tuple(others[0]) == tuple(piece.shape):
+            # The stager of async_save puts copies of this one's attributes into it.
+            return piece.copied(lambda values: torch.empty_like(values, device=kwargs.get("device")))
+        if func is _aten.copy_.default and isinstance(piece, Piece):
+            return piece.load(others[0])
+        args, kwargs = torch.utils._pytree.tree_map(_whole, (args, kwargs))
+        return func(*args, **kwargs)
 
 
-def _whole(leaf: Any, func: Any = None) -> Any:
+_aten = torch.ops.aten
+_COPIES = {_aten.alias.default, _aten.clone.default, _aten.detach.default, _aten._to_copy.default}
+"""Operators that do with the values what they do with a tensor."""
+
+
+def _whole(leaf: Any) -> Any:
+    """The whole tensor of a piece; what is no piece as it is."""
     if not isinstance(leaf, Piece):
         return leaf
     if not leaf.is_whole:
         raise RuntimeError(
-            f"{func}: of a tensor of shape {tuple(leaf.shape)} this rank holds {leaf.values.numel()} "
-            "elements: full_tensor(), which is collective, gathers it"
+            f"of a tensor of shape {tuple(leaf.shape)} this rank holds {leaf.values.numel()} elements: "
+            "full_tensor(), which is collective, gathers it"
         )
     return leaf.present().view(leaf.shape)
 
 
-def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
-    """The index of an element by dimension."""
-    index: list[int] = []
-    for size in reversed(shape):
-        flat, offset = divmod(flat, size)
-        index.insert(0, offset)
-    return index
-
-
-def _overlap(one: tuple[Sequence[int], Sequence[int]], other: tuple[Sequence[int], Sequence[int]]) -> bool:
-    """Whether two boxes, offsets and sizes, have an element in common."""
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
-
-
 def _rebuild_piece(values: Any, shape: Any, start: Any, save_id: Any, expected: Any) -> Piece:
-    if not (type(values) is torch.Tensor and values.dim() == 1 and values.layout == torch.strided):
-        raise TypeError(f"values of a piece must be a 1D tensor, got {type(values).__name__}")
-    if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape) or type(start) is not int:
-        raise TypeError(f"shape and start of a piece must be integers, got {shape!r} and {start!r}")
-    if start < 0 or start + values.numel() > math.prod(shape):
-        raise ValueError(f"a piece has elements {start}..{start + values.numel() - 1} of shape {shape}")
-    if values.device.type != "meta" and checksum(values, shape, start, save_id) != expected:
+    if not isinstance(values, torch.Tensor) or checksum(values, shape, start, save_id) != expected:
         raise ValueError(f"elements of shape {shape} are not those that were saved: the file is damaged")
-    piece = Piece(values.detach().clone(), shape, start)  # what a file may set_ to another size
-    piece.written_by = (save_id,)
-    return piece
+    # A clone: a file may set_ a tensor to another size.
+    return Piece(values.detach().clone(), shape, start, About(saves=(save_id,)))
 
 
 torch.serialization.add_safe_globals([_rebuild_piece])
 
 
-# Handlers of __torch_dispatch__
+# Chunks of files
 
 
-def _to_copy(piece: Piece, *, dtype=None, device=None, non_blocking=False, **_) -> Piece:
-    return piece.map(
-        lambda values: values.to(device=device, dtype=dtype, non_blocking=non_blocking, copy=True)
-    )
+class Chunk(torch.Tensor):
+    """Elements of a piece on their way to a file or from one, which start at flat index `start`. Pickled, it
+    is a plain tensor with a seal. copy_ into a part of it checks the seal of its source; a source without one
+    is another optimizer's.
+    """
+
+    piece: Piece
+    start: int
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Chunk":
+        """Raises ValueError, before any element is written, if it is damaged or belongs elsewhere."""
+        if self.numel():
+            whole = source if source._base is None else source._base
+            seal = vars(whole).get(ATTRIBUTE)
+            if seal is not None:
+                self._check(seal, whole, source.storage_offset() - whole.storage_offset())
+            self.piece.received.append((None if seal is None else seal[3], self.numel()))
+        return torch.Tensor.copy_(self, source, non_blocking)
+
+    def _check(self, seal: tuple, whole: torch.Tensor, offset: int) -> None:
+        """whole: as the file has it; its elements from `offset` on are needed."""
+        own, what = self.piece.about.label, self.piece.about.label or "a tensor"
+        label, first, shape, _, expected = seal
+        if checksum(whole, *seal[:4]) != expected:
+            raise ValueError(f"elements of {what} are not those that were saved: the file is damaged")
+        needed = tuple(self.piece.shape), self.start + self.storage_offset()
+        if (shape, first + offset) != needed or not (own is None or label in (None, own)):
+            raise ValueError(
+                f"elements of {label} of shape {shape} from {first + offset} on are in the file where those "
+                f"of {what} of shape {needed[0]} from {needed[1]} on should be: it is damaged"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        plain, piece = self.as_subclass(torch.Tensor), self.piece
+        about = piece.about.label, self.start, tuple(piece.shape), the_one(piece.saves)
+        rebuild, arguments = plain.__reduce_ex__(protocol)
+        attributes = {ATTRIBUTE: (*about, checksum(plain, *about))}
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
 
 
-def _new_empty(piece: Piece, size, *, dtype=None, device=None, **_) -> torch.Tensor:
-    """Of its size: a piece, into which the stager of async_save puts a copy of this one's attributes."""
-    if tuple(size) != tuple(piece.shape) or dtype not in (None, piece.dtype):
-        return torch.empty(size, dtype=dtype or piece.dtype, device=device or piece.device)
-    return piece.map(lambda values: torch.empty_like(values, device=device))
+def _chunk(values: torch.Tensor, piece: Piece, start: int) -> Chunk:
+    chunk = values.as_subclass(Chunk)
+    chunk.piece, chunk.start = piece, start
+    return chunk
 
 
-def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    if not isinstance(target, Piece):
-        return target.copy_(_whole(source, "copy_"), non_blocking)
-    if target.loaded is None:
-        target.loaded = torch.empty_like(target.values, memory_format=torch.contiguous_format)
-    target.received = None
-    target.written_by = tuple(source.save_ids) if isinstance(source, Piece) else (None,)
-    if isinstance(source, Piece) and source.shard == target.shard:
-        target.present().copy_(source.present(), non_blocking)
-    else:
-        own = _whole(source, "copy_").reshape(-1)[target.start : target.shard.end]
-        target.present().copy_(own, non_blocking)
-    return target
+def _keeping_chunk(function: Callable[..., torch.Tensor]) -> Callable[..., Chunk]:
+    return lambda self, *args, **options: _chunk(function(self, *args, **options), self.piece, self.start)
 
 
-_aten = torch.ops.aten
-_HANDLERS = {
-    _aten.alias.default: lambda piece: piece.map(torch.Tensor.detach),
-    _aten.detach.default: lambda piece: piece.map(torch.Tensor.detach),
-    _aten.clone.default: lambda piece, **_: piece.map(torch.clone),
-    _aten.copy_.default: _copy_,
-    _aten.empty_like.default: lambda piece, **options: _new_empty(piece, piece.shape, **options),
-    _aten.new_empty.default: _new_empty,
-    _aten._to_copy.default: _to_copy,
-}
+for _name in ("clone", "cpu", "detach", "narrow", "to"):
+    # What torch.distributed.checkpoint does with a tensor before it writes it or reads into it.
+    setattr(Chunk, _name, _keeping_chunk(getattr(torch.Tensor, _name)))
 
 
 # Several ranks
-
-
-def make_piece(values: torch.Tensor, shape: Any, start: int, home: Home) -> Piece:
-    """Where there are several ranks it is a DTensor in name, so that what asks for a full state dict gathers
-    it.
-    """
-    kind = Piece if home.group() is None else _sharded_piece()
-    return kind(values, shape, start, home, live=True)
 
 
 class _AsPieces(TorchDispatchMode):
@@ -329,15 +322,13 @@ class _AsPieces(TorchDispatchMode):
 
 
 @functools.cache
-def _sharded_piece() -> type[Piece]:
+def sharded_piece() -> type[Piece]:
     from torch.distributed.tensor import DTensor, Replicate
 
     class ShardedPiece(Piece, DTensor):
-        """A piece of a tensor whose other elements are on other ranks.
-
-        torch's full state dicts gather nothing but DTensors. Of one it has the mesh, redistribute() and
-        full_tensor(); the placement says that whoever distributes a whole tensor leaves it whole, which the
-        optimizer cuts.
+        """A piece of a tensor whose other elements are on other ranks: a DTensor in name, since torch's full
+        state dicts gather nothing else. It has the mesh, redistribute() and full_tensor(); the placement says
+        that whoever distributes a whole tensor leaves it whole, which the optimizer cuts.
         """
 
         device_mesh = property(lambda self: self.home.mesh)

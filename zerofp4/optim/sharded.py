@@ -29,7 +29,6 @@ from zerofp4.ops import Addresses
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.build import amax_group_numbers, kind_of
 from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.matrices import matrices_of
 from zerofp4.shard import Shard
 from zerofp4.storage import find_freed, record_of
 from zerofp4.tensors import Holder, NVFP4Tensor
@@ -117,7 +116,8 @@ class ShardedParameters:
             return []
         if self.updated[i].work is None:
             return [piece]
-        return matrices_of(piece, self.parameters[i].shape)
+        rows, columns = self.parameters[i].shape[-2:]
+        return [matrix.view(rows, columns) for matrix in piece.split(rows * columns)]
 
     @functools.cached_property
     def gradients(self) -> list[torch.Tensor | None]:

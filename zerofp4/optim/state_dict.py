@@ -1,17 +1,18 @@
 """What a ZeRO optimizer saves: a state dict in torch's form, of pieces in the parameters' shapes."""
 
-import contextlib
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerofp4.optim.groups import options
-from zerofp4.optim.initial import HeldMaster
-from zerofp4.optim.inner import InnerClass
-from zerofp4.optim.piece import Home, Piece, make_piece
+from zerofp4.optim.inner import InnerClass, InnerOptimizers
+from zerofp4.optim.piece import About, Home, Piece, sharded_piece
+from zerofp4.optim.seal import SealedInt, SealedTuple, make_id
+from zerofp4.shard import Shard
 
 # Names and numbers
 
@@ -45,9 +46,6 @@ class ParameterId(int):
     def __reduce__(self) -> tuple:
         return ParameterId, (int(self), self.name)
 
-    def __deepcopy__(self, memo: dict) -> "ParameterId":
-        return self
-
 
 torch.serialization.add_safe_globals([ParameterId])
 
@@ -58,19 +56,41 @@ def own_name(name: str) -> str:
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
-def parameter_id(group: dict, i: int, number: int) -> ParameterId:
-    """Of parameter i of a group, with its number over all groups."""
-    names = group.get("param_names")
-    return ParameterId(number, own_name(names[i]) if names else None)
-
-
 def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
     """By group, numbered over all of them."""
     ids, count = [], 0
     for group in param_groups:
-        ids.append([parameter_id(group, i, count + i) for i in range(len(group["params"]))])
-        count += len(ids[-1])
+        names = [own_name(name) for name in group.get("param_names", ())] or [None] * len(group["params"])
+        ids.append([ParameterId(number, name) for number, name in enumerate(names, count)])
+        count += len(names)
     return ids
+
+
+def _find_names(announced: Sequence[Any], rank: int) -> tuple[list[str | None], list[list[str]]]:
+    """By trainable parameter of this rank, why no file can have it under its name (None if one can); and by
+    parameter group, the names of those in it that this rank lacks and others have.
+
+    announced: the Announcement of each rank. The same parameter is on the ranks that it is sharded over, and
+    on those that replicated_over names with theirs; another one of that name would take its place.
+    """
+    holders: dict[str | None, list[int]] = {}
+    for r, announcement in enumerate(announced):
+        for name in {member.name for member in announcement.members}:
+            holders.setdefault(name, []).append(r)
+    own, refusals = announced[rank], []
+    for member in own.trainable():
+        ranks, why = own.ranks[member.group], None
+        others = [r for r in holders[member.name] if r not in ranks]
+        if member.name is None and len(ranks) < len(announced):
+            why = f"on ranks {list(ranks)} only, and has no name that tells it from what others have"
+        elif others and len(own.copies[member.group]) == 1:
+            why = f"one parameter on ranks {list(ranks)} and another on ranks {others}, under one name"
+        how = "build the optimizer with names of the whole model, as in [('experts.7.weight', p)]"
+        refusals.append(why and f"{member.label} is {why}, and a checkpoint has one of each name: {how}")
+    here = {member.name for member in own.members} | {None}
+    lacking = [m for announcement in announced for m in announcement.members if m.name not in here]
+    groups = range(len(own.ranks))
+    return refusals, [list(dict.fromkeys(m.name for m in lacking if m.group == g)) for g in groups]
 
 
 # What an optimizer keeps of a parameter, found out before it has kept any
@@ -78,206 +98,256 @@ def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
 STARTED = "started"
 """In a state dict, of an optimizer that counts no steps: 1 once the parameter has a state, else 0."""
 
-ROWS, COLUMNS = 5, 7
+TRIAL_SHAPE = (5, 7)
 """Of the matrix in a trial, by which the sizes of state are told apart."""
 
 
 class Entry(NamedTuple):
-    """kind: "elements" for a value per element of the parameter, "scalar" for a tensor of one, "matrix" for a
-    tensor of another shape of each matrix of the parameter, or the type of a Python number. trial_shape: of
-    the third, for a matrix [ROWS, COLUMNS].
+    """What an optimizer keeps under one name.
+
+    kind: "tensor" for one of each matrix or slice that is updated, "scalar" for a tensor of one element, or
+        the type of a Python number.
+    device: None for that of the masters.
+    trial_shape: of a tensor, for a matrix of TRIAL_SHAPE; None if it has the shape of what is updated.
+    is_flag: whether it is 0 of a parameter that has no state yet.
     """
 
     kind: str | type
     dtype: torch.dtype
-    device: torch.device
-    trial_shape: tuple[int, ...] = ()
+    device: torch.device | None = None
+    trial_shape: tuple[int, ...] | None = None
+    is_flag: bool = False
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """What is kept of a parameter of this shape, of one or of a stack of matrices."""
-        if self.kind == "elements":
-            return tuple(shape)
-        if self.kind != "matrix":
+        """The shape of what is kept of a slice, of a matrix or of a stack of matrices of this shape."""
+        if self.kind != "tensor":
             return ()
-        *stack, rows, columns = shape
-        sizes = {ROWS: rows, COLUMNS: columns}
-        return (*stack, *(sizes.get(size, size) for size in self.trial_shape))
+        if self.trial_shape is None:
+            return tuple(shape)
+        sizes = dict(zip(TRIAL_SHAPE, shape[-2:], strict=True))
+        return (*shape[:-2], *(sizes.get(size, size) for size in self.trial_shape))
 
 
-class StateTemplate(NamedTuple):
-    """entries: by name. lazy: whether a parameter has no state before its first update."""
-
-    entries: dict[str, Entry]
-    lazy: bool
-
-    @property
-    def flag(self) -> str | None:
-        """The scalar that is 0 of a parameter without state yet; None where each has one from the
-        beginning.
-        """
-        if not self.lazy or not self.entries:
-            return None
-        return "step" if "step" in self.entries else STARTED
+MASTER = Entry("tensor", torch.float32)
 
 
-def template_key(inner: InnerClass, group: dict) -> Hashable:
-    """Equal where the optimizer of a group keeps the same state: its class, and all of its options but the
-    value of a float that is not 0.
+def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
+    """Entries by name, from a step with a parameter of two elements, or a small matrix, an lr of its own and
+    no gradient but zeros.
     """
-
-    def kind(value: Any) -> Hashable:
-        if isinstance(value, torch.Tensor):
-            return torch.Tensor
-        if isinstance(value, float):
-            return float, value == 0
-        return tuple(map(kind, value)) if isinstance(value, list | tuple) else repr(value)
-
-    return inner.optimizer_class, inner.whole, *((k, kind(v)) for k, v in sorted(options(group).items()))
-
-
-def make_template(inner: InnerClass, group: dict, device: torch.device) -> StateTemplate:
-    """From a step with a parameter of two elements, or a small matrix, an lr of its own and no gradient but
-    zeros.
-    """
-    trial = torch.zeros((ROWS, COLUMNS) if inner.whole else 2, dtype=torch.float32, device=device)
+    trial = torch.zeros(TRIAL_SHAPE if inner.whole else 2, dtype=torch.float32, device=device)
     chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()}
     optimizer = inner.optimizer_class([chosen | {"params": [trial]}], **inner.defaults)
-    lazy = not optimizer.state.get(trial)
+    is_lazy = not optimizer.state.get(trial)
     trial.grad = torch.zeros_like(trial)
-    with _no_global_hooks():
-        optimizer.step()
-    found = optimizer.state.get(trial, {})
-    return StateTemplate({k: entry_of(k, v, trial) for k, v in found.items() if v is not None}, lazy)
-
-
-@contextlib.contextmanager
-def _no_global_hooks() -> Iterator[None]:
-    """A trial is no step of the run. To call the function that torch has wrapped is not enough: a class may
-    call the step() of the class that it is based on.
-    """
+    # A trial is no step of the run, so torch's global hooks must not see it. To call the function that torch
+    # has wrapped is not enough: a class may call the step() of the class that it is based on.
     kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
     for hooks, _ in kept:
         hooks.clear()
     try:
-        yield
+        optimizer.step()
     finally:
         for hooks, own in kept:
             hooks.update(own)
+    found = optimizer.state.get(trial, {})
+    entries = {name: entry_of(name, value, trial) for name, value in found.items() if value is not None}
+    if entries and is_lazy:
+        flag = "step" if "step" in entries else STARTED
+        cpu_scalar = Entry("scalar", torch.float32, torch.device("cpu"))
+        entries[flag] = entries.get(flag, cpu_scalar)._replace(is_flag=True)
+    return entries
 
 
-def entry_of(name: str, value: Any, trial: torch.Tensor) -> Entry:
-    """Of the state of a parameter with more than one element."""
+def entry_of(name: str, value: Any, of: torch.Tensor) -> Entry:
+    """The entry for a value that an optimizer keeps of a tensor: a slice, 1D, or a matrix."""
     if not isinstance(value, torch.Tensor):
         return Entry(type(value), torch.float64, torch.device("cpu"))
-    if value.numel() == trial.numel():
-        return Entry("elements", value.dtype, value.device)
+    if value.dim() and value.numel() == of.numel():
+        return Entry("tensor", value.dtype, value.device)
     is_count = name == "step" and value.numel() == 1  # the same of all matrices of a stack
-    if trial.dim() == 1 or is_count:
+    if of.dim() == 1 or is_count:
         return Entry("scalar", value.dtype, value.device)
-    return Entry("matrix", value.dtype, value.device, tuple(value.shape))
+    return Entry("tensor", value.dtype, value.device, tuple(value.shape))
 
 
 # What is saved
 
 
-def saved_groups(param_groups: Sequence[dict], elsewhere: Sequence[Sequence[str]]) -> tuple[dict, ...]:
-    """The options, and whose they are. A tuple, which torch.distributed.checkpoint writes as one value: other
-    groups than those that were saved can load it.
+class SavedParameter(NamedTuple):
+    """A trainable parameter as checkpoints have it.
 
-    elsewhere: by group, names of parameters that other ranks have in it: one rank writes the value for all.
+    number: in state dicts; it knows the name. label: what messages call it. group: the number of its group.
+    shard: what this rank owns. home: where its pieces are. refusal: as in About.
     """
-    groups = []
-    for group, own, others in zip(param_groups, parameter_ids(param_groups), elsewhere, strict=True):
-        chosen = {
-            k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()
+
+    number: ParameterId
+    label: str
+    group: int
+    shape: torch.Size
+    shard: Shard
+    home: Home
+    refusal: str | None
+
+    def extent(self, entry: Entry) -> tuple[tuple[int, ...], Shard]:
+        """The shape of an entry, and what this rank has of it: its shard of what is like the parameter. All
+        else is whole with the ranks that own some of the parameter's elements, or with all if there are none.
+        """
+        shape = entry.shape(self.shape)
+        if entry.kind == "tensor" and entry.trial_shape is None:
+            return shape, self.shard
+        is_here = self.shard.numel > 0 or not self.shape.numel()
+        return shape, Shard(0, math.prod(shape) if is_here else 0)
+
+
+class SavedState(Mapping):
+    """The masters of an optimizer and the state of its optimizers of masters, as a checkpoint has them.
+
+    It is `state` of the optimizer: by parameter, what state_dict() has of it. Each look makes new pieces of
+    the same values.
+
+    param_groups: returns those of the optimizer, as they are now.
+    shards, inners: the trainable parameters with their masters, and the optimizers of these.
+    classes: by parameter group, what updates its masters.
+    announced, rank: the Announcement of each rank, and which is this one.
+    token: of the ids of saves, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        param_groups: Callable[[], Sequence[dict]],
+        shards: Any,
+        inners: InnerOptimizers,
+        classes: Sequence[InnerClass],
+        announced: Sequence[Any],
+        rank: int,
+        token: str,
+    ):
+        self.param_groups, self.shards, self.inners, self._classes = param_groups, shards, inners, classes
+        self.token = token
+        """Another one after each load."""
+        self.steps = 0
+        """How many steps the optimizer has taken, skipped ones too."""
+        self.unsound: str | None = None
+        """Why what is saved now must not be loaded: the optimizer is broken."""
+        self.device = shards.parameters[0].device
+        self.ids = parameter_ids(param_groups())
+        """By parameter group, the numbers of all parameters, frozen ones too."""
+        refusals, self._elsewhere = _find_names(announced, rank)
+        places = {
+            id(parameter): (g, number)
+            for g, (group, own) in enumerate(zip(param_groups(), self.ids, strict=True))
+            for parameter, number in zip(group["params"], own, strict=True)
         }
-        names = {} if own and own[0].name is None else {"param_names": [p.name for p in own]}
-        more = {"elsewhere": list(others)} if others else {}
-        groups.append(chosen | names | more | {"params": list(own)})
-    return tuple(groups)
+        homes: dict[dist.ProcessGroup | None, Home] = {}
+        self.parameters: list[SavedParameter] = []
+        """The trainable ones, in the order of the shards."""
+        rows = zip(shards.parameters, shards.names, shards.shards(), shards.groups(), refusals, strict=True)
+        for p, label, shard, ranks, refusal in rows:
+            g, number = places[id(p)]
+            home = homes.setdefault(ranks(), Home(ranks, self.device))
+            saved = SavedParameter(number, number.name or label, g, p.shape, shard, home, refusal)
+            self.parameters.append(saved)
+        self._indices = {id(p): i for i, p in enumerate(shards.parameters)}
+        self._templates: dict[Hashable, dict[str, Entry]] = {}
 
+    @property
+    def save_id(self) -> str:
+        """The id of what is saved now."""
+        return make_id(self.token, self.steps)
 
-def saved_entries(
-    parameter_name: str | None,
-    parameter: torch.Tensor,
-    held: HeldMaster,
-    state: Mapping[str, Any],
-    template: StateTemplate,
-    home: Home,
-    refusal: str | None,
-) -> dict[str, Piece]:
-    """Pieces of what this rank holds of a parameter of that name: `master`, and the optimizer's state by
-    its names.
+    def template(self, i: int) -> dict[str, Entry]:
+        """What is kept of trainable parameter i, by the present options of its group."""
+        g = self.parameters[i].group
+        group = self.param_groups()[g]
+        # With equal ones the same state is kept: of a float it matters whether it is 0, of a tensor nothing.
+        kinds = [
+            (name, value == 0 if isinstance(value, float) else torch.is_tensor(value) or repr(value))
+            for name, value in options(group).items()
+        ]
+        key = g, *kinds
+        if key not in self._templates:
+            self._templates[key] = make_template(self._classes[g], group, self.device)
+        return self._templates[key]
 
-    state: of the master here, empty where there is none yet or the rank owns nothing: then all is zeros. So
-    every rank has the same names. refusal: why no file can have it under its name, None where one can.
-    """
-    shape, shard = parameter.shape, held.shard
-    own = torch.zeros(0, device=home.device) if held.piece is None else held.piece
-    pieces = {"master": make_piece(own, shape, shard.start, home)}
-    entries = dict(template.entries)
-    for name, value in state.items():
-        if name not in entries and value is not None:
-            entries[name] = _entry_like(value, own)
-    is_held = shard.numel > 0 or not parameter.numel()
-    for name, entry in entries.items():
-        value = state.get(name)
-        if entry.kind == "elements":
-            if value is None:  # takes no memory
-                value = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device)
-                value = value.expand(shard.numel) if shard.numel > 1 else value
-            pieces[name] = make_piece(value.view(-1), shape, shard.start, home)
-        elif entry.kind == "matrix":
-            pieces[name] = _of_matrices(value, entry, entry.shape(shape), is_held, home)
-        else:
-            pieces[name] = _scalar(value, entry, is_held, home)
-    if template.flag == STARTED:
-        entry = Entry("scalar", torch.float32, torch.device("cpu"))
-        pieces[STARTED] = _scalar(torch.tensor(float(bool(state))), entry, is_held, home)
-    for name, piece in pieces.items():
-        piece.label = None if parameter_name is None else f"{parameter_name}.{name}"
-        piece.refusal = refusal
-    return pieces
+    def piece(self, i: int, name: str, values: torch.Tensor | None, entry: Entry = MASTER) -> Piece:
+        """A piece of trainable parameter i. values: 1D, those of this rank; None for zeros, which take no
+        memory.
+        """
+        saved = self.parameters[i]
+        shape, shard = saved.extent(entry)
+        if values is None:
+            zero = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device or self.device)
+            values = zero.expand(shard.numel)
+        label = None if saved.number.name is None else f"{saved.number.name}.{name}"
+        about = About(label, saved.home, saved.refusal, self.unsound, (self.save_id,), is_live=True)
+        kind = Piece if saved.home.group() is None else sharded_piece()
+        return kind(values, shape, shard.start, about)
 
+    def masters(self) -> dict[int, Piece]:
+        """Pieces of the masters, by the identity of the parameter."""
+        rows = enumerate(zip(self.shards.parameters, self.shards.masters, strict=True))
+        return {id(parameter): self.piece(i, "master", master) for i, (parameter, master) in rows}
 
-def _entry_like(value: Any, own: torch.Tensor) -> Entry:
-    if not isinstance(value, torch.Tensor):
-        return Entry(type(value), torch.float64, torch.device("cpu"))
-    return Entry("elements" if value.shape == own.shape else "scalar", value.dtype, value.device)
+    def entries(self, i: int) -> dict[str, Piece]:
+        """What is saved of trainable parameter i: pieces of its master, and of its state by the names of the
+        inner optimizer, so that every rank has the same names: before the first update it is zeros. State of
+        several matrices is a copy, one behind the other.
 
+        Raises ValueError for state of matrices that a first step does not make, unless it is like them.
+        """
+        template, masters = self.template(i), self.shards.optimized[i]
+        states = [self.inners.state_of(master) for master in masters]
+        entries, found = dict(template), {}
+        for name, value in states[0].items() if states else ():
+            if value is None:
+                continue
+            entry = entries.setdefault(name, entry_of(name, value, masters[0]))
+            if entry.trial_shape is not None and name not in template:
+                raise ValueError(
+                    f"optimizer_class keeps {name} of shape {tuple(value.shape)} of a matrix "
+                    f"{tuple(masters[0].shape)}, which it does not make in its first step: it cannot be saved"
+                )
+            if entry.kind == "tensor" and len(states) > 1:
+                value = torch.cat([state[name].reshape(-1) for state in states])
+            found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
+        if STARTED in entries and found:
+            found[STARTED] = torch.ones(1, dtype=torch.float32)
+        pieces = {"master": self.piece(i, "master", self.shards.masters[i])}
+        return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 
-def _of_matrices(value: Any, entry: Entry, shape: tuple[int, ...], is_held: bool, home: Home) -> Piece:
-    """Whole with the rank that has the matrices."""
-    if value is None:
-        value = torch.zeros(math.prod(shape) if is_held else 0, dtype=entry.dtype, device=entry.device)
-    return make_piece(value.reshape(-1), shape, 0, home)
+    def groups(self) -> SealedTuple:
+        """`param_groups` of a state dict: the options, and whose they are. A tuple, which
+        torch.distributed.checkpoint writes as one value: other groups than those that were saved can load it.
+        One rank writes the value for all, so `elsewhere` has the names of parameters of other ranks.
+        """
+        groups = []
+        for group, own, elsewhere in zip(self.param_groups(), self.ids, self._elsewhere, strict=True):
+            saved = {k: v.detach().cpu() if torch.is_tensor(v) else v for k, v in options(group).items()}
+            if not own or own[0].name is not None:
+                saved["param_names"] = [number.name for number in own]
+            if elsewhere:
+                saved["elsewhere"] = list(elsewhere)
+            groups.append(saved | {"params": list(own)})
+        return SealedTuple(groups, self.save_id)
 
-
-def _scalar(value: Any, entry: Entry, is_held: bool, home: Home) -> Piece:
-    """Of the ranks that have some of a parameter's elements, which know it."""
-    value = torch.as_tensor(0 if value is None else value, dtype=entry.dtype, device=entry.device).view(-1)
-    return make_piece(value if is_held else value[:0], (), 0, home)
-
-
-class StateView(Mapping):
-    """optimizer.state: by parameter, what state_dict() has of it. Each look makes new pieces of the same
-    values.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], entries_of: Any):
-        self._positions = {id(p): i for i, p in enumerate(parameters)}
-        self._parameters, self._entries_of = list(parameters), entries_of
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "state": {saved.number: self.entries(i) for i, saved in enumerate(self.parameters)},
+            "param_groups": self.groups(),
+            "steps": SealedInt(self.steps, self.save_id),
+        }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:
-        if id(parameter) not in self._positions:
-            return {}  # frozen: as torch's defaultdict
-        return self._entries_of(self._positions[id(parameter)])
+        i = self._indices.get(id(parameter))
+        return {} if i is None else self.entries(i)  # frozen: as torch's defaultdict
 
     def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._positions
+        return id(parameter) in self._indices
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._parameters)
+        return iter(self.shards.parameters)
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self.parameters)

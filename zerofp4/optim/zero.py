@@ -4,7 +4,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,22 @@ from zerofp4.distributed import (
     error_text,
     exchange,
     in_phase,
+    raised_by_all,
     rank_and_size,
     resolve_group,
 )
 from zerofp4.engine import (
+    ArrivingMeans,
     BackwardSchedule,
     CollectiveTransport,
-    EarlyCollective,
+    Gradients,
     GradientSnapshot,
     HostTransport,
     LateGathers,
     PeerTransport,
-    PushTransport,
     Step,
+    check_gradients,
     describe_buckets,
-    early_places,
     in_order,
     join_host,
     join_peers,
@@ -50,23 +51,31 @@ from zerofp4.optim.build import (
     overlaps_backward,
     overlaps_forward,
 )
-from zerofp4.optim.checkpoint import SavedState
-from zerofp4.optim.clipping import clip_arguments, global_norm
+from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
 from zerofp4.optim.groups import check_finite, with_references
 from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
-from zerofp4.optim.inner import InnerOptimizers, give_gradients, is_plain
-from zerofp4.optim.load import (
-    check_same_steps,
-    find_saves,
-    load_error,
-    pieces_of,
-    warn_of_options,
-)
-from zerofp4.optim.names import find_saved_names
-from zerofp4.optim.nonfinite import NonfiniteGradients
+from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
+from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
 from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.state_dict import SavedState
 from zerofp4.tensors import had_master
+
+
+class _Ready(NamedTuple):
+    """What this rank brings to the agreement of a step or a clip.
+
+    word: which of `gradients` holds the first NaN or Inf (NonfiniteGradients), on the device; None where
+        nothing was looked at.
+    to_average: what the transport has made of them; None where clip_grad_norm_ has averaged them.
+    update: of one bucket after the other; None where all masters are updated at once.
+    """
+
+    call: Call
+    gradients: Gradients
+    word: torch.Tensor | None
+    to_average: Gradients | None
+    update: BucketUpdate | None = None
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -75,7 +84,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
     gathers the weights in place: 4-bit codes for NVFP4 weights. Building, step() and clip_grad_norm_() are
-    collective. What one rank finds wrong before an update raises on every rank, before anything has changed.
+    collective. What one rank finds wrong before an update changes nothing, and raises on every rank: with
+    NCCL on the others in their next step.
     The masters are the truth: they begin as rank 0's values, and from then on the weights follow them, so
     load a model first.
 
@@ -100,6 +110,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     on_nonfinite: what becomes of a step with a NaN or Inf in any rank's gradients: "skip_step" or "raise".
 
     The page on the optimizer has the whole of each option, the page on failures what raises where.
+    """
+
+    _step_supports_amp_scaling = True
+    """So torch's GradScaler calls step() on every rank, also on one where it has found an Inf, and meanwhile
+    sets the attributes `found_inf` and, unless its unscale_() was called, `grad_scale`.
     """
 
     def __init__(
@@ -216,31 +231,38 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             shards=self._shards,
             inners=self.inners,
             classes=checked.classes,
-            names=find_saved_names(announced, rank),
+            announced=announced,
+            rank=rank,
             token=token,
         )
-        self.state = self._saved.view()
+        self.state = self._saved
         self._nonfinite = NonfiniteGradients(self._on_nonfinite, slots, device, self._wire.dtype)
         self._make_transport(group)
         self._update = self._make_update()
-        """Updates the masters of one bucket after the other; None where their optimizer cannot."""
+        """Updates the masters of one bucket after the other; None where all are updated at once."""
         self._step = Step(self._shards.buffers, self._shards.plans, self._transport, self._exchange, late)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
-        """Not 0 where the update of a step is skipped on the device. FusedAdamW reads it or, of ranks that
-        share memory, `_peers.failed`, which a barrier may set in the middle of a step.
+        """What an update reads on the device: 1 where this step changes nothing.
+
+        [Note: flags on the device] _skip is the maximum of _nonfinite.found (a NaN or Inf in any rank's
+        gradients), _agreement.refused (a rank found an error, or ranks differ) and _peers.failed (a rank did
+        not come to a barrier). A barrier may set _peers.failed in the middle of a step, so where ranks share
+        memory FusedAdamW reads that one, and the other two in the words of presence. found_inf is what users
+        read: _skip, or 1 where the cast of a bucket found a NaN or Inf in masters.
         """
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
         self._reduced: GradientSnapshot | None = None
         """The gradients that clip_grad_norm_ has averaged for the next step."""
         self._factor: torch.Tensor | None = None
         """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
-        self._agreed_in_sequence: bool | None = None
-        """Whether the ranks agreed in the last step that one of them must update all masters at once."""
         self._defers = self._can_defer(group)
-        """Whether the host leaves agreements to the device, but for those of the first step."""
-        self._is_over = False
-        """Whether clip_grad_norm_ has raised here, and this rank has taken its part in the step() behind it.
+        """Whether the host leaves agreements to the device."""
+        self._took_next_step = False
+        """Whether clip_grad_norm_ failed on this rank alone, which has then already taken its part in the
+        step() that the other ranks call next.
         """
+        self._scaler_found_inf: torch.Tensor | None = None
+        """What a GradScaler has found in the gradients of this rank."""
         self._weights_follow = True
         """False from load_state_dict to the next step: weights written meanwhile yield to the masters."""
         self._publish()
@@ -256,15 +278,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._hosts is not None:
             self._transport = HostTransport(buckets, group, wire, self._peers, self._hosts)
         elif self._peers is not None:
-            self._transport = (PushTransport if early else PeerTransport)(buckets, wire, self._peers)
+            self._transport = PeerTransport(buckets, wire, self._peers, early)
             self._exchange = self._transport if early else None
-        elif early or adds:
-            places = early_places(buckets[0].device)
-            self._transport = CollectiveTransport(buckets, wire, places=places, aliased=not adds)
-            self._exchange = EarlyCollective(self._transport, places, adds)
         else:
-            self._transport = CollectiveTransport(buckets, wire)
-        is_local = all(map(self._transport.is_local, range(len(buckets))))
+            # On a CPU only the host could wait for a bucket in a backward pass.
+            places = len(buckets) if buckets[0].device.type == "cpu" else 2
+            places = places if early or adds else None
+            self._transport = CollectiveTransport(buckets, wire, early=places, aliased=not adds)
+            self._exchange = ArrivingMeans(self._transport, adds) if early or adds else None
+        is_local = all(memory is None for memory in self._transport.memory)
         self._averages_nothing = self.world_size == 1 and is_local and not adds
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
         if self._exchange is None:
@@ -273,13 +295,35 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._schedule = BackwardSchedule(
             self._shards.parameters,
             self._shards.names,
-            self._transport,
             self._exchange,
             early=early,
             adds=adds,
             word_of=lambda gradients: me()._nonfinite.word(list(gradients.values()), list(gradients)),
             is_reduced=lambda: me()._reduced is not None or me()._shards.holder.is_taken_over,
         )
+
+    def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether no host needs to know what the ranks agree on. The same on every rank."""
+        if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
+            return False
+        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buffers)
+        can_skip = self._update is not None and self._on_nonfinite == "skip_step"
+        return can_skip and self._schedule is None and not has_replicas
+
+    def _make_update(self) -> BucketUpdate | None:
+        if self._why_at_once() is not None:
+            return None
+        exchange = self._exchange or self._transport
+        return BucketUpdate(self.inners.all[0], self._shards.buffers, self._shards.masters, exchange)
+
+    def _why_at_once(self) -> str | None:
+        """Why all masters are updated at once; None where they are updated bucket by bucket."""
+        other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
+        if other is not None:
+            return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
+        if any(bucket.is_of_whole_matrices for bucket in self._shards.buffers):
+            return "whole matrices are updated all at once"
+        return None
 
     # A step
 
@@ -299,63 +343,41 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         RuntimeError says what cannot be captured. In a replay a NaN or Inf skips the step on every rank,
         whatever on_nonfinite is.
         """
-        if self.world_size > 1 and is_capturing(self.found_inf.device):
-            self._capture_step(closure)
-            return None
-        if self._is_over:
-            self._is_over = False
+        capturing = self.world_size > 1 and is_capturing(self.found_inf.device)
+        if capturing:
+            self._check_can_capture(closure)
+        if self._took_next_step:
+            self._took_next_step = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
-        self._hear_earlier()
-        loss, gradients, call, word, update, error = None, [], None, None, None, OwnError()
-        calls, in_sequence = self._agreement.calls, False
-        self._follow_masters()
+        self._begin_call()
+        loss, ready, error, calls = None, None, OwnError(), self._agreement.calls
         try:
             self._raise_earlier_error()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            averages = self._reduced is None
-            if self._schedule is not None and averages:
-                self._schedule.close()
-            gradients = self._collect_gradients()
-            word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
-            self._shards.check_unchanged(self.param_groups)
-            check_finite(self.param_groups)
-            if not averages and self._reduced.changed(gradients):
-                raise RuntimeError(
-                    "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
-                    "step: call it after the last backward pass, or zero_grad() before the next one"
-                )
-            call = Call(is_clip=False, averages=averages, step=self._saved.steps)
-            self.inners.push_options(self.param_groups)
-            in_sequence = self._find_obstacle() is not None
-            if not in_sequence or self._is_deferred:  # then an obstacle counts from the next step on
-                update = self._begin_update(gradients)
-            else:
-                _ = self._shards.optimized_gradients  # makes their memory
-            to_average = self._prepare(gradients) if averages or self._averages_nothing else None
+            ready = self._prepare_step()
         except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
-            told = getattr(failure, "all_ranks_raise", False) and self._agreement.calls > calls
-            told = told or self._is_over  # by clip_grad_norm_ in the closure
-            if told or isinstance(failure, CollectiveError):
-                self._is_over = False
+            # A clip_grad_norm_ in the closure has told the others already; of a collective that failed nobody
+            # is left to hear; and NCCL ends no group of which a collective was captured in a graph that never
+            # came to be.
+            in_clip = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
+            if in_clip or capturing or isinstance(failure, CollectiveError):
+                self._took_next_step = False
                 raise
             error = OwnError(failure)
-        outcome = self._agree(gradients, call, error, word, in_sequence)
+        outcome = self._agree(ready, error)
         if error:
             self._sit_out(error)
-        self._agreed_in_sequence = outcome.in_sequence
-        if call.averages:
-            self._hear(outcome, word)
-            self._nonfinite.raise_if_asked()
+        if ready.call.averages:
+            self._hear(ready.word)
         try:
-            if self._nonfinite.must_skip(reads_found=self.inners.heed_found_inf()):
+            if self._must_skip():
                 self.found_inf.fill_(1)
-            elif outcome.in_sequence:
-                failed = self._update_in_sequence(to_average, outcome.present)
-                self._publish(error=failed.take())
+            elif ready.update is None:
+                self._update_at_once(ready.to_average, outcome.present)
             else:
-                self._publish(update, to_average)
+                self._publish(ready.update, ready.to_average)
                 self.inners.pull_options(self.param_groups)
         except BaseException as failure:
             self._break("step()", failure)
@@ -385,53 +407,34 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
             )
-        self._is_over = False
-        self._hear_earlier()
-        gradients, call, word, snapshot, error = [], None, None, None, OwnError()
-        numbers = 0.0, 2.0
-        self._follow_masters()
+        self._took_next_step = False
+        self._begin_call()
+        ready, error, numbers = None, OwnError(), (0.0, 2.0)
         try:
             self._raise_earlier_error()
             numbers = clip_arguments(max_norm, norm_type)
-            gradients = self._collect_gradients()
-            self._shards.check_unchanged(self.param_groups)
-            if self._reduced is not None and self._reduced.written():
-                raise RuntimeError(
-                    "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
-                    "p.grad, so call zero_grad() before the next backward pass"
-                )
-            averages = self._reduced is None or self._reduced.changed(gradients)
-            if self._schedule is not None and averages:
-                self._schedule.close()
-                gradients = self._collect_gradients()
-            counts = self._averages_nothing and numbers[1] == 2.0  # the squares count NaN and Inf
-            word = self._word(gradients) if averages and not counts else None
-            snapshot = GradientSnapshot(gradients)
-            call = Call(True, averages, self._saved.steps, *numbers)
-            if not self._averages_nothing:
-                _ = self._shards.gradients  # makes their memory
-            to_average = self._prepare(gradients)
+            ready = self._prepare_clip(*numbers)
         except CollectiveError:  # nobody is left who would hear of it
             raise
         except BaseException as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(failure)
-        outcome = self._agree(gradients, call, error, word)
+        self._agree(ready, error)
         if error:
-            self._sit_out_clip(error, *numbers[1:])
-        means = list(self._means(to_average))
-        if counts:
+            self._sit_out_clip(error, numbers[1])
+        call, word = ready.call, ready.word
+        means = list(self._means(ready.to_average))  # views, which average() fills
+        if self._counts_in_squares(call.norm_type):
             self._squares.zero_()
             ops.add_squares(means, self._squares)
-            word = self._word(gradients, self._squares[:, -2:].sum(0)) if call.averages else None
+            if call.averages:
+                found = self._squares[:, -2:].sum(0)  # how many NaNs and Infs there were
+                word = self._word(ready.gradients, found)
         if call.averages:
             self._reduced = self._factor = None
-            self._hear(outcome, word)
             if not self._averages_nothing:
                 self._squares.zero_()
-                error = self._average(to_average, self._squares)
-            self._nonfinite.raise_if_asked()
-            if self._accumulate == "sharded":  # they are not in p.grad any more
-                snapshot = GradientSnapshot(self._collect_gradients())
+                error = self._step.average(ready.to_average, self._squares)
+            self._hear(word)
         group, device = self.process_group(), self.found_inf.device
         total = in_phase("norm", global_norm)(means, call.norm_type, group, device, self._squares)
         try:
@@ -439,7 +442,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except Exception as failure:  # the others have a norm that is of no use
             self._break("clip_grad_norm_()", failure)
             raise
-        self._reduced = snapshot if call.averages else self._reduced
+        if call.averages:
+            in_slices = self._accumulate == "sharded"  # and not in p.grad any more
+            self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else ready.gradients)
         if self._factor is not None:
             total = total * self._factor
         factor = (call.max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -450,7 +455,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
         self._reduced = self._factor = None
-        self._is_over = False
+        self._took_next_step = False
         if self._schedule is not None:
             self._schedule.drop()
         super().zero_grad(set_to_none)
@@ -465,37 +470,98 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Before the agreement
 
-    def _hear_earlier(self) -> None:
-        """Raise what the ranks found in the step before: on every rank, and before it joins a collective.
-        [Note: deferred agreements]
+    def _begin_call(self) -> None:
+        """Raise what the ranks found in the step before, on every rank and before it joins a collective
+        ([Note: when the host hears of an agreement]). Let weights follow masters that were loaded.
         """
         if self._reduced is None:  # else clip_grad_norm_ of this step has asked
-            outcome = self._agreement.read(self.param_groups)
-            self._agreed_in_sequence = outcome.in_sequence if outcome else self._agreed_in_sequence
+            self._agreement.read(self.param_groups)
+        if not self._weights_follow:
+            try:
+                self._publish()
+            except BaseException as failure:
+                self._break("following load_state_dict()", failure)
+                raise
+            self._weights_follow = True
 
     def _raise_earlier_error(self) -> None:
         if self._peers is not None:
             OwnError(self._peers.take_error()).raise_if_any()
         self._raise_if_broken()
 
-    def _collect_gradients(self) -> Sequence[torch.Tensor | None]:
+    def _prepare_step(self) -> _Ready:
+        """Do all of a step that can fail on this rank alone, before the ranks agree."""
+        averages = self._reduced is None
+        gradients = self._collect_gradients()
+        self._unscale(gradients)
+        word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
+        self._shards.check_unchanged(self.param_groups)
+        check_finite(self.param_groups)
+        if not averages and self._reduced.changed(gradients):
+            raise RuntimeError(
+                "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
+                "step: call it after the last backward pass, or zero_grad() before the next one"
+            )
+        call = Call(is_clip=False, averages=averages, step=self._saved.steps)
+        self.inners.push_options(self.param_groups)
+        update = self._begin_update(gradients)
+        to_average = self._prepare(gradients) if averages or self._averages_nothing else None
+        return _Ready(call, gradients, word, to_average, update)
+
+    def _unscale(self, gradients: Gradients) -> None:
+        """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
+        scale, obstacle = vars(self).get("grad_scale"), None
+        if not isinstance(scale, torch.Tensor):
+            return
+        self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
+        present = [gradient for gradient in gradients if gradient is not None]
+        if self._schedule is not None:
+            obstacle = "overlap='backward' and accumulate='sharded' send them while they are scaled"
+        elif self._reduced is not None:
+            obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
+        elif any(gradient.dtype == torch.float16 for gradient in present):
+            obstacle = "float16 ones would underflow: build the optimizer with gradient_dtype=torch.float32"
+        if obstacle is not None:
+            raise RuntimeError(f"step() cannot divide gradients by the scale of GradScaler: {obstacle}")
+        torch._foreach_mul_(present, scale.double().reciprocal().float())
+
+    def _prepare_clip(self, max_norm: float, norm_type: float) -> _Ready:
+        """Do all of a clip that can fail on this rank alone, before the ranks agree."""
+        gradients = self._collect_gradients()
+        self._shards.check_unchanged(self.param_groups)
+        if self._reduced is not None and self._reduced.written():
+            raise RuntimeError(
+                "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
+                "p.grad, so call zero_grad() before the next backward pass"
+            )
+        averages = self._reduced is None or self._reduced.changed(gradients)
+        looks = averages and not self._counts_in_squares(norm_type)
+        word = self._word(gradients) if looks else None
+        call = Call(True, averages, self._saved.steps, max_norm, norm_type)
+        if not self._averages_nothing:
+            _ = self._shards.gradients  # makes their memory
+        return _Ready(call, gradients, word, self._prepare(gradients))
+
+    def _counts_in_squares(self, norm_type: float) -> bool:
+        """Whether the sums of squares say if there is a NaN or Inf, so that clip_grad_norm_ need not look."""
+        return self._averages_nothing and norm_type == 2.0
+
+    def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
         try:
             gradients = self._shards.read_gradients()
             for b in range(len(self._shards.buffers)):
-                self._transport.check(b, gradients, self._shards.names)
+                check_gradients(self._transport, b, gradients, self._shards.names)
         except Exception:
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
         return gradients if self._schedule is None else self._schedule.merged(gradients)
 
-    def _prepare(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def _prepare(self, gradients: Gradients) -> Gradients:
         """The gradients as the transport takes them; those that backward passes have sent as they are."""
         return gradients if self._schedule is not None else self._transport.prepare(gradients)
 
-    def _word(
-        self, gradients: Sequence[torch.Tensor | None], when: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def _word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
         """The word of a NaN or Inf in this rank's gradients. A graph of a world of one does not look for one
         where the optimizer of the masters cannot read it.
 
@@ -503,42 +569,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
             return None
-        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=self.inners.found_inf(), when=when)
+        given = self.inners.found_inf(), self._scaler_found_inf
+        flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
+        found_inf = sum(flags) if flags else None
+        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=found_inf, when=when)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
-    def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether no host needs to know what the ranks agree on. The same on every rank."""
-        if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
-            return False
-        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buffers)
-        can_skip = self._update is not None and self._on_nonfinite == "skip_step"
-        return can_skip and self._schedule is None and not has_replicas
-
-    @property
-    def _is_deferred(self) -> bool:
-        return self._defers and self._agreed_in_sequence is False
-
-    def _make_update(self) -> BucketUpdate | None:
-        shards = self._shards
-        if any(bucket.is_of_whole_matrices for bucket in shards.buffers):
-            return None
-        if any(type(one) is not FusedAdamW for one in self.inners.all):
-            return None
-        exchange = self._exchange or self._transport
-        return BucketUpdate(self.inners.all[0], shards.buffers, shards.masters, exchange)
-
-    def _find_obstacle(self) -> str | None:
-        """Why this rank must update all masters at once; None where it updates them bucket by bucket."""
+    def _begin_update(self, gradients: Gradients) -> BucketUpdate | None:
+        """Do all of an update that can fail on this rank alone, or need memory."""
         if self._update is None:
-            other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
-            if other is None:
-                return "whole matrices are updated all at once"
-            return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
-        if not is_plain(self.inners.all[0]):
-            return "step() of the optimizer of the masters has hooks, or is wrapped"
-        return None
-
-    def _begin_update(self, gradients: Sequence[torch.Tensor | None]) -> BucketUpdate:
+            _ = self._shards.optimized_gradients  # makes their memory
+            return None
+        if has_hooks(self.inner):
+            raise RuntimeError(
+                "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
+                "bucket: register them on the ZeroFP4Optimizer"
+            )
         is_shared = self.world_size > 1  # the kernels read which gradients there are
         self._update.begin(
             present=[is_shared or gradient is not None for gradient in gradients],
@@ -548,24 +594,30 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         )
         return self._update
 
-    def _agree(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        call: Call | None,
-        error: OwnError,
-        word: torch.Tensor | None,
-        in_sequence: bool = True,
-    ) -> Outcome:
+    def _agree(self, ready: _Ready | None, error: OwnError) -> Outcome | None:
+        """None where the host does not wait for the outcome. Raises where it does, and the ranks refuse.
+
+        ready: None with an error.
+        """
+        call, gradients, word = (None, (), None) if ready is None else ready[:3]
         schedule, rounds = self._schedule, Rounds()
         if schedule is not None:
             averages, again = self._reduced is None if call is None else call.averages, False
             if averages:
-                with error:  # does nothing, unless an error came before the first close()
-                    again = schedule.close(discard=True)
+                with error:
+                    again = schedule.close(discard=bool(error))
             rounds = Rounds(schedule.rounds, again, self._exchange.error is not None)
-        arguments = gradients, call, error, word, self.param_groups, in_sequence, rounds, self._is_deferred
+        outcome = Outcome([gradient is not None for gradient in gradients], rounds.again)
         try:
-            outcome = in_phase("vote", self._agreement.agree)(*arguments)
+            if self.world_size == 1:
+                self._agreement.rounds = rounds
+                error.raise_if_any()
+            else:
+                ballot = outcome.present, call, error, word, self.param_groups, rounds
+                in_phase("vote", self._agreement.begin)(*ballot)
+                if self._defers or is_capturing(self.found_inf.device):
+                    return None
+                outcome = self._agreement.read(self.param_groups, error, earlier=False)
         except Exception:
             error.take()
             if schedule is not None:
@@ -578,9 +630,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Behind it
 
-    def _sit_out(self, error: OwnError, averages: bool | None = None) -> None:
+    def _sit_out(self, error: OwnError, averages: bool | None = None) -> NoReturn:
         """Take this rank's part in a step that it cannot take, and raise why. Masters stay as they are on
-        every rank, and weights follow them. [Note: deferred agreements]
+        every rank, and weights follow them. [Note: when the host hears of an agreement]
 
         averages: whether the ranks exchange gradients; None where that is as it is for this rank.
         """
@@ -593,32 +645,35 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._saved.steps += 1
         error.raise_if_any()
 
-    def _sit_out_clip(self, error: OwnError, norm_type: float) -> None:
-        """The same for clip_grad_norm_, and for the step() that the other ranks call next."""
+    def _sit_out_clip(self, error: OwnError, norm_type: float) -> NoReturn:
+        """Take this rank's part in a clip_grad_norm_ that it cannot take, and in the step() that the other
+        ranks call next, and raise why.
+        """
         if self._reduced is None:
             self._step.average((), None)
         self._squares.zero_()
         device = self.found_inf.device
         in_phase("norm", global_norm)((), norm_type, self.process_group(), device, self._squares)
-        self._is_over = True
-        arguments = [], None, OwnError(RuntimeError()), None, self.param_groups
-        in_phase("vote", self._agreement.agree)(*arguments, deferred=True)
-        self._sit_out(error, averages=False)
+        self._took_next_step = True
+        ballot = [], None, OwnError(RuntimeError()), None, self.param_groups
+        in_phase("vote", self._agreement.begin)(*ballot)
+        # A closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
+        self._sit_out(OwnError(raised_by_all(error.take())), averages=False)
 
-    def _hear(self, outcome: Outcome, word: torch.Tensor | None) -> None:
-        """Of a NaN or Inf; in a world of one what this rank itself found."""
-        if self._is_deferred:
-            self._nonfinite.hear_on_device(self._agreement.nonfinite)
-        elif self.world_size == 1:
-            self._nonfinite.hear_on_device(word)
-        else:
-            self._nonfinite.hear(outcome.nonfinite)
+    def _hear(self, word: torch.Tensor | None) -> None:
+        """Take over what the ranks found of NaN and Inf, and raise it with on_nonfinite="raise": then nothing
+        is used up, and the gradients stay for the caller to look at. word: what this rank found.
+        """
+        self._nonfinite.hear(word if self.world_size == 1 else self._agreement.nonfinite)
+        self._nonfinite.raise_if_asked()
 
-    def _average(self, gradients: Sequence[torch.Tensor | None], squares: torch.Tensor | None) -> OwnError:
-        """Average all gradients into the slices of this rank. Returns what went wrong on this rank."""
-        return self._step.average(gradients, squares)
+    def _must_skip(self) -> bool:
+        """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
+        if self.inners.heed_found_inf() or is_capturing(self._skip.device):
+            return False
+        return bool(self._nonfinite.found.item())
 
-    def _means(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    def _means(self, gradients: Gradients) -> Iterator[torch.Tensor]:
         """This rank's part of the averaged gradients, 1D; what several ranks have, one of them counts."""
         if not self._averages_nothing:
             yield from (bucket.gradients[bucket.part] for bucket in self._shards.buffers if bucket.is_counted)
@@ -628,15 +683,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
                 yield in_order(gradient, dtype).view(-1)
 
-    def _update_in_sequence(
-        self, gradients: Sequence[torch.Tensor | None] | None, present: Sequence[bool]
-    ) -> OwnError:
-        """Average all gradients that are not yet, then update all masters. Returns what went wrong."""
-        error = OwnError() if gradients is None else self._average(gradients, None)
+    def _update_at_once(self, gradients: Gradients | None, present: Sequence[bool]) -> None:
+        """Average all gradients that are not yet, update all masters, and publish them."""
+        error = OwnError() if gradients is None else self._step.average(gradients, None)
         if not error:
             with error:
                 in_phase("update", self._step_inners)(present)
-        return error
+        self._publish(error=error.take())
 
     def _step_inners(self, present: Sequence[bool]) -> None:
         factor = None if self._reduced is None else self._factor
@@ -646,14 +699,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         rows = zip(self._shards.optimized, self._shards.optimized_gradients, present, strict=True)
         for masters, gradients, there in rows:
             give_gradients(zip(masters, gradients if there else [None] * len(masters), strict=True))
-        skip = self._skip if self._peers is None else self._peers.failed
-        skip = skip if self.inners.heed_found_inf() else None
         self._set_skip()
+        skip = self._skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
         self.inners.pull_options(self.param_groups)
 
     def _set_skip(self) -> None:
-        """Before an update."""
+        """Write _skip, and the words that say which parameters are updated. [Note: flags on the device]"""
         if self._peers is None:
             self._skip.copy_(self._nonfinite.found)
         else:
@@ -665,7 +717,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _publish(
         self,
         update: BucketUpdate | None = None,
-        gradients: Sequence[torch.Tensor | None] | None = None,
+        gradients: Gradients | None = None,
         error: BaseException | None = None,
     ) -> None:
         """Run the program of a step: update the masters if asked to, cast them, and gather the weights."""
@@ -680,17 +732,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         finally:
             del error  # see OwnError
             self._shards.accept_values()
-
-    def _follow_masters(self) -> None:
-        """A model that was loaded after its optimizer has the values of the masters again."""
-        if self._weights_follow:
-            return
-        try:
-            self._publish()
-        except BaseException as failure:
-            self._break("following load_state_dict()", failure)
-            raise
-        self._weights_follow = True
 
     # Behind an error
 
@@ -710,58 +751,29 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # In a CUDA graph
 
-    @torch.no_grad()
-    def _capture_step(self, closure: Callable[[], Any] | None) -> None:
-        """A step of several ranks, of which each replay agrees on the device about a NaN or Inf; everything
-        else is as the ranks agreed in the last step that was not captured.
-        """
-        obstacle = self._find_capture_obstacle(closure)
+    def _check_can_capture(self, closure: Callable[[], Any] | None) -> None:
+        """Raise RuntimeError for a step of several ranks that a CUDA graph cannot capture."""
+        obstacle = self._why_at_once()
+        if closure is not None:
+            obstacle = "what a closure computes is not known before"
+        elif self._reduced is not None:
+            obstacle = "clip_grad_norm_ has reduced the gradients"
+        elif self._schedule is not None:
+            obstacle = "gradients travel before it"
+        elif overlaps_forward(self._overlap):
+            obstacle = "weights travel behind it"
         if obstacle is not None:
             raise RuntimeError(f"step() of {self.world_size} ranks cannot be captured: {obstacle}")
-        self._hear_earlier()
-        self._follow_masters()
-        self._raise_earlier_error()
-        gradients = self._collect_gradients()
-        self._shards.check_unchanged(self.param_groups)
-        check_finite(self.param_groups)
-        # What may raise comes before all collectives: NCCL ends no group of which a collective was captured
-        # in a graph that never came to be.
-        self._agreement.repeat(gradients)
-        self.inners.push_options(self.param_groups)
-        update = self._begin_update(gradients)
-        to_average = self._prepare(gradients)
-        self._nonfinite.hear_on_device(self._agreement.agree_on_device(self._word(gradients)))
-        self._publish(update, to_average)
-        self.inners.pull_options(self.param_groups)
-        self._nonfinite.count()
-        self._saved.steps += 1
-
-    def _find_capture_obstacle(self, closure: Callable[[], Any] | None) -> str | None:
-        if closure is not None:
-            return "what a closure computes is not known before"
-        if self._reduced is not None:
-            return "clip_grad_norm_ has reduced the gradients"
-        if self._schedule is not None:
-            return "gradients travel before it"
-        if overlaps_forward(self._overlap):
-            return "weights travel behind it"
-        return self._find_obstacle() or (
-            "another rank has to do one thing after the other" if self._agreed_in_sequence else None
-        )
 
     # State
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, and as in
-        torch.optim no copy.
+        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, no copies.
 
-        Every rank has the same keys: of each trainable parameter `master` and what optimizer_class keeps of
-        it, zeros before its first update; what it keeps of several matrices is a copy. A tensor has the
-        parameter's shape and says which elements of it are here; torch.distributed.checkpoint saves and loads
-        it in a world of any size, under the parameter's name where the optimizer was built with
-        named_parameters(), and full_tensor(), which is collective, gathers it. torch.save writes what this
-        rank has, for the same rank of a world of the same size.
+        Every rank has the same keys. A tensor has the parameter's shape and knows which elements of it are on
+        this rank; torch.distributed.checkpoint saves and loads it in a world of any size (page on
+        checkpoints), full_tensor(), which is collective, gathers it, torch.save writes this rank's part.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -774,27 +786,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict; the weights follow its masters, also those that a model has loaded before
-        or loads until the next step.
+        or loads until the next step. Collective.
 
-        A state dict of this class, read by torch.distributed.checkpoint in a world of any size or by
-        torch.load on the rank and in the world that saved it; or one of another optimizer with whole tensors,
-        as torch.optim has it. Parameters are matched by name where both sides have names
-        (named_parameters()), so that groups may differ: each group gets the options that all groups of its
-        members were saved with. Without names groups must be the same. State of parameters that are not
-        trained here is left out. Where there are no masters (torch.optim), they stay as they are, but for
-        weights that were written to since the last step: those give theirs anew.
+        state_dict: of this class, read by torch.distributed.checkpoint in a world of any size or by
+            torch.load on the rank that saved it; state_dict() of another optimizer of the same ranks, as it
+            is; or one of torch.optim with whole tensors, which has no masters: they stay, but for those of
+            weights that were written to. Parameters are matched by name where both sides have names.
 
-        The state_dict() of another optimizer of the same ranks, as it is, may be of fewer parameters: those
-        that it lacks keep what they have here. So a new optimizer goes on from an old one, with parameters
-        added or unfrozen.
+        Parameters that have moved get the memory of the optimizer again, as by refresh().
 
-        Parameters that have moved (model.to(device) copies on a CPU) lie in the optimizer's memory again, as
-        after refresh(), where the state dict has all masters.
-
-        Collective. When any rank's state dict does not fit, or the ranks bring states of different steps or
-        what two saves wrote, every rank raises ValueError (TypeError for what is no dict), which lists the
-        names, and nothing changes. The same happens where a master would stay and a parameter has moved, or
-        the optimizer is `broken`.
+        Raises ValueError (TypeError for what is no dict) with the names of what does not fit, or where the
+        ranks bring states of different steps or what two saves wrote, on every rank and before anything has
+        changed. The same where a master would stay and a parameter has moved or the optimizer is `broken`.
         """
         before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
         moved = self._shards.find_moved()
@@ -804,7 +807,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.check_can_refresh()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
-            loaded = self._saved.read(state_dict, self._shards.written(), moved)
+            loaded = read_state_dict(self._saved, state_dict, self._shards.written(), moved)
             steps = int(state_dict.get("steps", 0))
             saves = find_saves(state_dict, self._saved.save_id)
         except Exception as failure:  # whatever it is, every rank raises it
@@ -813,10 +816,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self.inners.restore(before)
             raise
         try:
-            told = exchange((steps, saves, draw_token()), error, self.process_group(), "load_state_dict()")
-            by_rank, saves_by_rank, (token, *_) = zip(*told, strict=True)
-            check_same_steps(by_rank)
-            check_one_save(saves_by_rank)
+            told = exchange((saves, draw_token()), error, self.process_group(), "load_state_dict()")
+            by_rank, (token, *_) = zip(*told, strict=True)
+            check_one_save(by_rank)
             warn_of_options(state_dict, self._saved.groups())
         except BaseException:
             self.inners.restore(before)
@@ -828,11 +830,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             for master, values in zip(self._shards.masters, loaded, strict=True):
                 if master is not None and values is not None:
                     master.copy_(values)
-            for piece in pieces_of(state_dict):
-                piece.settle()
             self._saved.steps, self._saved.token = steps, token
             self._reduced = self._factor = None
-            self._is_over = False
+            self._took_next_step = False
             self._agreement.drop_unread()
             self._publish()
             self._shards.settle()
@@ -860,6 +860,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         return self._shards.gathered_bytes()
 
+    def _handed_masters(self) -> tuple[dict[int, HeldMaster], set[int]]:
+        """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
+        ids of parameters that somebody has written to since the last step.
+
+        Raises ValueError where it has no masters to hand over, or gradients that would be lost.
+        """
+        if self.broken is not None:
+            raise ValueError(f"masters_from is of no more use: {self.broken}")
+        if self._accumulate == "sharded" and self._schedule.is_holding:
+            raise ValueError(
+                "masters_from holds gradients of backward passes that no step has used, which would be lost: "
+                "call its step() or zero_grad() first"
+            )
+        shards = self._shards
+        return shards.held_masters(), {id(shards.parameters[i]) for i in shards.written()}
+
     # What users ask
 
     @property
@@ -877,15 +893,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
         that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
-        gradients are here;
-        obstacle: why not. overlap, accumulate: as given. world_size, bucket_mb. buckets: in their order, each
-        with its kind, parameters, elements, bytes, optimizer, and gathered_in: "step", "forward" or None.
-        bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks can access.
-        advice: what would make it faster.
+        gradients are here, or the obstacle. overlap, accumulate: as given. world_size, bucket_mb. buckets: in
+        their order, each with its kind, parameters, elements, bytes, optimizer, and gathered_in: "step",
+        "forward" or None. bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks
+        can access. advice: what would make it faster.
         """
-        obstacle = self._find_obstacle()
-        if obstacle is None and self._agreed_in_sequence:
-            obstacle = "another rank has one"
+        obstacle = self._why_at_once()
         shared = "collective" if self._peers is None or self._hosts is not None else "peer"
         shards = self._shards
         described = describe_buckets(shards.buffers, shards.plans, self._transport, self.process_group())
@@ -943,6 +956,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         return self._shards.found_inf
 
+    @found_inf.setter
+    def found_inf(self, flag: torch.Tensor) -> None:
+        self._scaler_found_inf = flag
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        self._scaler_found_inf = None
+
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because of gradients with a NaN or Inf. Waits for the device."""
@@ -953,22 +974,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         or clip_grad_norm_ last looked; None if there was none. Waits for the device in a world of one.
         """
         return self._nonfinite.first_name
-
-    def _handed_masters(self) -> tuple[dict[int, HeldMaster], set[int]]:
-        """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
-        ids of parameters that somebody has written to since the last step.
-
-        Raises ValueError where it has no masters to hand over, or gradients that would be lost.
-        """
-        if self.broken is not None:
-            raise ValueError(f"masters_from is of no more use: {self.broken}")
-        if self._accumulate == "sharded" and self._schedule.is_holding:
-            raise ValueError(
-                "masters_from holds gradients of backward passes that no step has used, which would be lost: "
-                "call its step() or zero_grad() first"
-            )
-        shards = self._shards
-        return shards.held_masters(), {id(shards.parameters[i]) for i in shards.written()}
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""

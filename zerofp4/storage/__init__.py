@@ -2,13 +2,17 @@
 
 from zerofp4.storage.memory import (
     address_of,
+    addresses_by_dtype,
     addresses_of,
+    any_dispatches,
     check_memory,
     check_plain,
     check_signs,
     dispatches,
     find_freed,
     holds,
+    note_rebinding,
+    rebindings,
 )
 from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
 from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
@@ -19,10 +23,9 @@ from zerofp4.storage.record import (
     check_layouts,
     check_sides,
     empty_buffer,
-    note_rebinding,
-    rebindings,
     record_of,
     register_adapter,
+    side_of,
     weight_record,
 )
 from zerofp4.storage.sides import BUFFERS, SIDES, Gate, Side, Sides, scale_name, side_names, sides_of, unstack
@@ -37,9 +40,11 @@ __all__ = [
     "Sides",
     "Storage",
     "address_of",
+    "addresses_by_dtype",
     "addresses_of",
     "allocate",
     "allocate_mxfp8",
+    "any_dispatches",
     "called",
     "check_block",
     "check_buffer",
@@ -59,6 +64,7 @@ __all__ = [
     "register_adapter",
     "scale_name",
     "side_names",
+    "side_of",
     "sides_of",
     "unstack",
     "weight_record",

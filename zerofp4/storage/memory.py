@@ -1,4 +1,4 @@
-"""What a kernel may be handed: the one place that says whether a tensor's memory is what its shape claims.
+"""What a kernel may be handed: whether a tensor's memory is what its shape claims, and was not exchanged.
 
 Kernels take addresses. A tensor that has none of its own, or less memory than its sizes say, would have them
 read and write what belongs to others.
@@ -34,6 +34,11 @@ def dispatches(tensor: torch.Tensor) -> bool:
     """Whether operations on the tensor are its class's own, so that its memory need not mean anything."""
     kind = type(tensor)
     return kind is not torch.Tensor and kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+
+
+def any_dispatches(tensors: Sequence[torch.Tensor]) -> bool:
+    """dispatches() of any of a list. A step asks this of hundreds, so one tensor of each class is asked."""
+    return any(map(dispatches, dict(zip(map(type, tensors), tensors, strict=True)).values()))
 
 
 def _inside(tensor: torch.Tensor) -> str:
@@ -97,6 +102,23 @@ def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
     return addresses
 
 
+def addresses_by_dtype(
+    name: str, tensors: Sequence[torch.Tensor]
+) -> list[tuple[torch.dtype, Sequence[int], list[int], list[int]]]:
+    """(dtype, positions, addresses, numbers of elements) of the tensors of each dtype, since a launch reads
+    those of one. Raises as addresses_of().
+    """
+    addresses, dtypes = addresses_of(name, tensors), [tensor.dtype for tensor in tensors]
+    numels, kinds = list(map(torch.Tensor.numel, tensors)), list(dict.fromkeys(dtypes))
+    if len(kinds) == 1:
+        return [(kinds[0], range(len(tensors)), addresses, numels)]
+    found = []
+    for kind in kinds:
+        positions = [i for i, dtype in enumerate(dtypes) if dtype == kind]
+        found.append((kind, positions, *([of[i] for i in positions] for of in (addresses, numels))))
+    return found
+
+
 def find_freed(tensors: Sequence[torch.Tensor]) -> int | None:
     """The first of dense tensors whose storage was freed in place; None where none was."""
     addresses = list(map(torch.Tensor.data_ptr, tensors))
@@ -142,3 +164,18 @@ def _end(tensor: torch.Tensor) -> int:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     elements = tensor.numel() and 1 + sum((size - 1) * stride for size, stride in steps)
     return (tensor.storage_offset() + elements) * tensor.itemsize if elements else 0
+
+
+_rebindings = 0
+
+
+def rebindings() -> int:
+    """How often a record was copied or rebound, or a tensor given another record: who saw this number
+    knows that no record has got other buffers since.
+    """
+    return _rebindings
+
+
+def note_rebinding() -> None:
+    global _rebindings
+    _rebindings += 1

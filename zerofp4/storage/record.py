@@ -11,22 +11,8 @@ import torch
 
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import as_matrix
-from zerofp4.storage.memory import check_memory, check_signs
+from zerofp4.storage.memory import check_memory, check_signs, note_rebinding
 from zerofp4.storage.sides import SIDES, Side, Sides, scale_name, sides_of
-
-_rebindings = 0
-
-
-def rebindings() -> int:
-    """How often a record was copied or rebound, or a tensor given another record: who saw this number
-    knows that no record has got other buffers since.
-    """
-    return _rebindings
-
-
-def note_rebinding() -> None:
-    global _rebindings
-    _rebindings += 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -273,6 +259,13 @@ def check_layouts(scale_layouts: Sequence[str], known: tuple[str, ...] = SCALE_L
         if layout not in known:
             raise ValueError(f"scale_layouts must be out of {known}, got {layout!r}")
     return tuple(layout for layout in known if layout == "compact" or layout in scale_layouts)
+
+
+def side_of(columnwise: bool) -> str:
+    """The name of the copy that an argument `columnwise` chooses. Raises TypeError for what is no bool."""
+    if not isinstance(columnwise, bool):
+        raise TypeError(f"columnwise must be True or False, got {columnwise!r}")
+    return SIDES[columnwise]
 
 
 def check_sides(rowwise: bool, columnwise: bool) -> list[str]:

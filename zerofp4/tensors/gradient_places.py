@@ -22,17 +22,20 @@ memory, since what is written here shares its storage.
 
 import sys
 import threading
+import weakref
 from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-_places: dict[int, "GradientPlace"] = {}
+_places: "weakref.WeakValueDictionary[int, GradientPlace]" = weakref.WeakValueDictionary()
 """By id of the parameter: an attribute would go with its copies."""
 
 
 class GradientPlace:
-    """Memory of a parameter's shape, in which its gradients are to lie, until close()."""
+    """Memory of a parameter's shape, in which its gradients are to lie as long as this object lives, or until
+    the parameter gets another place.
+    """
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
         self._parameter, self._view = parameter, view
@@ -43,13 +46,7 @@ class GradientPlace:
         self._last: torch.Tensor | None = None
         self._last_pass = -1
         self._lock = threading.Lock()
-        self._key = id(parameter)
-        _places[self._key] = self
-
-    def close(self) -> None:
-        """From now on no product writes here; unless the parameter has got another place since, nor there."""
-        if _places.get(self._key) is self:
-            del _places[self._key]
+        _places[id(parameter)] = self
 
     def is_awaited(self) -> bool:
         """Whether a gradient is here that has not become p.grad yet: nothing may be written over it."""

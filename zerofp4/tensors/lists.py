@@ -8,7 +8,7 @@ import torch
 from zerofp4 import ops
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.storage import SIDES, Side, check_block
+from zerofp4.storage import Side, check_block, side_of
 from zerofp4.tensors.mxfp8 import MXFP8Tensor
 from zerofp4.tensors.mxfp8 import values_source as mxfp8_values_source
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
@@ -116,7 +116,7 @@ def swizzle_scales(
     Raises TypeError or ValueError for an item that is neither, a tensor without the copy, or another out;
     RuntimeError where scales of `out` have moved, or were freed.
     """
-    side = SIDES[int(columnwise)]
+    side = side_of(columnwise)
     if out is not None:
         if not isinstance(out, SwizzledScales):
             raise TypeError(f"out must be what swizzle_scales returned, got {type(out).__name__}")
@@ -140,7 +140,7 @@ def unswizzle_scales(
     Raises TypeError or ValueError for an item that is neither, or a tensor without such scales.
     """
     check_block(block)
-    return _change(scales, SIDES[int(columnwise)], block[0], compact=False)
+    return _change(scales, side_of(columnwise), block[0], compact=False)
 
 
 def _change(scales, side: str, block_rows: int | None, *, compact: bool) -> list[torch.Tensor]:

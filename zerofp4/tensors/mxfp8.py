@@ -7,13 +7,13 @@ import torch
 from zerofp4 import ops
 from zerofp4.format import MXFP8_SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.storage import (
-    SIDES,
     MXFP8Storage,
     Side,
     allocate_mxfp8,
     check_layouts,
     check_sides,
     side_names,
+    side_of,
 )
 from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_input
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, wrap
@@ -82,7 +82,7 @@ class MXFP8Tensor(QuantizedTensor):
 
         The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
         """
-        return ops.padded_scale(self.record, SIDES[int(columnwise)], "swizzled")
+        return ops.padded_scale(self.record, side_of(columnwise), "swizzled")
 
 
 torch.serialization.add_safe_globals([MXFP8Tensor])

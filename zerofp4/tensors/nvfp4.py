@@ -8,7 +8,7 @@ import torch
 from zerofp4 import ops
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix, stacked_matrices
-from zerofp4.storage import SIDES, NVFP4Storage, allocate, check_block
+from zerofp4.storage import NVFP4Storage, allocate, check_block, side_of
 from zerofp4.tensors import nvfp4_values
 from zerofp4.tensors.arguments import check_generator, check_values, detached
 from zerofp4.tensors.initial_value import INIT_VAL, initial_value
@@ -43,11 +43,11 @@ class NVFP4Tensor(QuantizedTensor):
 
         The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
         """
-        return ops.padded_scale(self.record, SIDES[int(columnwise)], "expanded")
+        return ops.padded_scale(self.record, side_of(columnwise), "expanded")
 
     def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
         """As expanded_scale, in the order in which cuBLASLt and torch.nn.functional.scaled_mm read scales."""
-        return ops.padded_scale(self.record, SIDES[int(columnwise)], "swizzled")
+        return ops.padded_scale(self.record, side_of(columnwise), "swizzled")
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """What convert_model quantized, on the CPU, or what was written to the weight since (copy_,

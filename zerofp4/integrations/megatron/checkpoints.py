@@ -39,13 +39,16 @@ def make_load_state_dict(original: Callable) -> Callable:
 
 
 def make_load_parameter_state(original: Callable) -> Callable:
+    """original: what loads masters from a file of their own. load_parameter_state() calls it for one
+    optimizer, a chain of optimizers for each.
+    """
+
     @functools.wraps(original)
-    def load_parameter_state(self, *args, **kwargs):
-        """As load_state_dict, for masters that are in a file of their own."""
+    def load_parameter_state_from_dp_zero(self, *args, **kwargs):
         original(self, *args, **kwargs)
         _cast_masters(self)
 
-    return load_parameter_state
+    return load_parameter_state_from_dp_zero
 
 
 @torch.no_grad()

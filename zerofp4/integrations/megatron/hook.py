@@ -123,8 +123,10 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
     optimizer, name = optimizers.DistributedOptimizer, "_compute_per_buffer_param_layout"
     yield optimizer, name, staticmethod(layout.make_buffer_layout(megatron.had(optimizer, name), is_packed))
     yield optimizer, "__init__", layout.make_constructor(megatron.had(optimizer, "__init__"))
-    for name in ("load_state_dict", "load_parameter_state"):
-        make = getattr(checkpoints, f"make_{name}")
+    for name, make in (
+        ("load_state_dict", checkpoints.make_load_state_dict),
+        ("load_parameter_state_from_dp_zero", checkpoints.make_load_parameter_state),
+    ):
         yield optimizer, name, make(megatron.had(optimizer, name))
     fsdp = megatron["distributed.fsdp.mcore_fsdp_adapter"].FullyShardedDataParallel
     yield fsdp, "__init__", layout.make_refusal(megatron.had(fsdp, "__init__"))
