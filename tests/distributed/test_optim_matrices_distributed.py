@@ -114,7 +114,7 @@ def test_every_matrix_lies_whole_with_the_rank_that_the_times_say(world):
         *stack, n, k = parameters[i].shape
         steps, short, long = 5 if i < 4 else 9, min(n, k), max(n, k)
         works.append(math.prod(stack) * steps * (4 * short * short * long + 2 * short**3))
-    shards = optimizer._shards.shards()
+    shards = optimizer._shards.shards
     for i, owner in zip(whole, longest_first(works, world.world_size), strict=True):
         assert shards[i] == (Shard(0, parameters[i].numel()) if owner == world.rank else Shard(0, 0))
     held = [m for group in optimizer.inners.all[0].param_groups for m in group["params"]]
