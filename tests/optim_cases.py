@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import NVFP4Tensor, quantize, reference
+from zerofp4.optim import ZeroFP4Optimizer
 
 # (shape, dtype, quantized): ragged tiles, sizes below and above the alignment, an empty one, a scalar; three
 # experts.
@@ -115,9 +116,30 @@ class Plain:
         for master, p in zip(self.masters, self.parameters, strict=True):
             master.grad = None if p.grad is None else p.grad.to(torch.float32, copy=True).contiguous()
 
-    def step(self):
-        self.take_gradients()
+    def step(self, gradients=None):
+        """gradients: of the parameters; None for those that they have."""
+        if gradients is None:
+            self.take_gradients()
+        else:
+            for master, gradient in zip(self.masters, gradients, strict=True):
+                master.grad = gradient
         self.optimizer.step()
+
+
+def both(device, optimizer_class, specifications=SPECIFICATIONS, **options):
+    """The plain optimizer of parameters, and a ZeroFP4Optimizer of them."""
+    parameters = make_parameters(device, specifications=specifications)
+    plain = Plain(parameters, optimizer_class, **options)
+    return plain, ZeroFP4Optimizer(parameters, optimizer_class, **options)
+
+
+def take_steps(plain, optimizer, steps):
+    """The same steps with both, after each of which every byte is the same."""
+    for step in steps:
+        set_gradients(plain.parameters, make_gradients(plain.parameters, step))
+        plain.step()
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
 
 
 def check(optimizer, plain, what=""):

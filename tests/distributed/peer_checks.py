@@ -14,12 +14,8 @@ import torch.distributed as dist
 from optim_cases import assert_all_equal, make_gradients, make_parameters, set_gradients
 from torch.distributed.device_mesh import init_device_mesh
 
-from distributed.checks_optim import (
-    SPECIFICATIONS,
-    gradients_of,
-    model_bytes,
-)
-from distributed.mesh_cases import check_order_of_addition
+from distributed.checks_optim import SPECIFICATIONS, gradients_of, model_bytes
+from distributed.group_cases import check_order_of_addition
 from zerofp4 import launch
 from zerofp4.distributed import start_exchange
 from zerofp4.engine import hosts as host_transport

@@ -1,61 +1,56 @@
-"""Parameter groups with a process group of their own: experts beside dense parameters."""
+"""Parameter groups with a process group of their own: experts, replicas, and slices of tensor parallelism."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_bytes_equal
-from optim_cases import assert_all_equal, assert_weights_follow, plain_masters, set_gradients
+import torch.distributed.checkpoint as dcp
+from optim_cases import Plain, assert_all_equal, check, set_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.cases import raised_by
-from distributed.checks_optim import WAYS, Injected, model_bytes
-from distributed.group_cases import Mixture, assert_same_on, expert_group, give, members
+from distributed.cases import raised_by, raised_everywhere, shared_folder
+from distributed.checks_optim import WAYS, model_bytes, parameters_of
+from distributed.group_cases import (
+    CLASSES,
+    OPTIONS,
+    SHAPES,
+    Mesh,
+    Mixture,
+    Parts,
+    assert_same_on,
+    check_steps,
+    gradients_of,
+    mean,
+    members,
+    mesh_of,
+    named,
+)
 from distributed.run import on_ranks
-from zerofp4 import NVFP4Tensor, ops, reference
+from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
-CLASSES = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
+LAYOUTS = {
+    "experts": lambda world: [Mixture(world)],
+    "parts": lambda world: [Parts(world)],
+    "replicas": lambda world: [Mesh(world, shape) for shape in SHAPES[world.world_size]],
+}
 
 
-def check(model: Mixture, optimizer: ZeroFP4Optimizer, masters: list[torch.Tensor], what: str) -> None:
-    """Masters, and weights on every rank that holds them."""
-    found = optimizer.gathered_masters()
-    assert_all_equal(found, masters, f"{what}: master")
-    assert_weights_follow(model.parameters, found)
-    world = model.world
-    assert_same_on(world, range(world.world_size), model_bytes(model.dense), f"{what}: dense")
-    assert_same_on(world, members(world, model.kind), model_bytes(model.experts), f"{what}: expert")
-
-
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, time_limit=120)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "bucket_mb", "clip"), WAYS)
-def test_experts_beside_dense_parameters(world, name, bucket_mb, clip):
-    """The bytes of whole masters, updated on one machine with the means over each parameter's own ranks."""
-    model = Mixture(world)
-    masters = plain_masters(model.parameters)
-    plain = CLASSES[name](masters, **OPTIONS)
-    groups = model.param_groups(expert_group(world))
-    optimizer = ZeroFP4Optimizer(groups, CLASSES[name], bucket_mb=bucket_mb, **OPTIONS)
-    check(model, optimizer, masters, "built")
-    for step in range(4):
-        model.set_gradients(step)
-        means = model.means(step)
-        if clip:
-            total = optimizer.clip_grad_norm_(0.7)
-            means = [mean * (0.7 / (total + 1e-6)).clamp(max=1.0) for mean in means]
-        give(masters, means)
-        plain.step()
-        optimizer.step()
-        check(model, optimizer, masters, f"step {step}")
-    assert optimizer.describe()["in_buckets"] == (name == "FusedAdamW")
+def test_steps_are_those_of_whole_masters(world, layout, name, bucket_mb, clip):
+    """In the documented order of addition; the norm counts every element once."""
+    for model in LAYOUTS[layout](world):
+        build = functools.partial(ZeroFP4Optimizer, model.param_groups())
+        check_steps(model, build, name, clip, bucket_mb=bucket_mb)
 
 
 class Groups(TorchDispatchMode):
@@ -79,7 +74,7 @@ def test_a_group_begins_when_the_one_before_is_done(world):
     """
     model = Mixture(world)
     options = {"transport": "collective", "bucket_mb": 1e-4, **OPTIONS}
-    optimizer = ZeroFP4Optimizer(model.param_groups(expert_group(world)), FusedAdamW, **options)
+    optimizer = ZeroFP4Optimizer(model.param_groups(), FusedAdamW, **options)
     for clip in (False, True):
         model.set_gradients(0)
         if clip:
@@ -90,34 +85,64 @@ def test_a_group_begins_when_the_one_before_is_done(world):
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("name", CLASSES)
-def test_same_gradients_same_masters(world, name):
-    """With injected gradients, as in a world of one: nothing depends on how ranks are put together."""
-    model = Mixture(world, kind=1)
-    masters = plain_masters(model.parameters)
-    plain = CLASSES[name](masters, **OPTIONS)
-    optimizer = Injected(model.param_groups(expert_group(world)), CLASSES[name], **OPTIONS)
-    for step in range(5):
-        set_gradients(model.parameters, model.gradients(0, step))
-        give(masters, [p.grad.float() for p in model.parameters])
-        plain.step()
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("norm_type", "wire"), [(1.0, None), (3.0, torch.float32), (math.inf, None)])
+def test_other_norms_count_every_element_once(world, layout, norm_type, wire):
+    for model in LAYOUTS[layout](world):
+        optimizer = ZeroFP4Optimizer(model.param_groups(), torch.optim.SGD, gradient_wire=wire)
+        model.set_gradients(0)
+        whole = torch.cat([mean.flatten().double() for mean in model.all_means(0)])
+        total = optimizer.clip_grad_norm_(1.0, norm_type)
+        # Sums in FP32 of a few hundred elements, in another order than here.
+        expected = torch.linalg.vector_norm(whole, norm_type)
+        torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "clip"), [("AdamW", True), ("FusedAdamW", False)])
+def test_a_nan_on_one_rank_skips_the_step_of_all(world, layout, name, clip):
+    """Also of those that do not share the parameter."""
+    for model in LAYOUTS[layout](world):
+        optimizer = ZeroFP4Optimizer(model.param_groups(), CLASSES[name], **OPTIONS)
+        masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(model.parameters)]
+        model.set_gradients(0)
+        bad = model.experts[1] if layout == "experts" else model.parameters[2]
+        if world.rank == 1:
+            bad.grad.view(-1)[-1] = math.nan
+        if clip:
+            assert optimizer.clip_grad_norm_(1.0).isnan()
         optimizer.step()
-        found = optimizer.gathered_masters()
-        assert_all_equal(found, masters, f"step {step}: master")
-        assert_weights_follow(model.parameters, found)
+        assert (optimizer.skipped_steps, optimizer.found_inf.item()) == (1, 1)
+        place = "param_groups[1]['params'][1]" if layout == "experts" else "param_groups[0]['params'][2]"
+        assert optimizer.first_nonfinite().startswith(place)
+        if layout == "experts":
+            assert optimizer.first_nonfinite() == f"{place} (of ranks {members(world, 1)})"
+        assert_all_equal(optimizer.gathered_masters(), masters, "master")
+        assert_all_equal(model_bytes(model.parameters), weights, "weight")
+        model.set_gradients(0)
+        optimizer.step()
+        assert optimizer.first_nonfinite() is None and optimizer.found_inf.item() == 0
+
+
+# Experts
 
 
 @on_ranks(2, 4)
 def test_masters_begin_with_the_first_rank_of_their_group(world):
     """Frozen parameters too."""
     model = Mixture(world, seed=1000 * world.rank)
-    for parameters in (model.dense, model.experts):
+    mesh = Mesh(world, SHAPES[world.world_size][0], seed=world.rank)
+    for parameters in (model.dense, model.experts, mesh.parameters):
         parameters[0].requires_grad_(False)
-    expected = Mixture(world, seed=0)
+    ZeroFP4Optimizer(model.param_groups(), lr=0.1)
     firsts = Mixture(world, seed=1000 * members(world, model.kind)[0])
-    ZeroFP4Optimizer(model.param_groups(expert_group(world)), lr=0.1)
-    assert_all_equal(model_bytes(model.dense), model_bytes(expected.dense), "dense")
+    assert_all_equal(model_bytes(model.dense), model_bytes(Mixture(world).dense), "dense")
     assert_all_equal(model_bytes(model.experts), model_bytes(firsts.experts), "expert")
+    optimizer = ZeroFP4Optimizer(mesh.param_groups(), lr=0.1)
+    assert_all_equal(model_bytes(mesh.parameters), model_bytes(parameters_of(world)), "replica")
+    buckets = optimizer.describe()["buckets"]
+    assert {(bucket["replicas"], bucket["ranks"]) for bucket in buckets} == {mesh.shape}
 
 
 @on_ranks(2, 3, 4)
@@ -125,9 +150,8 @@ def test_masters_begin_with_the_first_rank_of_their_group(world):
 def test_an_expert_without_gradient_is_skipped_where_it_has_none(world, name):
     """Not where others have one for another expert in its place."""
     model = Mixture(world)
-    masters = plain_masters(model.parameters)
-    plain = CLASSES[name](masters, **OPTIONS)
-    optimizer = ZeroFP4Optimizer(model.param_groups(expert_group(world)), CLASSES[name], **OPTIONS)
+    plain = Plain(model.parameters, CLASSES[name], **OPTIONS)
+    optimizer = ZeroFP4Optimizer(model.param_groups(), CLASSES[name], **OPTIONS)
     for step in range(3):
         model.set_gradients(step)
         means = model.means(step)
@@ -136,66 +160,15 @@ def test_an_expert_without_gradient_is_skipped_where_it_has_none(world, name):
                 p.grad = None
             means[len(model.dense) :] = [None] * len(model.experts)
         if step == 2:  # on one of them: its gradient counts as zeros
-            first = members(world, model.kind)[0]
+            first, i = members(world, model.kind)[0], len(model.dense)
             if world.rank == first:
                 model.experts[0].grad = None
-            i, n = len(model.dense), len(members(world, model.kind))
-            others = [model.gradients(r, step)[i].float() for r in members(world, model.kind) if r != first]
-            means[i] = sum(others, start=torch.zeros_like(means[i])) / n if others else None
-        give(masters, means)
-        plain.step()
+            given = [model.gradients(rank, step)[i] * (rank != first) for rank in members(world, model.kind)]
+            means[i] = mean(given) if len(given) > 1 else None
+        plain.step(means)
         optimizer.step()
-        check(model, optimizer, masters, f"step {step}")
-
-
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("clip", [False, True])
-def test_a_nan_in_an_expert_skips_the_step_of_all(world, name, clip):
-    model = Mixture(world)
-    optimizer = ZeroFP4Optimizer(model.param_groups(expert_group(world)), CLASSES[name], **OPTIONS)
-    masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(model.parameters)]
-    model.set_gradients(0)
-    if world.rank == 1:
-        model.experts[1].grad.view(-1)[-1] = math.nan
-    if clip:
-        assert optimizer.clip_grad_norm_(1.0).isnan()
-    optimizer.step()
-    assert (optimizer.skipped_steps, optimizer.found_inf.item()) == (1, 1)
-    expected = f"param_groups[1]['params'][1] (of ranks {members(world, 1)})"
-    assert optimizer.first_nonfinite() == expected
-    assert_all_equal(optimizer.gathered_masters(), masters, "master")
-    assert_all_equal(model_bytes(model.parameters), weights, "weight")
-    model.set_gradients(0)
-    optimizer.step()
-    assert optimizer.first_nonfinite() is None and optimizer.found_inf.item() == 0
-
-
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("wire", [None, torch.float32])
-def test_the_norm_counts_every_expert_once(world, wire):
-    """The bits of the sums of squares of all means, wherever they are."""
-    model = Mixture(world)
-    groups = model.param_groups(expert_group(world))
-    optimizer = ZeroFP4Optimizer(groups, torch.optim.SGD, lr=1.0, gradient_wire=wire)
-    model.set_gradients(0)
-    count = len(model.dense)
-    dense = [mean.flatten().cpu() for mean in model.means(0)[:count]]
-    experts = [mean.flatten().cpu() for kind in (0, 1) for mean in Mixture(world, kind).means(0)[count:]]
-    words = sum(reference.square_sums(mean) for mean in [*dense, *experts])
-    total = optimizer.clip_grad_norm_(1.0)
-    assert_bytes_equal(total, ops.norm_of_squares(words.to(world.device)), "norm")
-    for norm_type in (1.0, math.inf):
-        other = ZeroFP4Optimizer(model.param_groups(expert_group(world)), torch.optim.SGD)
-        model.set_gradients(0)
-        whole = torch.cat([*dense, *experts]).double()
-        # Sums in FP32 of a few hundred elements, in another order than here.
-        torch.testing.assert_close(
-            other.clip_grad_norm_(1.0, norm_type).double().cpu(),
-            torch.linalg.vector_norm(whole, norm_type),
-            rtol=1e-6,
-            atol=0,
-        )
+        check(optimizer, plain, f"step {step}:")
+        model.check_same()
 
 
 @on_ranks(4, time_limit=30)
@@ -207,7 +180,7 @@ def test_an_update_that_fails_on_one_rank_is_heard_by_all(world, name):
     if world.device.type != "cpu":
         pytest.skip("on a GPU others hear of it in a later call")
     model = Mixture(world)
-    optimizer = ZeroFP4Optimizer(model.param_groups(expert_group(world)), CLASSES[name], **OPTIONS)
+    optimizer = ZeroFP4Optimizer(model.param_groups(), CLASSES[name], **OPTIONS)
     checkpoint = copy.deepcopy(optimizer.state_dict())
     model.set_gradients(0)
     experts = [p for p in model.experts if isinstance(p, NVFP4Tensor)]
@@ -233,3 +206,44 @@ def test_an_update_that_fails_on_one_rank_is_heard_by_all(world, name):
     optimizer.load_state_dict(checkpoint)
     optimizer.step()
     assert_same_on(world, members(world, model.kind), model_bytes(model.experts), "expert")
+
+
+# Replicas
+
+
+@on_ranks(4, time_limit=120)
+def test_checkpoints_of_replicas_and_of_one_group_load_each_other(world):
+    mesh, folders = mesh_of(world, (2, 2)), [shared_folder(world) for _ in range(2)]
+    optimizers = []
+    for folder, group in zip(folders, (mesh, None), strict=True):
+        parameters = parameters_of(world)
+        groups = [{"params": named(parameters, "p"), "process_group": group}]
+        optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **OPTIONS)
+        set_gradients(parameters, [g.round() for g in gradients_of(parameters, world.rank, 0)])
+        optimizer.step()
+        dcp.save({"optimizer": optimizer}, checkpoint_id=folder)
+        optimizers.append((parameters, optimizer))
+    for (parameters, optimizer), folder in zip(optimizers, reversed(folders), strict=True):
+        expected, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
+        set_gradients(parameters, gradients_of(parameters, world.rank, 1))
+        optimizer.step()
+        dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
+        assert_all_equal(optimizer.gathered_masters(), expected, "master")
+        assert_all_equal(model_bytes(parameters), weights, "weight")
+
+
+@on_ranks(4, time_limit=30)
+def test_meshes_that_cannot_be_meant(world):
+    parameters = parameters_of(world)
+    before = [b.clone() for b in model_bytes(parameters)]
+    square, line = mesh_of(world, (2, 2)), mesh_of(world, (4,))
+    other = square if world.rank < 3 else dist.group.WORLD
+    for group, message, options in [
+        (line, "rank 0: process_group of a parameter group may be a DeviceMesh of two dimensions", {}),
+        (other, "in 2 parts on rank 0 and", {}),
+        (square, 'transport="peer" cannot be where', {"transport": "peer"}),
+    ]:
+        groups = [{"params": parameters, "process_group": group}]
+        build = lambda g=groups, o=options: ZeroFP4Optimizer(g, lr=0.1, **o)  # noqa: E731
+        assert message in raised_everywhere(world, ValueError, build)
+    assert_all_equal(model_bytes(parameters), before, "parameter")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed.cases import raised_everywhere
 from distributed.checks_optim import as_if_captured, assert_same_on_all_ranks, model_bytes, parameters_of
 from distributed.file_peers import FilePeers
-from distributed.mesh_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
+from distributed.group_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
 from distributed.run import on_ranks
 from zerofp4.engine import GradientMemory, Peers
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from optim_cases import batch, make_net, make_parameters
+from optim_cases import assert_all_equal, batch, make_net, make_parameters
 from torch import nn
 
 import zerofp4
@@ -53,12 +53,10 @@ def test_a_step_is_that_of_the_sums(device, optimizer_class):
         for p, total in zip(nets[1].parameters(), sums, strict=True):
             p.grad_dtype = torch.float32
             p.grad = total
-        ours.step()
-        plain.step()
-        for mine, theirs in zip(ours.gathered_masters(), plain.gathered_masters(), strict=True):
-            assert_bytes_equal(mine, theirs, f"step {step}")
-        ours.zero_grad()
-        plain.zero_grad()
+        for optimizer in (ours, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_all_equal(ours.gathered_masters(), plain.gathered_masters(), f"step {step}: master")
 
 
 def test_a_copy_of_a_weight_has_its_gradient(device):
@@ -72,24 +70,20 @@ def test_a_copy_of_a_weight_has_its_gradient(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, "float32", True])
-def test_a_dtype_that_cannot_be_meant(device, dtype):
-    parameters = make_parameters(device)
-    with pytest.raises(ValueError, match=r"gradient_dtype must be None or torch\.float32, got"):
-        ZeroFP4Optimizer(parameters, gradient_dtype=dtype)
-    assert all(p.grad_dtype == p.dtype for p in parameters)
-
-
-def test_gradients_that_are_there_already(device):
+def test_a_dtype_that_cannot_be_meant_or_comes_too_late(device, dtype):
     parameters = make_parameters(device)
     parameters[1].grad = torch.zeros_like(parameters[1])
-    with pytest.raises(ValueError, match=r"\[1\] has a gradient of torch\.bfloat16 by now"):
-        ZeroFP4Optimizer(parameters, gradient_dtype=torch.float32)
-    assert all(p.grad_dtype == p.dtype for p in parameters)
+    for given, message in [
+        (dtype, r"gradient_dtype must be None or torch\.float32, got"),
+        (torch.float32, r"\[1\] has a gradient of torch\.bfloat16 by now"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ZeroFP4Optimizer(parameters, gradient_dtype=given)
+        assert all(p.grad_dtype == p.dtype for p in parameters)
 
 
 def test_a_torch_that_has_no_such_gradients(device, monkeypatch):
     """Said, where it is asked for."""
-
     older = types.SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.0", _C=torch._C)
     monkeypatch.setattr(buckets, "torch", older)
     with pytest.raises(ValueError, match=r"torch 2\.0 gives p gradients of its own dtype"):

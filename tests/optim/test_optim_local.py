@@ -7,8 +7,17 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
-from optim_cases import Plain, check, make_gradients, make_parameters, set_gradients, turn_gradients
+from helpers import assert_bytes_equal, needs_gpu
+from optim_cases import (
+    SPECIFICATIONS,
+    Plain,
+    assert_all_equal,
+    check,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+    turn_gradients,
+)
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
 
@@ -37,19 +46,15 @@ def have_slices(optimizer):
 
 
 def assert_same_masters(one, other, what):
-    pairs = zip(one.gathered_masters(), other.gathered_masters(), strict=True)
-    for i, (mine, theirs) in enumerate(pairs):
-        assert_bytes_equal(mine, theirs, f"{what}: master {i}")
+    assert_all_equal(one.gathered_masters(), other.gathered_masters(), f"{what}: master")
 
 
 @pytest.mark.parametrize("wire", [None, torch.float32])
-@pytest.mark.parametrize("specifications", [READ_THERE, None])
+@pytest.mark.parametrize("specifications", [READ_THERE, SPECIFICATIONS])
 def test_gradients_in_any_order_of_memory(device, specifications, wire):
     """p.grad stays as it is; what is missing is left alone."""
-    given = {} if specifications is None else {"specifications": specifications}
-    parameters = make_parameters(device, **given)
+    parameters, optimizer = build(device, specifications=specifications, gradient_wire=wire)
     plain = Plain(parameters, FusedAdamW, **DEFAULTS)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, gradient_wire=wire, **DEFAULTS)
     assert optimizer.describe()["in_buckets"] and optimizer.describe()["transport"] == "none"
     for step in range(4):
         gradients = make_gradients(parameters, step)
@@ -63,33 +68,15 @@ def test_gradients_in_any_order_of_memory(device, specifications, wire):
         for p, found in zip(parameters, before, strict=True):
             if found is not None:
                 assert p.grad.data_ptr() == found[0] and p.grad.equal(found[1])
-    assert specifications is None or wire is not None or not any(have_slices(optimizer))
-
-
-def test_there_are_fp32_slices_where_somebody_needs_them(device):
-    """Of gradients of a dtype that FusedAdamW does not read; clipping needs none."""
-    parameters, optimizer = build(device, specifications=[*READ_THERE, ((6,), torch.float16, False)])
-    plain = Plain(parameters, FusedAdamW, **DEFAULTS)
-    read_there = [buffer.kind != "float16" for buffer in optimizer._shards.buffers]
-    assert sum(read_there) == 3
-    for step in range(4):
-        set_gradients(parameters, make_gradients(parameters, step))
-        if step == 2:
-            optimizer.clip_grad_norm_(1e9)  # which changes none
-        optimizer.step()
-        plain.step()
-        check(optimizer, plain, f"step {step}:")
-        assert have_slices(optimizer) == [not there for there in read_there]
+    assert specifications is SPECIFICATIONS or wire is not None or not any(have_slices(optimizer))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("name", ["FusedAdamW", "AdamW"])
-def test_clipped_where_they_are_and_in_slices(device, name, norm_type):
+@pytest.mark.parametrize("classes", [(FusedAdamW, NotPlain), (torch.optim.AdamW,) * 2])
+def test_clipped_where_they_are_and_in_slices(device, classes, norm_type):
     """Not at all, once and twice: the same norms and bytes, with gradients in any order of memory."""
-    classes = {"FusedAdamW": (FusedAdamW, NotPlain), "AdamW": (torch.optim.AdamW,) * 2}[name]
     wires = None, torch.float32  # the latter copies what is bfloat16
-    pairs = zip(classes, wires, strict=True)
-    models = [build(device, cls, gradient_wire=wire) for cls, wire in pairs]
+    models = [build(device, cls, gradient_wire=wire) for cls, wire in zip(classes, wires, strict=True)]
     for step in range(5):
         norms = []
         for parameters, optimizer in models:
@@ -105,19 +92,18 @@ def test_clipped_where_they_are_and_in_slices(device, name, norm_type):
         assert norms[0] == pytest.approx(norms[1], rel=0 if norm_type == 2.0 else 1e-6, nan_ok=True)
         if norm_type == 2.0:
             assert_same_masters(models[0][1], models[1][1], f"step {step}")
-    assert name != "FusedAdamW" or not any(have_slices(models[0][1]))
+    assert classes[0] is not FusedAdamW or not any(have_slices(models[0][1]))
 
 
 def test_a_load_between_clipping_and_a_step(device):
     """The step takes gradients anew, as they are: a load forgets that they were clipped."""
-    models = [build(device) for _ in range(2)]
-    for parameters, optimizer in models:
-        set_gradients(parameters, make_gradients(parameters, 0))
-        optimizer.step()
-    state = copy.deepcopy(models[0][1].state_dict())
-    (parameters, optimizer), (others, other) = models
-    for ps in (parameters, others):
-        set_gradients(ps, make_gradients(ps, 1))
+    (_, optimizer), (_, other) = models = [build(device) for _ in range(2)]
+    for step in range(2):
+        for ps, one in models:
+            set_gradients(ps, make_gradients(ps, step))
+            if step == 0:
+                one.step()
+    state = copy.deepcopy(optimizer.state_dict())
     optimizer.clip_grad_norm_(0.5)
     optimizer.load_state_dict(state)
     optimizer.step()
@@ -142,20 +128,6 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
     assert [ref() for ref in kept] == [None] * len(kept)
 
 
-def test_a_step_is_prepared_once(device, monkeypatch):
-    """With a parameter that is empty, too: nothing but launches is left for behind a vote."""
-    parameters, optimizer = build(device, specifications=[*READ_THERE, ((0, 5), torch.float32, False)])
-    prepared, lay_out = [], FusedAdamW._lay_out
-    monkeypatch.setattr(
-        FusedAdamW, "_lay_out", lambda inner, *given: (prepared.append(given[0]), lay_out(inner, *given))
-    )
-    for step in range(2):
-        set_gradients(parameters, make_gradients(parameters, step))
-        prepared.clear()
-        optimizer.step()
-        assert prepared == optimizer.inner._parts and len(prepared) == len(optimizer._shards.buffers)
-
-
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("overlap", [None, "backward", "forward", "both"])
 @pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
@@ -172,11 +144,10 @@ def test_what_ranks_do_that_have_others(device, cls, overlap, accumulate):
         check(optimizer, plain, f"step {step}:")
 
 
-def test_clipped_steps_in_a_cuda_graph(device):
+@needs_gpu
+def test_clipped_steps_in_a_cuda_graph():
     """Of gradients of which some must be copied, with a NaN in some replays."""
-    if device.type != "cuda":
-        pytest.skip("CUDA graphs are captured on a GPU")
-    models = [build(device, capturable=True) for _ in range(2)]
+    models = [build(torch.device("cuda"), capturable=True) for _ in range(2)]
     (parameters, optimizer), (others, other) = models
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

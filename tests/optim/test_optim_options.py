@@ -1,4 +1,4 @@
-"""What ranks compare of the options of parameter groups, and which ones no optimizer takes."""
+"""Parameter groups: options that ranks compare or no optimizer takes, and what messages call parameters."""
 
 import copy
 import math
@@ -12,9 +12,13 @@ from optim_cases import (
     make_parameters,
     set_gradients,
 )
+from torch import nn
 
+from zerofp4 import quantize
+from zerofp4.distributed import first_difference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.groups import HASH_BITS, OptionsHash, compared_options, show_option
+from zerofp4.storage import called
 
 
 def groups(*lrs, **options):
@@ -53,13 +57,12 @@ def test_the_hash_of_tensors_tells_values_and_places_apart(device):
 
 
 def test_every_change_of_an_option_is_in_the_next_hash(device):
-    """Also one in place, of a list or a tensor, where nothing is replaced."""
+    """Also one of a tensor in place, where nothing is replaced."""
     lr, hashes = torch.tensor(0.25, device=device), OptionsHash(device)
-    made = groups(0.5, lr, betas=[0.5, 0.75])
+    made = groups(0.5, lr)
     changes = [
         lambda: made[0].update(lr=0.75),
         lambda: made[0].update(rho=0.5),
-        lambda: made[0]["betas"].__setitem__(0, 0.25),
         lambda: lr.fill_(0.125),
         lambda: made.pop(0),
     ]
@@ -96,22 +99,22 @@ def test_options_must_be_finite(device, name, value):
     """Given for all groups or for one, edited or loaded; masters and weights stay as they are."""
     for optimizer_class in classes_with(name):
         parameters = make_parameters(device)
-        with pytest.raises(ValueError, match=r"inf|nan"):
-            ZeroFP4Optimizer(parameters, optimizer_class, **{"lr": 0.1, name: value})
-        groups = [{"params": parameters[:2]}, {"params": parameters[2:], name: value}]
-        with pytest.raises(ValueError, match=r"inf|nan"):
-            ZeroFP4Optimizer(groups, optimizer_class, lr=0.1)
-        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
-        optimizer = ZeroFP4Optimizer(groups, optimizer_class, lr=0.1)
+        groups = lambda parameters=parameters, **options: [  # noqa: E731
+            {"params": parameters[:2]},
+            {"params": parameters[2:], **options},
+        ]
+        for params, options in ((parameters, {name: value}), (groups(**{name: value}), {})):
+            with pytest.raises(ValueError, match=r"inf|nan"):
+                ZeroFP4Optimizer(params, optimizer_class, **{"lr": 0.1, **options})
+        optimizer = ZeroFP4Optimizer(groups(), optimizer_class, lr=0.1)
         set_gradients(parameters, make_gradients(parameters, 0))
         optimizer.step()
-        before = optimizer.gathered_masters()
+        before, state_dict = optimizer.gathered_masters(), copy.deepcopy(optimizer.state_dict())
         message = rf"param_groups\[1\]\['{name}'\] must be finite, got .*(inf|nan)"
         kept, optimizer.param_groups[1][name] = optimizer.param_groups[1][name], value
         with pytest.raises(ValueError, match=message):
             optimizer.step()
         optimizer.param_groups[1][name] = kept
-        state_dict = copy.deepcopy(optimizer.state_dict())
         state_dict["param_groups"][1][name] = value
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state_dict)
@@ -126,9 +129,8 @@ def test_options_of_other_names_may_be_infinite(device):
             super().__init__(params, lr)
             self.param_groups[0]["limit"] = limit
 
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters, Limited)
-    optimizer.param_groups[0]["limit"] = math.inf
+    optimizer = ZeroFP4Optimizer(make_parameters(device), Limited)
+    assert optimizer.param_groups[0]["limit"] == math.inf
     optimizer.step()
 
 
@@ -143,3 +145,43 @@ def test_options_of_fused_adamw_alone_must_be_finite(name):
     with pytest.raises(ValueError, match=rf"\[0\]: {name} must be finite, got inf"):
         optimizer.step()
     assert p.eq(0).all()
+
+
+# Names
+
+
+def named_weight(name):
+    weight = nn.Parameter(quantize(torch.ones(16, 16)))
+    weight.record.name = name
+    return weight
+
+
+def test_a_name_is_a_place_and_what_the_tensor_is_called():
+    assert called("x[0]", torch.ones(2)) == "x[0]"
+    assert called("x[0]", torch.ones(2), "bias") == "x[0] 'bias'"
+    assert called("x[0]", named_weight("fc1")) == called("x[0]", named_weight("fc1").record) == "x[0] 'fc1'"
+    assert called("x[0]", named_weight("fc1"), "layers.fc1.weight") == "x[0] 'layers.fc1.weight'"
+    assert called("x[0]", named_weight(None)) == "x[0]"
+
+
+@pytest.mark.parametrize("optimizer_class", [ZeroFP4Optimizer, FusedAdamW])
+def test_both_optimizers_call_a_parameter_the_same(optimizer_class):
+    groups = [{"params": [("a", torch.ones(3)), ("b", torch.ones(4, dtype=torch.float64))]}]
+    with pytest.raises(TypeError, match=r"param_groups\[0\]\['params'\]\[1\] 'b' must"):
+        optimizer_class(groups)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "expected"),
+    [
+        ([[1, 2]], None),
+        ([[1, 2], [1, 2]], None),
+        ([[], []], None),
+        ([[1, 2], [1, 3]], (1, 1)),
+        ([[1, 2], [1, 2], [0, 3]], (2, 0)),
+        ([[1, 2], [9, 9], [1]], (2, None)),
+        ([[], [1]], (1, None)),
+    ],
+)
+def test_first_difference_between_ranks(by_rank, expected):
+    assert first_difference(by_rank) == expected

@@ -12,7 +12,7 @@ from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
 from zerofp4.engine import TRANSPORTS, Hosts, Updated, check_gradient_dtype, gradient_dtype, make_wire
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.optim.groups import Ranks, find_hosts, find_places, parameter_name
+from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
 from zerofp4.optim.inner import class_numbers, inner_classes, matrix_work, try_options
 from zerofp4.optim.state_dict import own_name
@@ -60,9 +60,10 @@ class Checked:
         self.amax_groups, self.gradient_dtype = amax_groups, gradient_dtype
         self.classes = inner_classes(param_groups, optimizer_class, whole_matrices, defaults)
         """By parameter group, what updates its masters."""
-        # A class in a group would be an option, which checkpoints have and ranks compare.
+        self.places = find_places(param_groups, group)
+        """By parameter group."""
         self.param_groups = [
-            {key: value for key, value in param_group.items() if key != "optimizer_class"}
+            {key: value for key, value in param_group.items() if key not in FOR_BUILDING}
             for param_group in param_groups
         ]
         positions = [(g, i) for g, own in enumerate(self.param_groups) for i in range(len(own["params"]))]
@@ -74,8 +75,6 @@ class Checked:
         own = [one.defaults for one in tried if type(one) is optimizer_class]
         self.defaults = own[0] if own else tried[0].defaults
         """Options of the optimizer's own class."""
-        self.places = find_places(self.param_groups, group)
-        """By parameter group."""
         self.trainable, self.trainable_names, self.shardings, self.updated = [], [], [], []
         """By trainable parameter."""
         numbers, members = class_numbers(self.classes), []

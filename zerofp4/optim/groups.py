@@ -21,8 +21,10 @@ from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine import Hosts, Sharding
 from zerofp4.storage import called
 
-PROCESS_GROUPS = ("process_group", "replicated_over")
-"""Entries of a parameter group that name a process group."""
+FOR_BUILDING = ("optimizer_class", "process_group", "replicated_over")
+"""Entries of a parameter group that an optimizer takes out when it is built. They are no options, which ranks
+compare and checkpoints have, and would keep process groups alive.
+"""
 
 MUST_BE_FINITE = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "rho")
 """Options of torch's classes that reach every master of a group."""
@@ -45,20 +47,11 @@ def parameter_name(g: int, i: int, group: dict) -> str:
 
 def options(group: dict) -> dict:
     """The entries of a parameter group that the group of its masters has, too."""
-    others = {"params", "param_names", *PROCESS_GROUPS}
-    return {key: value for key, value in group.items() if key not in others}
-
-
-def copy_groups(param_groups: Sequence[dict]) -> list[dict]:
-    """Shallow copies of parameter groups for are_unchanged(). None where an option is a list, which may
-    change in place.
-    """
-    lists = [value for group in param_groups for value in options(group).values() if isinstance(value, list)]
-    return [] if lists else list(map(dict, param_groups))
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def are_unchanged(param_groups: Sequence[dict], copies: Sequence[dict]) -> bool:
-    """Whether every entry of the groups is the same object as in an earlier copy_groups().
+    """Whether every entry of the groups is the same object as in earlier shallow copies of them.
 
     Each step asks this of each group, so the loop over options runs in C.
     """
@@ -142,7 +135,7 @@ class OptionsHash:
             self._on_host = int.from_bytes(digest[: HASH_BITS // 8], "big")
             items = [item for _, value in compared for item in _items(value)]
             self._tensors = [item.detach() for item in items if isinstance(item, torch.Tensor)]
-            self._copies = copy_groups(param_groups)
+            self._copies = list(map(dict, param_groups))
         return self._on_host, self._hash_tensors() if self._tensors else None
 
     def _hash_tensors(self) -> torch.Tensor:
@@ -172,43 +165,8 @@ class Place(NamedTuple):
     copies: Ranks
 
 
-class MeshReference(NamedTuple):
-    """A DeviceMesh of two dimensions: the first replicates, the second shards.
-
-    ranks: global ranks, replica by replica.
-    """
-
-    replicas: GroupReference
-    group: GroupReference
-    ranks: Ranks
-
-
-def with_references(param_group: Any) -> Any:
-    """Replace the process groups of a parameter group by references that do not keep them alive.
-
-    Raises TypeError for what is no process group, ValueError for one without the calling process.
-    """
-    if not isinstance(param_group, dict):
-        return param_group
-    named = [key for key in PROCESS_GROUPS if param_group.get(key) is not None]
-    return param_group | {key: _reference(key, param_group[key]) for key in named} if named else param_group
-
-
-def _reference(key: str, value: Any) -> GroupReference | MeshReference:
-    if isinstance(value, GroupReference | MeshReference):  # the param_groups of another optimizer
-        return value
-    if key == "process_group" and isinstance(value, DeviceMesh):
-        return _mesh_reference(value, "process_group of a parameter group", "replicas")
-    is_outside = value == dist.GroupMember.NON_GROUP_MEMBER
-    if not (is_outside or isinstance(value, dist.ProcessGroup)):
-        raise TypeError(f"{key} of a parameter group must be a process group, got {type(value).__name__}")
-    if is_outside or dist.get_rank(value) < 0:
-        raise ValueError(f"{key} of a parameter group does not contain the calling process")
-    return GroupReference(value)
-
-
-def _mesh_reference(mesh: DeviceMesh, what: str, first: str) -> MeshReference:
-    """Check a mesh. what: what error messages call it. first: what its first dimension is of."""
+def _check_mesh(mesh: DeviceMesh, what: str, first: str) -> None:
+    """what: what error messages call the mesh. first: what its first dimension is of."""
     if mesh.ndim != 2:
         raise ValueError(
             f"{what} may be a DeviceMesh of two dimensions, the first of {first} and the second of the ranks "
@@ -216,8 +174,6 @@ def _mesh_reference(mesh: DeviceMesh, what: str, first: str) -> MeshReference:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"{what} does not contain the calling process")
-    replicas, group = (GroupReference(mesh.get_group(dimension)) for dimension in range(2))
-    return MeshReference(replicas, group, tuple(mesh.mesh.flatten().tolist()))
 
 
 def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Hosts | None:
@@ -229,14 +185,14 @@ def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Host
         return None
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"hosts must be None or a DeviceMesh, got {type(mesh).__name__}")
-    named = _mesh_reference(mesh, "hosts", "hosts")
-    ranks = dist.get_process_group_ranks(group)
-    if list(named.ranks) != ranks:
+    _check_mesh(mesh, "hosts", "hosts")
+    named, ranks = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
+    if named != ranks:
         raise ValueError(
-            f"hosts has the global ranks {list(named.ranks)}, and the optimizer's process_group {ranks}: it "
-            "takes all of them, host by host, in this order"
+            f"hosts has the global ranks {named}, and the optimizer's process_group {ranks}: it takes all of "
+            "them, host by host, in this order"
         )
-    hosts = Hosts(within=named.group, across=named.replicas)
+    hosts = Hosts(within=GroupReference(mesh.get_group(1)), across=GroupReference(mesh.get_group(0)))
     return None if 1 in hosts.shape else hosts
 
 
@@ -245,7 +201,9 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
 
     Process groups of the same ranks count as one, the first that was named.
 
-    Raises ValueError for what one rank can see is wrong.
+    A process_group that is a DeviceMesh replicates over its first dimension and shards over the second.
+
+    Raises TypeError or ValueError for what one rank can see is wrong.
     """
     rank, size = rank_and_size(group)
     everyone = tuple(range(size))
@@ -256,11 +214,12 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
         ranks = _ranks(g, param_group, "process_group", group) or everyone
         copies = _ranks(g, param_group, "replicated_over", group) or (rank,)
         parts = len(ranks)  # that each element is sharded over
-        if isinstance(named, MeshReference):
-            parts = dist.get_world_size(named.group())
-            sharding = Sharding(named.group(), replicas=named.replicas() if parts < len(ranks) else None)
+        if isinstance(named, DeviceMesh):
+            replicas, shards = named.get_group(0), named.get_group(1)
+            parts = dist.get_world_size(shards)
+            sharding = Sharding(shards, replicas=replicas if parts < len(ranks) else None)
         else:
-            sharding = Sharding(group if named is None else named())
+            sharding = Sharding(group if named is None else named)
         if len(set(copies) & set(ranks)) > 1:
             raise ValueError(
                 f"param_groups[{g}] is replicated_over ranks {list(copies)} and sharded over ranks "
@@ -284,17 +243,25 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
 
 def _ranks(g: int, param_group: dict, key: str, group: dist.ProcessGroup | None) -> Ranks | None:
     """The ranks that the entry `key` of group g names; None if it names none."""
-    reference = param_group.get(key)
-    if reference is None:
+    named = param_group.get(key)
+    if named is None:
         return None
-    is_mesh = isinstance(reference, MeshReference)
-    named = reference.ranks if is_mesh else dist.get_process_group_ranks(reference())
+    if key == "process_group" and isinstance(named, DeviceMesh):
+        _check_mesh(named, "process_group of a parameter group", "replicas")
+        global_ranks = named.mesh.flatten().tolist()
+    else:
+        is_outside = named == dist.GroupMember.NON_GROUP_MEMBER
+        if not (is_outside or isinstance(named, dist.ProcessGroup)):
+            raise TypeError(f"{key} of a parameter group must be a process group, got {type(named).__name__}")
+        if is_outside or dist.get_rank(named) < 0:
+            raise ValueError(f"{key} of a parameter group does not contain the calling process")
+        global_ranks = dist.get_process_group_ranks(named)
     numbers = {r: i for i, r in enumerate(dist.get_process_group_ranks(group))}
-    outside = [r for r in named if r not in numbers]
+    outside = [r for r in global_ranks if r not in numbers]
     if outside:
         raise ValueError(
             f"{key} of param_groups[{g}] has global rank {outside[0]}, and the optimizer's process_group has "
             "not: give the optimizer the group of all ranks that step together, as None is, and each "
             "parameter group the ranks that it is sharded over"
         )
-    return tuple(numbers[r] for r in named)
+    return tuple(numbers[r] for r in global_ranks)

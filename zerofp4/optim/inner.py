@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.optim.groups import are_unchanged, check_finite, copy_groups, options
+from zerofp4.optim.groups import are_unchanged, check_finite, options
 
 NOT_ELEMENTWISE = {
     "Adafactor": "its second moments are sums over rows and columns of a matrix: whole_matrices=True gives "
@@ -32,10 +32,6 @@ class InnerClass(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
-
-    def trial(self, device: torch.device) -> torch.Tensor:
-        """The smallest parameter that the class takes."""
-        return torch.zeros((1, 1) if self.whole else 1, dtype=torch.float32, device=device)
 
 
 def inner_classes(
@@ -98,7 +94,7 @@ def try_options(
     check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
     tried = []
     for inner, group in zip(classes, param_groups, strict=True):
-        trial = {"params": [inner.trial(device)]}
+        trial = {"params": [torch.zeros(1, 1, device=device)]}
         tried.append(inner.optimizer_class([options(group) | trial], **inner.defaults))
         known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
         own = {key: value for key, value in group.items() if key in known}
@@ -157,10 +153,8 @@ class InnerOptimizers:
             ]
             inner = self._classes[self._numbers.index(number)]
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
-        self._noted = list(map(options, self.param_groups))
-        """The options of these groups when they were last copied."""
         self._copies: list[dict] = []
-        """Of the groups on both sides then, as copy_groups() makes them."""
+        """Of the groups on both sides, ours last, when their options were last copied."""
         self.pull_options(param_groups)
 
     def _of(self, number: int, by_group: Sequence) -> list:
@@ -182,8 +176,9 @@ class InnerOptimizers:
         inner_groups = self.param_groups
         if are_unchanged([*param_groups, *inner_groups], self._copies):
             return
-        for g, (group, noted) in enumerate(zip(inner_groups, self._noted, strict=True)):
-            for key, value in noted.items():
+        ours = zip(inner_groups, self._copies[len(param_groups) :], strict=True)
+        for g, (group, before) in enumerate(ours):
+            for key, value in options(before).items():
                 if _differs(group.get(key), value):
                     raise RuntimeError(
                         f"group {g} of the inner optimizer had {key}={value!r} and has {group.get(key)!r}, "
@@ -192,7 +187,7 @@ class InnerOptimizers:
                     )
         for group, inner_group in zip(param_groups, inner_groups, strict=True):
             inner_group.update(options(group))
-        self._note(param_groups)
+        self._copies = list(map(dict, [*param_groups, *inner_groups]))
 
     def pull_options(self, param_groups: Sequence[dict]) -> None:
         """Copy the options of the optimizers to the parameter groups."""
@@ -201,11 +196,7 @@ class InnerOptimizers:
             return
         for group, inner_group in zip(param_groups, inner_groups, strict=True):
             group.update(options(inner_group))
-        self._note(param_groups)
-
-    def _note(self, param_groups: Sequence[dict]) -> None:
-        self._noted = list(map(options, self.param_groups))
-        self._copies = copy_groups([*param_groups, *self.param_groups])
+        self._copies = list(map(dict, [*param_groups, *inner_groups]))
 
     # A step
 

@@ -88,8 +88,10 @@ class ShardedParameters:
             self._bind(buffer)
         self.masters: list[torch.Tensor | None] = self._by_parameter(lambda b: b.own_views(b.masters))
         """By parameter, 1D float32, this rank's piece of its master; None where it owns nothing."""
-        self._shards: list[Shard] = self._by_parameter(lambda b: b.shards)
-        self._groups: list[GroupReference] = self._by_parameter(lambda b: [b.group] * len(b.indices))
+        self.shards: list[Shard] = self._by_parameter(lambda b: b.shards)
+        """By parameter, what this rank owns."""
+        self.groups: list[GroupReference] = self._by_parameter(lambda b: [b.group] * len(b.indices))
+        """By parameter, the ranks that it is sharded over."""
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         """By parameter, what an optimizer updates: nothing, the piece, or the matrices in it."""
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
@@ -285,21 +287,10 @@ class ShardedParameters:
 
     # Masters
 
-    def held_master(self, i: int) -> HeldMaster:
-        """This rank's piece of the master of parameters[i]."""
-        return HeldMaster(self.masters[i], self._shards[i], self._groups[i])
-
     def held_masters(self) -> dict[int, HeldMaster]:
         """This rank's pieces of the masters, by the identity of the parameter."""
-        return {id(parameter): self.held_master(i) for i, parameter in enumerate(self.parameters)}
-
-    def groups(self) -> list[GroupReference]:
-        """By parameter, the ranks that it is sharded over."""
-        return self._groups
-
-    def shards(self) -> list[Shard]:
-        """By parameter, what this rank owns."""
-        return self._shards
+        held = map(HeldMaster, self.masters, self.shards, self.groups)
+        return dict(zip(map(id, self.parameters), held, strict=True))
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """The whole FP32 masters, in the order and the shapes of the parameters. Collective."""

@@ -243,7 +243,7 @@ class SavedState(Mapping):
         homes: dict[dist.ProcessGroup | None, Home] = {}
         self.parameters: list[SavedParameter] = []
         """The trainable ones, in the order of the shards."""
-        rows = zip(shards.parameters, shards.names, shards.shards(), shards.groups(), refusals, strict=True)
+        rows = zip(shards.parameters, shards.names, shards.shards, shards.groups, refusals, strict=True)
         for p, label, shard, ranks, refusal in rows:
             g, number = places[id(p)]
             home = homes.setdefault(ranks(), Home(ranks, self.device))

@@ -52,7 +52,7 @@ from zerofp4.optim.build import (
     overlaps_forward,
 )
 from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
-from zerofp4.optim.groups import check_finite, with_references
+from zerofp4.optim.groups import check_finite
 from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
 from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
@@ -983,7 +983,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "optimizer was built; build a new optimizer for other parameters, with masters_from=this "
                 "one, or have it load_state_dict() this one's state_dict(), moments and all"
             )
-        super().add_param_group(with_references(param_group))
+        super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of copy.copy, copy.deepcopy and pickle: raises TypeError."""
