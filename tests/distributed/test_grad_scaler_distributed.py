@@ -17,6 +17,8 @@ SCALE = 2.0**10
 
 def build(world, cls=FusedAdamW, dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
+    if world.device.type == "cuda" and dtype == torch.bfloat16:  # torch looks for no Inf in those on a GPU
+        options["gradient_dtype"] = torch.float32
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16)).to(world.device, dtype)
     convert_model(model)
     return model, ZeroFP4Optimizer(model.parameters(), cls, lr=0.02, **options)
