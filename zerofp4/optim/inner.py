@@ -94,7 +94,7 @@ def try_options(
     check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
     tried = []
     for inner, group in zip(classes, param_groups, strict=True):
-        trial = {"params": [torch.zeros(1, 1, device=device)]}
+        trial = {"params": [torch.zeros(1, 1, dtype=torch.float32, device=device)]}
         tried.append(inner.optimizer_class([options(group) | trial], **inner.defaults))
         known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
         own = {key: value for key, value in group.items() if key in known}
