@@ -113,7 +113,7 @@ def test_exact_sums_give_the_bytes_of_other_transports(world, options):
             optimizer.zero_grad()
         assert optimizer.skipped_steps == 1
         with sharing_memory(world):
-            ways = {**options, **OPTIONS}
+            ways = {**options, **OPTIONS, "capturable": True}
             optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **ways)
         for captured in (False, True)[: 1 if "overlap" in options else 2]:
             set_gradients(parameters, [g.round() for g in make_gradients(parameters, world.rank)])
