@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# scripts/test.sh [--help] [--quick | --sanitize] [pytest's arguments]
+# scripts/test.sh [--help] [--quick | --nightly | --sanitize] [pytest's arguments]
 #
 # Set up an environment and run every check: ruff, clang-format, then pytest. Ends with TESTS PASSED, or with TESTS
 # FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some.
 #
-#   (nothing)     everything but what is marked slow: under 20 minutes on 2 cores, the build included
+#   (nothing)     every test but those marked nightly or slow; of a test with more than 16 cases on a device, cases
+#                 in which every two values of its parameters meet: under 20 minutes on 2 cores, the build included
 #   --quick       the lane for while you work, under 30 seconds on 2 cores once the extension is built: of each test
 #                 function the middle one of its cases on each device, hypothesis with 3 examples. Left out are the
 #                 tests marked heavy (they compile, or start Python), those of the benchmarks' tooling, and worlds
 #                 other than 2 ranks under torchrun. Run everything before a change lands.
+#   --nightly     all of these cases, and what is marked nightly: whole runs of scripts, a rank that fails in each
+#                 stage of a step, the CPU's other instruction sets
 #   --sanitize    pytest alone, under AddressSanitizer and UndefinedBehaviorSanitizer: the CPU side is built with them
 #                 into build/sanitized, and the rooms that call it are tested, with every instruction set. What they
 #                 find ends the run. Needs g++ and its libraries of sanitizers, and uses no GPU.

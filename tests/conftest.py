@@ -13,6 +13,7 @@ import torch.distributed as dist
 from early import Early, Work, asked_for
 from helpers import why_no_cuda
 from hypothesis import settings
+from pairs import thinned
 from quick_lane import representatives
 
 # The same examples on every machine and in every run: a failure in CI is a failure at one's desk.
@@ -34,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="of each test the middle one of its cases, per device; nothing heavy, no benchmarks, 2 ranks",
     )
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="every combination of options in place of every pair, and what is marked nightly",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,14 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+@pytest.hookimpl(trylast=True)  # -k and paths select among all cases
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == BENCH:
             item.add_marker("bench")
-    if config.option.quick:
+    if config.option.nightly:
+        chosen = set(items)
+    elif config.option.quick:
         chosen = set(representatives(items))
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+    else:
+        chosen = set(thinned([item for item in items if item.get_closest_marker("nightly") is None]))
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
     # What waits for other processes comes last: meanwhile these do their work.
     items.sort(key=lambda item: bool(asked_for(item)))
 

@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 from distributed.run import Setting
 
-LEFT_OUT = {"heavy", "bench", "slow", "skip"}  # marks
+LEFT_OUT = {"heavy", "nightly", "bench", "slow", "skip"}  # marks
 RANKS = Setting(2)  # the only setting of tests on ranks, so that they share one launch
 
 

@@ -34,7 +34,7 @@ def run_with(isa: str, _: Path) -> subprocess.CompletedProcess:
 RUNS = {isa: functools.partial(run_with, isa) for isa in SETS if isa != RUNNING}
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @pytest.mark.parametrize("isa", [pytest.param(isa, marks=waits_for(work)) for isa, work in RUNS.items()])
 def test_every_other_instruction_set(early, isa):
     run = early(RUNS[isa])

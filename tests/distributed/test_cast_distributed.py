@@ -209,7 +209,7 @@ def test_what_travels(world, dtypes):
     assert (plan.wire is plan.reduced) == (not is_narrow)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("how", SPLITS)
 def test_the_vector_is_that_of_float32(world, how):
     """Every word of it, amaxes of all sizes and bfloat16's subnormal ones too; and the weights follow."""

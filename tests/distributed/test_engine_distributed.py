@@ -53,7 +53,7 @@ def equal_steps(world, models) -> None:
         assert_same(models, f"step {step}")
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3)
 def test_the_bytes_of_a_step_in_sequence(world):
     models = [build(world, InSequence)]
     models += [build(world, FusedAdamW, bucket_mb=bucket_mb) for bucket_mb in BUCKETS]

@@ -44,7 +44,7 @@ def inject(folder: Path) -> tuple[Finished, Path]:
     return run_script(["-m", "distributed.fault_driver", str(folder)], 1, "alone", time_limit=240.0), folder
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @waits_for(inject)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", STAGES)

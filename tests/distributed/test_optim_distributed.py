@@ -61,7 +61,7 @@ def test_weights_are_the_quantized_masters_under_mpirun(world):
     check_training(world)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -84,7 +84,7 @@ def test_same_gradients_same_masters_at_any_world_size(world, name, options):
         assert_same_on_all_ranks(model_bytes(plain.parameters), optimizer.process_group())
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("bucket_mb", "wire"),
     [(None, None), (0.001, None), (0.003, torch.bfloat16), (None, torch.float16), (None, torch.float32)],

@@ -104,7 +104,7 @@ def test_other_classes_beside_it(world, beside):
     assert {bucket["optimizer"] for bucket in described["buckets"]} == {"Muon", BESIDE[beside][0].__name__}
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3)
 def test_every_matrix_lies_whole_with_the_rank_that_the_times_say(world):
     parameters, groups = make_groups(world.device, "adamw")
     groups[2]["ns_steps"] = 9

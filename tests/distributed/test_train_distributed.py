@@ -15,7 +15,7 @@ from distributed.cases import shared_folder
 from distributed.run import on_ranks
 from zerofp4.distributed import PHASES
 
-pytestmark = pytest.mark.heavy
+pytestmark = pytest.mark.nightly
 
 
 def train(world, out: Path, *options: str, status: int = 0) -> str:

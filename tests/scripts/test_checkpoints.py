@@ -14,7 +14,7 @@ from early import waits_for
 from train_cases import SEEDED, both, flip, read_numbers, train_here
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @waits_for(both)
 def test_a_run_goes_on_with_another_number_of_ranks(early, tmp_path):
     """The same global batch, in other parts: sums in another order, so nearly the same losses."""

@@ -17,7 +17,7 @@ def inject(folder: Path) -> Finished:
     return run_script(program, 1, "alone", time_limit=300.0, env={"CUDA_VISIBLE_DEVICES": ""})
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @waits_for(inject)
 def test_killed_ranks_are_restarted_and_go_on_with_the_same_bytes(early):
     """Or that raise. scripts/faults.py --kills 200 does it for longer."""
