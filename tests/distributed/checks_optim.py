@@ -123,13 +123,12 @@ def as_if_captured():
 
 def refuse_one_step(plan: CastPlan, error: Exception | None = None) -> None:
     """Have the next start_step() raise, as on a rank that finds "storage has moved" and tells the others."""
-    error = error or RuntimeError("storage has moved")
     start = plan.start_step
 
     def refuse():
         plan.start_step = start
         plan.abstain()
-        raise error
+        raise error or RuntimeError("storage has moved")  # a variable would be in a cycle with its frame
 
     plan.start_step = refuse
 

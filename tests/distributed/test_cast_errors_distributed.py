@@ -235,8 +235,8 @@ def test_storage_of_one_rank_that_moved_before_a_step(world, wire, is_refreshed)
     model.move()
     with model.refused("another rank could not take part", r"model_weights\[2\]: rowwise_data has moved"):
         if not is_refreshed:
-            errors = [raised_by(call) for call in (plan.step, plan.all_gather, plan.check)]
-            raise next(filter(None, errors))
+            calls = plan.step, plan.all_gather, plan.check
+            raise next(filter(None, [raised_by(call) for call in calls]))  # no variable: see raised_by
         plan.step()
         plan.check()
     if is_refreshed:

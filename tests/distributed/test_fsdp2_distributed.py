@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import BF16, Collectives, Model, Run, check_gathered, make_model, mesh_of, start, unsharded
+from fsdp2_cases import (
+    BF16,
+    Collectives,
+    Model,
+    Run,
+    check_gathered,
+    make_model,
+    mesh_of,
+    shard,
+    start,
+    take_experts,
+    unsharded,
+)
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -53,6 +66,20 @@ def test_weights_of_an_amax_group_share_one(world):
     masters = run.masters()
     largest = torch.stack([masters[name].abs().max() for name in names]).max()
     run.check(amax={name: largest.view(1) for name in names})
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_keeps_its_amax_group(world):
+    """As one group: a weight that was in two would be refused."""
+    model = make_model(world)
+    groups = [[model.get_parameter(f"{name}.weight") for name in ("first", "third")]]
+    fsdp2.prepare(model, take_experts, amax_groups=groups)
+    copied = copy.deepcopy(model)
+    shard(copied, mesh_of(world))
+    fsdp2.attach(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
+    weights = [weight for *_, weight in fsdp2.state.prepared_weights(copied)]
+    first, third = (weight.record for weight in weights if weight.name in ("first.weight", "third.weight"))
+    assert_bytes_equal(first.rowwise.amax, third.rowwise.amax, "amax")
 
 
 @on_ranks(1, 4)

@@ -196,3 +196,17 @@ def test_an_error_of_attach_is_gone_when_it_was_handled(world):
         with pytest.raises(RuntimeError, match=message):
             fsdp2.attach(model, before if is_last(world) else after)
         assert not [e for e in gc.get_objects() if type(e) is RuntimeError and message in str(e)]
+
+
+def prepare_with_an_amax_group(world) -> None:
+    model = make_model(world)
+    groups = [[model.get_parameter(f"{name}.weight") for name in ("first", "third")]]
+    fsdp2.prepare(model, take_experts, amax_groups=groups)
+
+
+@on_ranks(1, 2)
+def test_weights_of_an_amax_group_are_gone_with_their_model(world):
+    """After attach they hold the process group."""
+    with without_collector():
+        prepare_with_an_amax_group(world)
+        assert not [found for found in gc.get_objects() if type(found).__name__ == "Weight"]

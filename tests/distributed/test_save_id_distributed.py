@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from early import waits_for
 
 from distributed import checkpoint_cases
 from distributed.cases import shared_folder
 from distributed.checkpoint_cases import assert_same_model, contents, on_rank_0, run
+from distributed.processes import Finished, run_script
 from distributed.run import on_ranks
 
 trained = functools.partial(checkpoint_cases.trained, case="fused")
@@ -90,6 +94,24 @@ def test_a_save_that_did_not_end_in_an_old_folder_is_refused(world, written, thr
             if world.rank < 2:
                 assert_same_model(other, model)
     dist.barrier()
+
+
+def killed_save(folder: Path) -> tuple[Finished, dict[str, list[str]]]:
+    """What the ranks of distributed/killed_save.py raised: of each, a type and a message."""
+    program = ["-m", "distributed.killed_save", str(folder)]
+    finished = run_script(program, 1, "alone", time_limit=120.0)
+    return finished, {path.name: json.loads(path.read_text()) for path in folder.glob("*.[01]")}
+
+
+@waits_for(killed_save)
+def test_a_save_whose_rank_was_killed_is_refused(early):
+    """It was to replace an older save: rank 0 has written its file, and rank 1 has died before."""
+    finished, raised = early(killed_save)
+    assert finished.status == 0, finished.output
+    assert raised.keys() == {"save.0", "load.0", "load.1"}, raised
+    assert "Connection" in raised["save.0"][1], raised
+    assert raised["load.0"] == raised["load.1"] and raised["load.0"][0] == "ValueError", raised
+    assert re.search(of_steps(1, 2), raised["load.0"][1]), raised
 
 
 @on_ranks(2)

@@ -242,12 +242,13 @@ def _shares(optimizers: list[torch.optim.Optimizer], weights: list[Weight]) -> l
 
 def _amax_groups(weights: list[Weight]) -> list[list[NVFP4Storage]]:
     """Of the records of weights that are cast together. Raises ValueError where a group has others too."""
+    named = {weight.name: weight for weight in weights}
     groups = {id(weight.amax_group): weight.amax_group for weight in weights if weight.amax_group is not None}
     for group in groups.values():
-        apart = next((weight for weight in group if weight not in weights), None)
+        apart = next((name for name in group if name not in named), None)
         if apart is not None:
             raise ValueError(
-                f"amax_groups: {apart.name!r} and {group[0].name!r} are not cast together: they must belong "
+                f"amax_groups: {apart!r} and {group[0]!r} are not cast together: they must belong "
                 "to one optimizer and be sharded over the same ranks"
             )
-    return [[weight.record for weight in group] for group in groups.values()]
+    return [[named[name].record for name in group] for group in groups.values()]

@@ -114,5 +114,5 @@ def _set_amax_groups(
                 raise ValueError(f"amax_groups[{g}] has a member that is not one of the weights to convert")
             if weight.amax_group is not None:
                 raise ValueError(f"amax_groups[{g}]: {weight.name!r} is in an amax group already")
-            group.append(weight)
+            group.append(weight.name)
             weight.amax_group = group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -69,14 +70,15 @@ class Weight:
         """How often its master was written to, through whichever tensor."""
         self.was_loaded = False
         """Whether load_state_dict has written to the master since the last cast, as it has on every rank."""
-        self.amax_group: list[Weight] | None = None
-        """The weights that it shares its amax with, itself among them."""
+        self.amax_group: list[str] | None = None
+        """Names of the weights that share one amax, its own among them: one list for all of these weights. A
+        list of the weights themselves would be in a reference cycle, which keeps the process group alive.
+        """
 
     def __deepcopy__(self, memo: dict) -> Weight:
         """A copy of a model is not attached to an optimizer."""
         copied = memo[id(self)] = Weight(self.name, self.dtype, self.takes_codes, self.columnwise)
-        if self.amax_group is not None:
-            copied.amax_group = [memo.get(id(other)) or other.__deepcopy__(memo) for other in self.amax_group]
+        copied.amax_group = copy.deepcopy(self.amax_group, memo)
         return copied
 
     # Casts
