@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from helpers import needs_gpu
 from optim_cases import (
     Plain,
     assert_all_equal,
@@ -18,8 +17,7 @@ from optim_cases import (
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.build import Slots
-from zerofp4.optim.gradients import BEGINNING, NonfiniteGradients, first_nonfinite, from_word
+from zerofp4.optim.gradients import BEGINNING, first_nonfinite, from_word
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 VALUES = [math.nan, math.inf, -math.inf]
@@ -169,23 +167,6 @@ def test_replays_of_a_cuda_graph_skip_steps(device, turned):
         graph.replay()
         assert (optimizer.found_inf.item(), optimizer.skipped_steps) == (bad, (step + 1) // 2)
         check(optimizer, plain, f"step {step}:")
-
-
-@needs_gpu
-def test_what_was_heard_is_told_until_a_graph_is_replayed():
-    """To capture a step of several ranks runs nothing of it."""
-    device, slots = torch.device("cuda", 0), Slots([0, 1, 2], ["a", "b", "c"])
-    nonfinite = NonfiniteGradients("skip_step", slots, device, None)
-    nonfinite.hear(1)
-    word = torch.tensor(3.0, dtype=torch.float64, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        nonfinite.hear_on_device(word)
-    assert nonfinite.first_name == "b"
-    graph.replay()
-    assert nonfinite.first_name == "a"
-    nonfinite.hear(None)
-    assert nonfinite.first_name is None and nonfinite.found.item() == 0
 
 
 def test_skipped_gradients_are_not_used_again(device):
