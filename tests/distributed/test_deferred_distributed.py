@@ -5,7 +5,9 @@ With NCCL it is so by itself; here any backend does as it is told.
 
 from __future__ import annotations
 
+import copy
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from optim_cases import assert_all_equal, make_gradients, set_gradients
 
 from distributed.checks_optim import check_weights, gradients_of, model_bytes, parameters_of, whole_state
 from distributed.run import on_ranks
+from zerofp4.engine import GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
@@ -53,6 +56,10 @@ def test_steps_have_the_bytes_of_those_that_wait(world, clips):
         assert_all_equal(everything(deferred), everything(waits), f"step {step}: tensor")
     assert deferred[1].skipped_steps == waits[1].skipped_steps == 1
     check_weights(*deferred)
+
+
+def fail(message):
+    raise RuntimeError(message)
 
 
 def a_sparse_gradient(parameters, _):
@@ -104,6 +111,36 @@ def test_the_others_hear_of_an_error_in_the_next_step(world, break_it, calls):
         take(world, model, step)
         take(world, plain, step)
     assert_all_equal(everything(model), everything(plain), "tensor")
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize("call", ["step", "clip"])
+def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call):
+    """They have reduced their gradients in that clip, and it has not: else each would wait for the other."""
+    model = build(world, gradient_wire=torch.float16)
+    parameters, optimizer = model
+    saved = copy.deepcopy(optimizer.state_dict())
+    set_gradients(parameters, gradients_of(world, parameters, 0))
+    if world.rank == 1:
+        refuse = mock.patch.object(GradientMemory, "take", lambda *_: fail("no memory today"))
+        with refuse, pytest.raises(RuntimeError, match="no memory today"):
+            optimizer.clip_grad_norm_(1.0)
+    else:
+        optimizer.clip_grad_norm_(1.0)
+    function = {"step": optimizer.step, "clip": lambda: optimizer.clip_grad_norm_(1.0)}[call]
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match="left in the middle"):
+            function()
+    else:
+        function()
+        if call == "clip":
+            optimizer.step()  # in which rank 1 has taken its part
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    take(world, model, 1)
+    check_weights(*model)
 
 
 @on_ranks(2)

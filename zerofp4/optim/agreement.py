@@ -199,6 +199,15 @@ class Agreement:
             outcome = Outcome([bool(found[slot]) for slot in self.slots.own], again)
         return outcome
 
+    def reduces_gradients(self) -> bool:
+        """Whether the ranks without an error reduce gradients in the call that was agreed on last. Waits for
+        the device. A rank with an error asks, so that it joins the same collectives.
+        """
+        words, event = self._unread[-1]
+        if event is not None:
+            event.synchronize()
+        return bool(Call(*words[self._count :][: len(Call._fields)].tolist()).averages)
+
     def drop_unread(self) -> None:
         """Nobody is to hear of earlier agreements."""
         self._unread = []

@@ -634,9 +634,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Take this rank's part in a step that it cannot take, and raise why. Masters stay as they are on
         every rank, and weights follow them. [Note: when the host hears of an agreement]
 
-        averages: whether the ranks exchange gradients; None where that is as it is for this rank.
+        averages: whether the ranks exchange gradients; None is to look at what the others said.
         """
-        averages = self._reduced is None if averages is None else averages
+        averages = self._agreement.reduces_gradients() if averages is None else averages
         try:
             with error:  # what fails for the same reason is not raised in its place
                 self._publish(None, () if averages else None)
@@ -649,7 +649,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Take this rank's part in a clip_grad_norm_ that it cannot take, and in the step() that the other
         ranks call next, and raise why.
         """
-        if self._reduced is None:
+        if self._agreement.reduces_gradients():
             self._step.average((), None)
         self._squares.zero_()
         device = self.found_inf.device
