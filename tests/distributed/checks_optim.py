@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
+from distributed.cases import raised_by
 from zerofp4 import CastPlan, NVFP4Tensor
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -119,6 +120,33 @@ def as_if_captured():
         for module in ("optim.zero", "optim.agreement", "ops"):
             patches.enter_context(mock.patch(f"zerofp4.{module}.is_capturing", lambda device: True))
         yield
+
+
+LATER = "of the last step, which no rank has taken"
+
+
+def raised_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> BaseException | None:
+    """What a collective call raises on this rank. Where no host waits for an agreement, a rank without an
+    error of its own hears in the next step, in which every rank raises.
+    """
+    error = raised_by(call)
+    if optimizer._defers:
+        later = raised_by(optimizer.step)
+        if LATER not in str(later):  # the call was a clip_grad_norm_, to which that step belonged
+            later = raised_by(optimizer.step)
+        assert LATER in str(later), repr(later)
+        error = error or later
+    return error
+
+
+def raise_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> None:
+    """Raises what raised_in_turn() returns."""
+    error = raised_in_turn(optimizer, call)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # else it is in a cycle with this frame
 
 
 def refuse_one_step(plan: CastPlan, error: Exception | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from optim_cases import assert_all_equal, make_gradients
 
-from distributed.checks_optim import check_weights, model_bytes
+from distributed.checks_optim import check_weights, model_bytes, raise_in_turn
 from distributed.overlap_cases import assert_same, break_off, go_on, loss_of, make
 from distributed.peer_checks import all_bytes, gpu_of
 
@@ -148,7 +148,7 @@ def fail(world, net, optimizer, event, last):
     elif not changes or optimizer.describe()["overlap"] is not None:
         mine = "changed after it had begun" if changes else "no loss today"
         with pytest.raises(RuntimeError, match=mine if last else FOUND):
-            optimizer.step(closure)
+            raise_in_turn(optimizer, lambda: optimizer.step(closure))
     assert_all_equal(all_bytes(parameters, optimizer), before, event)
 
 

@@ -16,6 +16,7 @@ from distributed.checks_optim import (
     gradients_of,
     model_bytes,
     parameters_of,
+    raise_in_turn,
     whole_state,
 )
 from distributed.peer_checks import OPTIONS, InSequence
@@ -183,7 +184,7 @@ def test_a_step_in_which_one_rank_alone_raises_breaks_its_optimizer(world):
     told = "left in the middle" if world.rank == 1 else "rank 1 found an error, and no rank takes this step"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=told):
-            optimizer.step()
+            raise_in_turn(optimizer, optimizer.step)
     optimizer.load_state_dict(checkpoint)
     optimizer.step()
     check_weights(parameters, optimizer)

@@ -12,7 +12,13 @@ from helpers import assert_bytes_equal
 from optim_cases import make_gradients, set_gradients
 
 from distributed import cases
-from distributed.checks_optim import check_weights, model_bytes, parameters_of, refuse_one_step
+from distributed.checks_optim import (
+    check_weights,
+    model_bytes,
+    parameters_of,
+    raised_in_turn,
+    refuse_one_step,
+)
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.cast.plan import StepStatus
@@ -72,7 +78,7 @@ def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
         masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
         with on_rank_1(world, owner, name, error, call=2):
             call = (lambda o=optimizer: o.clip_grad_norm_(1.0)) if clip else optimizer.step
-            assert_told(world, raised_by(call), error, FOUND)
+            assert_told(world, raised_in_turn(optimizer, call), error, FOUND)
         for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
             assert_bytes_equal(now, before, f"{name}: master {i}")
         for i, (now, before) in enumerate(zip(model_bytes(parameters), weights, strict=True)):
@@ -92,7 +98,8 @@ def test_the_same_error_again(world):
             raise error
 
     for _ in range(2):
-        assert_told(world, raised_by(lambda: optimizer.step(closure)), error, FOUND)
+        call = lambda: optimizer.step(closure)  # noqa: E731
+        assert_told(world, raised_in_turn(optimizer, call), error, FOUND)
     optimizer.step()
     check_weights(parameters, optimizer)
 
@@ -105,7 +112,7 @@ def assert_broken(world, optimizer, checkpoint, parameters, others_are_too):
     broken = world.rank == 1 or others_are_too
     assert (optimizer.broken is not None) == broken
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-        error = raised_by(call)
+        error = raised_in_turn(optimizer, call)
         assert isinstance(error, RuntimeError) and (BROKEN if broken else FOUND) in str(error), error
     optimizer.zero_grad()
     optimizer.load_state_dict(checkpoint)
@@ -171,7 +178,7 @@ def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
     with on_rank_1(world, GradientMemory, "take", error, call=2):
         raised = raised_by(lambda: optimizer.clip_grad_norm_(1.0))
     assert raised is (error if world.rank == 1 else None)
-    assert_told(world, raised_by(optimizer.step), error, FOUND)
+    assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
     for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
         assert_bytes_equal(now, before, f"master {i}")
     optimizer.zero_grad()
@@ -183,7 +190,7 @@ def test_hooks_of_an_optimizer_that_updates_buckets_are_refused(world):
     """They would not be called. Those of the ZeroFP4Optimizer are."""
     parameters, optimizer = build(world)
     hook = optimizer.inner.register_step_post_hook(lambda *_: None) if world.rank == 1 else None
-    error = raised_by(optimizer.step)
+    error = raised_in_turn(optimizer, optimizer.step)
     assert ("step() of optimizer.inner has hooks" if world.rank == 1 else FOUND) in str(error)
     if hook is not None:
         hook.remove()
@@ -227,7 +234,7 @@ def test_a_load_mends_ranks_that_hear_late_of_another_one(world):
         with on_rank_1(world, optimizer.inner._parts[0], "run", error):
             raised = raised_by(optimizer.step)
         assert raised is (error if world.rank == 1 else None)
-        assert_told(world, raised_by(optimizer.step), error, FOUND)
+        assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
         optimizer.load_state_dict(checkpoint)
         assert optimizer.broken is None
         set_gradients(parameters, make_gradients(parameters, world.rank))

@@ -7,7 +7,7 @@ import torch
 from optim_cases import assert_all_equal
 from torch import nn
 
-from distributed.checks_optim import assert_same_on_all_ranks, model_bytes
+from distributed.checks_optim import assert_same_on_all_ranks, model_bytes, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4 import convert_model
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -103,8 +103,9 @@ def test_gradients_that_cannot_be_unscaled_are_refused(world, options, clip, mes
     scaler.scale(loss_of(world, model, 0)).backward()
     if clip:
         optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match=f"by the scale of GradScaler: .*{message}"):
-        scaler.step(optimizer)
+    found = f"by the scale of GradScaler: .*{message}"
+    with pytest.raises(RuntimeError, match=found):
+        raise_in_turn(optimizer, lambda: scaler.step(optimizer))
     assert optimizer.grad_scale == 1  # GradScaler multiplies its next scale by it
     optimizer.zero_grad()
     loss_of(world, model, 0).backward()

@@ -16,7 +16,7 @@ from optim_cases import make_gradients, set_gradients
 
 import zerofp4
 from distributed.cases import Model
-from distributed.checks_optim import parameters_of
+from distributed.checks_optim import parameters_of, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -128,6 +128,10 @@ STEPS = {
 """Options of an optimizer, what happens to it on the last rank (an interrupt on all), and the call."""
 
 
+HEARD_LATER = {"closure", "interrupt", "moved parameter", "clip_grad_norm_"}
+"""In the next step, by a rank without an error of its own, where no host waits for an agreement."""
+
+
 def call_of_optimizer(world, group, name: str) -> Callable:
     options, harm, call = STEPS[name]
     parameters = parameters_of(world)
@@ -136,7 +140,8 @@ def call_of_optimizer(world, group, name: str) -> Callable:
     set_gradients(parameters, make_gradients(parameters, world.rank))
     if harm is not None and (is_last(world) or name == "interrupted update"):
         harm(optimizer, parameters)
-    return lambda: call(optimizer, is_last(world))
+    function = functools.partial(call, optimizer, is_last(world))
+    return functools.partial(raise_in_turn, optimizer, function) if name in HEARD_LATER else function
 
 
 def build_optimizer(world, group, _) -> Callable:

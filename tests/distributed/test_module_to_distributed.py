@@ -10,6 +10,7 @@ import pytest
 import torch
 from fsdp2_cases import Collectives
 
+from distributed.checks_optim import raise_in_turn
 from distributed.overlap_cases import SMALL, TINY, assert_same, loss_of, make
 from distributed.run import on_ranks
 
@@ -87,9 +88,9 @@ def test_what_changes_something_is_found_by_the_next_step(world, ranks):
         net.layers[1].half()
         assert net.layers[1].weight.dtype == torch.float16
         found = r"layers\.1\.(weight|bias).* has moved since the optimizer was"
-    for step in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match=found):
-            step()
+            raise_in_turn(optimizer, call)
     if changes:
         with pytest.raises(ValueError, match=r"layers\.1\.\w+' was .*bfloat16.* now it is .*float16"):
             optimizer.refresh()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from optim_cases import assert_all_equal, make_gradients, set_gradients
 
 from distributed.cases import raised_by, raised_everywhere
-from distributed.checks_optim import check_weights, model_bytes, parameters_of
+from distributed.checks_optim import check_weights, model_bytes, parameters_of, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -163,11 +163,12 @@ def test_tensor_options_that_differ_are_named(world):
         message = f"{place} must be the same on every rank, but is {here} on rank 0 and {there} on rank "
         steps = [] if there == "a tensor of nan" else [optimizer.step]  # which looks at lr itself
         for call in (*steps, lambda: optimizer.clip_grad_norm_(1.0)):
-            assert message in raised_everywhere(world, RuntimeError, call)
+            assert message in raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, call)
         group["lr"] = good
     if bad:
         first["lr"], second["lr"] = second["lr"], first["lr"]
-    assert "['lr'] must be the same" in raised_everywhere(world, RuntimeError, optimizer.step)
+    raised = raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, optimizer.step)
+    assert "['lr'] must be the same" in raised
     if bad:
         first["lr"], second["lr"] = second["lr"], first["lr"]
     assert_all_equal(everything(parameters, optimizer), before, "tensor")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from optim_cases import assert_all_equal
 
+from distributed.checks_optim import raise_in_turn
 from distributed.overlap_cases import TINY, loss_of, make
 from distributed.run import on_ranks
 
@@ -53,7 +54,7 @@ def test_gradients_in_the_memory_of_another_are_refused(world, change, bucket_mb
     found = "exchanged, shared or transposed" if world.rank == 1 else others
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.3)):
         with pytest.raises(RuntimeError, match=found):
-            call()
+            raise_in_turn(optimizer, call)
     assert_all_equal(optimizer.gathered_masters(), masters, "master")
     for p in net.parameters():
         p.grad = None if p.grad is None else p.grad.clone()
