@@ -1,8 +1,8 @@
 """NVFP4Tensors to test with, and whether every buffer of one is what it should be."""
 
 import torch
+from cases.ops import assert_record_equals
 from helpers import assert_bytes_equal
-from op_cases import assert_record_equals
 
 import zerofp4
 from zerofp4 import FourOverSix, reference

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fused_cases import OPTIONS
+from cases.fused import OPTIONS
 from helpers import assert_bytes_equal
 
 import zerofp4

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from bench_cases import bench_on_two_ranks
+from cases.bench import bench_on_two_ranks
 from early import waits_for
 from zerofp4_bench.rules import KINDS
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_cases import bench_on_two_ranks
+from cases.bench import bench_on_two_ranks
 from early import waits_for
 from zerofp4_bench import ranks
 from zerofp4_bench.ranks import Timer

@@ -7,10 +7,10 @@ from __future__ import annotations
 import itertools
 
 import torch
+from cases.ops import DTYPES, KINDS, POISON, draw_values, expected_buffers, poisoned_like
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import DTYPES, KINDS, POISON, draw_values, expected_buffers, poisoned_like
 
 from zerofp4 import ops, reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.ops import assert_record_equals
 from helpers import assert_bytes_equal
-from op_cases import assert_record_equals
 from test_cast_update import leave_amaxes
 
 import zerofp4

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from cast_cases import check, check_transposes, make
+from cases.cast import check, check_transposes, make
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from cast_cases import check, make
+from cases.cast import check, make
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-from cast_cases import check, check_transposes, make
+from cases.cast import check, check_transposes, make
 from helpers import needs_gpu
 
 import zerofp4

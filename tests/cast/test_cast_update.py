@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cast_cases import check, make
+from cases.cast import check, make
 from helpers import assert_bytes_equal
 
 import zerofp4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gradient_place_cases import Twice, made
+from cases.gradient_places import Twice, made
 
 from zerofp4.tensors import GradientPlace
 

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from gradient_place_cases import Models, Square, Twice, back, inputs, made, memory_of
+from cases.gradient_places import Models, Square, Twice, back, inputs, made, memory_of
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from gradient_place_cases import BF16, Square, Twice, back, inputs, made
+from cases.gradient_places import BF16, Square, Twice, back, inputs, made
 from helpers import assert_bytes_equal
 from torch import nn
 

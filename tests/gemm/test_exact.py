@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gemm_cases import alpha, nvfp4, operand, specified
+from cases.gemm import alpha, nvfp4, operand, specified
 from helpers import assert_bytes_equal
 from tensor_helpers import values
 

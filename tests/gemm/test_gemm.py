@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gemm_cases import NVFP4, SHAPES, SIDES, TRANSFORMS, alpha, nvfp4, operand, relative_error, specified
+from cases.gemm import NVFP4, SHAPES, SIDES, TRANSFORMS, alpha, nvfp4, operand, relative_error, specified
 from helpers import assert_bytes_equal, poisoned_allocations
 from tensor_helpers import DTYPES, values
 

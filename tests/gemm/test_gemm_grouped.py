@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from gemm_cases import relative_error
-from grouped_cases import values
+from cases.gemm import relative_error
+from cases.grouped import values
 from helpers import assert_bytes_equal, poisoned_allocations
 
 import zerofp4

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from gemm_cases import SIDES, nvfp4, operand, specified
+from cases.gemm import SIDES, nvfp4, operand, specified
 from helpers import assert_bytes_equal
 from tensor_helpers import values
 from torch.nn import functional as F

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import Model, check_gathered, shard, take_experts
+from cases.fsdp2 import Model, check_gathered, shard, take_experts
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

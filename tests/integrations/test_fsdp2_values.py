@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import Experts
+from cases.fsdp2 import Experts
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

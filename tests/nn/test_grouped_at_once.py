@@ -4,7 +4,7 @@ where torch's grouped_mm is a loop, the same code runs when it is made to.
 
 import pytest
 import torch
-from gemm_cases import relative_error
+from cases.gemm import relative_error
 from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 

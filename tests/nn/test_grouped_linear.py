@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
+from cases.layers import RECIPES
 from helpers import assert_bytes_equal
-from layer_cases import RECIPES
 from tensor_helpers import values
 
 import zerofp4

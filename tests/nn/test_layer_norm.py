@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from cases.layers import RECIPES, linear
 from helpers import assert_bytes_equal
-from layer_cases import RECIPES, linear
 from tensor_helpers import values
 from torch import nn
 from torch.nn import functional as F

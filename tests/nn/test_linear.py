@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
+from cases.layers import RECIPES, copies, linear
 from helpers import assert_bytes_equal
-from layer_cases import RECIPES, copies, linear
 from tensor_helpers import values
 from torch import nn
 from torch.utils.checkpoint import checkpoint

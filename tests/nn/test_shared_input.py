@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.layers import RECIPES
 from helpers import assert_bytes_equal
-from layer_cases import RECIPES
 from tensor_helpers import values
 from torch import nn
 

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from cases.layers import RECIPES
+from cases.ops import assert_record_equals
 from helpers import assert_bytes_equal
-from layer_cases import RECIPES
-from op_cases import assert_record_equals
 from tensor_helpers import values
 from torch import nn
 from torch.nn import functional as F

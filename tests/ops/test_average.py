@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.ops import DTYPES
 from helpers import assert_values_equal, poisoned_allocations
-from op_cases import DTYPES
 
 from zerofp4 import ops, reference
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cast_cases import check as check_cast
-from cast_cases import make
-from optim_cases import Plain, check, make_gradients, make_parameters, set_gradients
+from cases.cast import check as check_cast
+from cases.cast import make
+from cases.optim import Plain, check, make_gradients, make_parameters, set_gradients
 
 import zerofp4
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer

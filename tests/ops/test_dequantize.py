@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
+from cases.ops import DTYPES, SHAPES, marked
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
-from op_cases import DTYPES, SHAPES, marked
 
 import zerofp4
 from zerofp4 import ops, reference

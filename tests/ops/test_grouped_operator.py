@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grouped_cases import assert_storage, values
+from cases.grouped import assert_storage, values
 from helpers import assert_bytes_equal
 
 import zerofp4

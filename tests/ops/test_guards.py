@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.ops import DTYPES, SHAPES
+from cases.quantize import MODES, with_state
 from guards import Guards, check_writes
-from op_cases import DTYPES, SHAPES
-from quantize_cases import MODES, with_state
 
 import zerofp4
 from zerofp4 import ops

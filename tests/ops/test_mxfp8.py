@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from cases.mxfp8 import NAMES, SHAPES, Guarded, expected_buffers
+from cases.ops import DTYPES, KINDS, draw_values, marked
 from helpers import assert_bytes_equal, assert_values_equal, needs_gpu
 from hypothesis import given
 from hypothesis import strategies as st
-from mxfp8_cases import NAMES, SHAPES, Guarded, expected_buffers
-from op_cases import DTYPES, KINDS, draw_values, marked
 
 import zerofp4
 from zerofp4 import reference

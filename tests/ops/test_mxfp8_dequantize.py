@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
+from cases.mxfp8 import SHAPES, Guarded, random_bytes, swizzled_bytes
+from cases.ops import DTYPES, marked
 from helpers import assert_each_equal, assert_values_equal, poisoned_allocations
-from mxfp8_cases import SHAPES, Guarded, random_bytes, swizzled_bytes
-from op_cases import DTYPES, marked
 
 from zerofp4 import reference
 from zerofp4.format import MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.ops import POISON, marked
 from helpers import assert_bytes_equal
-from op_cases import POISON, marked
 
 import zerofp4
 from zerofp4 import ops, reference

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from golden_cases import MODES as GOLDEN_MODES
-from golden_cases import cases_of, check_golden, golden_input
-from helpers import assert_bytes_equal
-from hypothesis import given
-from hypothesis import strategies as st
-from op_cases import (
+from cases.golden import MODES as GOLDEN_MODES
+from cases.golden import cases_of, check_golden, golden_input
+from cases.ops import (
     DTYPES,
     KINDS,
     POISON,
@@ -16,7 +13,10 @@ from op_cases import (
     draw_values,
     marked,
 )
-from quantize_cases import MODES, check, make_record, with_state
+from cases.quantize import MODES, check, make_record, with_state
+from helpers import assert_bytes_equal
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zerofp4 import _C, ops, reference
 from zerofp4.storage import BUFFERS, SIDES

@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
-from op_cases import DTYPES
-from quantize_cases import MODES, check
+from cases.ops import DTYPES
+from cases.quantize import MODES, check
 
 from zerofp4 import reference
 from zerofp4.format import BLOCK

@@ -4,8 +4,8 @@ than a dimension of a CUDA grid.
 
 import pytest
 import torch
-from op_cases import DTYPES, draw_values
-from quantize_cases import MODES, check
+from cases.ops import DTYPES, draw_values
+from cases.quantize import MODES, check
 
 pytestmark = pytest.mark.threads  # each band has one
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.ops import SHAPES, marked
 from helpers import assert_bytes_equal, poisoned_allocations
-from op_cases import SHAPES, marked
 from test_dequantize import in_layout, random_bytes
 
 import zerofp4

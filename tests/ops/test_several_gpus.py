@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cast_cases import check, check_transposes, make
-from fused_cases import OPTIONS
+from cases.cast import check, check_transposes, make
+from cases.fused import OPTIONS
 from guards import Guards
 from helpers import assert_bytes_equal, why_no_cuda
 from tensor_helpers import FORMATS, assert_record_equal, values

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from cases.ops import DTYPES, KINDS, POISON, draw_values, expected_buffers, poisoned_like
 from helpers import assert_bytes_equal
 from hypothesis import example, given
 from hypothesis import strategies as st
-from op_cases import DTYPES, KINDS, POISON, draw_values, expected_buffers, poisoned_like
 
 from zerofp4 import ops, reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS

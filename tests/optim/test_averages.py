@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optim_cases import Net, make_net
+from cases.optim import Net, make_net
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from zerofp4.optim import AveragedMasters, ZeroFP4Optimizer

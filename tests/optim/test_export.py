@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from cases.optim import make_net
 from helpers import assert_bytes_equal
-from optim_cases import make_net
 
 import zerofp4
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, export

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from fused_cases import OPTIONS, Expected, set_gradient, set_random_gradients
+from cases.fused import OPTIONS, Expected, set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st

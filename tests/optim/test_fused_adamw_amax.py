@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cast_cases import check, check_transposes, make
-from fused_cases import OPTIONS, Expected, set_gradient, set_random_gradients
+from cases.cast import check, check_transposes, make
+from cases.fused import OPTIONS, Expected, set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st

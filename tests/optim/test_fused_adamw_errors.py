@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from fused_cases import set_gradient, set_random_gradients
+from cases.fused import set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 
 import zerofp4

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cast_cases import make
-from fused_cases import OPTIONS, Expected, set_gradient
+from cases.cast import make
+from cases.fused import OPTIONS, Expected, set_gradient
 
 import zerofp4
 from zerofp4 import ops

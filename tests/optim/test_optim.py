@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
-from optim_cases import (
+from cases.optim import (
     OPTIMIZERS,
     SPECIFICATIONS,
     Net,
@@ -21,6 +20,7 @@ from optim_cases import (
     set_gradients,
     take_steps,
 )
+from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import NVFP4Tensor, reference

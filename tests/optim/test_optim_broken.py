@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from optim_cases import (
+from cases.optim import (
     assert_all_equal,
     assert_weights_follow,
     make_gradients,

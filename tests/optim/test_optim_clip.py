@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
-from optim_cases import (
+from cases.optim import (
     Plain,
     assert_all_equal,
     batch,
@@ -15,6 +14,7 @@ from optim_cases import (
     make_parameters,
     set_gradients,
 )
+from helpers import assert_bytes_equal
 from torch import nn
 
 from zerofp4.optim import ZeroFP4Optimizer

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.optim import assert_all_equal, make_gradients, make_net, make_parameters, set_gradients
 from helpers import needs_gpu
-from optim_cases import assert_all_equal, make_gradients, make_net, make_parameters, set_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

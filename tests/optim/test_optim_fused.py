@@ -5,9 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fused_cases import Alone
-from helpers import assert_bytes_equal
-from optim_cases import (
+from cases.fused import Alone
+from cases.optim import (
     Plain,
     assert_all_equal,
     assert_weights_follow,
@@ -16,6 +15,7 @@ from optim_cases import (
     make_parameters,
     set_gradients,
 )
+from helpers import assert_bytes_equal
 
 from zerofp4 import CastPlan
 from zerofp4.ops.stages import CastStages

@@ -7,8 +7,8 @@ import types
 
 import pytest
 import torch
+from cases.optim import assert_all_equal, batch, make_net, make_parameters
 from helpers import assert_bytes_equal
-from optim_cases import assert_all_equal, batch, make_net, make_parameters
 from torch import nn
 
 import zerofp4

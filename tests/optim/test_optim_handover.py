@@ -8,8 +8,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
-from optim_cases import (
+from cases.optim import (
     Net,
     Plain,
     assert_all_equal,
@@ -20,6 +19,7 @@ from optim_cases import (
     set_gradients,
     take_steps,
 )
+from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import NVFP4Tensor

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optim_cases import make_gradients, make_parameters, set_gradients
+from cases.optim import make_gradients, make_parameters, set_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4 import NVFP4Tensor

@@ -7,8 +7,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_bytes_equal, needs_gpu
-from optim_cases import (
+from cases.optim import (
     SPECIFICATIONS,
     Plain,
     assert_all_equal,
@@ -18,6 +17,7 @@ from optim_cases import (
     set_gradients,
     turn_gradients,
 )
+from helpers import assert_bytes_equal, needs_gpu
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
 

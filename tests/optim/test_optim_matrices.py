@@ -7,9 +7,9 @@ import io
 
 import pytest
 import torch
+from cases.matrices import MATRICES, MUON, OneProcess, make_groups
+from cases.optim import assert_all_equal, check, make_gradients, make_parameters, set_gradients
 from helpers import assert_bytes_equal
-from matrix_cases import MATRICES, MUON, OneProcess, make_groups
-from optim_cases import assert_all_equal, check, make_gradients, make_parameters, set_gradients
 from torch import nn
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from cases.optim import assert_all_equal, both, make_gradients, make_parameters, set_gradients, take_steps
 from helpers import assert_bytes_equal
-from optim_cases import assert_all_equal, both, make_gradients, make_parameters, set_gradients, take_steps
 from torch import nn
 
 from zerofp4 import NVFP4Tensor

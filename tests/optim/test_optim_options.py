@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from optim_cases import (
+from cases.optim import (
     assert_all_equal,
     assert_weights_follow,
     make_gradients,

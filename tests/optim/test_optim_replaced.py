@@ -5,8 +5,8 @@ import gc
 
 import pytest
 import torch
+from cases.optim import Net, batch, make_net
 from helpers import assert_bytes_equal
-from optim_cases import Net, batch, make_net
 from torch import nn
 
 import zerofp4

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from optim_cases import (
+from cases.optim import (
     OPTIMIZERS,
     assert_all_equal,
     assert_weights_follow,

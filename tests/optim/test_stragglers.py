@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cast_cases import make
-from fused_cases import OPTIONS
+from cases.cast import make
+from cases.fused import OPTIONS
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4

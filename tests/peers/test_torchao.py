@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.ops import SHAPES
 from helpers import assert_bytes_equal
-from op_cases import SHAPES
 
 import zerofp4
 from zerofp4 import reference

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from golden_cases import GOLDEN, MODES, cases_of, check_golden, golden_input
+from cases.golden import GOLDEN, MODES, cases_of, check_golden, golden_input
 from helpers import assert_bytes_equal
 
 from zerofp4 import reference

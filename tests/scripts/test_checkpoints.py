@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.train import SEEDED, both, flip, read_numbers, train_here
 from checkpoints import find_damage, random_state, set_random_state
 from early import waits_for
-from train_cases import SEEDED, both, flip, read_numbers, train_here
 
 
 @pytest.mark.nightly

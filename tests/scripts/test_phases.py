@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import phases
 import pytest
 import torch
+from cases.train import read_numbers, train_here
 from phases import NAMES, StepProfile, by_phase, innermost, show
 from progress import Progress
-from train_cases import read_numbers, train_here
 
 from zerofp4.distributed import PHASES, PREFIX, in_phase
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer

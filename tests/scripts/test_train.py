@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import train
+from cases.train import again, both, read_numbers, read_rows, train_here
 from distributed.processes import why_not
 from early import waits_for
-from train_cases import again, both, read_numbers, read_rows, train_here
 
 STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
 

@@ -11,8 +11,8 @@ import memory
 import pytest
 import torch
 import train
+from cases.train import read_numbers, train_here
 from text import Text, TextTooShortError
-from train_cases import read_numbers, train_here
 
 from zerofp4.launch import World
 

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 import torch
+from cases.mxfp8 import make as make_mxfp8
 from helpers import assert_bytes_equal
-from mxfp8_cases import make as make_mxfp8
 from tensor_helpers import make
 
 import zerofp4

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 import torch
-from mxfp8_cases import make as make_mxfp8
+from cases.mxfp8 import make as make_mxfp8
 from tensor_helpers import make, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh

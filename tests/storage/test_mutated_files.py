@@ -12,9 +12,9 @@ import zipfile
 from collections.abc import Iterator
 
 import torch
+from cases.mxfp8 import make as make_mxfp8
 from hypothesis import given
 from hypothesis import strategies as st
-from mxfp8_cases import make as make_mxfp8
 from tensor_helpers import make
 
 import zerofp4

@@ -8,8 +8,8 @@ import tempfile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases.ops import assert_record_equals
 from helpers import assert_bytes_equal, needs_gpu
-from op_cases import assert_record_equals
 from tensor_helpers import ALL, DTYPES, addresses, assert_record_equal
 from torch.autograd import DeviceType
 

@@ -4,11 +4,11 @@ byte of the storage is zero.
 
 import pytest
 import torch
-from grouped_cases import OPTIONS, assert_buffers, assert_storage, expected_of_values, values
+from cases.grouped import OPTIONS, assert_buffers, assert_storage, expected_of_values, values
+from cases.ops import DTYPES, KINDS, POISON
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import DTYPES, KINDS, POISON
 from tensor_helpers import assert_record_equal
 
 import zerofp4

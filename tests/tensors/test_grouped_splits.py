@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from grouped_cases import expected_storage, values
+from cases.grouped import expected_storage, values
+from cases.ops import POISON
 from helpers import assert_bytes_equal
-from op_cases import POISON
 
 import zerofp4
 from zerofp4.ops.grouped import grouped_shapes

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
+from cases.ops import DTYPES
 from helpers import assert_bytes_equal, poisoned_allocations
-from op_cases import DTYPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofp4

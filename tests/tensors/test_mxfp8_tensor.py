@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
+from cases.mxfp8 import ALL, NAMES, assert_quantized, assert_same, make
 from helpers import assert_bytes_equal, at_an_odd_address
-from mxfp8_cases import ALL, NAMES, assert_quantized, assert_same, make
 from tensor_helpers import DTYPES, addresses, values
 from torch import nn
 

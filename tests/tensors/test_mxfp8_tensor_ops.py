@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.mxfp8 import assert_quantized, assert_same, make
 from helpers import assert_bytes_equal
-from mxfp8_cases import assert_quantized, assert_same, make
 from tensor_helpers import addresses, values
 from torch import nn
 from torch.nn import functional as F

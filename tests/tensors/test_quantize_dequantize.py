@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from cases.ops import DTYPES, KINDS, SHAPES, draw_values, marked
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import DTYPES, KINDS, SHAPES, draw_values, marked
 from tensor_helpers import values
 
 import zerofp4

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.ops import DTYPES
 from helpers import assert_bytes_equal
-from op_cases import DTYPES
 from tensor_helpers import ALL, FORMATS, values
 from test_quantize_options import VIEWS, assert_specified
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.mxfp8 import make as make_mxfp8
 from helpers import assert_bytes_equal
-from mxfp8_cases import make as make_mxfp8
 from tensor_helpers import ALL, FORMATS, assert_record_equal, make, values
 from torch.autograd import forward_ad
 from torch.nn import functional as F

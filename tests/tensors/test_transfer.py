@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases.mxfp8 import make as make_mxfp8
 from helpers import assert_bytes_equal
-from mxfp8_cases import make as make_mxfp8
 from tensor_helpers import addresses, assert_quantized, assert_record_equal, make, values
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager

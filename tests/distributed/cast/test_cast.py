@@ -1,0 +1,238 @@
+"""Casts of sharded masters: the bytes of quantizing the whole, at any world size and sharding, and what
+travels for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_bytes_equal
+
+import zerofp4
+from distributed import cases
+from distributed.cases import DTYPES, EXPERTS, SHAPES, SPLITS, WIRES, Model, cast_and_gather, finish
+from distributed.optim.cases import parameters_of
+from distributed.run import on_ranks
+from zerofp4 import ops, reference
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+MODELS = {
+    "plain": (SHAPES, DTYPES, [[0, 2], [1, 5]]),
+    "experts": (EXPERTS, DTYPES, [[0, 3]]),
+    "experts in bfloat16": (EXPERTS, WIRES["bfloat16"], [[0, 3]]),
+}
+"""Shapes, dtypes, and amax groups of a plan."""
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("which", MODELS)
+def test_every_byte_is_that_of_the_whole(world, how, which):
+    """By the functions, then by a plan with amax groups."""
+    shapes, dtypes, groups = MODELS[which]
+    model = Model(world, how, shapes=shapes, dtypes=dtypes)
+    cast_and_gather(model)
+    model.check()
+    # Again with other values: the plans are there now, the masters have moved.
+    model.whole = [whole * -3 + 1 for whole in model.whole]
+    model.cut()
+    cast_and_gather(model)
+    model.check()
+    assert len(model.plans) == len(model.weights[0].record.attachments["gather_plans"]) == 1
+    plan = model.plan(amax_groups=[[model.weights[i] for i in group] for group in groups])
+    for _ in range(2):
+        model.change()
+        finish(plan)
+        model.check(groups)
+
+
+@on_ranks(2, launcher="mpirun")
+def test_functions_equal_the_whole_under_mpirun(world):
+    model = Model(world, "odd")
+    cast_and_gather(model)
+    model.check()
+
+
+@on_ranks(3)
+def test_one_all_reduce_a_step(world):
+    model = Model(world, "odd")
+    plan = model.plan()
+    model.cast()
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        plan.step()
+        model.cast()
+    assert all_reduce.call_count == 2
+    all_reduce.reset_mock()  # a mock is in reference cycles, and its calls hold the group
+
+
+@on_ranks(2, 3)
+def test_fsdp_shard_model_weights(world):
+    """Codes into shard buffers of exactly the shard's bytes; rowwise_data stays as it was."""
+    model = Model(world, "odd")
+    before = [weight.rowwise_data.clone() for weight in model.weights]
+    options = {"dtype": torch.uint8, "device": world.device}
+    sizes = [(shard.end + 1) // 2 - shard.start // 2 for _, shard in model.own()]
+    buffers = [torch.full((size,), 0xA5, **options) if size else None for size in sizes]
+    model.cast(fsdp_shard_model_weights=buffers)
+    for i, (weight, buffer) in enumerate(zip(model.weights, buffers, strict=True)):
+        assert_bytes_equal(weight.rowwise_data, before[i], f"rowwise_data {i}")
+        if buffer is None:
+            continue
+        whole, expected = model.whole[i].to(weight.dtype), torch.full_like(buffer, 0xA5)
+        matrix = whole.shape, weight.dtype
+        tiles, amax = reference.partial_amax(whole.float().flatten(), 0, *matrix)
+        reference.partial_cast(model.masters[i], model.starts[i], *matrix, tiles, amax, expected)
+        assert_bytes_equal(buffer, expected, f"shard {i}")
+        assert_bytes_equal(weight.rowwise_scale, reference.block_scale(tiles, amax), f"scale {i}")
+    with pytest.raises(ValueError, match="fsdp_shard_model_weights: gather those"):
+        model.plan(fsdp_shard_model_weights=buffers).all_gather()
+
+
+@on_ranks(1, 2, 3, time_limit=30)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
+def test_nonfinite_master_on_one_rank_is_skipped_on_all(world, wire, bad):
+    """3.4e38 is finite in float32 and infinite in bfloat16. The group of the bad weight keeps everything. A
+    found_inf is a rank's own business: with a new one on some ranks no plan is built anew.
+    """
+    model = Model(world, "odd", dtypes=WIRES[wire])
+    groups = [model.weights[3:5]]
+    cast_and_gather(model, amax_groups=groups)
+    before = [(n, b.clone()) for i in (3, 4) for n, b in model.weights[i].record.buffers()]
+    plans, is_last = model.plans, world.rank == world.world_size - 1
+    for _ in range(2):
+        model.change()
+        if is_last:
+            model.masters[3][0] = bad
+        found_inf = torch.zeros(1, device=world.device) if world.rank or is_last else None
+        cast_and_gather(model, amax_groups=groups, found_inf=found_inf)
+        assert found_inf is None or found_inf.item() == 1
+    assert model.plans == plans
+    after = [buffer for i in (3, 4) for _, buffer in model.weights[i].record.buffers()]
+    for (name, old), new in zip(before, after, strict=True):
+        assert_bytes_equal(new, old, name)
+    model.check(skip=(3, 4))
+
+
+@on_ranks(2, 3)
+def test_an_expert_that_is_not_finite_on_one_rank_is_skipped_on_all(world):
+    model = Model(world, "odd", shapes=[(3, 18, 50), (16, 48)])
+    finish(model.plan())
+    before = model.weights[0].clone()
+    model.change()
+    model.whole[0][1, 17, 49] = torch.nan
+    model.cut()
+    plan = model.plan()
+    finish(plan)
+    assert plan.found_inf.item() == 1
+    model.check(skip=(0,))
+    expected = reference.quantize_experts(model.whole[0].to(before.dtype))
+    for e, codes in enumerate(model.weights[0].rowwise_data):
+        wanted = before if e == 1 else expected
+        assert_bytes_equal(codes, wanted.rowwise_data[e], f"codes {e}")
+        assert_bytes_equal(model.weights[0].amax[e], wanted.amax[e], f"amax {e}")
+
+
+@on_ranks(1, 2, 3)
+def test_nonfinite_master_on_one_rank_raises_on_all(world):
+    model = Model(world, "odd")
+    model.weights[3].record.name = "layers.3"
+    plan = model.plan(on_nonfinite="raise")
+    if world.rank == world.world_size - 1:
+        model.masters[3][0] = float("nan")
+    message = cases.raised_everywhere(world, FloatingPointError, plan.step)
+    assert "model_weights[3] 'layers.3'" in message and "model_weights[2]" not in message
+    if world.rank == world.world_size - 1:
+        model.masters[3][0] = 0.5
+    plan.step()
+
+
+@on_ranks(3)
+def test_subgroup(world):
+    """A group of ranks 2 and 0: every call tells the rank that is not in it."""
+    group = dist.new_group([0, 2])
+    if world.rank == 1:
+        model = Model(world, "odd")
+        for call in (model.plan, model.cast, model.gather):
+            with pytest.raises(ValueError, match="group does not contain the calling process"):
+                call(group=group)
+        return
+    model = Model(type(world)(dist.get_rank(group), 2, world.local_rank, world.device, world.backend), "odd")
+    finish(model.plan(group=group))
+    model.check()
+
+
+@on_ranks(2, 3, time_limit=30)
+@pytest.mark.parametrize("wire", WIRES)
+def test_all_ranks_may_change_shards_and_options(world, wire):
+    model = Model(world, "odd", dtypes=WIRES[wire])
+    cast_and_gather(model)
+    model.shards = Model(world, "even").shards
+    model.cut()
+    cast_and_gather(model, amax_groups=[[model.weights[0], model.weights[2]]])
+    model.check([[0, 2]])
+    cast_and_gather(model)
+    model.check()
+    assert len(model.plans) == len(model.weights[0].record.attachments["gather_plans"]) == 1
+
+
+@on_ranks(2)
+def test_plans_of_a_group_that_was_destroyed_are_dropped(world):
+    """With what they hold, at the next call with these weights."""
+    model, group = Model(world, "even"), dist.new_group()
+    flag = torch.zeros(1, device=world.device)
+    model.cast(group=group, found_inf=flag)
+    held = weakref.ref(flag)
+    del flag
+    assert held() is not None
+    dist.destroy_process_group(group)
+    del group
+    cast_and_gather(model)
+    model.check()
+    assert held() is None
+
+
+# The reduced vector on its way: bfloat16 of a plan of bfloat16 weights, and not a bit is lost
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtypes", [*([dtype] for dtype in DTYPES), DTYPES])
+def test_what_travels(world, dtypes):
+    """In a world of one nothing does, and no memory is taken for it."""
+    plan = Model(world, "even", dtypes=dtypes).plan()
+    is_narrow = dtypes == [torch.bfloat16] and world.world_size > 1
+    assert plan.wire.dtype == (torch.bfloat16 if is_narrow else torch.float32)
+    assert plan.wire.shape == plan.reduced.shape and plan.reduced.dtype == torch.float32
+    assert (plan.wire is plan.reduced) == (not is_narrow)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("how", SPLITS)
+def test_the_vector_is_that_of_float32(world, how):
+    """Every word of it, amaxes of all sizes and bfloat16's subnormal ones too; and the weights follow."""
+    model = Model(world, how, seed=3, dtypes=WIRES["bfloat16"])
+    model.whole = [whole * 1e-38 if i % 2 else whole for i, whole in enumerate(model.whole)]
+    model.whole[1] /= 100
+    model.cut()
+    plans = [model.plan() for _ in range(2)]
+    plans[1].wire = plans[1].reduced
+    for _ in range(2):
+        for plan in plans:
+            finish(plan)
+            model.check()
+        amaxes = [plan.reduced[ops.HEADER_WORDS :] for plan in plans]  # headers differ in the plan's number
+        assert_bytes_equal(*amaxes, "amaxes")
+        model.change()
+
+
+@on_ranks(2)
+def test_describe_counts_what_travels(world):
+    """Half of the bytes for weights of bfloat16, whose bucket has one dtype."""
+    weights = [p for p in parameters_of(world) if isinstance(p, zerofp4.NVFP4Tensor)]
+    optimizer = ZeroFP4Optimizer([p for p in weights if p.dtype == torch.bfloat16], FusedAdamW)
+    words = sum(plan.reduced.numel() for plan in optimizer._shards.plans)
+    assert optimizer.describe()["bytes_sent"]["amaxes"] == 2 * words

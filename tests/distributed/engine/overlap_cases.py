@@ -1,0 +1,125 @@
+"""A model whose gradients are made in every way, and optimizers of it that the tests of overlap compare."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from cases.optim import assert_all_equal
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zerofp4
+from distributed.optim.cases import model_bytes, whole_state
+from zerofp4.engine import CollectiveTransport
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+SMALL = 0.003
+"""bucket_mb for several buckets."""
+TINY = 1e-4
+"""For each parameter alone, and in several stretches where gradients travel in messages."""
+
+CLASSES = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
+
+
+class Net(nn.Module):
+    """Several layers, one that is used twice, one that some inputs do not reach, a norm and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 48, dtype=torch.bfloat16)
+        self.layers = nn.ModuleList(nn.Linear(48, 48, dtype=torch.bfloat16) for _ in range(4))
+        self.norm = nn.LayerNorm(48)
+        self.rare = nn.Linear(48, 48, dtype=torch.bfloat16)
+        self.head = nn.Linear(48, 32, dtype=torch.bfloat16)
+
+    def forward(self, tokens, rare=True, checkpointed=False):
+        x = self.embedding(tokens)
+        for layer in [*self.layers, self.layers[1]]:
+            x = F.gelu(checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x))
+        x = self.norm(x.float()).bfloat16()
+        return self.head(self.rare(x) if rare else x).float()
+
+
+def make(world, name="FusedAdamW", kind=ZeroFP4Optimizer, **options):
+    """By collectives, unless another transport is named: overlap_checks has ranks that share memory."""
+    options.setdefault("transport", "collective")
+    torch.manual_seed(3)
+    net = Net().to(world.device)
+    zerofp4.convert_model(net)
+    optimizer = kind(net.named_parameters(), CLASSES[name], **OPTIONS, **options)
+    return net, optimizer
+
+
+def loss_of(net, world, seed, **options):
+    generator = torch.Generator().manual_seed(100 * world.rank + seed)
+    tokens = torch.randint(32, (16,), generator=generator).to(world.device)
+    return F.cross_entropy(net(tokens, **options), (tokens * 5 + 3) % 32)
+
+
+def step_of(world, models, seed, **options):
+    """A backward pass and a step of each model."""
+    for net, optimizer in models:
+        loss_of(net, world, seed, **options).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def all_bytes(net, optimizer):
+    """Of weights, masters and moments, whole on every rank."""
+    parameters = list(net.parameters())
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
+
+
+def assert_same(models, what):
+    expected, *others = [all_bytes(*model) for model in models]
+    for found in others:
+        assert_all_equal(found, expected, what)
+
+
+@contextlib.contextmanager
+def nothing_changes(*model):
+    before = [tensor.clone() for tensor in all_bytes(*model)]
+    yield
+    assert_all_equal(all_bytes(*model), before, "nothing changes")
+
+
+def go_on(world, net, first):
+    """A few steps of an optimizer that goes on, in the same way, from another, which has sent what no step
+    uses and sends nothing any more.
+    """
+    step_of(world, [(net, first)], 0)
+    loss_of(net, world, 1).backward()  # travels
+    described = first.describe()
+    ways = {name: described[name] for name in ("transport", "overlap", "bucket_mb")}
+    ways |= {"process_group": first.process_group(), "masters_from": first}
+    second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **OPTIONS, **ways)
+    second.zero_grad()
+    for step in range(2, 4):
+        step_of(world, [(net, second)], step)
+    return net, second
+
+
+def in_two_places(*arguments, early, **options):
+    """A CollectiveTransport whose buckets arrive in two places, as on a GPU."""
+    return CollectiveTransport(*arguments, early=early and 2, **options)
+
+
+class Broken(Exception):
+    """What a test raises in a pass."""
+
+
+def break_off(net, world, where):
+    """A backward pass that raises on the ranks which are told a module."""
+
+    def refuse(*_):
+        raise Broken
+
+    handle = where and dict(net.named_modules())[where].register_full_backward_pre_hook(refuse)
+    try:
+        loss_of(net, world, 7).backward()
+        assert where is None
+    except Broken:
+        handle.remove()

@@ -1,0 +1,157 @@
+"""What ranks do with gradients that travel in backward passes: by collectives, through the memory that GPUs
+share or, with FilePeers, through files on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.optim import assert_all_equal, make_gradients
+
+from distributed.engine.overlap_cases import assert_same, break_off, go_on, loss_of, make
+from distributed.engine.peer_checks import all_bytes, gpu_of
+from distributed.optim.cases import check_weights, model_bytes, raise_in_turn
+
+FOUND = "found an error, and no rank takes this step"
+
+
+def on_gpu(world, check, **options):
+    alike = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=gpu_of(world))
+    globals()[check](alike, transport="peer", **options)
+
+
+def make_models(world, name="FusedAdamW", overlaps=("backward",), transport="collective", **options):
+    """One that waits for all gradients, and one that does not, and one of each other way of overlap; with
+    peers also one by collectives, where they have such on their device. Each in a group of its own: what one
+    sends in a pass that breaks off would arrive in place of what another sends next.
+    """
+    ways = [{"transport": transport, "overlap": overlap} for overlap in (None, *overlaps)]
+    if transport == "peer" and (world.device.type == "cpu" or dist.get_backend() == "nccl"):
+        ways.append({"transport": "collective"})
+    if transport == "collective":
+        ways = [{**way, "process_group": dist.new_group()} for way in ways]
+    models = [make(world, name, **way, **options) for way in ways]
+    described = models[1][1].describe()
+    assert described["overlap"] == "backward"
+    assert described["transport"] == (transport if world.world_size > 1 else "none")
+    return models
+
+
+def assert_same_weights(models, what):
+    """Of this rank: a wrong mean of one step is in its masters at the end, and a wrong weight need not be."""
+    expected, *others = [model_bytes(list(net.parameters())) for net, _ in models]
+    for found in others:
+        assert_all_equal(found, expected, what)
+
+
+def whole_steps(world, name="FusedAdamW", clip=False, **options):
+    """Of real gradients: a weight used twice, one that only some ranks use, recomputed activations, and
+    autograd.grad in between; gradients that are dropped before a step, and one of zeros in place of None.
+    """
+    models = make_models(world, name, ("backward", "forward", "both"), **options)
+    for step in range(5):
+        norms = []
+        for net, optimizer in models:
+            how = {"rare": (step + world.rank) % 3 > 0, "checkpointed": step % 2 > 0}
+            torch.autograd.grad(loss_of(net, world, 50 + step), list(net.parameters()))
+            if step in (1, 3):  # sent, and dropped
+                loss_of(net, world, 70 + step).backward()
+                optimizer.zero_grad(set_to_none=step == 1)
+            loss_of(net, world, step, **how).backward()
+            own = [optimizer.clip_grad_norm_(0.1).item()] if clip else []
+            if clip and step == 2:  # what was reduced is read no more, on no rank
+                optimizer.zero_grad()
+                loss_of(net, world, 90).backward()
+                own.append(optimizer.clip_grad_norm_(0.05).item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 3 != 0)
+            norms.append(own)
+        assert all(own == norms[0] for own in norms)
+        assert_same_weights(models, f"step {step}")
+    assert_same(models, "the end")
+    check_weights(list(models[1][0].parameters()), models[1][1])
+
+
+def micro_batches(world, **options):
+    """Under no_sync(), which leaves some gradients in places of others; and a step of injected gradients."""
+    models = make_models(world, **options)
+    for step in range(4):
+        for net, optimizer in models:
+            if step == 2:
+                parameters = list(net.parameters())
+                gradients = make_gradients(parameters, world.rank)
+                for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+                    p.grad = g.to(options.get("gradient_dtype", p.dtype)) if i % 4 else None
+            else:
+                with optimizer.no_sync():
+                    for micro in range(2):
+                        loss_of(net, world, 10 * step + micro, rare=micro == 0).backward()
+                for a, b in (
+                    (net.layers[0].weight, net.layers[3].weight),
+                    (net.layers[1].bias, net.rare.bias),
+                ):
+                    a.grad, b.grad = b.grad.clone(), a.grad.clone()
+                net.layers[2].weight.grad = net.layers[2].weight.grad.clone()
+                loss_of(net, world, 10 * step + 2, rare=False).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+        assert_same_weights(models, f"step {step}")
+    assert_same(models, "the end")
+
+
+def nothing_comes_of_it(world, name="FusedAdamW", **options):
+    """Steps that no rank takes, for a NaN, for an error of one rank, for a gradient that changed, and passes
+    that break off: what was sent for them is in no later step.
+    """
+    models = make_models(world, name, **options)
+    last = world.rank == world.world_size - 1
+    for step, event in enumerate(["nan", "closure", "changed", "broken", "once more", "nan", "kept"]):
+        for net, optimizer in models:
+            if event == "broken":
+                break_off(net, world, "layers.1" if last else None)
+                optimizer.zero_grad()
+            else:
+                fail(world, net, optimizer, event, last)
+            if event not in ("once more", "kept"):
+                optimizer.zero_grad(set_to_none=step % 2 > 0)
+                loss_of(net, world, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(models, f"step {step}, after {event}")
+    assert_same(models, "the end")
+    check_weights(list(models[1][0].parameters()), models[1][1])
+
+
+def fail(world, net, optimizer, event, last):
+    """A backward pass, and a step that comes to nothing."""
+    hook = net.rare.weight.register_hook(lambda g: g * (math.inf if event == "nan" and last else 1))
+    loss_of(net, world, 20).backward()
+    hook.remove()
+    parameters, skipped = list(net.parameters()), optimizer.skipped_steps
+    before = [tensor.clone() for tensor in all_bytes(parameters, optimizer)]
+
+    changes = event in ("changed", "once more")
+
+    def closure():
+        if last and not changes:
+            raise RuntimeError("no loss today")
+
+    if changes and last:
+        net.head.weight.grad.mul_(2)
+    if event == "nan":
+        optimizer.step()
+        assert optimizer.skipped_steps == skipped + 1 and "rare" in optimizer.first_nonfinite()
+    elif not changes or optimizer.describe()["overlap"] is not None:
+        mine = "changed after it had begun" if changes else "no loss today"
+        with pytest.raises(RuntimeError, match=mine if last else FOUND):
+            raise_in_turn(optimizer, lambda: optimizer.step(closure))
+    assert_all_equal(all_bytes(parameters, optimizer), before, event)
+
+
+def one_after_another(world, **options):
+    """The hooks of the first have seen gradients since its last step."""
+    assert_same([go_on(world, *model) for model in make_models(world, **options)], "the end")

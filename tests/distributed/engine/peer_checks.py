@@ -1,0 +1,207 @@
+"""What ranks that share memory do, for tests on several GPUs or with several ranks on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.optim import assert_all_equal, make_gradients, make_parameters, set_gradients
+from torch.distributed.device_mesh import init_device_mesh
+
+from distributed.optim.cases import SPECIFICATIONS, gradients_of, model_bytes
+from distributed.optim.group_cases import check_order_of_addition
+from zerofp4 import launch
+from zerofp4.distributed import start_exchange
+from zerofp4.engine import hosts as host_transport
+from zerofp4.engine.peers import Peers
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+
+
+class InSequence(FusedAdamW):
+    """Not FusedAdamW itself, so that its step() is called, and sees gradients that were averaged."""
+
+
+def gpu_of(world) -> torch.device:
+    """This rank's; with gloo one that it may have in common with others."""
+    if world.device.type == "cuda":
+        return world.device
+    device = torch.device("cuda", world.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def build(device, cls=FusedAdamW, **options):
+    parameters = make_parameters(device, 0, SPECIFICATIONS)
+    groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
+    return parameters, ZeroFP4Optimizer(groups, cls, **OPTIONS, **options)
+
+
+def all_bytes(parameters, optimizer):
+    """Of weights, and of what this rank has of masters and moments."""
+    state = [entry.present() for p in parameters for _, entry in sorted(optimizer.state[p].items())]
+    return [tensor.cpu() for tensor in (*model_bytes(parameters), *state)]
+
+
+def equal_steps(world, inner, bucket_mb, wire=None):
+    """The bytes of the collective transport on the CPU, with clipping and a step that is skipped."""
+    cls = {"fused": FusedAdamW, "in sequence": InSequence}[inner]
+    options = {"gradient_wire": wire, "bucket_mb": bucket_mb}
+    cpu = build(torch.device("cpu"), cls, process_group=dist.new_group(backend="gloo"), **options)
+    shared = build(gpu_of(world), cls, transport="peer", **options)
+    assert shared[1].describe()["transport"] == "peer"
+    for step in range(6):
+        norms = [take_step(world, *model, step) for model in (cpu, shared)]
+        assert norms[0] == norms[1] and len(norms[0]) == {2: 1, 4: 2}.get(step, 0)
+        assert_all_equal(all_bytes(*shared), all_bytes(*cpu), f"step {step}")
+
+
+def hosts(world, bucket_mb):
+    """Two hosts of two ranks on the GPUs that there are; what travels between them goes through the CPU, as
+    gloo has no messages of GPUs.
+    """
+    alike = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=gpu_of(world))
+
+    def build(parameters, *arguments, **options):
+        mesh = init_device_mesh("cpu", (2, 2))
+        return ZeroFP4Optimizer(parameters, *arguments, hosts=mesh, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_transport, "start_exchange", exchange_on_the_cpu)
+        for name in ("FusedAdamW", "AdamW"):
+            for clip in (False, True):
+                check_order_of_addition(alike, (2, 2), build, name, clip, bucket_mb=bucket_mb)
+
+
+def exchange_on_the_cpu(received, sent, group, stage):
+    copies = [[[t.cpu() for t in messages] for messages in rows] for rows in (received, sent)]
+    for work in start_exchange(*copies, group, stage):
+        work.wait()
+    for rank, messages in enumerate(received):
+        if rank != dist.get_rank(group):
+            torch._foreach_copy_(messages, copies[0][rank])
+    return []
+
+
+def take_step(world, parameters, optimizer, step):
+    """Clipped in the third and twice in the fifth, skipped in the fourth. Returns the norms."""
+    set_gradients(parameters, gradients_of(world, parameters, step))
+    if step == 3 and world.rank == world.world_size - 1:
+        parameters[3].grad = torch.full_like(parameters[3], float("inf"))
+    norms = []
+    if step in (2, 4):
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
+    if step == 4:  # what was reduced is read no more, on no rank
+        optimizer.zero_grad(set_to_none=False)
+        set_gradients(parameters, gradients_of(world, parameters, step + 1))
+        norms.append(optimizer.clip_grad_norm_(0.25).item())
+    optimizer.step()
+    assert (optimizer.found_inf.item() != 0) == (step == 3)
+    return norms
+
+
+def an_optimizer_of_torch(world, fused):
+    """With fused=True it is told on the device that no rank failed. Equal gradients have that mean: the bytes
+    of one rank.
+    """
+    group = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    models = []
+    for ways in ({"transport": "peer"}, {"process_group": group}):
+        parameters = make_parameters(gpu_of(world), 0, SPECIFICATIONS)
+        optimizer = ZeroFP4Optimizer(parameters, torch.optim.AdamW, lr=0.02, fused=fused, **ways)
+        models.append((parameters, optimizer))
+    for step in range(3):
+        for parameters, optimizer in models:
+            set_gradients(parameters, make_gradients(parameters, step))
+            if step == 1:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        shared, alone = ([*model_bytes(ps), *o.gathered_masters()] for ps, o in models)
+        assert_all_equal(shared, alone, f"step {step}")
+
+
+def a_rank_that_does_not_come(world):
+    """Nobody waits longer than the group's timeout; all hear of it in the next step, in which nothing
+    changes.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    parameters, optimizer = build(gpu_of(world), transport="peer", process_group=group)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    before = all_bytes(parameters, optimizer)
+    peers = optimizer._peers
+    if world.rank == 0:
+        began = time.monotonic()
+        peers.arrive()
+        peers.arrive()  # does not wait once more
+        torch.cuda.synchronize(peers.device)
+        assert 1.5 < time.monotonic() - began < 30
+        assert peers.failed.item() == 1
+    dist.barrier()
+    set_gradients(parameters, make_gradients(parameters, 1))
+    expected = r"rank [1-9] did not come to a barrier" if world.rank == 0 else "rank 0 found an error"
+    with pytest.raises(RuntimeError, match=expected):
+        optimizer.step()
+    assert_all_equal(all_bytes(parameters, optimizer), before, "nothing changes")
+
+
+def a_rank_that_dies(world):
+    """In the middle of a step, while another waits in a barrier of the GPUs."""
+    build(gpu_of(world), transport="peer")  # what takes long the first time, and on a busy machine, is done
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    parameters, optimizer = build(gpu_of(world), transport="peer", process_group=group)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    peers = optimizer._peers
+    if world.rank == 1:
+        peers.arrive = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print(f"step raised {type(error).__name__}", flush=True)
+    torch.cuda.synchronize(peers.device)
+    print(f"then: {peers.take_error()}", flush=True)
+    os._exit(0)  # the group is of no more use
+
+
+def barriers(world):
+    """Thousands of them: what was queued before on any rank is seen behind."""
+    peers = Peers(dist.group.WORLD, gpu_of(world))
+    here = peers.zeros((world.world_size, 1024), torch.int32)
+    there = [peers.at(r, here) for r in range(world.world_size)]
+    wrong = torch.zeros((), dtype=torch.int64, device=peers.device)
+    for turn in range(1, 301):
+        for r in range(world.world_size):
+            there[r][world.rank].fill_(turn)
+        peers.arrive()
+        wrong += (here != turn).sum()
+        peers.arrive()
+    assert wrong.item() == 0
+    assert peers.take_error() is None
+
+
+def refusals(world):
+    """What cannot be is refused on every rank, before anything is allocated."""
+    group = dist.new_group(backend="gloo")
+    parameters = make_parameters(torch.device("cpu"), 0, SPECIFICATIONS)
+    with pytest.raises(ValueError, match="only GPUs read each other's memory"):
+        ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="peer")
+    auto = ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="auto").describe()
+    assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
+    with pytest.raises(ValueError, match="transport must be one of"):
+        ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="nvlink")
+    with pytest.raises(ValueError, match="transport"):
+        ZeroFP4Optimizer(
+            parameters, FusedAdamW, process_group=group, transport="peer" if world.rank else "collective"
+        )
+
+
+if __name__ == "__main__":
+    a_rank_that_dies(launch.init_process_group(os.environ.get("ZEROFP4_TEST_BACKEND")))

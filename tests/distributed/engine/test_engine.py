@@ -1,0 +1,203 @@
+"""A step in buckets on several ranks: the bytes of one that does one thing after the other."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from cases.optim import assert_all_equal, make_gradients, set_gradients
+from helpers import assert_bytes_equal
+
+from distributed.engine.peer_checks import OPTIONS, InSequence
+from distributed.optim.cases import (
+    averages,
+    check_weights,
+    gradients_of,
+    model_bytes,
+    parameters_of,
+    raise_in_turn,
+    whole_state,
+)
+from distributed.run import on_ranks
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+BUCKETS = 1e-4, 0.003, None
+"""bucket_mb: every parameter alone and in several stretches; two or three together; all of a kind."""
+
+
+def build(world, cls, **options):
+    parameters = parameters_of(world)
+    parameters = [*parameters[::2], *parameters[1::2]]
+    groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
+    return parameters, ZeroFP4Optimizer(groups, cls, **OPTIONS, **options)
+
+
+def all_bytes(parameters, optimizer):
+    """Of weights, masters and moments, whole on every rank."""
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
+
+
+def assert_same(models, what):
+    expected, *others = [all_bytes(*model) for model in models]
+    for m, found in enumerate(others):
+        assert_all_equal(found, expected, f"model {m + 1}, {what}: tensor")
+
+
+def equal_steps(world, models) -> None:
+    """Two steps of each with the same gradients."""
+    for step in range(2):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            optimizer.step()
+        assert_same(models, f"step {step}")
+
+
+@on_ranks(1, 2, 3)
+def test_the_bytes_of_a_step_in_sequence(world):
+    models = [build(world, InSequence)]
+    models += [build(world, FusedAdamW, bucket_mb=bucket_mb) for bucket_mb in BUCKETS]
+    norms = []
+    for step in range(5):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            if step == 3 and world.rank == world.world_size - 1:
+                parameters[3].grad = torch.full_like(parameters[3], math.inf)
+            if step == 2:
+                norms.append(optimizer.clip_grad_norm_(0.5))
+            optimizer.step()
+            assert (optimizer.found_inf.item() != 0) == (step == 3)
+        assert_same(models, f"step {step}")
+    assert len(norms) == 4 and len({norm.item() for norm in norms}) == 1  # whatever the buckets are
+    check_weights(*models[1])
+
+
+@on_ranks(2, 3)
+def test_the_bytes_of_the_unsharded_update(world):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, bucket_mb=0.003, **OPTIONS)
+    masters = optimizer.gathered_masters()
+    unsharded = FusedAdamW(masters, **OPTIONS)
+    for step in range(4):
+        set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+        for master, mean in zip(masters, averages([p.grad for p in parameters]), strict=True):
+            master.grad = mean
+        optimizer.step()
+        unsharded.step()
+        assert_all_equal(optimizer.gathered_masters(), masters, f"step {step}: master")
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_a_wire_of_another_dtype(world, wire):
+    models = [build(world, cls, gradient_wire=wire, bucket_mb=0.003) for cls in (InSequence, FusedAdamW)]
+    equal_steps(world, models)
+
+
+@on_ranks(2)
+def test_amax_groups_are_in_one_bucket(world):
+    """Also where their members are no neighbours."""
+    models = []
+    for bucket_mb in (None, 1e-4):
+        parameters = parameters_of(world)
+        groups = [[parameters[0], parameters[4]], [parameters[2]]]
+        options = {"amax_groups": groups, "bucket_mb": bucket_mb, **OPTIONS}
+        models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **options)))
+    equal_steps(world, models)
+    for parameters, _ in models:
+        assert_bytes_equal(parameters[0].amax, parameters[4].amax, "amax")
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("it was asked for", {"transport": "collective"}),
+        ("accumulate='sharded' adds up every backward pass", {"accumulate": "sharded"}),
+    ],
+)
+def test_why_gradients_travel_by_collectives(world, reason, options):
+    _, optimizer = build(world, FusedAdamW, **options)
+    alone = "a world of one has nobody to share memory with"
+    assert optimizer.describe()["why_collective"] == (reason if world.world_size > 1 else alone)
+
+
+@on_ranks(1, 2)
+def test_describe(world):
+    """What a step does, and the bytes of it."""
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.01)
+    described, size = optimizer.describe(), world.world_size
+    several = "peer" if world.device.type == "cuda" else "collective"
+    assert described["transport"] == (several if size > 1 else "none")
+    assert described["in_buckets"] and described["obstacle"] is None
+    assert described["world_size"] == size and described["bucket_mb"] == 0.01
+    buckets = described["buckets"]
+    assert sum(bucket["parameters"] for bucket in buckets) == len(parameters)
+    assert sum(bucket["elements"] for bucket in buckets) == sum(p.numel() for p in parameters)
+    assert {bucket["kind"] for bucket in buckets} == {"nvfp4", "bfloat16", "float16", "float32"}
+    assert (len(buckets) > 4) == (size > 1)
+    for bucket in buckets:
+        itemsize = {"float32": 4}.get(bucket["gradients_travel_as"], 2)
+        least = (size - 1) * bucket["elements"] // size * itemsize
+        assert least <= bucket["gradients"] <= least + 512 * 2 * size * itemsize * bucket["parameters"]
+        assert (bucket["amaxes"] > 0) == (size > 1 and bucket["kind"] == "nvfp4")
+    for phase, nbytes in described["bytes_sent"].items():
+        assert nbytes == sum(bucket[phase] for bucket in buckets)
+        assert (nbytes > 0) == (size > 1)
+    assert described["advice"] is None
+    obstacle = ZeroFP4Optimizer(parameters_of(world), torch.optim.SGD).describe()["obstacle"]
+    assert size == 1 or "SGD updates all" in obstacle
+
+
+@on_ranks(2)
+def test_ranks_must_group_alike(world):
+    parameters = parameters_of(world)
+    groups = [[parameters[0], parameters[2 if world.rank else 4]]]
+    with pytest.raises(ValueError, match="what amax_groups put together is"):
+        ZeroFP4Optimizer(parameters, amax_groups=groups)
+
+
+@on_ranks(2)
+def test_a_step_in_which_one_rank_alone_raises_breaks_its_optimizer(world):
+    """The others, which have found nothing wrong, hear of it in the next step."""
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    plan = optimizer._shards._casts[-1]
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    if world.rank == 1:
+        complete = plan.complete
+
+        def raise_late():
+            plan.complete = complete
+            complete()
+            raise RuntimeError("storage has moved")
+
+        plan.complete = raise_late
+        with pytest.raises(RuntimeError, match="storage has moved"):
+            optimizer.step()
+        assert "storage has moved" in str(optimizer.broken)
+    else:
+        optimizer.step()
+        assert optimizer.broken is None
+    told = "left in the middle" if world.rank == 1 else "rank 1 found an error, and no rank takes this step"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=told):
+            raise_in_turn(optimizer, optimizer.step)
+    optimizer.load_state_dict(checkpoint)
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_gradients_take_no_memory_until_they_are_clipped(world):
+    parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.1)
+    dtypes = {torch.float32, torch.bfloat16}
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
+        optimizer.step()
+        for buffer, dtype in zip(optimizer._shards.buffers, optimizer._transport.dtypes, strict=True):
+            assert buffer.has_gradients == (dtype not in dtypes)
+    optimizer.clip_grad_norm_(1.0)
+    assert all(buffer.has_gradients for buffer in optimizer._shards.buffers)

@@ -1,0 +1,242 @@
+"""What goes wrong on one rank in a step in buckets: no rank waits, and the step after it is right."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.optim import make_gradients, set_gradients
+from helpers import assert_bytes_equal
+
+from distributed import cases
+from distributed.optim.cases import (
+    check_weights,
+    model_bytes,
+    parameters_of,
+    raised_in_turn,
+    refuse_one_step,
+)
+from distributed.run import on_ranks
+from zerofp4 import NVFP4Tensor
+from zerofp4.cast.plan import StepStatus
+from zerofp4.engine import GradientMemory, flat
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+SMALL = 0.003
+"""bucket_mb for several buckets of each kind."""
+
+
+def build(world, cls=FusedAdamW, **options):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, cls, **{"bucket_mb": SMALL, **OPTIONS, **options})
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    return parameters, optimizer
+
+
+def on_rank_1(world, owner, name, error, call=1):
+    """The attribute, as a function which raises on rank 1 in the call of that number and in no other."""
+    original, calls = getattr(owner, name), []
+
+    def replacement(*arguments, **named):
+        calls.append(None)
+        if world.rank == 1 and len(calls) == call:
+            raise error
+        return original(*arguments, **named)
+
+    return mock.patch.object(owner, name, replacement)
+
+
+def raised_by(call):
+    """What it raises, after all ranks are through: a rank that waits for another would not be."""
+    error = cases.raised_by(call)
+    dist.barrier()
+    return error
+
+
+def assert_told(world, error, mine, message):
+    """Rank 1 has raised its own error; the others, where they know of it by now, that message."""
+    if world.rank == 1:
+        assert error is mine or f"{type(mine).__name__}: {mine}" in str(error), error
+    else:
+        assert isinstance(error, RuntimeError) and message in str(error), error
+
+
+FOUND = "rank 1 found an error, and no rank takes this step"
+ABSTAINED = "another rank could not take part in the cast"
+
+
+@on_ranks(2, 3)
+def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
+    """Of moments, or of the slice that gradients are reduced to."""
+    error = torch.OutOfMemoryError("no memory today")
+    for owner, name, clip in ((torch, "zeros_like", False), (flat.FlatBuffer, "_zeros", True)):
+        parameters, optimizer = build(world)
+        masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
+        with on_rank_1(world, owner, name, error, call=2):
+            call = (lambda o=optimizer: o.clip_grad_norm_(1.0)) if clip else optimizer.step
+            assert_told(world, raised_in_turn(optimizer, call), error, FOUND)
+        for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+            assert_bytes_equal(now, before, f"{name}: master {i}")
+        for i, (now, before) in enumerate(zip(model_bytes(parameters), weights, strict=True)):
+            assert_bytes_equal(now, before, f"{name}: weight {i}")
+        optimizer.step()
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_the_same_error_again(world):
+    """It is told again: that the ranks have heard of it before says nothing of this step."""
+    parameters, optimizer = build(world)
+    error = ValueError("no batch today")
+
+    def closure():
+        if world.rank == 1:
+            raise error
+
+    for _ in range(2):
+        call = lambda: optimizer.step(closure)  # noqa: E731
+        assert_told(world, raised_in_turn(optimizer, call), error, FOUND)
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+BROKEN = "left in the middle"
+
+
+def assert_broken(world, optimizer, checkpoint, parameters, others_are_too):
+    """Until a load: the rank that failed says so, and the others hear of it, unless they failed as well."""
+    broken = world.rank == 1 or others_are_too
+    assert (optimizer.broken is not None) == broken
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        error = raised_in_turn(optimizer, call)
+        assert isinstance(error, RuntimeError) and (BROKEN if broken else FOUND) in str(error), error
+    optimizer.zero_grad()
+    optimizer.load_state_dict(checkpoint)
+    assert optimizer.broken is None
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("what", ["update", "amaxes", "gradients", "rounding"])
+def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
+    """The weights of that bucket stay, on every rank, and the optimizer is broken until a load."""
+    parameters, optimizer = build(world, gradient_wire=torch.float16)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    plan, part, last = optimizer._shards.plans[1], optimizer.inner._parts[1], optimizer._shards.buffers[-1]
+    before = [p.rowwise_data.clone() for p in optimizer._shards.buffers[1].parameters]
+    owner, name, call = {
+        "update": (part, "run", 1),
+        "amaxes": (plan, "start_step", 1),
+        "gradients": (GradientMemory, "take", 2),
+        "rounding": (last, "cast", 1),
+    }[what]
+    error = ValueError(f"no {what} today")
+    if what == "amaxes":
+        refuse_one_step(plan, error) if world.rank == 1 else None
+        raised = raised_by(optimizer.step)
+    else:
+        with on_rank_1(world, owner, name, error, call):
+            raised = raised_by(optimizer.step)
+    told = what != "rounding" and world.device.type == "cpu"  # a GPU's hosts hear of it later
+    if told or world.rank == 1:
+        assert_told(world, raised, error, ABSTAINED)
+    if what != "rounding":
+        for p, codes in zip(optimizer._shards.buffers[1].parameters, before, strict=True):
+            assert_bytes_equal(p.rowwise_data, codes, f"{what}: codes")
+    assert_broken(world, optimizer, checkpoint, parameters, told)
+
+
+@on_ranks(2, 3)
+def test_an_optimizer_of_the_masters_that_raises_holds_up_nobody(world):
+    parameters, optimizer = build(world, torch.optim.SGD, weight_decay=0.0)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    before = [p.rowwise_data.clone() if isinstance(p, NVFP4Tensor) else None for p in parameters]
+    error = ValueError("no update today")
+    with on_rank_1(world, optimizer.inner, "step", error):
+        raised = raised_by(optimizer.step)
+    told = world.device.type == "cpu"
+    if told or world.rank == 1:
+        assert_told(world, raised, error, ABSTAINED)
+    for i, (p, codes) in enumerate(zip(parameters, before, strict=True)):
+        if codes is not None:
+            assert_bytes_equal(p.rowwise_data, codes, f"codes {i}")
+    assert_broken(world, optimizer, checkpoint, parameters, told)
+
+
+@on_ranks(2)
+def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
+    parameters, optimizer = build(world, gradient_wire=torch.float16)
+    checkpoint, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
+    error = ValueError("cannot be taken")
+    with on_rank_1(world, GradientMemory, "take", error, call=2):
+        raised = raised_by(lambda: optimizer.clip_grad_norm_(1.0))
+    assert raised is (error if world.rank == 1 else None)
+    assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
+    for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
+        assert_bytes_equal(now, before, f"master {i}")
+    optimizer.zero_grad()
+    assert_broken(world, optimizer, checkpoint, parameters, False)
+
+
+@on_ranks(2)
+def test_hooks_of_an_optimizer_that_updates_buckets_are_refused(world):
+    """They would not be called. Those of the ZeroFP4Optimizer are."""
+    parameters, optimizer = build(world)
+    hook = optimizer.inner.register_step_post_hook(lambda *_: None) if world.rank == 1 else None
+    error = raised_in_turn(optimizer, optimizer.step)
+    assert ("step() of optimizer.inner has hooks" if world.rank == 1 else FOUND) in str(error)
+    if hook is not None:
+        hook.remove()
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    optimizer.step()
+    assert calls == [1]
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_a_step_after_one_that_was_interrupted(world):
+    """On all ranks at the same place: reductions and messages of the first are on their way when the ranks go
+    on from a checkpoint.
+    """
+    parameters, optimizer = build(world)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    part, run = optimizer.inner._parts[1], optimizer.inner._parts[1].run
+
+    def interrupt(*_):
+        part.run = run
+        raise KeyboardInterrupt
+
+    part.run = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.load_state_dict(checkpoint)
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+        optimizer.step()
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+def test_a_load_mends_ranks_that_hear_late_of_another_one(world):
+    """As on a GPU, whose hosts do not wait for the status of a cast: it must not break a rank in the load."""
+    parameters, optimizer = build(world)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    error = ValueError("no update today")
+    with mock.patch.object(StepStatus, "queued", lambda self: None):
+        with on_rank_1(world, optimizer.inner._parts[0], "run", error):
+            raised = raised_by(optimizer.step)
+        assert raised is (error if world.rank == 1 else None)
+        assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
+        optimizer.load_state_dict(checkpoint)
+        assert optimizer.broken is None
+        set_gradients(parameters, make_gradients(parameters, world.rank))
+        optimizer.step()
+        check_weights(parameters, optimizer)

@@ -1,0 +1,284 @@
+"""Weights that are gathered while the next forward pass runs: the bytes of a step that waits for all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.matrices import MUON
+from cases.optim import assert_all_equal, make_gradients, set_gradients
+
+import zerofp4
+from distributed.engine.forward_cases import READS, late_gathers, make_pair, quantized
+from distributed.engine.overlap_cases import CLASSES, SMALL, TINY, assert_same, loss_of, make, step_of
+from distributed.optim.cases import check_weights, model_bytes, refuse_one_step
+from distributed.run import on_ranks
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+def weights_of(models):
+    return [model_bytes(list(net.parameters())) for net, _ in models]
+
+
+def take_steps(world, models, steps, clip=False, alike=False):
+    """alike: whether all ranks compute with the same layers."""
+    for step in range(steps):
+        for net, optimizer in models:
+            options = {"rare": (step + world.rank * (not alike)) % 3 > 0, "checkpointed": step % 2 > 0}
+            loss_of(net, world, step, **options).backward()
+            if clip:
+                optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("AdamW", "both"), ("FusedAdamW", "forward"), ("FusedAdamW", "both")]
+)
+def test_the_bytes_of_a_step_without_overlap(world, name, overlap):
+    models = make_pair(world, name, overlap)
+    take_steps(world, models, 8, clip=name == "AdamW")
+    assert_same(models, "8 steps")
+    check_weights(list(models[1][0].parameters()), models[1][1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_the_same_where_they_arrive_late(world, name, overlap):
+    models = make_pair(world, name, overlap)
+    with late_gathers():
+        take_steps(world, models[1:], 4, alike=True)
+    take_steps(world, models[:1], 4, alike=True)
+    assert_same(models, "4 steps")
+
+
+def built(world, overlap, cls, is_first, first, second, **options):
+    """A net, and an optimizer of two groups: of the parameters that is_first() names, and the others."""
+    net, _ = make(world)
+    named = list(net.named_parameters())
+    groups = [
+        {"params": [(n, p) for n, p in named if is_first(n, p)], **first},
+        {"params": [(n, p) for n, p in named if not is_first(n, p)], **second},
+    ]
+    return net, ZeroFP4Optimizer(groups, cls, overlap=overlap, **options)
+
+
+@on_ranks(2)
+def test_muon(world):
+    def is_packed(_, p):
+        return isinstance(p, zerofp4.NVFP4Tensor)
+
+    beside = {"optimizer_class": FusedAdamW, "lr": 0.01, "weight_decay": 0.1}
+    arguments = torch.optim.Muon, is_packed, {}, beside
+    models = [built(world, overlap, *arguments, bucket_mb=SMALL, **MUON) for overlap in (None, "forward")]
+    with late_gathers():
+        take_steps(world, models[1:], 3, alike=True)
+    take_steps(world, models[:1], 3, alike=True)
+    assert_all_equal(*weights_of(models), "weights")
+
+
+@on_ranks(2, 3)
+def test_groups_of_some_ranks(world):
+    """Of two ranks and of one, which has nothing to gather: each group's weights are left behind its own."""
+    own = [dist.new_group(ranks) for ranks in ([0, 1], [2])[: world.world_size - 1]][world.rank // 2]
+
+    def is_everybodys(name, _):
+        return not name.startswith(("layers.1", "layers.2"))
+
+    arguments = FusedAdamW, is_everybodys, {}, {"process_group": own}
+    models = [built(world, overlap, *arguments, lr=0.02, bucket_mb=TINY) for overlap in (None, "forward")]
+    for step in range(4):
+        step_of(world, models, step)
+    assert_all_equal(*weights_of(models), "weights")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("read", READS)
+def test_each_read_waits(world, read):
+    models = make_pair(world)
+    step_of(world, models[:1], 0)
+    with late_gathers() as begun:
+        step_of(world, models[1:], 0)
+        expected, late = [quantized(net) for net, _ in models]
+        if world.device.type == "cpu":
+            places = [weight.record.rowwise.place for weight in late]
+            stale = [not p.equal(e.rowwise_data) for p, e in zip(places, expected, strict=True)]
+            assert not begun and all(stale)
+        found, wanted = READS[read](models[1][0]), READS[read](models[0][0])
+    assert len(found) > 0
+    assert_all_equal(found, wanted, read)
+
+
+@on_ranks(2, 3)
+def test_other_parameters_are_complete_when_a_step_returns(world):
+    """And so are scales and amaxes, which do not travel."""
+    models = make_pair(world)
+    step_of(world, models[:1], 0)
+    with late_gathers() as begun:
+        step_of(world, models[1:], 0)
+        there = [[p.detach() for p in net.parameters() if type(p) is torch.nn.Parameter] for net, _ in models]
+        scales = [[t for w in quantized(net) for t in (w.rowwise_scale, w.amax)] for net, _ in models]
+        assert_all_equal(there[1] + scales[1], there[0] + scales[0], "complete")
+        optimizer = models[1][1]
+        optimizer.describe(), optimizer.state_dict(), repr(optimizer), repr(models[1][0])
+        assert world.device.type != "cpu" or not begun
+    assert_same(models, "a step")
+
+
+@on_ranks(2, 3)
+def test_steps_without_a_read_between_them(world):
+    """With injected gradients; and check() after some, and a skipped step."""
+    models = make_pair(world)
+    for step in range(5):
+        for net, optimizer in models:
+            parameters = list(net.parameters())
+            set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+            if step == 3:
+                parameters[2].grad[0] = torch.nan
+            optimizer.step()
+            if step == 1:
+                optimizer.check()
+        assert models[1][1].found_inf.item() == (step == 3)
+    assert_same(models, "5 steps")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_both_with_micro_batches(world, accumulate):
+    """As with overlap="backward" alone."""
+    models = [make(world, overlap=o, accumulate=accumulate, bucket_mb=SMALL) for o in ("backward", "both")]
+    with late_gathers():
+        for step in range(4):
+            for net, optimizer in models:
+                with optimizer.no_sync() if accumulate == "local" else contextlib.nullcontext():
+                    loss_of(net, world, 10 * step).backward()
+                loss_of(net, world, 10 * step + 1, rare=False).backward()
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(models, "4 steps")
+
+
+@on_ranks(2)
+def test_a_backward_pass_through_the_old_values_fails_at_once(world):
+    """Before anything has arrived."""
+    net, optimizer = make(world, overlap="forward", bucket_mb=SMALL)
+    loss, old = loss_of(net, world, 0), loss_of(net, world, 1)
+    loss.backward()
+    with late_gathers() as begun:
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        assert world.device.type != "cpu" or not begun
+        optimizer.check()
+
+
+@on_ranks(2, 3)
+def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
+    """Weights from that bucket on keep their bytes on every rank; all gathers arrive, and a load goes on."""
+    net, optimizer = make(world, overlap="forward", bucket_mb=TINY)
+    checkpoint, shards = copy.deepcopy(optimizer.state_dict()), optimizer._shards
+    chosen = shards.plans.index(next(plan for plan in shards.plans if plan is not None))
+    plan, members = shards.plans[chosen], shards.buffers[chosen].parameters
+    if world.rank == 1:
+        refuse_one_step(plan)
+    before = [buffer.clone() for buffer in model_bytes(members)]
+    with late_gathers():
+        loss_of(net, world, 0).backward()
+        late = world.device.type == "cuda" and world.rank != 1  # hosts of GPUs hear of it then
+        if late:
+            optimizer.step()
+        message = "storage has moved" if world.rank == 1 else "another rank could not take part"
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.check() if late else optimizer.step()
+        assert_all_equal(model_bytes(members), before, "of that bucket")
+        optimizer.zero_grad()
+        optimizer.load_state_dict(checkpoint)
+        step_of(world, [(net, optimizer)], 1)
+    check_weights(list(net.parameters()), optimizer)
+
+
+@on_ranks(2)
+def test_a_group_that_is_destroyed_before_its_weights_are_read(world):
+    group = dist.new_group()
+    models = make_pair(world, process_group=group)
+    step_of(world, models, 0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    assert_all_equal(*weights_of(models), "weights")
+
+
+@on_ranks(2)
+def test_one_optimizer_goes_on_from_another(world):
+    """Whose weights are still on their way."""
+    models = []
+    for (net, first), overlap in zip(make_pair(world), (None, "forward"), strict=True):
+        with late_gathers():
+            step_of(world, [(net, first)], 0)
+            options = {"lr": 0.02, "overlap": overlap, "bucket_mb": TINY, "transport": "collective"}
+            second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=first, **options)
+            step_of(world, [(net, second)], 1)
+        models.append((net, second))
+    assert_same(models, "the end")
+
+
+@on_ranks(2)
+def test_states_that_are_loaded_and_addresses_that_are_taken_anew(world):
+    models = make_pair(world)
+    for net, optimizer in models:
+        with late_gathers():
+            step_of(world, [(net, optimizer)], 0)
+            state = optimizer.state_dict()
+            step_of(world, [(net, optimizer)], 1)
+            optimizer.load_state_dict(state)
+            optimizer.refresh()
+            step_of(world, [(net, optimizer)], 2)
+    assert_same(models, "the end")
+
+
+@on_ranks(2)
+def test_all_is_complete_where_no_step_ends(world):
+    """When an optimizer was built, and when it has loaded a state."""
+    with late_gathers() as begun:
+        net, optimizer = make(world, overlap="forward", bucket_mb=SMALL)
+        count = sum(bucket["kind"] == "nvfp4" for bucket in optimizer.describe()["buckets"])
+        assert len(begun) == count > 1
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert len(begun) == 2 * count
+        step_of(world, [(net, optimizer)], 0)
+        # First the weights follow the masters that were loaded.
+        assert world.device.type == "cuda" or len(begun) == 3 * count
+        optimizer.check()
+        assert len(begun) == 4 * count
+
+
+@on_ranks(1, 2)
+def test_describe(world):
+    for overlap in (None, "forward", "both"):
+        _, optimizer = make(world, overlap=overlap, bucket_mb=SMALL)
+        described = optimizer.describe()
+        assert described["overlap"] == overlap
+        kinds = [bucket["kind"] for bucket in described["buckets"]]
+        if overlap == "forward":  # a step waits for what comes first
+            assert "nvfp4" not in kinds[: -kinds.count("nvfp4")]
+        for bucket in described["buckets"]:
+            where = "step" if overlap is None or bucket["kind"] != "nvfp4" else "forward"
+            assert bucket["gathered_in"] == (where if world.world_size > 1 else None)
+    optimizer.check()
+
+
+@on_ranks(2)
+def test_a_parameter_that_moved_is_found_by_check(world):
+    net, optimizer = make(world, overlap="forward", bucket_mb=SMALL)
+    optimizer.check()
+    weight = quantized(net)[0]
+    weight.rowwise_data = weight.rowwise_data.clone()
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight': rowwise_data has moved"):
+        optimizer.check()
+    optimizer.refresh()
+    optimizer.check()

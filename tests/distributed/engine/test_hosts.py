@@ -1,0 +1,205 @@
+"""Gradients that are added up on each host first; hosts are groups of ranks here, whose memory is files where
+they have no GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from cases.optim import assert_all_equal, make_gradients, set_gradients
+from torch.distributed.device_mesh import DeviceMesh
+
+from distributed.cases import raised_everywhere
+from distributed.engine.file_peers import FilePeers
+from distributed.optim.cases import as_if_captured, assert_same_on_all_ranks, model_bytes, parameters_of
+from distributed.optim.group_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
+from distributed.run import on_ranks
+from zerofp4.engine import GradientMemory, Peers
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+
+SHAPE = (2, 2)
+
+
+@contextlib.contextmanager
+def sharing_memory(world) -> Iterator[None]:
+    if world.device.type == "cuda":
+        yield
+        return
+
+    def join(hosts, group, device):
+        return FilePeers(hosts.within(), late=True)
+
+    with mock.patch.object(zero, "join_host", join):
+        yield
+
+
+@on_ranks(4, time_limit=120)
+@pytest.mark.parametrize(
+    ("name", "bucket_mb", "clip"),
+    [
+        ("FusedAdamW", None, False),
+        ("FusedAdamW", 0.003, True),
+        ("FusedAdamW", 1e-4, False),
+        ("AdamW", 0.003, False),
+        ("AdamW", 1e-4, True),
+    ],
+)
+def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip):
+    """In one bucket of each kind, in several, and in several stretches of each."""
+
+    def build(parameters, *arguments, **options):
+        optimizer = ZeroFP4Optimizer(parameters, *arguments, hosts=mesh_of(world, SHAPE), **options)
+        described = optimizer.describe()
+        assert [described[k] for k in ("transport", "hosts")] == ["collective", SHAPE]
+        return optimizer
+
+    with sharing_memory(world):
+        check_order_of_addition(world, SHAPE, build, name, clip, bucket_mb=bucket_mb)
+
+
+def with_hosts(world, cls=FusedAdamW, **options):
+    """Parameters, and an optimizer of them."""
+    parameters = parameters_of(world)
+    hosts = options.pop("hosts") if "hosts" in options else mesh_of(world, SHAPE)
+    with sharing_memory(world):
+        return parameters, ZeroFP4Optimizer(parameters, cls, hosts=hosts, **OPTIONS, **options)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("wire", [None, torch.float32, torch.bfloat16])
+def test_only_means_travel_between_hosts(world, wire):
+    """Rounded gradients have no place in flat memory of their own dtype; what travels is FP32 anyway."""
+    _, optimizer = with_hosts(world, gradient_wire=wire)
+    described = optimizer.describe()
+    for bucket, buffer in zip(described["buckets"], optimizer._shards.buffers, strict=True):
+        assert bucket["gradients"] == 4 * buffer.slice_numel  # to the other host
+        assert bucket["gradients_travel_as"] == "float32"
+    assert described["why_collective"] == "hosts share no memory"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_mb": 0.003},
+        {"overlap": "forward"},
+        {"gradient_wire": torch.bfloat16, "bucket_mb": 0.003},
+        {"bucket_mb": 1e-4},
+    ],
+)
+def test_exact_sums_give_the_bytes_of_other_transports(world, options):
+    """Where no order of addition makes a difference; with gradients that some ranks lack, a NaN that skips a
+    step on all hosts, and a step that clips; also behind masters_from and in a CUDA graph.
+    """
+    sides = []
+    for hosts in (None, mesh_of(world, SHAPE)):
+        options = {**options, "transport": "collective", "hosts": hosts}
+        parameters, optimizer = with_hosts(world, **options)
+        for step in range(6):
+            made = make_gradients(parameters, 100 * world.rank + step)
+            gradients = [g.clamp(-8, 8).round() for g in made]
+            gradients[step % 3] = None if world.rank % 2 else gradients[step % 3]
+            set_gradients(parameters, gradients)
+            if step == 3 and world.rank == 2:
+                parameters[4].grad.view(-1)[1] = torch.nan
+            if step == 4:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            assert optimizer.found_inf.item() == (step == 3)
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        with sharing_memory(world):
+            ways = {**options, **OPTIONS, "capturable": True}
+            optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **ways)
+        for captured in (False, True)[: 1 if "overlap" in options else 2]:
+            set_gradients(parameters, [g.round() for g in make_gradients(parameters, world.rank)])
+            with as_if_captured() if captured else contextlib.nullcontext():
+                optimizer.step()
+        optimizer.check()
+        sides.append([*optimizer.gathered_masters(), *model_bytes(parameters)])
+    assert_all_equal(*sides, "tensor")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, name):
+    """Before the vote with FusedAdamW, else behind it."""
+    parameters, optimizer = with_hosts(world, CLASSES[name])
+    set_gradients(parameters, gradients_of(parameters, world.rank, 0))
+    refusing = mock.patch.object(GradientMemory, "take", side_effect=MemoryError("no room"))
+    told = r"rank 1 found an error|another rank could not take part|could not finish its part"
+    with refusing if world.rank == 1 else contextlib.nullcontext():
+        error = (MemoryError, "no room") if world.rank == 1 else (RuntimeError, told)
+        with pytest.raises(error[0], match=error[1]):
+            optimizer.step()
+            optimizer.check()  # a GPU says it here
+    optimizer.step()
+    assert_same_on_all_ranks(model_bytes(parameters))
+
+
+@on_ranks(4)
+def test_a_host_without_room_is_heard_of_on_all(world):
+    kind = Peers if world.device.type == "cuda" else FilePeers
+    no_room = mock.patch.object(kind, "zeros", side_effect=MemoryError("no room"))
+    with no_room if world.rank < 2 else contextlib.nullcontext():
+        with pytest.raises((MemoryError, RuntimeError), match=r"no room|rank 0"):
+            with_hosts(world)
+
+
+@on_ranks(4)
+def test_no_host_updates_with_means_of_one_where_a_rank_did_not_come(world):
+    """As its barrier leaves it, on all ranks of that host; the means that it sends are of no use."""
+    parameters, optimizer = with_hosts(world)
+    expected = [master.clone() for master in optimizer.gathered_masters()]
+    set_gradients(parameters, gradients_of(parameters, world.rank, 0))
+    optimizer._peers.failed.fill_(world.rank < 2)
+    optimizer.step()
+    assert optimizer._peers.failed.item() == 1
+    assert_all_equal(optimizer.gathered_masters(), expected, "master")
+
+
+@on_ranks(2, 3)
+def test_one_host_and_one_rank_on_each_change_nothing(world):
+    sides = []
+    for shape in (None, (1, world.world_size), (world.world_size, 1)):
+        parameters, optimizer = with_hosts(world, hosts=shape and mesh_of(world, shape))
+        assert optimizer.describe()["hosts"] is None
+        set_gradients(parameters, gradients_of(parameters, world.rank, 0))
+        optimizer.step()
+        sides.append(model_bytes(parameters))
+        assert_all_equal(sides[-1], sides[0], "tensor")
+
+
+@on_ranks(4, time_limit=60)
+def test_hosts_that_cannot_be_meant(world):
+    parameters = parameters_of(world)
+    before = [b.clone() for b in model_bytes(parameters)]
+    square, line = mesh_of(world, SHAPE), mesh_of(world, (4,))
+    turned = DeviceMesh(world.device.type, [[0, 2], [1, 3]])
+    groups = {"params": parameters[:2], "process_group": square}, {"params": parameters[2:]}
+    halved = {"params": parameters, "process_group": square.get_group(1)}  # the same one in all groups
+    for hosts, error, message, options in [
+        (2, TypeError, "rank 0: hosts must be None or a DeviceMesh, got int", {}),
+        (line, ValueError, "rank 0: hosts may be a DeviceMesh of two dimensions, the first of hosts", {}),
+        (turned, ValueError, "rank 0: hosts has the global ranks [0, 2, 1, 3]", {}),
+        (square, ValueError, 'hosts are not for transport="peer"', {"transport": "peer"}),
+        (square, ValueError, "not supported with overlap='backward'", {"overlap": "backward"}),
+        (square, ValueError, "accumulate='sharded'", {"accumulate": "sharded"}),
+        (square, ValueError, "parameter groups name a process_group", {"params": groups}),
+        (square, ValueError, "parameter groups name a process_group", {"params": [halved]}),
+        (square if world.rank else None, ValueError, "hosts", {}),
+    ]:
+        arguments = {"params": parameters, "hosts": hosts, "lr": 0.1} | options
+        assert message in raised_everywhere(world, error, ZeroFP4Optimizer, **arguments)
+    if world.device.type == "cpu":
+        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, hosts=square)
+        assert "hosts: ranks 0 to 1, which are one host's, cannot share memory: on rank 0" in message
+        assert "only GPUs read each other's memory" in message
+        own = {"gradient_dtype": torch.float32} if hasattr(torch.Tensor, "grad_dtype") else {}
+        raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, hosts=square, **own)
+        assert all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in parameters)
+    assert_all_equal(model_bytes(parameters), before, "parameter")

@@ -1,0 +1,186 @@
+"""What goes wrong while gradients travel: all ranks hear of it, and the step after it is right."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed.engine.overlap_cases import (
+    OPTIONS,
+    SMALL,
+    assert_same,
+    break_off,
+    loss_of,
+    make,
+    nothing_changes,
+    step_of,
+)
+from distributed.optim.cases import check_weights
+from distributed.run import on_ranks
+from zerofp4.distributed import CollectiveError
+from zerofp4.engine import GradientMemory
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+FOUND = "found an error, and no rank takes this step"
+
+
+def make_models(world, name="FusedAdamW", **options):
+    """One that waits for all gradients, and one that does not, in a group of its own: what it has sent in a
+    pass that broke off would arrive in place of what the other sends next.
+    """
+    group = dist.new_group()
+    return [
+        make(world, name, bucket_mb=SMALL, **options),
+        make(world, name, overlap="backward", bucket_mb=SMALL, process_group=group, **options),
+    ]
+
+
+def good_step(world, models, step, what):
+    step_of(world, models, step)
+    assert_same(models, what)
+
+
+@contextlib.contextmanager
+def raises_on_all(world, model, mine, others="rank 1 " + FOUND):
+    """RuntimeErrors: on rank 1 with the words `mine`, on the others with `others`; nothing has changed."""
+    with nothing_changes(*model), pytest.raises(RuntimeError, match=mine if world.rank == 1 else others):
+        yield
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_an_optimizer_sends_nothing_once_another_has_its_parameters(world, accumulate):
+    """Both are alive, as where a cell of a notebook is run twice."""
+    models, first = make_models(world, accumulate=accumulate), []
+    good_step(world, models, 0, "first")
+    for m, options in enumerate([{}, {"overlap": "backward", "process_group": dist.new_group()}]):
+        net, earlier = models[m]
+        first.append(earlier)
+        with pytest.warns(UserWarning, match="begin with 4-bit values"):
+            second = ZeroFP4Optimizer(
+                net.named_parameters(), FusedAdamW, **OPTIONS, accumulate=accumulate, **options
+            )
+        models[m] = net, second
+    good_step(world, models, 0, "second")
+    with pytest.raises(RuntimeError, match="another ZeroFP4Optimizer was built over these"):
+        first[1].step()
+    good_step(world, models, 1, "second, at last")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["assigned", "backward", "clipped"])
+def test_gradients_that_changed_after_they_had_begun_to_travel(world, how):
+    models = make_models(world)
+    good_step(world, models, 0, "before")
+    net, optimizer = models[1]
+    loss_of(net, world, 1).backward()
+    if world.rank == 1:
+        if how == "backward":
+            loss_of(net, world, 2).backward()
+        elif how == "assigned":
+            net.head.bias.grad = torch.zeros_like(net.head.bias)
+        else:
+            net.rare.weight.grad.mul_(2)
+    with raises_on_all(world, models[1], "changed after it had begun to travel"):
+        optimizer.clip_grad_norm_(1.0) if how == "clipped" else optimizer.step()
+    optimizer.zero_grad()
+    good_step(world, models, 3, "after zero_grad()")
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("head", "AdamW"), ("norm", "FusedAdamW"), ("layers.0", "FusedAdamW")],
+)
+def test_a_backward_pass_that_breaks_off_on_one_rank(world, where, name):
+    """All drop the gradients, and go on: some have sent all of them, some a part, or none."""
+    models = make_models(world, name)
+    for step in range(2):
+        for net, optimizer in models:
+            place = where if world.rank == (1 + step) % world.world_size else None
+            if not (step and place == "head"):  # and once not a pass at all
+                break_off(net, world, place)
+            optimizer.zero_grad()
+        good_step(world, models, step, f"step {step}")
+    check_weights(list(models[1][0].parameters()), models[1][1])
+
+
+@on_ranks(2, time_limit=60)
+def test_all_break_off_in_other_places(world):
+    models = make_models(world)
+    for net, optimizer in models:
+        break_off(net, world, "layers.0" if world.rank else "rare")
+        optimizer.zero_grad(set_to_none=False)
+    good_step(world, models, 0, "after")
+
+
+@on_ranks(2, 3, time_limit=60)
+def test_a_rank_that_has_not_reduced_what_the_others_have_clipped(world):
+    """It sends alone; the others take their part before all raise, or it would arrive in the next step."""
+    if world.device.type == "cuda":
+        pytest.skip("with NCCL the vote waits behind what one rank sent alone, for the group's timeout")
+    models = make_models(world)
+    for net, optimizer in models:
+        loss_of(net, world, 0).backward()
+        optimizer.clip_grad_norm_(1.0)
+        if world.rank == 1:
+            optimizer.zero_grad()
+            loss_of(net, world, 1).backward()
+        with pytest.raises(RuntimeError, match="some ranks have gradients to reduce and others"):
+            optimizer.step()
+        optimizer.zero_grad()
+    good_step(world, models, 3, "after")
+
+
+@on_ranks(2, time_limit=60)
+def test_a_gradient_that_cannot_be_sent(world):
+    """In the middle of a backward pass, whose own rank goes on."""
+    models = make_models(world, gradient_wire=torch.float16)
+    net, optimizer = models[1]
+    take, calls = GradientMemory.take, []
+
+    def refuse(self, mine):
+        calls.append(self)
+        if world.rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory today")
+        take(self, mine)
+
+    with mock.patch.object(GradientMemory, "take", refuse):
+        loss_of(net, world, 1).backward()
+        with raises_on_all(world, models[1], "no memory today"):
+            optimizer.step()
+    optimizer.zero_grad()
+    good_step(world, models, 3, "after")
+
+
+@on_ranks(2, 3)
+def test_a_nonfinite_gradient_in_sharded_sums(world):
+    models = make_models(world, accumulate="sharded")
+    for net, optimizer in models:
+        hook = net.rare.weight.register_hook(lambda g: g * (math.inf if world.rank == 1 else 1))
+        loss_of(net, world, 0).backward()
+        hook.remove()
+        with nothing_changes(net, optimizer):
+            optimizer.step()
+        assert optimizer.skipped_steps == 1 and "rare" in optimizer.first_nonfinite()
+        optimizer.zero_grad()
+    good_step(world, models, 3, "after")
+
+
+@on_ranks(2, time_limit=60)
+def test_a_rank_that_never_comes_ends_in_the_groups_timeout(world):
+    """The others wait for it in step(), no longer than that."""
+    if world.device.type == "cuda":
+        pytest.skip("NCCL ends the process then, as in test_a_rank_that_dies")
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    net, optimizer = make(world, overlap="backward", bucket_mb=SMALL, process_group=group)
+    if world.rank == 0:
+        loss_of(net, world, 0).backward()
+        with pytest.raises(CollectiveError):
+            optimizer.step()

@@ -1,0 +1,215 @@
+"""Ranks that share memory: on a GPU each where there are as many, else as processes that share GPUs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from early import waits_for
+
+from distributed.engine import peer_checks
+from distributed.engine.overlap_cases import SMALL, TINY
+from distributed.engine.overlap_checks import on_gpu as early_check
+from distributed.processes import device_for
+from distributed.run import Check, Launch, Setting, on_ranks
+from zerofp4.engine import peers
+from zerofp4.engine.peers import Seat, find_obstacle
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="fewer than two GPUs, of which one has two ranks to check"
+)
+FINE = Seat("a", 0, [1, 2], None)
+CHECKS = {
+    "barriers": (peer_checks.barriers, {}),
+    "fused": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.003}),
+    "one bucket": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": None}),
+    "in sequence": (peer_checks.equal_steps, {"inner": "in sequence", "bucket_mb": 0.003}),
+    "rounded": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.01, "wire": torch.float32}),
+    "torch's": (peer_checks.an_optimizer_of_torch, {"fused": False}),
+    "torch's fused": (peer_checks.an_optimizer_of_torch, {"fused": True}),
+    "early": (early_check, {"check": "whole_steps", "bucket_mb": SMALL}),
+    "early, clipped": (early_check, {"check": "whole_steps", "clip": True, "bucket_mb": SMALL}),
+    "early, torch's": (early_check, {"check": "whole_steps", "name": "AdamW", "bucket_mb": TINY}),
+    "early, one bucket": (early_check, {"check": "whole_steps", "bucket_mb": None}),
+    "early micro-batches": (early_check, {"check": "micro_batches", "bucket_mb": SMALL}),
+    "early, rounded": (
+        early_check,
+        {"check": "micro_batches", "bucket_mb": TINY, "gradient_wire": torch.float16},
+    ),
+    "early, not taken": (early_check, {"check": "nothing_comes_of_it", "bucket_mb": TINY}),
+    "early, not taken by torch's": (early_check, {"check": "nothing_comes_of_it", "name": "AdamW"}),
+    "early, rounded, not taken": (
+        early_check,
+        {"check": "nothing_comes_of_it", "bucket_mb": TINY, "gradient_wire": torch.float16},
+    ),
+    "early, one after another": (early_check, {"check": "one_after_another", "bucket_mb": SMALL}),
+    "late": (peer_checks.a_rank_that_does_not_come, {}),
+}
+
+
+MORE = (
+    *("barriers", "fused", "one bucket", "in sequence", "rounded", "early", "early, clipped"),
+    *("early micro-batches", "early, rounded", "late"),
+)
+"""What three and four ranks run of CHECKS: of three equal gradients the mean is not always one of them, which
+the checks of torch's optimizers take it for.
+"""
+
+
+def shared_gpus() -> dict[str, str]:
+    """For more ranks than GPUs: all of these, and gloo, since NCCL wants one each."""
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    return {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", every),
+        "ZEROFP4_TEST_BACKEND": "gloo",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }
+
+
+def environment(world_size: int) -> dict[str, str]:
+    return {} if device_for(world_size) == "cuda" else shared_gpus()
+
+
+def done(setting: Setting, cases: dict, env: dict[str, str]) -> Launch:
+    checks = [
+        Check(name, f"{body.__module__}:{body.__name__}", arguments, 90.0)
+        for name, (body, arguments) in cases.items()
+    ]
+    launch = Launch(setting, checks, env)
+    launch.run_ahead(Path())
+    return launch
+
+
+def all_checks(_) -> Launch:
+    """The checks on two ranks, done."""
+    return done(Setting(2), CHECKS, environment(2))
+
+
+@needs_gpu
+@waits_for(all_checks)
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(early, name):
+    assert early(all_checks).outcome(name).values == [None, None]
+
+
+def more_checks(world_size: int, _) -> Launch:
+    return done(Setting(world_size), {name: CHECKS[name] for name in MORE}, environment(world_size))
+
+
+LARGER = {size: functools.partial(more_checks, size) for size in (3, 4)}
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("size", [pytest.param(size, marks=waits_for(run)) for size, run in LARGER.items()])
+def test_more_ranks(early, size, name):
+    assert early(LARGER[size]).outcome(name).values == [None] * size
+
+
+HOSTS = {f"hosts, {mb}": (peer_checks.hosts, {"bucket_mb": mb}) for mb in (None, 1e-4)}
+
+
+def checks_of_hosts(_) -> Launch:
+    """Those of four ranks, whatever GPUs there are."""
+    return done(Setting(4), HOSTS, shared_gpus())
+
+
+@needs_gpu
+@waits_for(checks_of_hosts)
+@pytest.mark.parametrize("name", HOSTS)
+def test_hosts_of_two_ranks(early, name):
+    assert early(checks_of_hosts).outcome(name).values == [None] * 4
+
+
+def one_dies(world_size: int, folder: Path) -> tuple[list[str], list[int]]:
+    """What each rank printed, and how it ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MASTER_ADDR": "127.0.0.1"}
+    shared = {**os.environ, **path, **environment(world_size), **place}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "distributed.engine.peer_checks"],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        printed = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return printed, [rank.returncode for rank in ranks]
+
+
+DEATHS = {size: functools.partial(one_dies, size) for size in (2, 3)}
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(2, marks=(needs_gpu, waits_for(DEATHS[2]))),
+        pytest.param(3, marks=(needs_two_gpus, waits_for(DEATHS[3]))),
+    ],
+)
+def test_a_rank_that_dies(early, size):
+    """Its memory can still be read, and the others' barriers end by the group's timeout; so does what waits
+    for a reduction of amaxes behind it, with NCCL by the end of the process.
+    """
+    printed, statuses = early(DEATHS[size])
+    for rank in {*range(size)} - {1}:
+        named = "then: rank 1 did not come to a barrier" in printed[rank]
+        ended = device_for(size) == "cuda" and "Watchdog caught collective operation timeout" in printed[rank]
+        assert named or ended, printed
+    assert statuses[1] == -9, printed
+
+
+@on_ranks(2, 3)
+def test_what_is_refused(world):
+    peer_checks.refusals(world)
+
+
+@on_ranks(2)
+def test_auto_without_the_permission_to_share_memory(world):
+    """What one rank finds as it tries, all hear of."""
+
+    def share(*_):
+        if world.rank == 1:
+            raise RuntimeError("no permission")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "seat_of", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
+        patch.setattr(peers, "Peers", share)
+        found = peers.join_peers("auto", dist.group.WORLD, world.device)
+    assert found == (None, "on rank 1: no permission")
+
+
+@pytest.mark.parametrize(
+    ("seats", "message"),
+    [
+        ([FINE, Seat("a", 1, [0], None)], None),
+        ([FINE, Seat("b", 1, [0], None)], "ranks 0 and 1 are on different hosts"),
+        ([FINE, Seat("a", 0, [1], None)], "ranks 0 and 1 both use cuda:0"),
+        ([FINE, Seat("a", 1, [], None)], "cuda:1 of rank 1 cannot access the memory of cuda:0"),
+        ([FINE, Seat("a", 1, [0], None), Seat("a", 2, [1], None)], "cuda:2 of rank 2 cannot access"),
+        ([FINE, Seat("a", 1, [0], "this torch has none")], "on rank 1: this torch has none"),
+        ([FINE] * 17, "17 ranks are more than 16"),
+    ],
+)
+def test_who_can_share_memory(seats, message):
+    found = find_obstacle(seats)
+    assert (found is None) if message is None else (message in found)

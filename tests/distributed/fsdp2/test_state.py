@@ -1,0 +1,287 @@
+"""Masters of FSDP2 that are written to from outside, checkpoints, and the optimizers that train them."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases.fsdp2 import (
+    Collectives,
+    Model,
+    Run,
+    assert_same_masters,
+    batch_of,
+    check_gathered,
+    inject,
+    make_model,
+    mesh_of,
+    shard,
+    start,
+    take_experts,
+    unsharded,
+)
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import zerofp4
+from distributed.cases import shared_folder
+from distributed.run import on_ranks
+from zerofp4.integrations import fsdp2
+from zerofp4.ops import CastStages
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+OPTIMIZERS = {
+    "fused": lambda params: FusedAdamW(params, lr=0.02, weight_decay=0.1),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.02, foreach=True),
+    "torch's fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+}
+
+
+def other_run(world, **options) -> Run:
+    """A run of other masters than start() makes."""
+    return start(world, model=make_model(world, 5), **options)
+
+
+# Stale codes
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["whole", "assigned", "one module"])
+def test_after_a_load_the_next_forward_casts(world, how):
+    run, other = start(world), other_run(world)
+    run.step(0)
+    model, loaded = (r.model.second if how == "one module" else r.model for r in (run, other))
+    model.load_state_dict(loaded.state_dict(), assign=how == "assigned")
+    if how == "whole":
+        with pytest.raises(RuntimeError, match=r"master of 'second.weight' was written to since it was cast"):
+            run.model.second.unshard()
+    assert run.output(1).equal(other.output(1)) == (how != "one module")
+    run.check()
+    assert_same_masters(model, loaded)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["refresh", "step"])
+def test_a_write_on_one_rank_is_cast_by_refresh_and_by_a_step(world, how):
+    run = start(world)
+    run.step(0)
+    if world.rank == 1:
+        with torch.no_grad():
+            run.model.second.weight.to_local()[1:].mul_(3)
+        with pytest.raises(RuntimeError, match=r"the master of 'second.weight' was written to .*refresh\(\)"):
+            run.model.second.unshard()
+    run.attachment.refresh() if how == "refresh" else run.optimizer.step()
+    run.check()
+
+
+@on_ranks(2)
+def test_what_is_read_into_a_state_dict_needs_refresh(world):
+    """In place: nothing calls load_state_dict. The codes of before are never used."""
+    run, other, path = start(world), other_run(world), shared_folder(world)
+    run.step(0)
+    dcp.save(other.model.state_dict(), checkpoint_id=path)
+    dcp.load(run.model.state_dict(), checkpoint_id=path)
+    with pytest.raises(RuntimeError, match=r"written to since it was cast: call refresh\(\)"):
+        run.model(batch_of(world, 1))
+    run.attachment.refresh()
+    assert_bytes_equal(run.output(1), other.output(1), "outputs")
+    run.check()
+
+
+@on_ranks(2)
+def test_what_was_not_resharded_is_gathered_anew_after_a_step(world):
+    run, plain = (start(world, reshard_after_forward=reshards) for reshards in (False, True))
+    for each in (run, plain):
+        each.backward(0)
+        each.output(0)  # gathers, and nothing reshards
+        each.optimizer.step()
+    assert_bytes_equal(run.output(0), plain.output(0), "outputs")
+
+
+# State dicts and checkpoints
+
+
+@on_ranks(1, 2)
+def test_state_dicts_hold_plain_tensors(world):
+    run = start(world)
+    run.step(0)
+    for name, value in run.model.state_dict().items():
+        assert type(value) is DTensor and type(value._local_tensor) is torch.Tensor, name
+        assert value.dtype == torch.float32
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full, masters = states.get_model_state_dict(run.model, options=options), run.masters()
+    assert full.keys() == (masters.keys() if world.rank == 0 else set())
+    for name, value in full.items():
+        assert type(value) is torch.Tensor, name
+        assert_bytes_equal(value, masters[name].cpu(), name)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("device", ["meta", "own"])
+def test_a_full_state_dict_comes_from_rank_0(world, device):
+    other = make_model(world, 5)
+    full = {name: value.clone() for name, value in other.state_dict().items()} if world.rank == 0 else {}
+    with torch.device("meta" if device == "meta" else world.device):
+        model = Model()
+    fsdp2.prepare(model, take_experts)
+    shard(model, mesh_of(world))
+    if device == "meta":
+        with pytest.raises(RuntimeError, match="is on the meta device: give it values before attach"):
+            fsdp2.attach(model, OPTIMIZERS["sgd"](model.parameters()))
+        model.to_empty(device=world.device)
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(model, full, options=options)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    fsdp2.attach(model, optimizer)
+    check_gathered(model)
+    assert_same_masters(model, other)
+
+
+def state_of(run: Run) -> dict:
+    """What torch.distributed.checkpoint reads and writes in place."""
+    optimizer = states.get_optimizer_state_dict(run.model, run.optimizer)
+    return {"model": run.model.state_dict(), "optimizer": optimizer}
+
+
+def resumed(world, path, group=None, **options) -> Run:
+    """A run of other masters that loads a checkpoint, and takes its third and fourth step."""
+    run = other_run(world, **options)
+    dcp.load(state_of(run), checkpoint_id=path, process_group=group)
+    run.inject(range(2, 4))
+    run.check()
+    return run
+
+
+@on_ranks(4, time_limit=120.0)
+@pytest.mark.parametrize("case", ["fused", "foreach"])
+def test_a_run_goes_on_in_a_world_of_another_size(world, case):
+    run, path = start(world, optimizer=OPTIMIZERS[case]), shared_folder(world)
+    run.inject(range(2))
+    dcp.save(state_of(run), checkpoint_id=path)
+    run.inject(range(2, 4))
+    expected = run.masters()
+    for size in (1, 3):
+        mesh = DeviceMesh(world.device.type, list(range(size)), mesh_dim_names=("shard",))
+        group = dist.new_group(range(size))
+        if world.rank < size:
+            found = resumed(world, path, group, mesh=mesh, optimizer=OPTIMIZERS[case]).masters()
+            for name, value in found.items():
+                assert_bytes_equal(value, expected[name], f"{name} on {size} ranks")
+        dist.barrier()
+
+
+@on_ranks(4)
+def test_checkpoints_of_replicas_of_shards(world):
+    """A mesh of two dimensions loads what one of one has saved, and the other way round."""
+    meshes = [mesh_of(world), mesh_of(world, (2, 2), ("replicate", "shard"))]
+    for mesh, other in (meshes, meshes[::-1]):
+        run, path = start(world, mesh=mesh), shared_folder(world)
+        run.inject(range(2))
+        dcp.save(state_of(run), checkpoint_id=path)
+        run.inject(range(2, 4))
+        assert_same_masters(resumed(world, path, mesh=other).model, run.model)
+
+
+def zero_run(world, seed: int = 0) -> Run:
+    """A run of ZeroFP4Optimizer with the options of OPTIMIZERS["fused"]."""
+    model = make_model(world, seed)
+    zerofp4.convert_model(model, take_experts)
+    named = model.named_parameters()
+    return Run(world, model, ZeroFP4Optimizer(named, FusedAdamW, lr=0.02, weight_decay=0.1), None)
+
+
+def assert_same_weights(sharded: nn.Module, converted: nn.Module) -> None:
+    with unsharded(sharded) as found:
+        for name, p in converted.named_parameters():
+            if name in found:
+                for buffer_name, buffer in found[name].record.buffers():
+                    assert_bytes_equal(buffer, p.record.buffer(buffer_name), f"{name}: {buffer_name}")
+            else:
+                assert_bytes_equal(sharded.get_parameter(name).detach(), p.detach(), name)
+
+
+@on_ranks(2, 4)
+def test_steps_and_checkpoints_are_those_of_zerofp4optimizer(world):
+    """Each of the two goes on from a checkpoint of the other."""
+    codes = {"optimizer": OPTIMIZERS["fused"], "reshard_after_forward": False}
+    run, zero, paths = start(world, **codes), zero_run(world), [shared_folder(world) for _ in range(2)]
+    for each in (run, zero):
+        each.inject(range(20))
+    assert_same_weights(run.model, zero.model)
+    dcp.save({"optimizer": fsdp2.zero_state_dict(run.model, run.optimizer)}, checkpoint_id=paths[0])
+    dcp.save({"optimizer": zero.optimizer}, checkpoint_id=paths[1])
+    run_after, zero_after = other_run(world, **codes), zero_run(world, 5)
+    partly = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optimizer": zero_after.optimizer}, checkpoint_id=paths[0], planner=partly)
+    state = {"optimizer": fsdp2.zero_state_dict(run_after.model, run_after.optimizer)}
+    dcp.load(state, checkpoint_id=paths[1], planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    for each in (run, run_after, zero_after):
+        each.inject(range(20, 22))
+    assert_same_masters(run_after.model, run.model)
+    assert_same_weights(run.model, zero_after.model)
+
+
+# Optimizers
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_optimizers_clipping_and_schedulers_see_plain_masters(world, case):
+    """The masters are those that the same optimizer trains without zerofp4."""
+    run, plain = start(world, optimizer=OPTIMIZERS[case]), shard(make_model(world), mesh_of(world))
+    pairs = [(run.model, run.optimizer), (plain, OPTIMIZERS[case](plain.parameters()))]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for _, optimizer in pairs]
+    for step in range(3):
+        for (model, optimizer), scheduler in zip(pairs, schedulers, strict=True):
+            inject(model, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+    assert_same_masters(run.model, plain)
+    run.check()
+    for p in run.model.parameters():
+        for value in run.optimizer.state[p].values():
+            inner = getattr(value, "_local_tensor", value)
+            assert inner is None or not isinstance(inner, torch.Tensor) or type(inner) is torch.Tensor
+
+
+@on_ranks(1, 2)
+def test_fusedadamw_leaves_the_amaxes(world):
+    run = start(world, optimizer=OPTIMIZERS["fused"])
+    run.backward(0)  # where shards are uneven, fully_shard moves them now
+    original = CastStages.begin_amax
+    with mock.patch.object(CastStages, "begin_amax", autospec=True, side_effect=original) as computed:
+        run.optimizer.step()
+        assert not computed.called
+        with torch.no_grad():
+            run.model.second.weight.mul_(2)
+        run.attachment.refresh()
+        assert computed.call_count == 1
+    run.check()
+
+
+@on_ranks(2)
+def test_two_optimizers_cast_what_is_theirs(world):
+    def build(params):
+        params = list(params)
+        muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02)
+        return [muon, torch.optim.AdamW([p for p in params if p.dim() != 2], lr=0.02)]
+
+    run = start(world, optimizer=build)
+    for step in range(2):
+        run.backward(step)
+        for optimizer in run.optimizer:
+            with Collectives() as calls:
+                optimizer.step()
+            assert [call[2] for call in calls.named("allreduce")].count(torch.float32) == 1
+            optimizer.zero_grad()
+        run.check()
+    run.attachment.check()
+    assert all(not found.item() for found in run.attachment.found_inf.values())

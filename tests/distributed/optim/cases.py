@@ -1,0 +1,190 @@
+"""Models, reductions and comparisons that the distributed tests of the ZeRO optimizer share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cases.optim import (
+    assert_weights_follow,
+    make_gradients,
+    make_parameters,
+)
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from distributed.cases import raised_by
+from zerofp4 import CastPlan, NVFP4Tensor
+from zerofp4.optim import ZeroFP4Optimizer
+
+# Sizes that cut parameters at slice boundaries, also inside rows and tiles.
+SPECIFICATIONS = [
+    ((34, 48), torch.bfloat16, True),
+    ((7,), torch.bfloat16, False),
+    ((16, 34), torch.float32, True),
+    ((1000,), torch.float32, False),
+    ((130, 66), torch.float16, True),
+    ((300,), torch.float16, False),
+    ((), torch.float32, False),
+    ((30, 51), torch.bfloat16, False),
+    ((5, 18, 34), torch.bfloat16, True),
+]
+
+WAYS = [
+    ("AdamW", None, True),
+    ("AdamW", 0.003, False),
+    ("FusedAdamW", None, False),
+    ("FusedAdamW", 0.003, True),
+]
+"""Of a step: the optimizer's name, bucket_mb, whether gradients are clipped. Each pair of them is there."""
+
+
+def parameters_of(world, seed: int = 0) -> list[nn.Parameter]:
+    return make_parameters(world.device, seed, SPECIFICATIONS)
+
+
+def gradients_of(world, parameters, step):
+    """Other ones on each rank; some ranks lack some, and some are not as they travel."""
+    gradients = make_gradients(parameters, 10 * step + world.rank)
+    for i in range(len(gradients)):
+        if (i + step + world.rank) % 4 == 0 or (i + step) % 7 == 0:
+            gradients[i] = None
+    if gradients[0] is not None:
+        gradients[0] = gradients[0].t().contiguous().t()
+    return gradients
+
+
+def model_bytes(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Every buffer of every weight, as bytes."""
+    tensors = []
+    for p in parameters:
+        tensors += [b for _, b in p.record.buffers()] if isinstance(p, NVFP4Tensor) else [p.detach()]
+    return [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+
+
+def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> list[torch.Tensor]:
+    """Masters and moments, whole on every rank, by one collective: on a CPU with several ranks these take the
+    time of a test, and full_tensor() has one for each.
+    """
+    entries = [entry for p in parameters for _, entry in sorted(optimizer.state[p].items())]
+    wholes = []
+    for entry in entries:
+        whole = torch.zeros(entry.numel(), dtype=entry.dtype, device=optimizer.found_inf.device)
+        whole[entry.start : entry.shard.end] = entry.present().to(whole.device)
+        wholes.append(whole.view(torch.uint8))
+    for group in filter(None, dict.fromkeys(entry.home.group() for entry in entries)):
+        mine = [i for i, entry in enumerate(entries) if entry.home.group() is group]
+        together = torch.cat([wholes[i] for i in mine])
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=group)  # bytes of the other ranks are 0
+        for i, whole in zip(mine, together.split([wholes[i].numel() for i in mine]), strict=True):
+            wholes[i] = whole.clone()
+    return [whole.view(entry.dtype).view(entry.shape) for entry, whole in zip(entries, wholes, strict=True)]
+
+
+def assert_same_on_all_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    mine = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    theirs = torch.cat(mine)
+    dist.broadcast(theirs, group=group, group_src=0)
+    for i, (one, other) in enumerate(zip(mine, theirs.split([t.numel() for t in mine]), strict=True)):
+        assert_bytes_equal(one, other, f"tensor {i} here and on rank 0")
+
+
+def check_weights(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> None:
+    assert_weights_follow(parameters, optimizer.gathered_masters())
+    assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.contiguous())
+    return found
+
+
+def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each the mean over the ranks in FP32: gathered, all at once, added in rank order, divided."""
+    total, *others = gathered(torch.cat([tensor.float().reshape(-1) for tensor in tensors]))
+    for other in others:
+        total += other
+    means = (total / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
+    return [mean.view(tensor.shape) for mean, tensor in zip(means, tensors, strict=True)]
+
+
+@contextlib.contextmanager
+def as_if_captured():
+    with contextlib.ExitStack() as patches:
+        for module in ("optim.zero", "optim.agreement", "ops"):
+            patches.enter_context(mock.patch(f"zerofp4.{module}.is_capturing", lambda device: True))
+        yield
+
+
+LATER = "of the last step, which no rank has taken"
+
+
+def raised_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> BaseException | None:
+    """What a collective call raises on this rank. Where no host waits for an agreement, a rank without an
+    error of its own hears in the next step, in which every rank raises.
+    """
+    error = raised_by(call)
+    if optimizer._defers:
+        later = raised_by(optimizer.step)
+        if LATER not in str(later):  # the call was a clip_grad_norm_, to which that step belonged
+            later = raised_by(optimizer.step)
+        assert LATER in str(later), repr(later)
+        error = error or later
+    return error
+
+
+def raise_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> None:
+    """Raises what raised_in_turn() returns."""
+    error = raised_in_turn(optimizer, call)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # else it is in a cycle with this frame
+
+
+def refuse_one_step(plan: CastPlan, error: Exception | None = None) -> None:
+    """Have the next start_step() raise, as on a rank that finds "storage has moved" and tells the others."""
+    start = plan.start_step
+
+    def refuse():
+        plan.start_step = start
+        plan.abstain()
+        raise error or RuntimeError("storage has moved")  # a variable would be in a cycle with its frame
+
+    plan.start_step = refuse
+
+
+Injected = ZeroFP4Optimizer
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 24, dtype=torch.bfloat16)
+        self.first = nn.Linear(24, 96, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(96)
+        self.second = nn.Linear(96, 34, dtype=torch.bfloat16)
+
+    def forward(self, tokens):
+        hidden = self.norm(F.gelu(self.first(self.embedding(tokens))).float())
+        return self.second(hidden.bfloat16()).float()
+
+
+def make_net(world, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    net = Net().to(world.device)
+    assert zerofp4.convert_model(net).converted == ["first", "second"]
+    return net
+
+
+def loss_of(net: Net, world, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * world.rank + step)
+    tokens = torch.randint(32, (16,), generator=generator).to(world.device)
+    return F.cross_entropy(net(tokens), (tokens * 5 + 3) % 32)

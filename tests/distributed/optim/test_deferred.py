@@ -1,0 +1,181 @@
+"""Agreements that no host waits for: the outcome is read in the first collective call of the next step.
+
+With NCCL it is so by itself; here any backend does as it is told.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from unittest import mock
+
+import pytest
+import torch
+from cases.optim import assert_all_equal, make_gradients, set_gradients
+
+from distributed.optim.cases import check_weights, gradients_of, model_bytes, parameters_of, whole_state
+from distributed.run import on_ranks
+from zerofp4.engine import GradientMemory
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+def build(world, defers=True, **options):
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.02, weight_decay=0.1, **options)
+    optimizer._defers = defers
+    return parameters, optimizer
+
+
+def take(world, model, step, clips=False, bad=None):
+    parameters, optimizer = model
+    gradients = gradients_of(world, parameters, step)
+    if bad is not None and world.rank == 1:
+        gradients[bad] = torch.full_like(parameters[bad], math.nan, dtype=parameters[bad].dtype)
+    set_gradients(parameters, gradients)
+    if clips:
+        optimizer.clip_grad_norm_(0.003)
+    optimizer.step()
+
+
+def everything(model):
+    parameters, optimizer = model
+    return [tensor.clone() for tensor in (*whole_state(parameters, optimizer), *model_bytes(parameters))]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("clips", [False, True])
+def test_steps_have_the_bytes_of_those_that_wait(world, clips):
+    """With other gradients missing on each rank in each step, and a step with a NaN."""
+    deferred, waits = build(world), build(world, defers=False)
+    for step in range(6):
+        bad = 3 if step == 3 else None
+        for model in (deferred, waits):
+            take(world, model, step, clips, bad)
+        assert deferred[1].found_inf.item() == waits[1].found_inf.item() == (bad is not None)
+        assert deferred[1].first_nonfinite() == waits[1].first_nonfinite()
+        assert_all_equal(everything(deferred), everything(waits), f"step {step}: tensor")
+    assert deferred[1].skipped_steps == waits[1].skipped_steps == 1
+    check_weights(*deferred)
+
+
+def fail(message):
+    raise RuntimeError(message)
+
+
+def a_sparse_gradient(parameters, _):
+    parameters[1].grad = torch.zeros(7, dtype=parameters[1].dtype, device=parameters[1].device).to_sparse()
+    return "must be dense"
+
+
+def a_moved_parameter(parameters, _):
+    parameters[1].data = parameters[1].data.clone()
+    return "has moved"
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize("break_it", [a_sparse_gradient, a_moved_parameter])
+@pytest.mark.parametrize("calls", ["step", "clip", "clip, then step", "step behind clip"])
+def test_the_others_hear_of_an_error_in_the_next_step(world, break_it, calls):
+    """Nothing has changed, check() raises it, too, and the steps behind it are those without it."""
+    model, plain = build(world), build(world, defers=False)
+    for step in range(2):
+        take(world, model, step)
+        take(world, plain, step)
+    before = everything(model)
+    parameters, optimizer = model
+    set_gradients(parameters, gradients_of(world, parameters, 2))
+    fails = world.rank == 1
+    if calls == "step behind clip":
+        optimizer.clip_grad_norm_(1.0)
+    message = break_it(parameters, optimizer) if fails else None
+    for call in calls.split(", then "):
+        function = optimizer.step if call.startswith("step") else lambda: optimizer.clip_grad_norm_(1.0)
+        if fails:
+            words = "clip_grad_norm_ has raised" if call == "step" and calls != "step" else message
+            with pytest.raises((RuntimeError, ValueError), match=words):
+                function()
+        else:
+            function()
+    if calls == "clip" and not fails:
+        optimizer.step()
+    optimizer.refresh()
+    assert_all_equal(everything(model), before, "tensor")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
+            optimizer.check()
+    optimizer.zero_grad()
+    set_gradients(parameters, gradients_of(world, parameters, 2))
+    with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
+        optimizer.step() if calls == "step" else optimizer.clip_grad_norm_(1.0)
+    for step in range(2, 4):
+        take(world, model, step)
+        take(world, plain, step)
+    assert_all_equal(everything(model), everything(plain), "tensor")
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize("call", ["step", "clip"])
+def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call):
+    """They have reduced their gradients in that clip, and it has not: else each would wait for the other."""
+    model = build(world, gradient_wire=torch.float16)
+    parameters, optimizer = model
+    saved = copy.deepcopy(optimizer.state_dict())
+    set_gradients(parameters, gradients_of(world, parameters, 0))
+    if world.rank == 1:
+        refuse = mock.patch.object(GradientMemory, "take", lambda *_: fail("no memory today"))
+        with refuse, pytest.raises(RuntimeError, match="no memory today"):
+            optimizer.clip_grad_norm_(1.0)
+    else:
+        optimizer.clip_grad_norm_(1.0)
+    function = {"step": optimizer.step, "clip": lambda: optimizer.clip_grad_norm_(1.0)}[call]
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match="left in the middle"):
+            function()
+    else:
+        function()
+        if call == "clip":
+            optimizer.step()  # in which rank 1 has taken its part
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    take(world, model, 1)
+    check_weights(*model)
+
+
+@on_ranks(2)
+def test_ranks_with_other_options_refuse_the_step(world):
+    model = build(world)
+    optimizer = model[1]
+    take(world, model, 0)
+    before = everything(model)
+    optimizer.param_groups[0]["lr"] = 0.02 + world.rank
+    take(world, model, 1)
+    assert_all_equal(everything(model), before, "tensor")
+    with pytest.raises(RuntimeError, match=r"lr'\] must be the same on every rank, but is 0.02 on rank 0"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.02
+    take(world, model, 2)
+    check_weights(*model)
+
+
+@on_ranks(2)
+def test_a_load_forgets_what_nobody_has_heard(world):
+    model = build(world)
+    parameters, optimizer = model
+    take(world, model, 0)
+    saved = optimizer.state_dict()
+    before = everything(model)
+    set_gradients(parameters, make_gradients(parameters, 1))
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match="must be dense"):
+            a_sparse_gradient(parameters, optimizer)
+            optimizer.step()
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    optimizer.check()
+    assert_all_equal(everything(model), before, "tensor")
+    take(world, model, 2)
+    check_weights(*model)

@@ -1,0 +1,113 @@
+"""torch's GradScaler around steps of ZeroFP4Optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.optim import assert_all_equal
+from torch import nn
+
+from distributed.optim.cases import assert_same_on_all_ranks, model_bytes, raise_in_turn
+from distributed.run import on_ranks
+from zerofp4 import convert_model
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+SCALE = 2.0**10
+
+
+def build(world, cls=FusedAdamW, dtype=torch.bfloat16, **options):
+    torch.manual_seed(0)
+    if world.device.type == "cuda" and dtype == torch.bfloat16:  # torch looks for no Inf in those on a GPU
+        options["gradient_dtype"] = torch.float32
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16)).to(world.device, dtype)
+    convert_model(model)
+    return model, ZeroFP4Optimizer(model.parameters(), cls, lr=0.02, **options)
+
+
+def scaler_of(world) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(world.device.type, init_scale=SCALE)
+
+
+def loss_of(world, model, index: int) -> torch.Tensor:
+    """Infinite on the last rank for batch 1."""
+    generator = torch.Generator().manual_seed(100 * world.rank + index)
+    batch = torch.randn(8, 32, generator=generator).to(world.device, next(model.parameters()).dtype)
+    loss = model(batch).float().square().mean()
+    return loss * torch.inf if index == 1 and is_last(world) else loss
+
+
+def is_last(world) -> bool:
+    return world.rank == world.world_size - 1
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
+def test_an_inf_on_one_rank_skips_the_step_of_all(world, cls, clip):
+    """And training goes on as without that batch and without a scaler, to the bit; scales are powers of 2.
+    The scale of the other ranks stays: each unscales its own gradients.
+    """
+    model, optimizer = build(world, cls)
+    plain, expected = build(world, cls)
+    scaler = scaler_of(world)
+    for index in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(world, model, index)).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.found_inf.item() == (index == 1)
+        if index != 1:
+            expected.zero_grad()
+            loss_of(world, plain, index).backward()
+            if clip:
+                expected.clip_grad_norm_(0.1)
+            expected.step()
+        assert_all_equal(optimizer.gathered_masters(), expected.gathered_masters(), f"step {index}: master")
+        assert_all_equal(model_bytes(model.parameters()), model_bytes(plain.parameters()), f"step {index}")
+        assert_same_on_all_ranks(model_bytes(model.parameters()))
+    assert optimizer.skipped_steps == 1
+    assert scaler.get_scale() == (SCALE / 2 if is_last(world) else SCALE)
+
+
+@on_ranks(1, 2)
+def test_an_inf_that_the_scaler_alone_has_seen_counts(world):
+    model, optimizer = build(world)
+    before = optimizer.gathered_masters()
+    scaler = scaler_of(world)
+    scaler.scale(loss_of(world, model, 1)).backward()
+    scaler.unscale_(optimizer)
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    scaler.step(optimizer)
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    assert (optimizer.found_inf.item(), optimizer.skipped_steps) == (1, 1)
+    optimizer.step()  # the scaler has taken its flag back
+    assert optimizer.found_inf.item() == 0
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("options", "clip", "message"),
+    [
+        ({"accumulate": "sharded"}, False, "send them while they are scaled"),
+        ({}, True, r"call scaler.unscale_\(optimizer\) before it"),
+        ({"dtype": torch.float16}, False, "gradient_dtype=torch.float32"),
+    ],
+)
+def test_gradients_that_cannot_be_unscaled_are_refused(world, options, clip, message):
+    model, optimizer = build(world, **options)
+    scaler = scaler_of(world)
+    scaler.scale(loss_of(world, model, 0)).backward()
+    if clip:
+        optimizer.clip_grad_norm_(1.0)
+    found = f"by the scale of GradScaler: .*{message}"
+    with pytest.raises(RuntimeError, match=found):
+        raise_in_turn(optimizer, lambda: scaler.step(optimizer))
+    assert optimizer.grad_scale == 1  # GradScaler multiplies its next scale by it
+    optimizer.zero_grad()
+    loss_of(world, model, 0).backward()
+    optimizer.step()
+    assert optimizer.found_inf.item() == 0

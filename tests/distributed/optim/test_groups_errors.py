@@ -1,0 +1,148 @@
+"""Process groups of parameter groups that cannot be meant, or that differ between ranks."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.optim import assert_all_equal, assert_weights_follow, make_parameters
+
+from distributed.cases import raised_everywhere
+from distributed.optim.cases import model_bytes
+from distributed.optim.group_cases import REPLICATED, Mixture, Parts, expert_group
+from distributed.run import on_ranks
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+def check_refused(model, param_groups, message: str, error=ValueError, **options) -> None:
+    """On every rank, with one message, before a parameter was touched."""
+    before = [b.clone() for b in model_bytes(model.parameters)]
+    build = lambda: ZeroFP4Optimizer(param_groups, lr=0.1, **options)  # noqa: E731
+    assert message in raised_everywhere(model.world, error, build)
+    assert_all_equal(model_bytes(model.parameters), before, "parameter")
+
+
+@on_ranks(2, 4, time_limit=30)
+def test_a_group_that_is_none(world):
+    model, group = Mixture(world), expert_group(world)
+    outside = dist.new_group([0])  # for rank 1, what torch gives a rank that is not in it
+    copied = {"params": model.experts, "replicated_over": 3}
+    for groups, message, error in [
+        (model.param_groups("experts"), "process_group of a parameter group must be a process g", TypeError),
+        (model.param_groups(outside), "process_group of a parameter group does not contain the", ValueError),
+        ([copied], "replicated_over of a parameter group must be a process group, got int", TypeError),
+    ]:
+        groups = groups if world.rank == 1 else model.param_groups(group)
+        check_refused(model, groups, f"rank 1: {message}", error)
+
+
+@on_ranks(3, time_limit=30)
+def test_a_group_with_ranks_that_do_not_step(world):
+    model = Mixture(world, kind=0)
+    pair, all_ranks = dist.new_group([0, 2]), dist.group.WORLD
+    if world.rank != 1:
+        message = r"process_group of param_groups\[1\] has global rank 1, and the"
+        with pytest.raises(ValueError, match=message):
+            ZeroFP4Optimizer(model.param_groups(all_ranks), process_group=pair)
+    dist.barrier()
+    ZeroFP4Optimizer(model.param_groups(all_ranks), process_group=all_ranks)  # the same ranks are the same
+
+
+@on_ranks(2, 4, time_limit=30)
+def test_groups_that_differ_between_ranks(world):
+    model, group = Mixture(world), expert_group(world)
+    last = world.world_size - 1
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    if world.world_size == 4:
+        message = "process_group of param_groups[1] is ranks [1, 3] on rank 1 and ranks [3] on rank 3"
+    else:
+        message = "process_group of param_groups[1] is ranks [0, 1] on rank 0 and ranks [1] on rank 1"
+        group = dist.group.WORLD
+    check_refused(model, model.param_groups(alone if world.rank == last else group), message)
+    more = [{"params": make_parameters(world.device, 5, [((4,), torch.float32, False)])}]
+    groups = model.param_groups(alone) + more * (world.rank == last)
+    check_refused(model, groups, f"param_groups: rank 0 has 2 groups, rank {last} has 3")
+
+
+@on_ranks(4, time_limit=30)
+def test_parameters_that_differ_within_a_group(world):
+    """Others may have other experts; those of a group are the same on its ranks."""
+    model, group = Mixture(world), expert_group(world)
+    fewer = [{"params": model.dense}, {"params": model.experts[:1], "process_group": group}]
+    groups = fewer if world.rank == 3 else model.param_groups(group)
+    check_refused(model, groups, "params: rank 1 has 3 parameters, rank 3 has 1 (of ranks [1, 3])")
+    other = Mixture(world, kind=1 - model.kind)
+    groups = other.param_groups(group) if world.rank == 2 else model.param_groups(group)
+    check_refused(model, groups, "params: rank 0 has 2 parameters, rank 2 has 3 (of ranks [0, 2])")
+    model.experts[0].requires_grad_(world.rank != 3)
+    kind = "nvfp4 bfloat16 (16, 34) in group 1"
+    message = f"param_groups[1]['params'][0] is {kind} on rank 1 and {kind}, frozen on rank 3"
+    check_refused(model, model.param_groups(group), message)
+
+
+@on_ranks(2, 4, time_limit=30)
+def test_options_that_go_with_groups(world):
+    model, group = Mixture(world), expert_group(world)
+    check_refused(
+        model,
+        model.param_groups(group),
+        "put param_groups[0]['params'][0] and param_groups[1]['params'][0] together, which are in other",
+        amax_groups=[[model.dense[0], model.experts[0]]],
+    )
+    first = ZeroFP4Optimizer(model.param_groups(group), FusedAdamW, lr=0.1)
+    count = len(model.dense)
+    message = f"rank 0: param_groups[0]['params'][{count}] is sharded over another process group"
+    check_refused(model, [{"params": model.parameters[: count + 1]}], message, masters_from=first)
+    again = ZeroFP4Optimizer(model.param_groups(group), FusedAdamW, lr=0.1, masters_from=first)
+    assert_all_equal(again.gathered_masters(), first.gathered_masters(), "master")
+    with pytest.raises(RuntimeError, match="add_param_group"):
+        again.add_param_group({"params": [], "process_group": group})
+    assert not {"process_group", "replicated_over"} & again.param_groups[1].keys()
+
+
+# Slices of tensor parallelism
+
+
+@on_ranks(2, 4, time_limit=30)
+def test_what_is_wrong_with_slices(world):
+    model = Parts(world)
+    slices, replicated = model.param_groups()
+    message = "rank 0: param_groups[0] names no process_group, and param_groups[1] is replicated_over a tens"
+    check_refused(model, [{"params": model.slices}, replicated], message)
+    both = replicated | {"process_group": dist.group.WORLD}
+    check_refused(model, [slices, both], "may have no rank in common but this one")
+    with pytest.raises(ValueError, match=r"has global rank \d, and the optimizer's process_group has not"):
+        ZeroFP4Optimizer([slices, replicated], process_group=model.data)
+    dist.barrier()
+    other = make_parameters(world.device, 1, [((301,), torch.float32, False), *REPLICATED[1:]])
+    differs = replicated | {"params": other if model.part else model.replicated}
+    check_refused(model, [slices, differs], "is replicated_over ranks [0, 1], but rank 0 has")
+    if world.world_size == 4:
+        alone = [dist.new_group([rank]) for rank in range(4)][world.rank]
+        some = replicated | ({"replicated_over": alone} if world.rank == 3 else {})
+        message = "replicated_over of param_groups[1] is ranks [2, 3] on rank 2 and ranks [3] on rank 3"
+        check_refused(model, [slices, some], message)
+    optimizer = ZeroFP4Optimizer(model.param_groups(), lr=0.1)
+    model.set_gradients(0)
+    optimizer.step()
+    assert_weights_follow(model.parameters, optimizer.gathered_masters())
+
+
+@on_ranks(4, time_limit=30)
+def test_pairs_in_another_order_are_refused(world):
+    """The first rank of the second pair would count what the first rank of the first pair does."""
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        pytest.skip("this torch sorts the ranks of every group")
+    model = Parts(world)
+    slices, replicated = model.param_groups()
+    turned = [dist.new_group(pair, sort_ranks=False) for pair in ([0, 1], [3, 2])][world.rank // 2]
+    check_refused(model, [slices, replicated | {"replicated_over": turned}], "all must have the same")
+
+
+def test_a_group_without_torch_distributed(device):
+    parameters = make_parameters(device, 0, [((4, 4), torch.float32, False)])
+    message = "process_group of a parameter group must be a process group, got int"
+    with pytest.raises(TypeError, match=message):
+        ZeroFP4Optimizer([{"params": parameters, "process_group": 1}])

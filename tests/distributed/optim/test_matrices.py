@@ -1,0 +1,238 @@
+"""Optimizers that need whole matrices, over several ranks: the bytes of one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.matrices import BESIDE, MATRICES, MUON, OneProcess, make_groups
+from cases.optim import assert_all_equal, check, make_gradients, make_parameters, set_gradients
+from helpers import assert_bytes_equal
+
+from distributed.optim.cases import (
+    Injected,
+    assert_same_on_all_ranks,
+    averages,
+    check_weights,
+    gathered,
+    model_bytes,
+    parameters_of,
+)
+from distributed.run import on_ranks
+from zerofp4 import NVFP4Tensor
+from zerofp4.engine.buckets import longest_first
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.shard import Shard
+
+
+def check_same(optimizer, plain, what: str) -> None:
+    check(optimizer, plain, what)
+    assert_same_on_all_ranks(model_bytes(plain.parameters), optimizer.process_group())
+
+
+def check_injected(world, optimizer_class, **options) -> ZeroFP4Optimizer:
+    """Steps of Injected are those of one process."""
+    parameters = make_parameters(world.device, 0, MATRICES)
+    others = {key: value for key, value in options.items() if key not in ("bucket_mb", "whole_matrices")}
+    plain = OneProcess([{"params": parameters}], optimizer_class, **others)
+    optimizer = Injected(parameters, optimizer_class, **options)
+    for step in range(4):
+        set_gradients(parameters, make_gradients(parameters, step))
+        plain.step([p.grad for p in parameters])
+        optimizer.step()
+        check_same(optimizer, plain, f"step {step}:")
+    return optimizer
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("bucket_mb", "options"),
+    [
+        (0.002, {}),
+        (None, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}),
+        (0.002, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}),
+    ],
+)
+def test_muon_equals_torchs_on_one_process(world, bucket_mb, options):
+    check_injected(world, torch.optim.Muon, bucket_mb=bucket_mb, **{**MUON, **options})
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adafactor, torch.optim.AdamW, FusedAdamW])
+def test_other_classes_with_whole_matrices(world, optimizer_class):
+    optimizer = check_injected(world, optimizer_class, whole_matrices=True, lr=0.02)
+    assert all(bucket["whole_matrices"] for bucket in optimizer.describe()["buckets"])
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_other_classes_beside_it(world, beside):
+    """Gradients are averaged, and an lr is changed on the way. Clipping does not see the layout: the norm has
+    the bits of that of an elementwise optimizer.
+    """
+    parameters, groups = make_groups(world.device, beside)
+    others = make_groups(world.device, beside)[0]
+    elementwise = ZeroFP4Optimizer(others, torch.optim.SGD)
+    plain = OneProcess(groups, **MUON)
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, bucket_mb=0.003, **MUON)
+    muon, other = optimizer.inners.all
+    for step in range(4):
+        for own in (parameters, others):
+            set_gradients(own, make_gradients(own, 10 * world.rank + step))
+        means = averages([p.grad for p in parameters])
+        if step % 2:
+            total = optimizer.clip_grad_norm_(0.5)
+            assert_bytes_equal(total, elementwise.clip_grad_norm_(0.5), "norm")
+            means = [mean * (0.5 / (total + 1e-6)).clamp(max=1.0) for mean in means]
+            elementwise.zero_grad()
+        plain.step(means)
+        optimizer.step()
+        check_same(optimizer, plain, f"step {step}:")
+        for g in range(3):
+            plain.optimizers[g].param_groups[0]["lr"] /= 2
+            optimizer.param_groups[g]["lr"] /= 2
+    assert [group["lr"] for group in muon.param_groups] == [0.02 / 8, 0.05 / 8]  # before the last change
+    plans = [part.plan for part in other._parts] if beside == "fused" else []
+    assert sum(plan is not None for plan in plans) == (beside == "fused")
+    described = optimizer.describe()
+    assert not described["in_buckets"]
+    assert world.world_size == 1 or "Muon updates all masters at once" in described["obstacle"]
+    for bucket in described["buckets"]:
+        assert bucket["whole_matrices"] == (bucket["optimizer"] == "Muon")
+    assert {bucket["optimizer"] for bucket in described["buckets"]} == {"Muon", BESIDE[beside][0].__name__}
+
+
+@on_ranks(1, 2, 3)
+def test_every_matrix_lies_whole_with_the_rank_that_the_times_say(world):
+    parameters, groups = make_groups(world.device, "adamw")
+    groups[2]["ns_steps"] = 9
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, bucket_mb=0.01, **MUON)
+    works, whole = [], [i for i in range(len(parameters)) if not 4 <= i < 4 + len(groups[1]["params"])]
+    for i in whole:
+        *stack, n, k = parameters[i].shape
+        steps, short, long = 5 if i < 4 else 9, min(n, k), max(n, k)
+        works.append(math.prod(stack) * steps * (4 * short * short * long + 2 * short**3))
+    shards = optimizer._shards.shards
+    for i, owner in zip(whole, longest_first(works, world.world_size), strict=True):
+        assert shards[i] == (Shard(0, parameters[i].numel()) if owner == world.rank else Shard(0, 0))
+    held = [m for group in optimizer.inners.all[0].param_groups for m in group["params"]]
+    assert all(master.dim() == 2 for master in held)
+    count = torch.tensor([len(held)], device=world.device)
+    total = count if world.world_size == 1 else sum(gathered(count))
+    assert total.item() == sum(math.prod(parameters[i].shape[:-2]) for i in whole)
+    stack = parameters[9]
+    assert stack.shape == (5, 18, 34) and isinstance(stack, NVFP4Tensor)
+    own = [id(m) for m in optimizer._shards.optimized[9]]
+    assert own == [id(m) for m in held if id(m) in own] and len(own) in (0, 5)
+
+
+@on_ranks(1, 2, 3)
+def test_missing_and_nonfinite_gradients(world):
+    """Muon cannot be told of a NaN on the device."""
+    parameters, groups = make_groups(world.device, "adamw")
+    plain = OneProcess(groups, **MUON)
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+    last = world.world_size - 1
+    for step in range(4):
+        gradients = make_gradients(parameters, 10 * world.rank + step)
+        if step == 2:  # no rank takes it
+            gradients[9][3, 2, 1] = math.nan if world.rank == last else 0.0
+        gradients[0] = None if step % 2 else gradients[0]
+        gradients[4] = None
+        gradients[10] = gradients[10] if world.rank == last else None
+        set_gradients(parameters, gradients)
+        if step != 2:
+            zeros = [torch.zeros(p.shape, dtype=p.dtype, device=world.device) for p in parameters]
+            pairs = zip(parameters, zeros, strict=True)
+            means = averages([z if p.grad is None else p.grad for p, z in pairs])
+            means[0], means[4] = None if step % 2 else means[0], None
+            plain.step(means)
+        optimizer.step()
+        check_same(optimizer, plain, f"step {step}:")
+        assert optimizer.skipped_steps == (step >= 2)
+        assert optimizer.found_inf.item() == (step == 2)
+
+
+@on_ranks(2)
+def test_fused_adamw_of_whole_matrices_takes_no_buckets(world):
+    parameters = make_parameters(world.device, 0, MATRICES)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, whole_matrices=True)
+    assert optimizer.describe()["obstacle"] == "whole matrices are updated all at once"
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
+@on_ranks(1, 2, 3)
+def test_weights_that_share_an_amax_have_different_owners(world):
+    parameters = make_parameters(world.device, 0, [((34, 48), torch.bfloat16, True)] * 4)
+    amax_groups = [[parameters[0], parameters[3]]]
+    optimizer = ZeroFP4Optimizer(
+        parameters, torch.optim.Muon, amax_groups=amax_groups, bucket_mb=0.001, **MUON
+    )
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.step()
+    largest = max(m.to(torch.bfloat16).float().abs().max() for m in optimizer.gathered_masters()[::3])
+    for p in parameters[::3]:
+        assert_bytes_equal(p.amax, largest.view(p.amax.shape), "amax")
+
+
+@on_ranks(2, 3)
+def test_matrices_that_are_sharded_within_another_group(world):
+    """Experts of which every rank has its own: whole with that rank, and averaged with nobody."""
+    alone = dist.new_group([world.rank], use_local_synchronization=True)
+    shared = make_parameters(world.device, 0, MATRICES[:3])
+    experts = make_parameters(world.device, 10 + world.rank, MATRICES[4:6])
+    groups = [{"params": shared}, {"params": experts}]
+    plain = OneProcess(groups, **MUON)
+    groups[1]["process_group"] = alone
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+    for step in range(2):
+        set_gradients([*shared, *experts], make_gradients([*shared, *experts], 10 * world.rank + step))
+        plain.step([*averages([p.grad for p in shared]), *(p.grad for p in experts)])
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
+
+
+@on_ranks(1, 2, 3)
+def test_masters_go_from_elements_to_matrices_and_back(world):
+    parameters = parameters_of(world)
+    matrices, others = ([p for p in parameters if (p.dim() > 1) == whole] for whole in (True, False))
+    first = ZeroFP4Optimizer(parameters, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    first.step()
+    beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.1}
+    second = ZeroFP4Optimizer([beside, {"params": matrices}], torch.optim.Muon, masters_from=first)
+    order = {id(p): m for p, m in zip(parameters, first.gathered_masters(), strict=True)}
+    expected = [order[id(p)] for p in [*others, *matrices]]
+    assert_all_equal(second.gathered_masters(), expected, "master")
+    second.step()
+    third = ZeroFP4Optimizer(parameters, masters_from=second, lr=0.1)
+    order = {id(p): m for p, m in zip([*others, *matrices], second.gathered_masters(), strict=True)}
+    assert_all_equal(third.gathered_masters(), [order[id(p)] for p in parameters], "master")
+    check_weights(parameters, third)
+
+
+@on_ranks(2, 3)
+def test_ranks_must_agree_on_who_has_what(world):
+    """Before anything has changed, and no rank waits."""
+    muon, adamw, work = torch.optim.Muon, torch.optim.AdamW, r"updated whole in \d+ operations"
+    first = rf"\[0\]\['params'\]\[0\] is nvfp4 bfloat16 \(34, 48\) in group 0, {work} on rank 0 and"
+    parameters = make_parameters(world.device, 0, MATRICES)
+    extra = [torch.nn.Parameter(torch.zeros(3, device=world.device))] * (world.rank == 1)
+    groups = make_groups(world.device, "adamw" if world.rank else "sgd")[1]
+    whole = r"rank 1: .*\[10\] has shape \(3,\), and torch.optim.Muon gets whole"
+    for params, optimizer_class, options, message in [
+        (parameters, muon, {"ns_steps": 5 + world.rank}, first),
+        (parameters, torch.optim.Adagrad, {"whole_matrices": world.rank == 0}, first),
+        (parameters, adamw if world.rank else muon, {}, first),
+        (groups, muon, {}, r"\[1\]\['params'\]\[0\] is .* in group 1 of torch.optim.sgd.SGD"),
+        ([*parameters, *extra], muon, {}, whole),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ZeroFP4Optimizer(params, optimizer_class, **options)
+    for p in parameters:
+        codes = p.rowwise_data if isinstance(p, NVFP4Tensor) else p
+        assert codes.untyped_storage().nbytes() == codes.nbytes  # no view of a buffer

@@ -1,0 +1,308 @@
+"""ZeroFP4Optimizer over several ranks: the bytes of one machine, at any world size."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.optim import (
+    Plain,
+    assert_all_equal,
+    assert_weights_follow,
+    check,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+)
+from helpers import assert_bytes_equal
+from torch import nn
+
+from distributed.optim.cases import (
+    Injected,
+    assert_same_on_all_ranks,
+    averages,
+    check_weights,
+    loss_of,
+    make_net,
+    model_bytes,
+    parameters_of,
+)
+from distributed.run import on_ranks
+from zerofp4 import NVFP4Tensor
+from zerofp4.optim import ZeroFP4Optimizer
+
+
+def check_training(world):
+    """The ranks differ until the optimizer gives them rank 0's values; then they never differ again."""
+    net = make_net(world, seed=world.rank)
+    values = [p.detach().clone() for p in make_net(world, seed=0).parameters()]
+    optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.01)
+    parameters = list(net.parameters())
+    check_weights(parameters, optimizer)
+    assert_all_equal([p.detach().float() for p in parameters], [v.float() for v in values], "value of rank 0")
+    for step in range(4):
+        loss_of(net, world, step).backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        check_weights(parameters, optimizer)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_weights_are_the_quantized_masters_on_every_rank(world):
+    check_training(world)
+
+
+@on_ranks(2, launcher="mpirun")
+def test_weights_are_the_quantized_masters_under_mpirun(world):
+    check_training(world)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("Adagrad", {}),
+    ],
+)
+def test_same_gradients_same_masters_at_any_world_size(world, name, options):
+    options = {"lr": 0.02, "weight_decay": 0.1, **options}
+    optimizer_class = getattr(torch.optim, name)
+    plain = Plain(parameters_of(world), optimizer_class, **options)
+    optimizer = Injected(plain.parameters, optimizer_class, **options)
+    for step in range(5):
+        set_gradients(plain.parameters, make_gradients(plain.parameters, step))
+        plain.step()
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
+        assert_same_on_all_ranks(model_bytes(plain.parameters), optimizer.process_group())
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("bucket_mb", "wire"),
+    [(None, None), (0.001, None), (0.003, torch.bfloat16), (None, torch.float16), (None, torch.float32)],
+)
+def test_gradients_are_averaged_in_rank_order(world, bucket_mb, wire):
+    """Each rank's own are rounded to what travels before they are added, in a world of one too."""
+    parameters = parameters_of(world)
+    options = {"lr": 1.0, "bucket_mb": bucket_mb, "gradient_wire": wire}
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, **options)
+    before = optimizer.gathered_masters()
+    for round_ in range(2):  # every piece of staging is used again
+        set_gradients(parameters, make_gradients(parameters, world.rank + 10 * round_))
+        optimizer.step()
+        means = averages([p.grad.to(wire or p.dtype) for p in parameters])
+        expected = [m - mean for m, mean in zip(before, means, strict=True)]
+        assert_all_equal(optimizer.gathered_masters(), expected, "master")
+        before = expected
+
+
+@on_ranks(2)
+def test_wider_gradients_travel_as_they_are_or_not_at_all(world):
+    """float32 gradients of bfloat16 weights: where autograd was told so before the optimizer was built they
+    lose nothing; those of one rank that come as a surprise are refused on all.
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    told, surprised = parameters_of(world), parameters_of(world)
+    for p in told:
+        p.grad_dtype = torch.float32
+    optimizer = ZeroFP4Optimizer(told, torch.optim.SGD, lr=1.0)
+    before = optimizer.gathered_masters()
+    gradients = [torch.randn(p.shape, device=world.device) + world.rank for p in told]
+    for p, gradient in zip(told, gradients, strict=True):
+        p.grad = gradient
+    optimizer.step()
+    expected = [m - mean for m, mean in zip(before, averages(gradients), strict=True)]
+    assert_all_equal(optimizer.gathered_masters(), expected, "master")
+
+    optimizer = ZeroFP4Optimizer(surprised, torch.optim.SGD, lr=1.0)
+    set_gradients(surprised, make_gradients(surprised, world.rank))
+    if world.rank == 1:
+        surprised[1].grad = None
+        surprised[1].grad_dtype = torch.float32
+        surprised[1].grad = gradients[1]
+    for _ in range(2):
+        with pytest.raises((TypeError, RuntimeError), match=r"gradient_wire=torch\.float32|rank 1"):
+            optimizer.step()
+    check_weights(surprised, optimizer)
+
+
+@pytest.mark.heavy
+@on_ranks(2, time_limit=300)
+def test_500_steps_equal_quantizing_whole_masters_without_sharding(world):
+    """Losses bitwise equal to a loop with whole FP32 masters and the mean gradients in rank order."""
+    options = {"lr": 0.003, "weight_decay": 0.01}
+    sharded, whole = make_net(world), make_net(world)
+    optimizer = ZeroFP4Optimizer(sharded.parameters(), **options)
+    parameters = list(whole.parameters())
+    masters = optimizer.gathered_masters()
+    plain = torch.optim.AdamW(masters, **options)
+    losses = []
+    for step in range(500):
+        loss = loss_of(sharded, world, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = loss_of(whole, world, step)
+        expected.backward()
+        for master, mean in zip(masters, averages([p.grad for p in parameters]), strict=True):
+            master.grad = mean
+        plain.step()
+        whole.zero_grad()
+        with torch.no_grad():
+            for master, p in zip(masters, parameters, strict=True):
+                p.copy_(master)
+        assert loss.item() == expected.item(), f"step {step}: {loss.item()!r}, not {expected.item()!r}"
+        losses.append(loss.item())
+    assert_weights_follow(parameters, masters)
+    assert_all_equal(model_bytes(list(sharded.parameters())), model_bytes(parameters), "weight")
+    assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
+
+
+@on_ranks(2, 4)
+def test_ranks_that_own_nothing(world):
+    """They save and load, too, as torch.save does it for the same rank."""
+    specifications = [((4, 6), torch.bfloat16, True), ((3,), torch.float32, False)]
+    plain = Plain(make_parameters(world.device, 0, specifications), torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = Injected(plain.parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+    owned = sum(m is not None for m in optimizer._shards.masters)
+    assert owned == (2 if world.rank == 0 else 0)
+    for step in range(4):
+        if step == 2:
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            set_gradients(plain.parameters, make_gradients(plain.parameters, 9))
+            optimizer.step()
+            file.seek(0)
+            optimizer.load_state_dict(torch.load(file, weights_only=True))
+        set_gradients(plain.parameters, make_gradients(plain.parameters, step))
+        plain.step()
+        total = optimizer.clip_grad_norm_(1e9)
+        expected = nn.utils.get_total_norm([master.grad for master in plain.masters])
+        assert total.item() == pytest.approx(expected.item())
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
+
+
+# Norms
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(("norm_type", "wire"), [(1.0, None), (2.0, torch.float32), (math.inf, None)])
+def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire):
+    """A NaN of one rank is in every norm."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, gradient_wire=wire)
+    transport = optimizer._transport  # what lies between parameters must not get into the norm
+    for memory, received in zip(transport.memory, transport._received, strict=True):
+        received.fill_(math.nan)
+        if not memory.aliased:
+            memory.flat.fill_(math.nan)
+    before = optimizer.gathered_masters()
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    means = averages([p.grad for p in parameters])
+    total = optimizer.clip_grad_norm_(0.7, norm_type)
+    assert_same_on_all_ranks([total.reshape(1)])
+    # Sums in FP32 of a few hundred elements, in another order than here.
+    whole = torch.cat([mean.double().flatten() for mean in means])
+    torch.testing.assert_close(total.double(), torch.linalg.vector_norm(whole, norm_type), rtol=1e-6, atol=0)
+    optimizer.step()
+    scale = (0.7 / (total + 1e-6)).clamp(max=1.0)
+    expected = [m - mean * scale for m, mean in zip(before, means, strict=True)]
+    assert_all_equal(optimizer.gathered_masters(), expected, "master")
+    check_weights(parameters, optimizer)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    if world.rank == 1:
+        parameters[0].grad[0, 0] = math.nan
+    assert optimizer.clip_grad_norm_(1.0, norm_type).isnan()
+    optimizer.step()
+    assert optimizer.found_inf.item() == 1
+
+
+# What stays, and what goes from one optimizer to another
+
+
+@on_ranks(2, 3)
+def test_weights_are_gathered_in_place(world):
+    """A gather's output is the storage that the weights are views of, its input this rank's slice of it."""
+    parameters = parameters_of(world)
+    optimizer = ZeroFP4Optimizer(parameters, transport="collective")
+    calls = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    collective = getattr(dist, name)
+
+    def recording(output, input, **options):
+        calls.append((output.data_ptr(), output.nbytes, input.data_ptr(), input.nbytes))
+        return collective(output, input, **options)
+
+    setattr(dist, name, recording)
+    try:
+        optimizer.step()
+    finally:
+        setattr(dist, name, collective)
+    assert len(calls) == 4
+    for p in parameters:
+        data = p.rowwise_data if isinstance(p, NVFP4Tensor) else p
+        first, last = data.data_ptr(), data.data_ptr() + data.nbytes
+        assert not data.numel() or any(at <= first and last <= at + size for at, size, *_ in calls)
+    for output, size, input, part in calls:
+        assert part * world.world_size == size and input == output + world.rank * part
+    sizes = optimizer.gathered_bytes_per_step()
+    assert sizes["nvfp4"] + sizes["high_precision"] == sum(size for _, size, *_ in calls)
+    assert sizes["bf16_equivalent"] == 2 * sum(p.numel() for p in parameters)
+
+
+@on_ranks(2, 3)
+def test_masters_are_handed_over_to_another_layout(world):
+    """Whoever owned a master before, and whatever rank 0 could see of it."""
+    parameters = parameters_of(world)
+    parameters[2].requires_grad_(False)
+    old = ZeroFP4Optimizer(parameters, lr=0.1)
+    gradients = make_gradients(parameters, world.rank)
+    set_gradients(parameters, [None if i == 2 else gradient for i, gradient in enumerate(gradients)])
+    old.step()
+    masters = old.gathered_masters()
+    masters[2] = parameters[2].dequantize(torch.float32).detach()
+    parameters[2].requires_grad_(True)
+    order = [4, 5, 2, 7, 0, 1, 6, 3]
+    reordered = [parameters[i] for i in order]
+    optimizer = ZeroFP4Optimizer(reordered, torch.optim.SGD, masters_from=old, lr=0.1)
+    assert_all_equal(optimizer.gathered_masters(), [masters[i] for i in order], "master")
+    check_weights(reordered, optimizer)
+    source = optimizer if world.rank == 0 else None
+    alone = dist.new_group([world.rank], use_local_synchronization=True)
+    for options, message in [
+        ({"masters_from": source}, r"what masters_from hands over is \[0, 1, .*\] on rank 0 and \[\] on"),
+        ({"masters_from": optimizer, "process_group": alone}, "masters_from must shard its masters over the"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ZeroFP4Optimizer(parameters, **options)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+
+
+@on_ranks(3)
+def test_a_subgroup(world):
+    group = dist.new_group([0, 2])
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="does not contain the calling process"):
+            ZeroFP4Optimizer(parameters_of(world), process_group=group)
+        return
+    parameters = parameters_of(world, seed=world.rank)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, process_group=group)
+    before = optimizer.gathered_masters()
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.step()
+    a, b = (make_gradients(parameters, rank) for rank in (0, 2))
+    for i, (p, master) in enumerate(zip(parameters, optimizer.gathered_masters(), strict=True)):
+        mean = (a[i].to(p.dtype).float() + b[i].to(p.dtype).float()) / 2
+        assert_bytes_equal(master, before[i] - mean, f"master {i}")
+    assert_weights_follow(parameters, optimizer.gathered_masters())

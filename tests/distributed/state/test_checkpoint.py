@@ -1,0 +1,270 @@
+"""Checkpoints of ZeroFP4Optimizer through torch.distributed.checkpoint, from any world to any other."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases.optim import assert_all_equal
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import zerofp4
+from distributed.cases import shared_folder
+from distributed.optim.cases import model_bytes
+from distributed.run import on_ranks
+from distributed.state.cases import (
+    CASES,
+    assert_goes_on,
+    assert_same_model,
+    contents,
+    make_model,
+    on_rank_0,
+    run,
+    saved,
+    trained,
+    whole,
+)
+
+LONG = ("adamw", "fused", "sgd", "muon")
+"""Cases of which 8 steps after the load are compared; of the others 2."""
+
+
+@on_ranks(4, time_limit=240.0)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_in_a_world_of_any_size(world, case):
+    """Saved on 4 ranks, loaded on 1, 2, 3 and 4; saved on 3, loaded on 2 and 1: the same bytes as without a
+    stop.
+    """
+    steps = range(3, 11 if case in LONG else 5)
+    through, straight = trained(world, 3, case)
+    run(through, straight, steps)
+    expected = [m for m in straight.gathered_masters() if m is not None]
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
+    paths = {}
+    for size in (3, 4):
+        paths[size] = shared_folder(world)
+        if world.rank < size:
+            model, stopped = trained(world, 3, case, group=groups[size])
+            state = {"model": model, "optimizer": stopped}
+            dcp.save(state, checkpoint_id=paths[size], process_group=groups[size])
+    for size, loaded in [(4, 1), (4, 2), (4, 3), (4, 4), (3, 2), (3, 1)]:
+        dist.barrier()
+        if world.rank < loaded:
+            model, resumed = trained(world, 0, case, seed=7, group=groups[loaded], lr=0.5)
+            state = {"model": model, "optimizer": resumed}
+            dcp.load(state, checkpoint_id=paths[size], process_group=groups[loaded])
+            run(model, resumed, steps)
+            sides = [model_bytes(list(one.parameters())) for one in (model, through)]
+            assert_all_equal(*sides, f"{size} to {loaded} ranks: buffer")
+            assert resumed.state_dict()["steps"] == steps.stop
+            masters = [m for m in resumed.gathered_masters() if m is not None]
+            assert_all_equal(masters, expected, f"{size} to {loaded} ranks: master")
+    dist.barrier()
+
+
+@on_ranks(1, 2, 3)
+def test_async_save_holds_what_was_there_when_it_was_called(world):
+    """Everything in it has the id of that moment."""
+    model, optimizer = trained(world)
+    other, loaded = trained(world, 0, seed=1)
+    path, save_id = shared_folder(world), optimizer.state_dict()["steps"].save_id
+    # Beside the collectives of the steps; torch wants it to have a backend for the CPU.
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else None
+    own = dist.new_group(backend=backend) if dist.is_initialized() else None
+    future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path, process_group=own)
+    run(model, optimizer, range(2, 4))
+    future.result()
+    state = loaded.state_dict()
+    dcp.load({"model": other, "optimizer": state}, checkpoint_id=path)
+    ids = {i for entries in state["state"].values() for piece in entries.values() for i in piece.saves}
+    assert ids | {state["steps"].save_id, state["param_groups"].save_id} == {save_id}
+    loaded.load_state_dict(state)
+    assert_same_model(other, trained(world)[0])
+    run(other, loaded, range(2, 4))
+    assert_same_model(model, other)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("keys", [("a model", "optimizer"), ("model", "an optimizer")])
+def test_model_and_optimizer_load_in_any_order(world, keys):
+    one, other, path = trained(world), trained(world, 0, seed=1), shared_folder(world)
+    dcp.save(dict(zip(keys, one, strict=True)), checkpoint_id=path)
+    dcp.load(dict(zip(keys, other, strict=True)), checkpoint_id=path)
+    assert_goes_on(one, other)
+
+
+@on_ranks(1, 2)
+def test_masters_win_over_a_model_that_is_loaded_after_them_and_not_without(world):
+    model, optimizer = trained(world)
+    other, loaded = trained(world, 0, seed=1)
+    state = copy.deepcopy(optimizer.state_dict())
+    third = make_model(world, seed=2)
+    for p, q in zip(third.parameters(), model.parameters(), strict=True):
+        if p.dtype == torch.float32:  # its own master, so that a model's load writes into that
+            p.data.copy_(q)
+    loaded.load_state_dict(state)
+    other.load_state_dict(third.state_dict())
+    run(model, optimizer, range(2, 3))
+    run(other, loaded, range(2, 3))
+    assert_same_model(model, other)
+    other.load_state_dict(third.state_dict())
+    with pytest.raises(RuntimeError, match="was written to since the last step"):
+        run(other, loaded, range(3, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("missing", ["exp_avg", "master"])
+def test_what_a_partial_load_leaves_out_is_found(world, missing):
+    """Where a planner lets entries be missing, one without a moment changes nothing and names it."""
+    model, optimizer = trained(world)
+    other, loaded = trained(world, 1, seed=1)
+    optimizer.param_groups[0]["lr"] = 0.125
+    state = optimizer.state_dict()
+    for entries in state["state"].values():
+        del entries[missing]
+    path, before = saved(world, state), contents(other, loaded)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    if missing == "master":  # they stay as they are
+        dcp.load({"optimizer": loaded}, checkpoint_id=path, planner=planner)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            if p.requires_grad:
+                moments = whole(loaded.state[q]["exp_avg"]), whole(optimizer.state[p]["exp_avg"])
+                assert_bytes_equal(*moments, "moment")
+    else:
+        with pytest.raises(ValueError, match=r"missing: cube.exp_avg, gain.exp_avg, "):
+            dcp.load({"optimizer": loaded}, checkpoint_id=path, planner=planner)
+        assert contents(other, loaded) == before
+
+
+@on_ranks(2)
+def test_another_model_is_refused_and_changes_nothing(world):
+    _, optimizer = trained(world)
+    other, loaded = trained(world, 1, seed=1)
+    before = contents(other, loaded)
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        group["param_names"] = [f"net.{name}" for name in group["param_names"]]
+    with pytest.raises(ValueError, match=r"does not fit: missing: cube, gain, empty, unused, first.weight"):
+        loaded.load_state_dict(state)
+    state = optimizer.state_dict()
+    state["state"][5]["exp_avg"] = torch.zeros(34, 49)
+    path = saved(world, state)
+    with pytest.raises(dcp.CheckpointException, match="Size mismatch between saved"):
+        dcp.load({"optimizer": loaded}, checkpoint_id=path)
+    assert contents(other, loaded) == before
+    run(other, loaded, range(6, 7))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("damage", ["gone", "no metadata", "foreign"])
+def test_a_file_that_cannot_be_read_changes_nothing_of_the_optimizer(world, damage):
+    model, optimizer = trained(world)
+    other, loaded = trained(world, 1, seed=1)
+    path, before = saved(world, optimizer, model=model), contents(other, loaded)
+    file = path / ".metadata" if damage == "no metadata" else max(path.glob("*.distcp"))
+    foreign = b"x" * file.stat().st_size
+    on_rank_0(world, file.write_bytes if damage == "foreign" else lambda _: file.unlink(), foreign)
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load({"optimizer": loaded}, checkpoint_id=path)
+    assert contents(other, loaded) == before
+    assert_goes_on((other, loaded), trained(world, 1, seed=1))
+
+
+@on_ranks(2)
+def test_a_weight_in_pieces_is_not_read_into_copies_of_a_quantized_one(world):
+    """torch would read into dequantized parts of it, and lose them."""
+    mesh = init_device_mesh(world.device.type, (2,))
+    values = torch.randn(48, 32, device=world.device).bfloat16()
+    path = shared_folder(world)
+    dcp.save({"weight": distribute_tensor(values, mesh, [Shard(0)])}, checkpoint_id=path)
+    layer = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16, device=world.device)
+    zerofp4.convert_model(layer, lambda *_: True)
+    with pytest.raises(dcp.CheckpointException, match="load the model before convert_model, or call"):
+        dcp.load(layer.state_dict(), checkpoint_id=path)
+    zerofp4.plain_state_dict(layer)
+    dcp.load({"weight": (state := layer.state_dict())["weight"]}, checkpoint_id=path)
+    layer.load_state_dict(state)
+    assert_bytes_equal(layer.weight.get_high_precision_init_val(), values.cpu(), "weight")
+
+
+def train(world, model, optimizer, steps) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        torch.manual_seed(step)
+        model(torch.randn(8, 48).to(world.device, dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("kind", "dtype"), [("plain", torch.bfloat16), ("fsdp2", torch.float32)])
+def test_a_checkpoint_of_torchs_adamw_and_back(world, kind, dtype):
+    """The model before it is converted; moments, steps and options go on; and so they do in a plain run."""
+
+    def make():
+        torch.manual_seed(0)
+        layers = nn.Linear(48, 34), nn.LayerNorm(34), nn.Linear(34, 16, bias=False)
+        return nn.Sequential(*layers).to(world.device, dtype)
+
+    plain = make()
+    if kind == "fsdp2":
+        plain = fully_shard(plain, mesh=init_device_mesh(world.device.type, (world.world_size,)))
+    adamw = torch.optim.AdamW(plain.parameters(), lr=0.03)
+    train(world, plain, adamw, range(3))
+    there, back = shared_folder(world), shared_folder(world)
+    model_state, optimizer_state = get_state_dict(plain, adamw)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=there)
+    model, fused = make(), zerofp4.optim.FusedAdamW
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=there)
+    model.load_state_dict(state["model"])
+    zerofp4.convert_model(model)
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), fused, lr=0.5)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key .*: optimizer.state.\S+.master"):
+        dcp.load(state, checkpoint_id=there)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.warns(UserWarning, match="lr and other options stay as they are here"):
+        dcp.load({"optimizer": optimizer}, checkpoint_id=there, planner=planner)
+    dcp.load(state, checkpoint_id=there, planner=planner)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 0.03
+    pairs = zip(model.parameters(), plain.parameters(), optimizer.gathered_masters(), strict=True)
+    for p, q, master in pairs:
+        assert_bytes_equal(master, whole(q.detach()).float(), "master")
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert_bytes_equal(whole(optimizer.state[p][name]), whole(adamw.state[q][name]).float(), name)
+    if kind == "plain":  # the same as from its state dict
+        other = make()
+        other.load_state_dict(plain.state_dict())
+        zerofp4.convert_model(other)
+        direct = zerofp4.optim.ZeroFP4Optimizer(other.named_parameters(), fused, lr=0.5)
+        direct.load_state_dict(copy.deepcopy(adamw.state_dict()))
+        train(world, other, direct, range(3, 5))
+
+    train(world, model, optimizer, range(3, 5))
+    if kind == "plain":
+        assert_same_model(model, other)
+    masters = dict(zerofp4.master_state_dict(model, optimizer))
+    dcp.save({"model": masters, "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=back)
+    model_state, optimizer_state = get_state_dict(plain, adamw)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=back)
+    set_state_dict(plain, adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for (name, q), p in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert_bytes_equal(whole(q.detach()), masters[name].to(dtype), name)
+        moment = whole(optimizer.state[p]["exp_avg"])
+        assert_bytes_equal(whole(adamw.state[q]["exp_avg"]), moment.to(dtype), name)

@@ -1,0 +1,118 @@
+"""Models out of a ZeRO run: masters, safetensors, ordinary parameters; and one optimizer after another."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+from cases.optim import assert_all_equal
+from helpers import assert_bytes_equal
+from torch import nn
+
+import zerofp4
+from distributed.cases import shared_folder
+from distributed.run import on_ranks
+from distributed.state.cases import Model, build, run, trained, whole
+from zerofp4.optim import export
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_master_state_dict_is_the_model_in_its_own_keys(world, dtype):
+    model, optimizer = trained(world)
+    found = dict(zerofp4.master_state_dict(model, optimizer, dtype))
+    assert list(found) == list(model.state_dict())
+    for (name, p), master in zip(model.named_parameters(), optimizer.gathered_masters(), strict=True):
+        expected = p.detach() if master is None else master
+        assert_bytes_equal(found[name], expected.to(dtype), name)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}
+    assert len(storages) == sum(p.numel() > 0 for p in model.parameters())
+
+
+def no_space(*_, **__):
+    """A mock that raised an exception of its own would be in a cycle with its frames."""
+    raise OSError("No space left on device")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="safetensors is not installed")
+@on_ranks(1, 2)
+def test_safetensors_are_written_in_shards(world):
+    import safetensors.torch as safetensors
+
+    model, optimizer = trained(world)
+    path, names = shared_folder(world), []
+    expected = dict(zerofp4.master_state_dict(model, optimizer, torch.bfloat16))
+    for shards, size in [(1, export.SHARD_BYTES), (3, 3500)]:
+        with mock.patch.object(export, "SHARD_BYTES", size):
+            zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
+        if world.rank == 0:
+            index, names = path / "model.safetensors.index.json", sorted(path.glob("*.safetensors"))
+            assert len(names) == shards and index.exists() == (shards > 1)
+            found = {key: value for name in names for key, value in safetensors.load_file(name).items()}
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert_bytes_equal(found[key], value.cpu(), key)
+    run(model, optimizer, range(2, 3))
+    with pytest.raises((OSError, RuntimeError), match="No space left"):  # of the rank that writes, on all
+        with mock.patch.object(safetensors, "save_file", no_space if world.rank == 0 else None):
+            zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
+    if world.rank == 0:
+        assert set(path.iterdir()) == {*names, index}
+        shutil.rmtree(path)
+        path.write_text("a file in the way")
+    with pytest.raises((OSError, RuntimeError), match="File exists"):
+        zerofp4.save_safetensors(model, optimizer, path)
+
+
+@on_ranks(1, 2, 3)
+def test_unconvert_model_gives_the_masters_values(world):
+    model, optimizer = trained(world)
+    masters = dict(zerofp4.master_state_dict(model, optimizer))
+    with pytest.raises(RuntimeError, match=r"first\.weight is held by a ZeroFP4Optimizer"):
+        zerofp4.unconvert_model(model)
+    assert zerofp4.unconvert_model(model, optimizer) == ["first.weight", "second.weight"]
+    for name, p in model.named_parameters():
+        assert type(p) is nn.Parameter
+        assert_bytes_equal(p.detach(), masters[name].to(p.dtype), name)
+    with pytest.raises(RuntimeError, match="was replaced in its module"):
+        run(model, optimizer, range(1))
+
+
+@on_ranks(1, 2, 3)
+def test_a_new_optimizer_goes_on_from_an_old_one_with_more_parameters(world):
+    """Unfrozen and added ones begin anew, the others keep masters and moments; groups may differ."""
+    model, old = trained(world, case="fused")
+    expected = dict(zerofp4.master_state_dict(model, old))
+    moments = {
+        name: whole(old.state[p]["exp_avg"]) for name, p in model.named_parameters() if p.requires_grad
+    }
+    model.frozen.requires_grad_(True)
+    model.added = nn.Parameter(torch.ones(3, device=world.device))
+    with pytest.raises(RuntimeError, match=r"have it load_state_dict\(\) this one's state_dict\(\)"):
+        run(model, old, range(1))
+    named = list(model.named_parameters())
+    new = build(model, "fused", groups=[{"params": named[::2]}, {"params": named[1::2], "lr": 0.5}])
+    new.load_state_dict(old.state_dict())
+    found = dict(zerofp4.master_state_dict(model, new))
+    assert_all_equal([found[name] for name in expected], list(expected.values()), "master")
+    for name, p in named:
+        entries = new.state[p]
+        if name in moments:
+            assert_bytes_equal(whole(entries["exp_avg"]), moments[name], name)
+        else:
+            assert not whole(entries["exp_avg"]).any() and not whole(entries["step"])
+    assert [group["lr"] for group in new.param_groups] == [0.01, 0.01]
+    run(model, new, range(2, 4))
+
+
+@on_ranks(2)
+def test_a_frozen_quantized_weight_has_its_values(world):
+    model = Model().to(world.device)
+    model.first.weight.requires_grad_(False)
+    optimizer = build(model)
+    model.first.weight.clear_high_precision_init_val()
+    found = dict(zerofp4.master_state_dict(model, optimizer))
+    assert_bytes_equal(found["first.weight"], model.first.weight.dequantize(torch.float32), "first.weight")

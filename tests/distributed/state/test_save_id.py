@@ -1,0 +1,212 @@
+"""A folder with chunks of two saves is refused, whoever left it so; every good checkpoint loads."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from early import waits_for
+
+from distributed.cases import shared_folder
+from distributed.processes import Finished, run_script
+from distributed.run import on_ranks
+from distributed.state import cases as checkpoint_cases
+from distributed.state.cases import assert_same_model, contents, on_rank_0, run
+
+trained = functools.partial(checkpoint_cases.trained, case="fused")
+
+
+def save(optimizer, path, thread_count=1, group=None) -> None:
+    writer = dcp.FileSystemWriter(path, thread_count=thread_count)
+    dcp.save({"optimizer": optimizer}, storage_writer=writer, process_group=group)
+
+
+def load(optimizer, path, group=None) -> None:
+    dcp.load({"optimizer": optimizer}, checkpoint_id=path, process_group=group)
+
+
+def refused(model, optimizer, source: Path | dict, match: str, group=None) -> None:
+    """On every rank, with one message, and nothing changes. source: a checkpoint or a state dict."""
+    before = contents(model, optimizer)
+    with pytest.raises(ValueError, match=match) as caught:
+        if isinstance(source, dict):
+            optimizer.load_state_dict(source)
+        else:
+            load(optimizer, source, group)
+    messages: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, str(caught.value), group=group)
+    assert len(set(messages)) == 1, messages
+    assert contents(model, optimizer) == before
+
+
+def of_steps(one: int, other: int) -> str:
+    """In either order."""
+    saves = [rf"\S+ of save [0-9a-f]+ at step {step}" for step in (one, other)]
+    return rf"mixes 2 saves: it has ({saves[0]} and {saves[1]}|{saves[1]} and {saves[0]})\."
+
+
+def copy_files(source: Path, target: Path, pattern: str) -> None:
+    """As if the rank of these files alone had ended its part of a save into the other folder."""
+    files = list(source.glob(pattern))
+    assert files
+    for file in files:
+        shutil.copy(file, target / file.name)
+
+
+def save_twice(world, old, new, thread_count=1, group=None):
+    """After step 1 and after step 5. Returns the model and the optimizer."""
+    model, optimizer = trained(world, 1, group=group)
+    save(optimizer, old, thread_count, group)
+    run(model, optimizer, range(1, 5))
+    save(optimizer, new, thread_count, group)
+    return model, optimizer
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("written", "thread_count"), [("__1_*", 1), ("__*_*", 2), ("__0_1*", 2)])
+def test_a_save_that_did_not_end_in_an_old_folder_is_refused(world, written, thread_count):
+    """In a world of any size, as if a rank had been killed, also where it has written one of its files. Where
+    all have written, it is the new save, and loads.
+    """
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
+    old, new = shared_folder(world), shared_folder(world)
+    if world.rank < 2:
+        model, _ = save_twice(world, old, new, thread_count, groups[2])
+    on_rank_0(world, copy_files, new, old, f"{written}.distcp")
+    for size, group in groups.items():
+        if world.rank < size:
+            other, loaded = trained(world, 2, seed=1, group=group)
+            if written != "__*_*":
+                refused(other, loaded, old, of_steps(1, 5), group)
+            load(loaded, new if written != "__*_*" else old, group)
+            assert loaded.state_dict()["steps"] == 5
+            if world.rank < 2:
+                assert_same_model(other, model)
+    dist.barrier()
+
+
+def killed_save(folder: Path) -> tuple[Finished, dict[str, list[str]]]:
+    """What the ranks of distributed/killed_save.py raised: of each, a type and a message."""
+    program = ["-m", "distributed.state.killed_save", str(folder)]
+    finished = run_script(program, 1, "alone", time_limit=120.0)
+    return finished, {path.name: json.loads(path.read_text()) for path in folder.glob("*.[01]")}
+
+
+@waits_for(killed_save)
+def test_a_save_whose_rank_was_killed_is_refused(early):
+    """It was to replace an older save: rank 0 has written its file, and rank 1 has died before."""
+    finished, raised = early(killed_save)
+    assert finished.status == 0, finished.output
+    assert raised.keys() == {"save.0", "load.0", "load.1"}, raised
+    assert "Connection" in raised["save.0"][1], raised
+    assert raised["load.0"] == raised["load.1"] and raised["load.0"][0] == "ValueError", raised
+    assert re.search(of_steps(1, 2), raised["load.0"][1]), raised
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("again", ["trained", "resumed"])
+def test_two_runs_at_one_step_are_two(world, again):
+    one, other = shared_folder(world), shared_folder(world)
+    model, optimizer = trained(world, 2)
+    save(optimizer, one)
+    if again == "trained":
+        model, optimizer = trained(world, 2, seed=1)
+    else:
+        load(optimizer, one)
+    save(optimizer, other)
+    on_rank_0(world, copy_files, other, one, "__1_*")
+    refused(model, optimizer, one, of_steps(2, 2))
+    load(optimizer, other)
+
+
+@on_ranks(2)
+def test_files_of_torch_save_of_two_saves_are_refused(world):
+    files = []
+    for seed in (0, 1):
+        torch.save(trained(world, 2, seed=seed)[1].state_dict(), file := io.BytesIO())
+        files.append(file.getvalue())
+    model, optimizer = trained(world, 3)
+    for saves in ((0, 1), (1, 0), (1, 1)):
+        state = torch.load(io.BytesIO(files[saves[world.rank]]), weights_only=True)
+        if saves == (1, 1):
+            optimizer.load_state_dict(state)
+        else:
+            refused(model, optimizer, state, of_steps(2, 2))
+
+
+# What is in the files
+
+
+def rewrite(path: Path, change: Callable[[str, Any], Any]) -> None:
+    """Give each chunk and each value of a checkpoint to `change`, with its key, and write what it returns."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    contents, new = {file.name: file.read_bytes() for file in path.glob("*.distcp")}, {}
+    for index, info in metadata.storage_data.items():
+        file, out = io.BytesIO(contents[info.relative_path][info.offset :][: info.length]), io.BytesIO()
+        torch.save(change(index.fqn, torch.load(file, weights_only=False)), out)
+        already = new.setdefault(info.relative_path, b"")
+        info.offset, info.length = len(already), len(out.getvalue())
+        new[info.relative_path] = already + out.getvalue()
+    for name, content in new.items():
+        (path / name).write_bytes(content)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def without_id(_: str, value: Any) -> Any:
+    """As another optimizer, or a tool, writes it."""
+    return value.detach() if isinstance(value, torch.Tensor) else type(value)(value)
+
+
+@on_ranks(2)
+def test_a_checkpoint_without_ids_loads_and_not_beside_one_with_ids(world):
+    path = shared_folder(world)
+    model, optimizer = trained(world, 1)
+    save(optimizer, path)
+    on_rank_0(world, rewrite, path, without_id)
+    other, loaded = trained(world, 2, seed=1)
+    load(loaded, path)
+    assert_same_model(other, model)
+    save(optimizer, path)
+    on_rank_0(world, rewrite, path, lambda k, v: without_id(k, v) if "first.weight.exp_avg" in k else v)
+    refused(other, loaded, path, r"first.weight.exp_avg(_sq)? of a save without an id")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("key", ["steps", "param_groups"])
+def test_options_and_steps_of_another_save_are_refused(world, key):
+    """A rank with few elements may write nothing else."""
+    old, new, values = shared_folder(world), shared_folder(world), {}
+    save_twice(world, old, new)
+    on_rank_0(world, rewrite, old, lambda k, v: values.setdefault(k, v))
+    on_rank_0(world, rewrite, new, lambda k, v: values[k] if k == f"optimizer.{key}" else v)
+    refused(*trained(world, 2, seed=1), new, rf"{key} of save \S+ at step 1")
+
+
+@on_ranks(2)
+def test_what_was_read_and_is_written_again_keeps_its_id(world):
+    """A checkpoint is rewritten without its optimizer; a mixture stays one."""
+    old, new, mixed = (shared_folder(world) for _ in range(3))
+    save_twice(world, old, new)
+    on_rank_0(world, copy_files, old, mixed, "*")
+    on_rank_0(world, copy_files, new, mixed, "__1_*")
+    other, loaded = trained(world, 2, seed=1)
+    for source in (mixed, old):
+        state = {"optimizer": loaded.state_dict()}
+        dcp.load(state, checkpoint_id=source)
+        dcp.save(state, checkpoint_id=new)
+        if source is mixed:
+            refused(other, loaded, new, of_steps(1, 5))
+        else:
+            load(loaded, new)
+            assert loaded.state_dict()["steps"] == 1

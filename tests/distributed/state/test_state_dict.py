@@ -1,0 +1,179 @@
+"""State dicts of ZeroFP4Optimizer: torch's form of them, by whose names they are loaded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases.optim import Plain, assert_all_equal
+from helpers import assert_bytes_equal
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import zerofp4
+from distributed.cases import shared_folder
+from distributed.optim.cases import Injected
+from distributed.run import on_ranks
+from distributed.state.cases import (
+    CASES,
+    assert_goes_on,
+    assert_same_model,
+    build,
+    make_model,
+    run,
+    saved,
+    trained,
+    whole,
+)
+
+
+@on_ranks(1, 2, 3)
+def test_state_dict_has_torchs_form_on_every_rank(world):
+    """Entries are those of a torch optimizer over whole FP32 masters."""
+    model, optimizer = trained(world, 0)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    plain = Plain(parameters, torch.optim.AdamW, **CASES["adamw"][1])
+    masters = [master for master in optimizer.gathered_masters() if master is not None]
+    for own, master in zip(plain.masters, masters, strict=True):
+        own.copy_(master)
+    optimizer.register_step_pre_hook(lambda *_: plain.step())
+    run(model, optimizer, range(2))
+    state_dict = optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    assert [[str(i) for i in g["params"]] for g in state_dict["param_groups"]] == [names]
+    assert [list(g["params"]) for g in state_dict["param_groups"]] == [list(range(len(names)))]
+    own = [i for i, p in enumerate(model.parameters()) if p.requires_grad]
+    assert list(state_dict["state"]) == own
+    for i, master in zip(own, plain.masters, strict=True):
+        entries, expected = state_dict["state"][i], plain.optimizer.state[master]
+        assert_bytes_equal(whole(entries["master"]), master, f"master {i}")
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            if name not in expected or not master.numel():
+                assert not whole(entries[name]).any(), (i, name)
+            else:
+                assert entries[name].shape == expected[name].shape
+                assert_bytes_equal(whole(entries[name]), expected[name], f"{name} {i}")
+    assert dict(optimizer.state) and list(optimizer.state[model.gain]) == list(state_dict["state"][own[-2]])
+
+
+@on_ranks(1, 2)
+def test_a_piece_moves_without_the_others(world):
+    """As torch's full state dicts move it, whatever torch does with DTensors."""
+    _, optimizer = trained(world, 0)
+    for entries in optimizer.state_dict()["state"].values():
+        master = entries["master"]
+        for moved in (master.to("meta"), master.to(device="meta"), master.to("meta", torch.float64)):
+            assert type(moved) is type(master) and moved.shard == master.shard
+            assert moved.device.type == "meta" and moved.shape == master.shape
+        assert master.to(world.device).values.data_ptr() == master.values.data_ptr()
+        if not master.is_whole:  # what torch does with DTensors it does not do with pieces
+            with pytest.raises(RuntimeError, match=r"this rank holds \d+ elements: full_tensor\(\)"):
+                master + 1
+
+
+FULL, OFFLOAD = {"full_state_dict": True}, {"cpu_offload": True}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("get", "put"),
+    [
+        ({}, {}),
+        (FULL, FULL),
+        (OFFLOAD, OFFLOAD),
+        (FULL | OFFLOAD, FULL | OFFLOAD),
+        (FULL | OFFLOAD, FULL | {"broadcast_from_rank0": True}),
+        ({"flatten_optimizer_state_dict": True}, {"flatten_optimizer_state_dict": True}),
+    ],
+)
+def test_get_and_set_state_dict(world, get, put):
+    """None of the functions takes a step, though torch tries one with an optimizer that has no state."""
+    get, put = StateDictOptions(**get), StateDictOptions(**put)
+    other, loaded = trained(world, 0, seed=1, lr=0.7)
+    masters = [m for m in loaded.gathered_masters() if m is not None]
+    get_optimizer_state_dict(other, loaded, options=get)
+    assert_all_equal([m for m in loaded.gathered_masters() if m is not None], masters, "master")
+    assert loaded.state_dict()["steps"] == 0 and not loaded.inner.state
+    model, optimizer = trained(world)
+    model_state, state = get_state_dict(model, optimizer, options=get)
+    if world.world_size > 1 and get.full_state_dict:
+        assert get_model_state_dict(model, options=StateDictOptions(**FULL))["cube"].shape == (3, 5, 7)
+        assert (bool(state) == (world.rank == 0)) if get.cpu_offload else state
+        if world.rank == 0 and get.cpu_offload:
+            assert all(type(v) is torch.Tensor for v in state["state"]["cube"].values())
+    if put.broadcast_from_rank0:
+        if world.world_size > 1:
+            set_optimizer_state_dict(other, loaded, state, options=put)
+            assert_goes_on((model, optimizer), (other, loaded))
+        return
+    if get.full_state_dict and get.cpu_offload and dist.is_initialized():
+        found = [state, model_state]
+        dist.broadcast_object_list(found, src=0)
+        state, model_state = found
+    set_state_dict(
+        other, loaded, model_state_dict=model_state, optim_state_dict=copy.deepcopy(state), options=put
+    )
+    assert_goes_on((model, optimizer), (other, loaded))
+
+
+@on_ranks(1, 2)
+def test_other_groups_and_another_filter_load_by_name(world):
+    model = make_model(world)
+    named = dict(model.named_parameters())
+    decays = {n: p for n, p in named.items() if p.dim() > 1}
+    groups = [
+        {"params": list(decays.items()), "weight_decay": 0.3, "lr": 0.02},
+        {"params": [(n, p) for n, p in named.items() if n not in decays], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    optimizer = build(model, groups=groups)
+    run(model, optimizer, range(2))
+    path = saved(world, optimizer)
+    other = make_model(world, 1, filter_fn=lambda module, name: name == "second")
+    assert not isinstance(other.first.weight, zerofp4.NVFP4Tensor)
+    backwards = list(other.named_parameters())[::-1]
+    loaded = build(other, groups=[{"params": backwards, "weight_decay": 0.7}], lr=0.9)
+    dcp.load({"optimizer": loaded}, checkpoint_id=path)
+    assert loaded.param_groups[0]["lr"] == 0.02 and loaded.param_groups[0]["weight_decay"] == 0.7
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    masters = dict(zip(names, optimizer.gathered_masters(), strict=True))
+    for (name, p), master in zip(backwards, loaded.gathered_masters(), strict=True):
+        if p.requires_grad:
+            assert_bytes_equal(master, masters[name], name)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("one", "other"), [("adamw", "fused"), ("fused", "adamw")])
+def test_adamw_and_fused_adamw_load_each_other(world, one, other):
+    model, optimizer = trained(world, 2, one)
+    target, loaded = trained(world, 0, other, seed=1)
+    path = saved(world, optimizer, model=model)
+    dcp.load({"model": target, "optimizer": loaded}, checkpoint_id=path)
+    for name in ("master", "step", "exp_avg", "exp_avg_sq"):
+        mine, theirs = loaded.state[target.cube][name], optimizer.state[model.cube][name]
+        assert_bytes_equal(whole(mine), whole(theirs), name)
+    run(target, loaded, range(2, 4))
+
+
+@on_ranks(1, 2)
+def test_without_names_a_checkpoint_is_refused(world):
+    model = make_model(world)
+    optimizer = Injected(model.parameters(), lr=0.1)
+    with pytest.raises(dcp.CheckpointException, match=r"build the optimizer with model.named_parameters\(\)"):
+        dcp.save({"optimizer": optimizer}, checkpoint_id=shared_folder(world))
+    path = shared_folder(world)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
+    other = make_model(world, seed=1)
+    loaded = Injected(other.parameters(), lr=0.1)
+    state = get_optimizer_state_dict(other, loaded)
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(other, loaded, state)
+    assert_same_model(model, other)
