@@ -41,5 +41,5 @@ test_sanitized() {
     with_sanitizers "$PYTHON" -m pytest "${ROOMS[@]}" -m 'not heavy and not bench and not slow' ||
         fail "failed: pytest with sanitizers"
     say "the other instruction sets"
-    with_sanitizers "$PYTHON" -m pytest tests/test_instruction_sets.py || fail "failed: another instruction set"
+    with_sanitizers "$PYTHON" -m pytest --nightly tests/test_instruction_sets.py || fail "failed: another instruction set"
 }

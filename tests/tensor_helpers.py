@@ -57,3 +57,35 @@ def e4m3_max(options) -> int:
 def same_format(t, other) -> bool:
     fields = ("block", "hadamard", "random_signs", "four_over_six", "shape", "dtype")
     return all(getattr(t, field) == getattr(other, field) for field in fields)
+
+
+def specified(x, block=(16, 16), **options) -> reference.Quantized:
+    if block == (16, 16) and x.dim() == 3:
+        return reference.quantize_experts(x, **options)
+    return reference.quantize(x.reshape(-1, x.shape[-1]), block[0], **options)
+
+
+def assert_specified(t, x, **options):
+    q = specified(x, **options)
+    columnwise_only = t.rowwise_data is None
+    for name in ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"):
+        if getattr(t, name) is not None:
+            assert_bytes_equal(getattr(t, name), getattr(q, name), name)
+    assert_bytes_equal(t.amax, q.columnwise_amax if columnwise_only else q.amax, "amax")
+    if t.columnwise_amax is not None:
+        assert_bytes_equal(t.columnwise_amax, q.columnwise_amax, "columnwise_amax")
+
+
+def strided(x):
+    wide = torch.full((x.shape[0], 2 * x.shape[1] + 3), torch.nan, dtype=x.dtype, device=x.device)
+    wide[:, 3::2] = x
+    return wide[:, 3::2]
+
+
+VIEWS = {
+    "transpose": lambda x: x.t().contiguous().t(),
+    "strided": strided,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "of three dimensions": lambda x: x.view(2, 17, 80).transpose(0, 1),
+    "rows of a wider matrix": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]],
+}

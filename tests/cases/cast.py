@@ -7,7 +7,8 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
+from zerofp4.layout import ceil_div
 
 
 def make(device, shapes=((34, 288), (16, 16)), dtype=torch.bfloat16):
@@ -31,3 +32,17 @@ def check_transposes(weights, masters):
     for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
         expected = reference.quantize(master.float().view(weight.shape).to(weight.dtype))
         assert_bytes_equal(weight.columnwise_data, expected.columnwise_data, f"columnwise codes {i}")
+
+
+def leave_amaxes(plan, pieces) -> None:
+    """What a fused optimizer does, by hand."""
+    plan.begin_update()
+    for piece in pieces:
+        tiles, amax = reference.partial_amax(
+            piece.master.float(), piece.shard.start, piece.matrix, piece.dtype
+        )
+        count = ceil_div(piece.matrix[0], BLOCK) * ceil_div(piece.matrix[1], BLOCK)
+        for offset, values in ((piece.tile_offset, tiles.view(count)), (piece.amax_offset, amax)):
+            words = plan.reduced[offset : offset + values.numel()]
+            words.copy_(words.maximum(values))
+    plan.end_update()

@@ -7,6 +7,7 @@ from helpers import assert_bytes_equal
 
 from zerofp4 import reference
 from zerofp4.format import BLOCK
+from zerofp4.layout import ceil_div, scale_shape
 from zerofp4.storage import NVFP4Storage, allocate
 
 POISON = 0xA5
@@ -103,3 +104,19 @@ def assert_record_equals(record: NVFP4Storage, q: reference.Quantized, what: str
         expected["amax"] = q.columnwise_amax
     for name, buffer in record.buffers():
         assert_bytes_equal(buffer, expected[name].to(buffer.device), f"{what}: {name}")
+
+
+def random_bytes(shape, seed: int, largest: int = 0xFF) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(largest + 1, shape, dtype=torch.uint8, generator=generator)
+
+
+def in_layout(compact: torch.Tensor, rows: int, cols: int, block_rows: int, layout: str) -> torch.Tensor:
+    """Compact scale bytes in a layout, with 0xFF as padding."""
+    if layout == "compact":
+        return compact
+    expanded = torch.full(scale_shape(rows, cols, block_rows, layout), 0xFF, dtype=torch.uint8)
+    real = reference.expand_scale(compact, rows, cols, block_rows)
+    columns = ceil_div(cols, BLOCK)
+    expanded[:rows, :columns] = real[:rows, :columns]
+    return expanded if layout == "expanded" else reference.swizzle_scale(expanded)

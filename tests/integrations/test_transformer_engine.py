@@ -10,9 +10,9 @@ import weakref
 
 import pytest
 import torch
+from cases import te_stand_in
+from cases.transformer_engine import SHAPES, check, check_untouched, contents, make, places
 from helpers import assert_bytes_equal, needs_gpu
-from integrations import te_stand_in
-from integrations.te_cases import SHAPES, check, check_untouched, contents, make, places
 
 import zerofp4
 import zerofp4.integrations.transformer_engine
@@ -328,7 +328,7 @@ def test_a_weight_listed_twice_is_refused():
 def test_without_the_adapter_the_error_names_it(monkeypatch):
     monkeypatch.setattr("zerofp4.storage.record._adapters", [])
     weights, masters, starts = make("cpu", [(16, 16)])
-    message = r"must be an NVFP4Tensor, got integrations.te_stand_in.NVFP4Tensor: .* zerofp4.integrations"
+    message = r"must be an NVFP4Tensor, got cases.te_stand_in.NVFP4Tensor: .* zerofp4.integrations"
     with pytest.raises(TypeError, match=message):
         cast(weights, masters, starts)
 

@@ -7,8 +7,8 @@ import types
 
 import pytest
 import torch
-from integrations import te_stand_in
-from integrations.te_cases import check, check_untouched, contents, make, places
+from cases import te_stand_in
+from cases.transformer_engine import check, check_untouched, contents, make, places
 
 import zerofp4.integrations.transformer_engine as adapter
 

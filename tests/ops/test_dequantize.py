@@ -4,35 +4,19 @@ import functools
 
 import pytest
 import torch
-from cases.ops import DTYPES, SHAPES, marked
+from cases.ops import DTYPES, SHAPES, in_layout, marked, random_bytes
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 
 import zerofp4
 from zerofp4 import ops, reference
-from zerofp4.format import BLOCK, SCALE_LAYOUTS
-from zerofp4.layout import ceil_div, scale_shape
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.layout import scale_shape
 
 ZEROFP4 = torch.ops.zerofp4
 
 # Also whole vectors of the kernels where the last of them has half a scaling block, and several warps.
 MORE_SHAPES = [(16, 8), (48, 264), (64, 520), (144, 72), (80, 1032)]
 AMAXES = (0.0, 1e-40, 3.7, 6e4, 3e38, torch.inf)
-
-
-def random_bytes(shape, seed: int, largest: int = 0xFF) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(largest + 1, shape, dtype=torch.uint8, generator=generator)
-
-
-def in_layout(compact: torch.Tensor, rows: int, cols: int, block_rows: int, layout: str) -> torch.Tensor:
-    """Compact scale bytes in a layout, with 0xFF as padding."""
-    if layout == "compact":
-        return compact
-    expanded = torch.full(scale_shape(rows, cols, block_rows, layout), 0xFF, dtype=torch.uint8)
-    real = reference.expand_scale(compact, rows, cols, block_rows)
-    columns = ceil_div(cols, BLOCK)
-    expanded[:rows, :columns] = real[:rows, :columns]
-    return expanded if layout == "expanded" else reference.swizzle_scale(expanded)
 
 
 class Case:

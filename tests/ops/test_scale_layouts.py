@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from cases.ops import SHAPES, marked
+from cases.ops import SHAPES, in_layout, marked, random_bytes
 from helpers import assert_bytes_equal, poisoned_allocations
-from test_dequantize import in_layout, random_bytes
 
 import zerofp4
 from zerofp4 import reference

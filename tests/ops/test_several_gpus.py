@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.cast import check, check_transposes, make
+from cases.every_operation import RUNS, matrix_of
 from cases.fused import OPTIONS
 from guards import Guards
 from helpers import assert_bytes_equal, why_no_cuda
 from tensor_helpers import FORMATS, assert_record_equal, values
-from test_guards import RUNS, matrix_of
 
 import zerofp4
 from zerofp4.optim import FusedAdamW

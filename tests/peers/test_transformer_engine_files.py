@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 import torch
-from integrations import te_stand_in
-from integrations.te_cases import SHAPES, check, places
+from cases import te_stand_in
+from cases.transformer_engine import SHAPES, check, places
 
 import zerofp4
 import zerofp4.integrations.transformer_engine

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_cases import PAGES, ROOT, blocks
+from cases.docs import PAGES, ROOT, blocks
 from early import waits_for
 from zerofp4_bench import output
 

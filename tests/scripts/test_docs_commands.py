@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from docs_cases import PAGES, ROOT, blocks, commands
+from cases.docs import PAGES, ROOT, blocks, commands
 from torch.distributed.run import get_args_parser
 
 HISTORY = "CHANGELOG.md"

@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 import pytest
-from docs_cases import BLOCK, PAGES, ROOT
+from cases.docs import BLOCK, PAGES, ROOT
 from zerofp4_bench import output, ranks, session
 from zerofp4_bench.workloads import llama
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from docs_cases import BROUGHT, PAGES, Brought, names_read, programs, run
-from integrations import te_cases, te_stand_in
+from cases import te_stand_in
+from cases import transformer_engine as te_cases
+from cases.docs import BROUGHT, PAGES, Brought, names_read, programs, run
 from megatron_wheel import megatron_groups, why_no_megatron
 from torch.distributed.fsdp import FSDPModule
 

@@ -2,7 +2,7 @@
 
 import re
 
-from docs_cases import ROOT, blocks
+from cases.docs import ROOT, blocks
 
 README = (ROOT / "README.md").read_text()
 MOST_LINES = 150

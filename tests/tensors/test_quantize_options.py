@@ -7,11 +7,14 @@ from tensor_helpers import (
     ALL,
     DTYPES,
     FORMATS,
+    VIEWS,
     addresses,
     assert_quantized,
     assert_record_equal,
+    assert_specified,
     e4m3_max,
     same_format,
+    specified,
     values,
 )
 
@@ -19,23 +22,6 @@ import zerofp4
 from zerofp4 import reference
 from zerofp4.format import SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.storage import BUFFERS
-
-
-def specified(x, block=(16, 16), **options) -> reference.Quantized:
-    if block == (16, 16) and x.dim() == 3:
-        return reference.quantize_experts(x, **options)
-    return reference.quantize(x.reshape(-1, x.shape[-1]), block[0], **options)
-
-
-def assert_specified(t, x, **options):
-    q = specified(x, **options)
-    columnwise_only = t.rowwise_data is None
-    for name in ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"):
-        if getattr(t, name) is not None:
-            assert_bytes_equal(getattr(t, name), getattr(q, name), name)
-    assert_bytes_equal(t.amax, q.columnwise_amax if columnwise_only else q.amax, "amax")
-    if t.columnwise_amax is not None:
-        assert_bytes_equal(t.columnwise_amax, q.columnwise_amax, "columnwise_amax")
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
@@ -109,21 +95,6 @@ def test_given_amax(device):
 def test_a_gradient_does_not_enter(device):
     t = zerofp4.quantize(values(32, 64, device=device).requires_grad_())
     assert not t.requires_grad and not t.dequantize().requires_grad
-
-
-def strided(x):
-    wide = torch.full((x.shape[0], 2 * x.shape[1] + 3), torch.nan, dtype=x.dtype, device=x.device)
-    wide[:, 3::2] = x
-    return wide[:, 3::2]
-
-
-VIEWS = {
-    "transpose": lambda x: x.t().contiguous().t(),
-    "strided": strided,
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "of three dimensions": lambda x: x.view(2, 17, 80).transpose(0, 1),
-    "rows of a wider matrix": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]],
-}
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)

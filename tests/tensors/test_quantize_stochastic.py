@@ -4,8 +4,7 @@ import pytest
 import torch
 from cases.ops import DTYPES
 from helpers import assert_bytes_equal
-from tensor_helpers import ALL, FORMATS, values
-from test_quantize_options import VIEWS, assert_specified
+from tensor_helpers import ALL, FORMATS, VIEWS, assert_specified, values
 
 import zerofp4
 from zerofp4 import ops, reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from integrations.te_cases import SHAPES, check, check_untouched, contents, make, places
+from cases.transformer_engine import SHAPES, check, check_untouched, contents, make, places
 
 import zerofp4
 import zerofp4.integrations.transformer_engine

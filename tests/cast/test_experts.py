@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.cast import leave_amaxes
 from cases.ops import assert_record_equals
 from helpers import assert_bytes_equal
-from test_cast_update import leave_amaxes
 
 import zerofp4
 from zerofp4 import reference

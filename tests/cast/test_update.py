@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.cast import check, make
+from cases.cast import check, leave_amaxes, make
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4 import reference
-from zerofp4.format import BLOCK
-from zerofp4.layout import ceil_div
 
 cast = zerofp4.cast_master_weights_to_nvfp4
 
@@ -60,20 +57,6 @@ def test_float16_masters_are_refused(device):
 
 
 # Amaxes that an update leaves
-
-
-def leave_amaxes(plan, pieces) -> None:
-    """What a fused optimizer does, by hand."""
-    plan.begin_update()
-    for piece in pieces:
-        tiles, amax = reference.partial_amax(
-            piece.master.float(), piece.shard.start, piece.matrix, piece.dtype
-        )
-        count = ceil_div(piece.matrix[0], BLOCK) * ceil_div(piece.matrix[1], BLOCK)
-        for offset, values in ((piece.tile_offset, tiles.view(count)), (piece.amax_offset, amax)):
-            words = plan.reduced[offset : offset + values.numel()]
-            words.copy_(words.maximum(values))
-    plan.end_update()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from integrations import te_stand_in
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zerofp4
+from cases import te_stand_in
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from helpers import assert_bytes_equal
-from integrations import te_stand_in
-from integrations.te_stand_in import NVFP4Tensor, buffers_of
 
+from cases import te_stand_in
+from cases.te_stand_in import NVFP4Tensor, buffers_of
 from zerofp4 import reference
 
 # Scales of whole atoms; of padded rows; of padded columns, K = 288 among them; of both, in both copies.
