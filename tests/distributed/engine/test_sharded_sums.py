@@ -18,8 +18,9 @@ from distributed.engine.overlap_cases import (
     nothing_changes,
     step_of,
 )
-from distributed.optim.cases import Injected, averages, check_weights
+from distributed.optim.cases import averages, check_weights
 from distributed.run import on_ranks
+from zerofp4.optim import ZeroFP4Optimizer
 
 
 def make_sharded(world, name="FusedAdamW", overlap="backward", **options):
@@ -33,7 +34,7 @@ def make_sharded(world, name="FusedAdamW", overlap="backward", **options):
 def test_a_step_is_that_of_the_sums_of_means(world, name, overlap):
     """Each micro-batch's mean over the ranks, added up in FP32 in their order."""
     net, optimizer = make_sharded(world, name, overlap)
-    twin, plain = make(world, name, Injected, gradient_dtype=torch.float32)
+    twin, plain = make(world, name, ZeroFP4Optimizer, gradient_dtype=torch.float32)
     parameters = list(twin.parameters())
     for step in range(3):
         sums = [None] * len(parameters)

@@ -161,9 +161,6 @@ def refuse_one_step(plan: CastPlan, error: Exception | None = None) -> None:
     plan.start_step = refuse
 
 
-Injected = ZeroFP4Optimizer
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

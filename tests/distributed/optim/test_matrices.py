@@ -12,7 +12,6 @@ from cases.optim import assert_all_equal, check, make_gradients, make_parameters
 from helpers import assert_bytes_equal
 
 from distributed.optim.cases import (
-    Injected,
     assert_same_on_all_ranks,
     averages,
     check_weights,
@@ -33,11 +32,11 @@ def check_same(optimizer, plain, what: str) -> None:
 
 
 def check_injected(world, optimizer_class, **options) -> ZeroFP4Optimizer:
-    """Steps of Injected are those of one process."""
+    """Steps of ZeroFP4Optimizer are those of one process."""
     parameters = make_parameters(world.device, 0, MATRICES)
     others = {key: value for key, value in options.items() if key not in ("bucket_mb", "whole_matrices")}
     plain = OneProcess([{"params": parameters}], optimizer_class, **others)
-    optimizer = Injected(parameters, optimizer_class, **options)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **options)
     for step in range(4):
         set_gradients(parameters, make_gradients(parameters, step))
         plain.step([p.grad for p in parameters])

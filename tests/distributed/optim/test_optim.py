@@ -21,7 +21,6 @@ from helpers import assert_bytes_equal
 from torch import nn
 
 from distributed.optim.cases import (
-    Injected,
     assert_same_on_all_ranks,
     averages,
     check_weights,
@@ -75,7 +74,7 @@ def test_same_gradients_same_masters_at_any_world_size(world, name, options):
     options = {"lr": 0.02, "weight_decay": 0.1, **options}
     optimizer_class = getattr(torch.optim, name)
     plain = Plain(parameters_of(world), optimizer_class, **options)
-    optimizer = Injected(plain.parameters, optimizer_class, **options)
+    optimizer = ZeroFP4Optimizer(plain.parameters, optimizer_class, **options)
     for step in range(5):
         set_gradients(plain.parameters, make_gradients(plain.parameters, step))
         plain.step()
@@ -172,7 +171,7 @@ def test_ranks_that_own_nothing(world):
     """They save and load, too, as torch.save does it for the same rank."""
     specifications = [((4, 6), torch.bfloat16, True), ((3,), torch.float32, False)]
     plain = Plain(make_parameters(world.device, 0, specifications), torch.optim.SGD, lr=0.1, momentum=0.9)
-    optimizer = Injected(plain.parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = ZeroFP4Optimizer(plain.parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
     owned = sum(m is not None for m in optimizer._shards.masters)
     assert owned == (2 if world.rank == 0 else 0)
     for step in range(4):

@@ -12,8 +12,8 @@ from torch import nn
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.optim.cases import Injected, model_bytes
-from zerofp4.optim import FusedAdamW
+from distributed.optim.cases import model_bytes
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 CASES = {name: OPTIMIZERS[name] for name in ("adamw", "amsgrad", "sgd", "nadam", "adagrad")}
 CASES |= {
@@ -54,7 +54,7 @@ def build(model, case="adamw", group=None, groups=None, **options):
         others = [(name, p) for name, p in named if p.dim() < 2]
         beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.01}
         params = [{"params": [(name, p) for name, p in named if p.dim() > 1]}, beside]
-    return Injected(params, optimizer_class, process_group=group, **{**defaults, **options})
+    return ZeroFP4Optimizer(params, optimizer_class, process_group=group, **{**defaults, **options})
 
 
 def run(model, optimizer, steps) -> None:

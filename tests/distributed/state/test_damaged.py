@@ -15,10 +15,10 @@ from torch import nn
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.optim.cases import Injected, model_bytes
+from distributed.optim.cases import model_bytes
 from distributed.run import on_ranks
 from distributed.state.cases import on_rank_0
-from zerofp4.optim import FusedAdamW
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 MUTATIONS = 60
 
@@ -29,7 +29,7 @@ def build(world, seed):
     model = nn.Sequential(layers[0], nn.LayerNorm(16), nn.Linear(16, 32, dtype=torch.bfloat16), layers[1])
     model = model.to(world.device)
     zerofp4.convert_model(model, filter_fn=lambda *_: True)
-    optimizer = Injected(model.named_parameters(), FusedAdamW, lr=0.1 * (1 + seed))
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=0.1 * (1 + seed))
     for _ in range(2 + seed):
         step(model, optimizer)
     return model, optimizer

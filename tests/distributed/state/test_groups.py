@@ -13,7 +13,7 @@ from torch import nn
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.optim.cases import Injected, model_bytes
+from distributed.optim.cases import model_bytes
 from distributed.optim.group_cases import Mixture, expert_group, named
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -28,7 +28,7 @@ def build(model: Mixture, group: dist.ProcessGroup, name: str | None = None, **o
         {"params": named(model.dense, "dense")},
         {"params": named(model.experts, prefix), "process_group": group, "weight_decay": 0.3},
     ]
-    return Injected(groups, FusedAdamW, **OPTIONS | options)
+    return ZeroFP4Optimizer(groups, FusedAdamW, **OPTIONS | options)
 
 
 def run(model: Mixture, optimizer: ZeroFP4Optimizer, steps: range) -> None:
@@ -45,7 +45,7 @@ class All:
         self.kinds = [Mixture(world, kind, seed) for kind in (0, 1)]
         self.dense = self.kinds[0].dense
         experts = [pair for m in self.kinds for pair in named(m.experts, f"experts.{m.kind}")]
-        self.optimizer = Injected(
+        self.optimizer = ZeroFP4Optimizer(
             [{"params": named(self.dense, "dense")}, {"params": experts, "weight_decay": 0.5}],
             FusedAdamW,
             **OPTIONS | {"lr": 0.5},
@@ -108,7 +108,7 @@ def test_a_name_that_is_another_parameter_elsewhere_is_refused(world, name):
         model = Mixture(world, seed=seed)
         if name:
             return model, build(model, group, name)
-        return model, Injected(model.param_groups(group), FusedAdamW, **OPTIONS)
+        return model, ZeroFP4Optimizer(model.param_groups(group), FusedAdamW, **OPTIONS)
 
     model, optimizer = make(0)
     run(model, optimizer, range(2))

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.optim.cases import Injected
 from distributed.run import on_ranks
 from distributed.state.cases import (
     CASES,
@@ -34,6 +33,7 @@ from distributed.state.cases import (
     trained,
     whole,
 )
+from zerofp4.optim import ZeroFP4Optimizer
 
 
 @on_ranks(1, 2, 3)
@@ -166,13 +166,13 @@ def test_adamw_and_fused_adamw_load_each_other(world, one, other):
 @on_ranks(1, 2)
 def test_without_names_a_checkpoint_is_refused(world):
     model = make_model(world)
-    optimizer = Injected(model.parameters(), lr=0.1)
+    optimizer = ZeroFP4Optimizer(model.parameters(), lr=0.1)
     with pytest.raises(dcp.CheckpointException, match=r"build the optimizer with model.named_parameters\(\)"):
         dcp.save({"optimizer": optimizer}, checkpoint_id=shared_folder(world))
     path = shared_folder(world)
     dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
     other = make_model(world, seed=1)
-    loaded = Injected(other.parameters(), lr=0.1)
+    loaded = ZeroFP4Optimizer(other.parameters(), lr=0.1)
     state = get_optimizer_state_dict(other, loaded)
     dcp.load(state, checkpoint_id=path)
     set_optimizer_state_dict(other, loaded, state)
