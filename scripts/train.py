@@ -48,7 +48,7 @@ from train_options import CORPORA, OPTIMIZERS, RECIPES, add_options, complete
 import zerofp4
 from zerofp4.distributed import Stage
 from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import Communication, ZeroFP4Optimizer
 from zerofp4.testing import VerificationError, verify_model
 
 VALIDATIONS = 10  # how often in a run the held-out loss is measured
@@ -142,7 +142,8 @@ def build(
     travel = {name: getattr(options, name) for name in ("transport", "overlap", "accumulate")}
     travel["hosts"] = make_hosts(options.hosts, world)
     travel["gradient_dtype"] = options.gradient_dtype and getattr(torch, options.gradient_dtype)
-    return model, ZeroFP4Optimizer(groups, optimizer_class=optimizer_class, **travel, **defaults)
+    communication = Communication(**travel)
+    return model, ZeroFP4Optimizer(groups, optimizer_class, communication=communication, **defaults)
 
 
 def make_hosts(count: int | None, world: World) -> DeviceMesh | None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import zerofp4
 from zerofp4.launch import World
 from zerofp4.layout import ceil_div
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4_bench.ranks import MEGABYTES, Timer, free_memory
 from zerofp4_bench.session import Session
 from zerofp4_bench.traffic import Step, count_floors, measure_speeds, step_of
@@ -81,13 +81,17 @@ class Ours:
         self.way = transport if self.several else "nothing travels"
         self.on_gpu = world.device.type == "cuda"
 
-    def build(self, optimizer_class: type, **options) -> tuple[ZeroFP4Optimizer, list[nn.Parameter]]:
+    def build(
+        self, optimizer_class: type, overlap: str | None = None, **options
+    ) -> tuple[ZeroFP4Optimizer, list[nn.Parameter]]:
         """With parameters that have no gradients."""
+        communication = Communication(overlap=overlap, **self.communication)
         torch.manual_seed(0)
         like = {"device": self.timer.device, "dtype": torch.bfloat16}
         values = (torch.randn(shape, **like) for shape in self.shapes)
         parameters = [nn.Parameter(zerofp4.quantize(value, columnwise=True)) for value in values]
-        return ZeroFP4Optimizer(parameters, optimizer_class, **self.communication, **options), parameters
+        optimizer = ZeroFP4Optimizer(parameters, optimizer_class, communication=communication, **options)
+        return optimizer, parameters
 
     def measure(self) -> tuple[dict[str, float], Step]:
         """Milliseconds by part, of all but the publication, and what a step moves."""

@@ -18,7 +18,7 @@ from zerofp4_bench.step import Ours
 
 import zerofp4
 from zerofp4.distributed import PREFIX
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 PARTS = ("step", "step_clipped", "reduce", "update", "publish")
 SMALL = ["--scale", "256", "--repeats", "1"]
@@ -106,7 +106,7 @@ def test_what_a_peak_has_above_the_state():
     """And what it may have: 1% of the masters, two buckets."""
     weights = [zerofp4.quantize(torch.randn(64, 64).bfloat16(), columnwise=True) for _ in range(2)]
     parameters = [torch.nn.Parameter(weight) for weight in weights]
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, bucket_mb=0.5)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, communication=Communication(bucket_mb=0.5))
     for parameter in parameters:
         parameter.grad = torch.ones(64, 64, dtype=torch.bfloat16)
     optimizer.step()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from helpers import assert_bytes_equal
 from torch import nn
@@ -9,7 +12,7 @@ from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import NVFP4Tensor, quantize, reference
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import Communication, ZeroFP4Optimizer
 
 # (shape, dtype, quantized): ragged tiles, sizes below and above the alignment, an empty one, a scalar; three
 # experts.
@@ -24,6 +27,14 @@ SPECIFICATIONS = [
     ((), torch.float32, False),
     ((3, 18, 34), torch.bfloat16, True),
 ]
+
+
+def keywords(*options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Keyword arguments of a ZeroFP4Optimizer; options of Communication among them are gathered there."""
+    found = {name: value for given in (*options, more) for name, value in given.items()}
+    names = [field.name for field in dataclasses.fields(Communication) if field.name in found]
+    travel = {name: found.pop(name) for name in names}
+    return found | ({"communication": Communication(**travel)} if travel else {})
 
 
 def make_parameters(device: torch.device, seed: int = 0, specifications=SPECIFICATIONS) -> list[nn.Parameter]:
@@ -130,7 +141,7 @@ def both(device, optimizer_class, specifications=SPECIFICATIONS, **options):
     """The plain optimizer of parameters, and a ZeroFP4Optimizer of them."""
     parameters = make_parameters(device, specifications=specifications)
     plain = Plain(parameters, optimizer_class, **options)
-    return plain, ZeroFP4Optimizer(parameters, optimizer_class, **options)
+    return plain, ZeroFP4Optimizer(parameters, optimizer_class, **keywords(options))
 
 
 def take_steps(plain, optimizer, steps):

@@ -15,7 +15,7 @@ from cases.optim import (
 )
 
 import zerofp4
-from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer, zero
 
 
 def interrupt(*_) -> None:
@@ -46,7 +46,9 @@ BREAKS = {
 
 def build(device, groups):
     parameters = make_parameters(device)
-    return parameters, ZeroFP4Optimizer(groups(parameters), FusedAdamW, lr=0.1, bucket_mb=0.003)
+    return parameters, ZeroFP4Optimizer(
+        groups(parameters), FusedAdamW, lr=0.1, communication=Communication(bucket_mb=0.003)
+    )
 
 
 def take_step(parameters, optimizer, step) -> None:

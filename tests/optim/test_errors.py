@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, make_gradients, make_net, make_parameters, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, make_net, make_parameters, set_gradients
 from helpers import needs_gpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -167,7 +167,7 @@ def bad_arguments(device):
 def test_bad_arguments(device, case):
     ((_, kind, message, params, options),) = [c for c in bad_arguments(device) if c[0] == case]
     with pytest.raises(kind, match=message):
-        ZeroFP4Optimizer(params, **options)
+        ZeroFP4Optimizer(params, **keywords(options))
 
 
 def test_a_model_of_fully_shard(world_of_one):

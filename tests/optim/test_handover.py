@@ -13,6 +13,7 @@ from cases.optim import (
     Plain,
     assert_all_equal,
     batch,
+    keywords,
     make_gradients,
     make_net,
     make_parameters,
@@ -109,7 +110,7 @@ def lost(net, **options):
     """What building an optimizer warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ZeroFP4Optimizer(net.named_parameters(), **options)
+        ZeroFP4Optimizer(net.named_parameters(), **keywords(options))
     return [(str(warning.message), warning.filename) for warning in caught]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases.optim import make_gradients, make_parameters, set_gradients
+from cases.optim import keywords, make_gradients, make_parameters, set_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4 import NVFP4Tensor
@@ -13,7 +13,7 @@ def stepped(device, count, optimizer_class=torch.optim.SGD, **options):
     """An optimizer of `count` NVFP4 weights and a bias after a step, with the next gradients there."""
     specifications = [((16, 16), torch.bfloat16, True)] * count + [((7,), torch.bfloat16, False)]
     parameters = make_parameters(device, specifications=specifications)
-    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1, **options)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1, **keywords(options))
     for step in range(2):
         if step:
             optimizer.step()

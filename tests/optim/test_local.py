@@ -12,6 +12,7 @@ from cases.optim import (
     Plain,
     assert_all_equal,
     check,
+    keywords,
     make_gradients,
     make_parameters,
     set_gradients,
@@ -38,7 +39,7 @@ class NotPlain(FusedAdamW):
 
 def build(device, cls=FusedAdamW, specifications=READ_THERE, **options):
     parameters = make_parameters(device, specifications=specifications)
-    return parameters, ZeroFP4Optimizer(parameters, cls, **DEFAULTS, **options)
+    return parameters, ZeroFP4Optimizer(parameters, cls, **keywords(DEFAULTS, options))
 
 
 def have_slices(optimizer):

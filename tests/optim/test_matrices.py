@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 from cases.matrices import MATRICES, MUON, OneProcess, make_groups
-from cases.optim import assert_all_equal, check, make_gradients, make_parameters, set_gradients
+from cases.optim import assert_all_equal, check, keywords, make_gradients, make_parameters, set_gradients
 from helpers import assert_bytes_equal
 from torch import nn
 
@@ -88,7 +88,7 @@ def bad_arguments(device):
 def test_bad_arguments(device, case):
     ((_, kind, message, params, options),) = [c for c in bad_arguments(device) if c[0] == case]
     with pytest.raises(kind, match=message):
-        ZeroFP4Optimizer(params, **{"optimizer_class": torch.optim.Muon, **options})
+        ZeroFP4Optimizer(params, **keywords({"optimizer_class": torch.optim.Muon, **options}))
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -125,7 +125,7 @@ def built(device, case, seed=0):
     if case == "adafactor":
         parameters = make_parameters(device, seed, MATRICES)
         options = {"whole_matrices": True, "lr": 0.02}
-        return parameters, ZeroFP4Optimizer(parameters, torch.optim.Adafactor, **options)
+        return parameters, ZeroFP4Optimizer(parameters, torch.optim.Adafactor, **keywords(options))
     parameters, groups = make_groups(device, case, seed)
     return parameters, ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
 

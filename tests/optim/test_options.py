@@ -8,6 +8,7 @@ import torch
 from cases.optim import (
     assert_all_equal,
     assert_weights_follow,
+    keywords,
     make_gradients,
     make_parameters,
     set_gradients,
@@ -105,7 +106,7 @@ def test_options_must_be_finite(device, name, value):
         ]
         for params, options in ((parameters, {name: value}), (groups(**{name: value}), {})):
             with pytest.raises(ValueError, match=r"inf|nan"):
-                ZeroFP4Optimizer(params, optimizer_class, **{"lr": 0.1, **options})
+                ZeroFP4Optimizer(params, optimizer_class, **keywords({"lr": 0.1, **options}))
         optimizer = ZeroFP4Optimizer(groups(), optimizer_class, lr=0.1)
         set_gradients(parameters, make_gradients(parameters, 0))
         optimizer.step()

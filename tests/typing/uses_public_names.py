@@ -129,8 +129,9 @@ def training() -> None:
     assert_type(report.skipped, dict[str, str])
     assert_type(report.shares, dict[str, float])
     assert_type(report.share, float)
+    way = zerofp4.optim.Communication(transport="collective", overlap="both")
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
-        model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1
+        model.parameters(), torch.optim.AdamW, communication=way, lr=1e-3, weight_decay=0.1
     )
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
         model.parameters(), torch.optim.AdamW, lr=1e-3, masters_from=optimizer, on_nonfinite="raise"

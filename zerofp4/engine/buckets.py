@@ -92,8 +92,6 @@ def check_gradient_dtype(
     dtype: torch.dtype | None, parameters: Sequence[torch.Tensor], names: Sequence[str]
 ) -> None:
     """Raises ValueError unless gradients of these parameters can be made in `dtype`; changes nothing."""
-    if dtype not in (None, torch.float32):
-        raise ValueError(f"gradient_dtype must be None or torch.float32, got {dtype!r}")
     for parameter, name in zip(parameters, names, strict=True):
         if dtype in (None, gradient_dtype(parameter)):
             continue

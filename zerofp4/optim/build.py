@@ -1,5 +1,6 @@
 """Checks before a ZeroFP4Optimizer is built: of one rank's arguments, then of what all ranks announce."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
-from zerofp4.engine import TRANSPORTS, Hosts, Updated, check_gradient_dtype, gradient_dtype, make_wire
+from zerofp4.engine import Updated, check_gradient_dtype, gradient_dtype, make_wire
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
 from zerofp4.optim.inner import class_numbers, inner_classes, matrix_work, try_options
@@ -38,26 +40,15 @@ class Checked:
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
         amax_groups: Sequence[Sequence[torch.Tensor]] | None,
-        transport: str,
-        hosts: dist.device_mesh.DeviceMesh | None,
-        gradient_dtype: torch.dtype | None,
-        gradient_wire: torch.dtype | None,
-        overlap: str | None,
-        accumulate: str,
-        bucket_mb: float | None,
+        communication: Communication,
         whole_matrices: bool | None,
         masters_from: Any,
         on_nonfinite: str,
     ):
-        for argument, value, known in (
-            ("on_nonfinite", on_nonfinite, ("skip_step", "raise")),
-            ("overlap", overlap, (None, "backward", "forward", "both")),
-            ("accumulate", accumulate, ("local", "sharded")),
-            ("transport", transport, TRANSPORTS),
-        ):
-            if value not in known:
-                raise ValueError(f"{argument} must be one of {known}, got {value!r}")
-        self.amax_groups, self.gradient_dtype = amax_groups, gradient_dtype
+        if on_nonfinite not in ("skip", "raise"):
+            raise ValueError(f'on_nonfinite must be "skip" or "raise", got {on_nonfinite!r}')
+        _check_communication(communication, defaults)
+        self.amax_groups, self.communication = amax_groups, communication
         self.classes = inner_classes(param_groups, optimizer_class, whole_matrices, defaults)
         """By parameter group, what updates its masters."""
         self.places = find_places(param_groups, group)
@@ -90,26 +81,27 @@ class Checked:
         if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self.trainable):
             raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
         leaders = self._find_amax_leaders()
-        check_gradient_dtype(gradient_dtype, self.trainable, self.trainable_names)
-        self.hosts = find_hosts(hosts, group)
-        has_own_groups = any(sharding.group is not group for sharding in self.shardings)
-        _check_communication(transport, overlap, accumulate, self.hosts, has_own_groups)
-        self.transport, self.why_collective = transport, None
+        check_gradient_dtype(communication.gradient_dtype, self.trainable, self.trainable_names)
+        self.hosts = find_hosts(communication.hosts, group)
+        if any(sharding.group is not group for sharding in self.shardings):
+            self._check_own_groups()
+        self.transport, self.why_collective = communication.transport, None
         """The transport to try, and why it is "collective" if nobody asked for that."""
-        if transport != "collective" and any(place.sharding.group is not group for place in self.places):
+        if self.transport != "collective" and any(place.sharding.group is not group for place in self.places):
             self.transport = "collective"
             self.why_collective = "parameter groups name a process_group of some ranks"
-            if transport == "peer":  # shares memory with all ranks that step together
+            if communication.transport == "peer":  # shares memory with all ranks that step together
                 raise ValueError(
                     f'transport="peer" cannot be where {self.why_collective}: "collective" works everywhere'
                 )
-        elif transport == "auto" and accumulate == "sharded":
+        elif self.transport == "auto" and communication.adds_to_slices:
             self.transport = "collective"
             self.why_collective = "accumulate='sharded' adds up every backward pass"
-        self.wire = make_wire(gradient_wire, bucket_mb, self.trainable, gradient_dtype)
+        self.wire = make_wire(
+            communication.gradient_wire, communication.bucket_mb, self.trainable, communication.gradient_dtype
+        )
         self.held = take_over(masters_from, self.trainable, self.trainable_names, group, self.shardings)
         """Masters of an earlier optimizer, by id(parameter)."""
-        given = self.wire if bucket_mb is not None else self.wire._replace(bucket_mb=None)
         trained = [k for k, p in enumerate(self.parameters) if p.requires_grad]
         for k, leader in zip(trained, leaders, strict=True):
             members[k] = members[k]._replace(
@@ -122,13 +114,21 @@ class Checked:
             common={
                 "optimizer_class": " and ".join(dict.fromkeys(inner.name for inner in self.classes)),
                 "on_nonfinite": on_nonfinite,
-                "transport": transport,
                 "hosts": str(self.hosts and self.hosts.shape),
-                "overlap and accumulate": f"{overlap} and {accumulate}",
-                "gradient_dtype, gradient_wire and bucket_mb": str(given),
+                **communication.compared(),
             },
             bucket_mb=self.wire.bucket_mb,
         )
+
+    def _check_own_groups(self) -> None:
+        """Raise ValueError for what parameters that are sharded over some ranks do not support."""
+        what = None
+        if self.hosts is not None:
+            what = "hosts are"
+        elif self.communication.sends_early:
+            what = f"{self.communication.early_options} is"
+        if what is not None:
+            raise ValueError(f"{what} not supported where parameter groups name a process_group of their own")
 
     def _find_amax_leaders(self) -> list[int]:
         """By trainable parameter, the number of the first in its amax group.
@@ -187,14 +187,16 @@ def amax_group_numbers(
     return [next(numbers if isinstance(p, NVFP4Tensor) else others) for p in parameters]
 
 
-def overlaps_backward(overlap: str | None) -> bool:
-    """Whether gradients start to travel during backward passes."""
-    return overlap in ("backward", "both")
-
-
-def overlaps_forward(overlap: str | None) -> bool:
-    """Whether the all-gather of weights may run into the next forward pass."""
-    return overlap in ("forward", "both")
+def _check_communication(communication: Any, defaults: dict[str, Any]) -> None:
+    """Raise TypeError for options of Communication that are given otherwise."""
+    misplaced = next((f.name for f in dataclasses.fields(Communication) if f.name in defaults), None)
+    if misplaced is not None:
+        raise TypeError(
+            f"{misplaced} is an option of Communication: give communication=zerofp4.optim.Communication("
+            f"{misplaced}={defaults[misplaced]!r})"
+        )
+    if not isinstance(communication, Communication):
+        raise TypeError(f"communication must be a Communication, got {type(communication).__name__}")
 
 
 def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -230,33 +232,6 @@ def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
     for (_, end, first), (start, _, second) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise ValueError(f"{first} and {second} share memory: pass tied weights as one parameter")
-
-
-def _check_communication(
-    transport: str, overlap: str | None, accumulate: str, hosts: Hosts | None, has_own_groups: bool
-) -> None:
-    """Raise ValueError for arguments that exclude each other.
-
-    has_own_groups: whether parameters are sharded over other process groups than the optimizer's.
-    """
-    asked = f"overlap={overlap!r}, accumulate={accumulate!r}"
-    travels_early = overlaps_backward(overlap) or accumulate == "sharded"
-    if transport == "peer" and hosts is not None:
-        raise ValueError(
-            'hosts are not for transport="peer", which is of one host: with "collective" or "auto" the ranks '
-            "of each share memory, too"
-        )
-    if transport == "peer" and accumulate == "sharded":
-        raise ValueError(
-            f'{asked} is not supported with transport="peer": what ranks write into memory that they share '
-            'is added up in step(), once; accumulate="local" adds up micro-batches in p.grad, and '
-            'transport="collective" takes "sharded"'
-        )
-    if hosts is not None and travels_early:
-        raise ValueError(f"hosts are not supported with {asked}")
-    if has_own_groups and (hosts is not None or travels_early):
-        what = "hosts are" if hosts is not None else f"{asked} is"
-        raise ValueError(f"{what} not supported where parameter groups name a process_group of their own")
 
 
 # All ranks

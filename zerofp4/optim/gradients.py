@@ -30,7 +30,7 @@ class NonfiniteGradients:
     A word stands for a parameter: the larger the word, the earlier the parameter; 0 for none. So a maximum
     over ranks is the first one. Words and counts stay on the device; the properties wait for it.
 
-    policy: "skip_step" or "raise".
+    policy: "skip" or "raise".
     slots: the positions of the parameters among those of all ranks.
     device: where gradients are.
     wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that

@@ -179,12 +179,10 @@ def _check_mesh(mesh: DeviceMesh, what: str, first: str) -> None:
 def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Hosts | None:
     """The hosts of the optimizer's ranks; None if there is one host, or one rank on each, or no mesh.
 
-    Raises TypeError or ValueError for a mesh that is not of these ranks, host by host.
+    Raises ValueError for a mesh that is not of these ranks, host by host.
     """
     if mesh is None:
         return None
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"hosts must be None or a DeviceMesh, got {type(mesh).__name__}")
     _check_mesh(mesh, "hosts", "hosts")
     named, ranks = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
     if named != ranks:

@@ -48,9 +48,8 @@ from zerofp4.optim.build import (
     Checked,
     check_announcements,
     find_slots,
-    overlaps_backward,
-    overlaps_forward,
 )
+from zerofp4.optim.communication import Communication
 from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
 from zerofp4.optim.groups import check_finite
 from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
@@ -96,18 +95,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         elementwise; FusedAdamW is the fastest.
     process_group: all ranks that step together; None is the default group, or a world of one.
     amax_groups: lists of NVFP4 weights that share one amax.
-    transport: "peer" shares memory between the GPUs of one host, "collective" uses NCCL or gloo, "auto" is
-        peer where that can be. Both give the same bytes.
-    hosts: a DeviceMesh of hosts and the ranks of each; gradients are averaged on each host first.
-    gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
-    gradient_wire: what gradients are rounded to before they are sent; None is the dtype that they have.
-    overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
-        forward pass, "both", or None.
-    accumulate: "local" adds up micro-batches in p.grad, "sharded" in this rank's FP32 slices.
-    bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
+    communication: how gradients and weights travel (Communication).
     whole_matrices: True gives optimizer_class whole matrices; None is what the class needs (page on Muon).
     masters_from: an earlier optimizer whose masters this one takes over.
-    on_nonfinite: what becomes of a step with a NaN or Inf in any rank's gradients: "skip_step" or "raise".
+    on_nonfinite: what becomes of a step with a NaN or Inf in any rank's gradients: "skip" or "raise".
 
     The page on the optimizer has the whole of each option, the page on failures what raises where.
     """
@@ -124,16 +115,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
-        transport: str = "auto",
-        hosts: dist.device_mesh.DeviceMesh | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        gradient_wire: torch.dtype | None = None,
-        overlap: str | None = None,
-        accumulate: str = "local",
-        bucket_mb: float | None = None,
+        communication: Communication = Communication(),  # noqa: B008
         whole_matrices: bool | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
-        on_nonfinite: str = "skip_step",
+        on_nonfinite: str = "skip",
         **defaults: Any,
     ):
         self._built = False
@@ -149,13 +134,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "optimizer_class": optimizer_class,
             "defaults": defaults,
             "amax_groups": amax_groups,
-            "transport": transport,
-            "hosts": hosts,
-            "gradient_dtype": gradient_dtype,
-            "gradient_wire": gradient_wire,
-            "overlap": overlap,
-            "accumulate": accumulate,
-            "bucket_mb": bucket_mb,
+            "communication": communication,
             "whole_matrices": whole_matrices,
             "masters_from": masters_from,
             "on_nonfinite": on_nonfinite,
@@ -165,7 +144,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*told, strict=True)
         check_announcements(announced)  # from here on the same on every rank
-        self._on_nonfinite, self._overlap, self._accumulate = on_nonfinite, overlap, accumulate
+        self._on_nonfinite, self.communication = on_nonfinite, communication
         if masters_from is not None and masters_from._schedule is not None:
             masters_from._schedule.stop()
         with torch.no_grad():
@@ -197,9 +176,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         else:
             self._peers, obstacle = join_host(self._hosts, group, device), "hosts share no memory"
         self._why_collective = obstacle if self.world_size == 1 else checked.why_collective or obstacle
-        set_gradient_dtype(checked.gradient_dtype, checked.trainable)
+        set_gradient_dtype(self.communication.gradient_dtype, checked.trainable)
         self._wire = checked.wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
-        late = LateGathers(device) if overlaps_forward(self._overlap) else None
+        late = LateGathers(device) if self.communication.overlaps_forward else None
         self._shards = ShardedParameters(
             self.param_groups,
             self._names,
@@ -208,7 +187,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             amax_groups=checked.amax_groups,
             wire=self._wire,
             peers=self._peers if self._hosts is None else None,
-            as_made=overlaps_backward(self._overlap),
+            as_made=self.communication.overlaps_backward,
             late=late,
         )
         pairs = zip(checked.trainable, checked.trainable_names, strict=True)
@@ -272,8 +251,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _make_transport(self, group: dist.ProcessGroup | None) -> None:
         """Set _transport, and _exchange and _schedule where backward passes send gradients, else None."""
-        buckets, wire, adds = self._shards.buffers, self._wire, self._accumulate == "sharded"
-        early = overlaps_backward(self._overlap) and self.world_size > 1
+        buckets, wire, adds = self._shards.buffers, self._wire, self.communication.adds_to_slices
+        early = self.communication.overlaps_backward and self.world_size > 1
         self._exchange = self._schedule = None
         if self._hosts is not None:
             self._transport = HostTransport(buckets, group, wire, self._peers, self._hosts)
@@ -307,7 +286,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
             return False
         has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buffers)
-        can_skip = self._update is not None and self._on_nonfinite == "skip_step"
+        can_skip = self._update is not None and self._on_nonfinite == "skip"
         return can_skip and self._schedule is None and not has_replicas
 
     def _make_update(self) -> BucketUpdate | None:
@@ -443,7 +422,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._break("clip_grad_norm_()", failure)
             raise
         if call.averages:
-            in_slices = self._accumulate == "sharded"  # and not in p.grad any more
+            in_slices = self.communication.adds_to_slices  # and not in p.grad any more
             self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else ready.gradients)
         if self._factor is not None:
             total = total * self._factor
@@ -760,7 +739,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             obstacle = "clip_grad_norm_ has reduced the gradients"
         elif self._schedule is not None:
             obstacle = "gradients travel before it"
-        elif overlaps_forward(self._overlap):
+        elif self.communication.overlaps_forward:
             obstacle = "weights travel behind it"
         if obstacle is not None:
             raise RuntimeError(f"step() of {self.world_size} ranks cannot be captured: {obstacle}")
@@ -868,7 +847,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         if self.broken is not None:
             raise ValueError(f"masters_from is of no more use: {self.broken}")
-        if self._accumulate == "sharded" and self._schedule.is_holding:
+        if self.communication.adds_to_slices and self._schedule.is_holding:
             raise ValueError(
                 "masters_from holds gradients of backward passes that no step has used, which would be lost: "
                 "call its step() or zero_grad() first"
@@ -904,7 +883,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         described = describe_buckets(shards.buffers, shards.plans, self._transport, self.process_group())
         for bucket, buffer in zip(described["buckets"], shards.buffers, strict=True):
             bucket["optimizer"] = type(self.inners.all[shards.updated[buffer.indices[0]].by]).__name__
-            late = overlaps_forward(self._overlap) and buffer.kind == "nvfp4"
+            late = self.communication.overlaps_forward and buffer.kind == "nvfp4"
             bucket["gathered_in"] = None if buffer.world_size == 1 else "forward" if late else "step"
         return {
             "transport": shared if self.world_size > 1 else "none",
@@ -912,8 +891,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "hosts": None if self._hosts is None else self._hosts.shape,
             "in_buckets": obstacle is None,
             "obstacle": obstacle,
-            "overlap": self._overlap,
-            "accumulate": self._accumulate,
+            "overlap": self.communication.overlap,
+            "accumulate": self.communication.accumulate,
             "world_size": self.world_size,
             "bucket_mb": self._wire.bucket_mb,
             "shared_bytes": 0 if self._peers is None else self._peers.nbytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from cases.optim import assert_all_equal
+from cases.optim import assert_all_equal, keywords
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -49,7 +49,7 @@ def make(world, name="FusedAdamW", kind=ZeroFP4Optimizer, **options):
     torch.manual_seed(3)
     net = Net().to(world.device)
     zerofp4.convert_model(net)
-    optimizer = kind(net.named_parameters(), CLASSES[name], **OPTIONS, **options)
+    optimizer = kind(net.named_parameters(), CLASSES[name], **keywords(OPTIONS, options))
     return net, optimizer
 
 
@@ -95,7 +95,7 @@ def go_on(world, net, first):
     described = first.describe()
     ways = {name: described[name] for name in ("transport", "overlap", "bucket_mb")}
     ways |= {"process_group": first.process_group(), "masters_from": first}
-    second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **OPTIONS, **ways)
+    second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(OPTIONS, ways))
     second.zero_grad()
     for step in range(2, 4):
         step_of(world, [(net, second)], step)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import assert_all_equal, make_gradients, make_parameters, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.optim.cases import SPECIFICATIONS, gradients_of, model_bytes
@@ -20,7 +20,7 @@ from zerofp4 import launch
 from zerofp4.distributed import start_exchange
 from zerofp4.engine import hosts as host_transport
 from zerofp4.engine.peers import Peers
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
@@ -41,7 +41,7 @@ def gpu_of(world) -> torch.device:
 def build(device, cls=FusedAdamW, **options):
     parameters = make_parameters(device, 0, SPECIFICATIONS)
     groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
-    return parameters, ZeroFP4Optimizer(groups, cls, **OPTIONS, **options)
+    return parameters, ZeroFP4Optimizer(groups, cls, **keywords(OPTIONS, options))
 
 
 def all_bytes(parameters, optimizer):
@@ -71,7 +71,7 @@ def hosts(world, bucket_mb):
 
     def build(parameters, *arguments, **options):
         mesh = init_device_mesh("cpu", (2, 2))
-        return ZeroFP4Optimizer(parameters, *arguments, hosts=mesh, **options)
+        return ZeroFP4Optimizer(parameters, *arguments, **keywords(options, hosts=mesh))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_transport, "start_exchange", exchange_on_the_cpu)
@@ -115,7 +115,7 @@ def an_optimizer_of_torch(world, fused):
     models = []
     for ways in ({"transport": "peer"}, {"process_group": group}):
         parameters = make_parameters(gpu_of(world), 0, SPECIFICATIONS)
-        optimizer = ZeroFP4Optimizer(parameters, torch.optim.AdamW, lr=0.02, fused=fused, **ways)
+        optimizer = ZeroFP4Optimizer(parameters, torch.optim.AdamW, lr=0.02, fused=fused, **keywords(ways))
         models.append((parameters, optimizer))
     for step in range(3):
         for parameters, optimizer in models:
@@ -192,14 +192,23 @@ def refusals(world):
     group = dist.new_group(backend="gloo")
     parameters = make_parameters(torch.device("cpu"), 0, SPECIFICATIONS)
     with pytest.raises(ValueError, match="only GPUs read each other's memory"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="peer")
-    auto = ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="auto").describe()
+        ZeroFP4Optimizer(
+            parameters, FusedAdamW, process_group=group, communication=Communication(transport="peer")
+        )
+    auto = ZeroFP4Optimizer(
+        parameters, FusedAdamW, process_group=group, communication=Communication(transport="auto")
+    ).describe()
     assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
     with pytest.raises(ValueError, match="transport must be one of"):
-        ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, transport="nvlink")
+        ZeroFP4Optimizer(
+            parameters, FusedAdamW, process_group=group, communication=Communication(transport="nvlink")
+        )
     with pytest.raises(ValueError, match="transport"):
         ZeroFP4Optimizer(
-            parameters, FusedAdamW, process_group=group, transport="peer" if world.rank else "collective"
+            parameters,
+            FusedAdamW,
+            process_group=group,
+            communication=Communication(transport="peer" if world.rank else "collective"),
         )
 
 

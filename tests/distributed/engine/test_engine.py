@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 
 from distributed.engine.peer_checks import OPTIONS, InSequence
@@ -21,7 +21,7 @@ from distributed.optim.cases import (
     whole_state,
 )
 from distributed.run import on_ranks
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 BUCKETS = 1e-4, 0.003, None
 """bucket_mb: every parameter alone and in several stretches; two or three together; all of a kind."""
@@ -31,7 +31,7 @@ def build(world, cls, **options):
     parameters = parameters_of(world)
     parameters = [*parameters[::2], *parameters[1::2]]
     groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
-    return parameters, ZeroFP4Optimizer(groups, cls, **OPTIONS, **options)
+    return parameters, ZeroFP4Optimizer(groups, cls, **keywords(OPTIONS, options))
 
 
 def all_bytes(parameters, optimizer):
@@ -76,7 +76,9 @@ def test_the_bytes_of_a_step_in_sequence(world):
 @on_ranks(2, 3)
 def test_the_bytes_of_the_unsharded_update(world):
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, bucket_mb=0.003, **OPTIONS)
+    optimizer = ZeroFP4Optimizer(
+        parameters, FusedAdamW, communication=Communication(bucket_mb=0.003), **OPTIONS
+    )
     masters = optimizer.gathered_masters()
     unsharded = FusedAdamW(masters, **OPTIONS)
     for step in range(4):
@@ -104,7 +106,7 @@ def test_amax_groups_are_in_one_bucket(world):
         parameters = parameters_of(world)
         groups = [[parameters[0], parameters[4]], [parameters[2]]]
         options = {"amax_groups": groups, "bucket_mb": bucket_mb, **OPTIONS}
-        models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **options)))
+        models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **keywords(options))))
     equal_steps(world, models)
     for parameters, _ in models:
         assert_bytes_equal(parameters[0].amax, parameters[4].amax, "amax")

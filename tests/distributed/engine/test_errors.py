@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import make_gradients, set_gradients
+from cases.optim import keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 
 from distributed import cases
@@ -32,7 +32,7 @@ SMALL = 0.003
 
 def build(world, cls=FusedAdamW, **options):
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, cls, **{"bucket_mb": SMALL, **OPTIONS, **options})
+    optimizer = ZeroFP4Optimizer(parameters, cls, **keywords({"bucket_mb": SMALL, **OPTIONS, **options}))
     set_gradients(parameters, make_gradients(parameters, world.rank))
     return parameters, optimizer
 

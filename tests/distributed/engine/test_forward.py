@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.matrices import MUON
-from cases.optim import assert_all_equal, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 
 import zerofp4
 from distributed.engine.forward_cases import READS, late_gathers, make_pair, quantized
@@ -65,7 +65,7 @@ def built(world, overlap, cls, is_first, first, second, **options):
         {"params": [(n, p) for n, p in named if is_first(n, p)], **first},
         {"params": [(n, p) for n, p in named if not is_first(n, p)], **second},
     ]
-    return net, ZeroFP4Optimizer(groups, cls, overlap=overlap, **options)
+    return net, ZeroFP4Optimizer(groups, cls, **keywords(options, overlap=overlap))
 
 
 @on_ranks(2)
@@ -221,7 +221,9 @@ def test_one_optimizer_goes_on_from_another(world):
         with late_gathers():
             step_of(world, [(net, first)], 0)
             options = {"lr": 0.02, "overlap": overlap, "bucket_mb": TINY, "transport": "collective"}
-            second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=first, **options)
+            second = ZeroFP4Optimizer(
+                net.named_parameters(), FusedAdamW, masters_from=first, **keywords(options)
+            )
             step_of(world, [(net, second)], 1)
         models.append((net, second))
     assert_same(models, "the end")

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import make_parameters, set_gradients
+from cases.optim import keywords, make_parameters, set_gradients
 from helpers import assert_bytes_equal
 
 from distributed.optim.cases import SPECIFICATIONS, as_if_captured, model_bytes
@@ -27,7 +27,7 @@ class Run:
         options = {"lr": self.lr, "weight_decay": 0.1, "bucket_mb": 0.003} | options
         if inner is FusedAdamW:
             options["capturable"] = True
-        self.optimizer = ZeroFP4Optimizer(self.parameters, inner, transport=transport, **options)
+        self.optimizer = ZeroFP4Optimizer(self.parameters, inner, **keywords(options, transport=transport))
         self.graph = None
 
     def gradients(self, step):

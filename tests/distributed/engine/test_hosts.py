@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.cases import raised_everywhere
@@ -19,7 +19,7 @@ from distributed.optim.cases import as_if_captured, assert_same_on_all_ranks, mo
 from distributed.optim.group_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
 from distributed.run import on_ranks
 from zerofp4.engine import GradientMemory, Peers
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer, zero
 
 SHAPE = (2, 2)
 
@@ -52,7 +52,7 @@ def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip)
     """In one bucket of each kind, in several, and in several stretches of each."""
 
     def build(parameters, *arguments, **options):
-        optimizer = ZeroFP4Optimizer(parameters, *arguments, hosts=mesh_of(world, SHAPE), **options)
+        optimizer = ZeroFP4Optimizer(parameters, *arguments, **keywords(options, hosts=mesh_of(world, SHAPE)))
         described = optimizer.describe()
         assert [described[k] for k in ("transport", "hosts")] == ["collective", SHAPE]
         return optimizer
@@ -66,7 +66,7 @@ def with_hosts(world, cls=FusedAdamW, **options):
     parameters = parameters_of(world)
     hosts = options.pop("hosts") if "hosts" in options else mesh_of(world, SHAPE)
     with sharing_memory(world):
-        return parameters, ZeroFP4Optimizer(parameters, cls, hosts=hosts, **OPTIONS, **options)
+        return parameters, ZeroFP4Optimizer(parameters, cls, **keywords(OPTIONS, options, hosts=hosts))
 
 
 @on_ranks(4)
@@ -114,7 +114,7 @@ def test_exact_sums_give_the_bytes_of_other_transports(world, options):
         assert optimizer.skipped_steps == 1
         with sharing_memory(world):
             ways = {**options, **OPTIONS, "capturable": True}
-            optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **ways)
+            optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **keywords(ways))
         for captured in (False, True)[: 1 if "overlap" in options else 2]:
             set_gradients(parameters, [g.round() for g in make_gradients(parameters, world.rank)])
             with as_if_captured() if captured else contextlib.nullcontext():
@@ -183,23 +183,28 @@ def test_hosts_that_cannot_be_meant(world):
     groups = {"params": parameters[:2], "process_group": square}, {"params": parameters[2:]}
     halved = {"params": parameters, "process_group": square.get_group(1)}  # the same one in all groups
     for hosts, error, message, options in [
-        (2, TypeError, "rank 0: hosts must be None or a DeviceMesh, got int", {}),
-        (line, ValueError, "rank 0: hosts may be a DeviceMesh of two dimensions, the first of hosts", {}),
-        (turned, ValueError, "rank 0: hosts has the global ranks [0, 2, 1, 3]", {}),
-        (square, ValueError, 'hosts are not for transport="peer"', {"transport": "peer"}),
+        (2, TypeError, "hosts must be None or a DeviceMesh, got int", {}),
+        (square, ValueError, 'transport="peer" is of one host', {"transport": "peer"}),
         (square, ValueError, "not supported with overlap='backward'", {"overlap": "backward"}),
         (square, ValueError, "accumulate='sharded'", {"accumulate": "sharded"}),
+    ]:
+        with pytest.raises(error, match=message):
+            Communication(hosts=hosts, **options)
+    for hosts, error, message, options in [
+        (line, ValueError, "rank 0: hosts may be a DeviceMesh of two dimensions, the first of hosts", {}),
+        (turned, ValueError, "rank 0: hosts has the global ranks [0, 2, 1, 3]", {}),
         (square, ValueError, "parameter groups name a process_group", {"params": groups}),
         (square, ValueError, "parameter groups name a process_group", {"params": [halved]}),
         (square if world.rank else None, ValueError, "hosts", {}),
     ]:
-        arguments = {"params": parameters, "hosts": hosts, "lr": 0.1} | options
+        arguments = keywords({"params": parameters, "lr": 0.1}, options, hosts=hosts)
         assert message in raised_everywhere(world, error, ZeroFP4Optimizer, **arguments)
     if world.device.type == "cpu":
-        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, hosts=square)
+        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, **keywords(hosts=square))
         assert "hosts: ranks 0 to 1, which are one host's, cannot share memory: on rank 0" in message
         assert "only GPUs read each other's memory" in message
         own = {"gradient_dtype": torch.float32} if hasattr(torch.Tensor, "grad_dtype") else {}
-        raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, hosts=square, **own)
+        own = keywords(own, hosts=square)
+        raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, **own)
         assert all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in parameters)
     assert_all_equal(model_bytes(parameters), before, "parameter")

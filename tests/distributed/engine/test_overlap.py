@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 
 from distributed.engine import overlap_checks as checks
 from distributed.engine.overlap_cases import (
@@ -167,13 +167,15 @@ def test_masters_from_an_optimizer_that_holds_sums(world, overlap):
         loss_of(net, world, 0).backward()
         if optimizer is models[1][1]:
             with pytest.raises(ValueError, match="masters_from holds gradients"):
-                ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **options)
+                ZeroFP4Optimizer(
+                    net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(options)
+                )
         optimizer.step()
         optimizer.zero_grad()
     assert_same(models, "the step")
     net, optimizer = models[1]
     before = [master.clone() for master in optimizer.gathered_masters()]
-    new = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **options)
+    new = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(options))
     assert_all_equal(new.gathered_masters(), before, "masters")
 
 
@@ -187,28 +189,10 @@ def test_describe(world):
     assert (described["overlap"], described["accumulate"]) == ("backward", "sharded")
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"overlap": True}, "overlap must be one of"),
-        ({"overlap": "forwards"}, "overlap must be one of"),
-        ({"accumulate": None}, "accumulate must be one of"),
-        ({"accumulate": "sharded", "transport": "peer"}, "is not supported with transport"),
-        ({"accumulate": "sharded", "overlap": "backward", "transport": "peer"}, "is not supported with"),
-        ({"gradient_dtype": torch.float16}, "gradient_dtype must be None or"),
-    ],
-)
-def test_options_that_cannot_be_meant(world, options, message):
-    """On the last rank alone: all raise."""
-    with pytest.raises(ValueError, match=message):
-        make(world, **(options if world.rank == world.world_size - 1 else {}))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     "options", [{"overlap": "backward"}, {"overlap": "forward"}, {"accumulate": "sharded"}]
 )
 def test_ranks_must_overlap_alike(world, options):
-    with pytest.raises(ValueError, match="overlap and accumulate is"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .* on rank 0 and .* on rank 1"):
         make(world, **(options if world.rank else {}))

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases.optim import keywords
 
 from distributed.engine.overlap_cases import (
     OPTIONS,
@@ -64,7 +65,7 @@ def test_an_optimizer_sends_nothing_once_another_has_its_parameters(world, accum
         first.append(earlier)
         with pytest.warns(UserWarning, match="begin with 4-bit values"):
             second = ZeroFP4Optimizer(
-                net.named_parameters(), FusedAdamW, **OPTIONS, accumulate=accumulate, **options
+                net.named_parameters(), FusedAdamW, **keywords(OPTIONS, options, accumulate=accumulate)
             )
         models[m] = net, second
     good_step(world, models, 0, "second")

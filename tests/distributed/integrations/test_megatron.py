@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases.optim import keywords
 from helpers import assert_bytes_equal
 from megatron_wheel import megatron_groups, why_no_megatron
 
@@ -108,7 +109,7 @@ def test_steps_are_those_of_zerofp4_optimizer_with_the_same_gradients(world):
         options = {"lr": 1e-2, "weight_decay": 0.1}
         trained = gpt.build(hidden=32, layers=1, optimizer={"clip_grad": 0.0, **options})
         other = gpt.model(hidden=32, layers=1)
-        optimizer = ZeroFP4Optimizer(other.parameters(), torch.optim.AdamW, **options)
+        optimizer = ZeroFP4Optimizer(other.parameters(), torch.optim.AdamW, **keywords(options))
         pairs = list(zip(trained.model.module.parameters(), other.parameters(), strict=True))
         for index in range(10):
             loss = gpt.step(trained, index)

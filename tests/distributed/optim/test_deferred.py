@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 
 from distributed.optim.cases import check_weights, gradients_of, model_bytes, parameters_of, whole_state
 from distributed.run import on_ranks
@@ -21,7 +21,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 def build(world, defers=True, **options):
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.02, weight_decay=0.1, **options)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.02, weight_decay=0.1, **keywords(options))
     optimizer._defers = defers
     return parameters, optimizer
 

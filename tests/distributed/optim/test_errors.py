@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import assert_all_equal, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +29,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 def built(world, optimizer_class=torch.optim.AdamW, **options):
     """Parameters with gradients that all ranks have, and their optimizer."""
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **options)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **keywords(options))
     set_gradients(parameters, make_gradients(parameters, 0))
     return parameters, optimizer
 
@@ -73,12 +73,12 @@ def test_what_one_rank_builds_otherwise_all_refuse(world):
         ([parameters[i] for i in (0, 3, 2, 1, *range(4, count))], {}, kinds),
         (parameters, {"optimizer_class": torch.optim.SGD}, "optimizer_class is torch.* on rank 0 and .*SGD"),
         (parameters, {"amax_groups": [[parameters[1], parameters[2]]]}, "amax_groups"),
-        (parameters, {"gradient_wire": torch.float32}, "gradient_wire and bucket_mb is"),
-        (parameters, {"bucket_mb": 2.0}, "gradient_wire and bucket_mb is"),
-        (parameters, {"gradient_dtype": torch.float32}, "gradient_wire and bucket_mb is"),
+        (parameters, {"gradient_wire": torch.float32}, "gradient_wire is None on rank 0 and torch.float32"),
+        (parameters, {"bucket_mb": 2.0}, "bucket_mb is None on rank 0 and 2.0"),
+        (parameters, {"gradient_dtype": torch.float32}, "gradient_dtype is None on rank 0 and torch.float32"),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
-            ZeroFP4Optimizer(params if bad else parameters, **(options if bad else {}))
+            ZeroFP4Optimizer(params if bad else parameters, **keywords(options if bad else {}))
     ZeroFP4Optimizer(parameters).step()
 
 

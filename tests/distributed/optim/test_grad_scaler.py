@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.optim import assert_all_equal
+from cases.optim import assert_all_equal, keywords
 from torch import nn
 
 from distributed.optim.cases import assert_same_on_all_ranks, model_bytes, raise_in_turn
@@ -21,7 +21,7 @@ def build(world, cls=FusedAdamW, dtype=torch.bfloat16, **options):
         options["gradient_dtype"] = torch.float32
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16)).to(world.device, dtype)
     convert_model(model)
-    return model, ZeroFP4Optimizer(model.parameters(), cls, lr=0.02, **options)
+    return model, ZeroFP4Optimizer(model.parameters(), cls, lr=0.02, **keywords(options))
 
 
 def scaler_of(world) -> torch.amp.GradScaler:

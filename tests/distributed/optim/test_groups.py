@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 from unittest import mock
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.optim import Plain, assert_all_equal, check, set_gradients
+from cases.optim import Plain, assert_all_equal, check, keywords, set_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.cases import raised_by, raised_everywhere, shared_folder
@@ -34,7 +33,7 @@ from distributed.optim.group_cases import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 LAYOUTS = {
     "experts": lambda world: [Mixture(world)],
@@ -49,7 +48,10 @@ LAYOUTS = {
 def test_steps_are_those_of_whole_masters(world, layout, name, bucket_mb, clip):
     """In the documented order of addition; the norm counts every element once."""
     for model in LAYOUTS[layout](world):
-        build = functools.partial(ZeroFP4Optimizer, model.param_groups())
+
+        def build(cls, groups=model.param_groups(), **options):  # noqa: B008
+            return ZeroFP4Optimizer(groups, cls, **keywords(options))
+
         check_steps(model, build, name, clip, bucket_mb=bucket_mb)
 
 
@@ -74,7 +76,7 @@ def test_a_group_begins_when_the_one_before_is_done(world):
     """
     model = Mixture(world)
     options = {"transport": "collective", "bucket_mb": 1e-4, **OPTIONS}
-    optimizer = ZeroFP4Optimizer(model.param_groups(), FusedAdamW, **options)
+    optimizer = ZeroFP4Optimizer(model.param_groups(), FusedAdamW, **keywords(options))
     for clip in (False, True):
         model.set_gradients(0)
         if clip:
@@ -89,7 +91,9 @@ def test_a_group_begins_when_the_one_before_is_done(world):
 @pytest.mark.parametrize(("norm_type", "wire"), [(1.0, None), (3.0, torch.float32), (math.inf, None)])
 def test_other_norms_count_every_element_once(world, layout, norm_type, wire):
     for model in LAYOUTS[layout](world):
-        optimizer = ZeroFP4Optimizer(model.param_groups(), torch.optim.SGD, gradient_wire=wire)
+        optimizer = ZeroFP4Optimizer(
+            model.param_groups(), torch.optim.SGD, communication=Communication(gradient_wire=wire)
+        )
         model.set_gradients(0)
         whole = torch.cat([mean.flatten().double() for mean in model.all_means(0)])
         total = optimizer.clip_grad_norm_(1.0, norm_type)
@@ -244,6 +248,6 @@ def test_meshes_that_cannot_be_meant(world):
         (square, 'transport="peer" cannot be where', {"transport": "peer"}),
     ]:
         groups = [{"params": parameters, "process_group": group}]
-        build = lambda g=groups, o=options: ZeroFP4Optimizer(g, lr=0.1, **o)  # noqa: E731
+        build = lambda g=groups, o=options: ZeroFP4Optimizer(g, lr=0.1, **keywords(o))  # noqa: E731
         assert message in raised_everywhere(world, ValueError, build)
     assert_all_equal(model_bytes(parameters), before, "parameter")

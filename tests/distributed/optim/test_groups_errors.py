@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import assert_all_equal, assert_weights_follow, make_parameters
+from cases.optim import assert_all_equal, assert_weights_follow, keywords, make_parameters
 
 from distributed.cases import raised_everywhere
 from distributed.optim.cases import model_bytes
@@ -19,7 +19,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 def check_refused(model, param_groups, message: str, error=ValueError, **options) -> None:
     """On every rank, with one message, before a parameter was touched."""
     before = [b.clone() for b in model_bytes(model.parameters)]
-    build = lambda: ZeroFP4Optimizer(param_groups, lr=0.1, **options)  # noqa: E731
+    build = lambda: ZeroFP4Optimizer(param_groups, lr=0.1, **keywords(options))  # noqa: E731
     assert message in raised_everywhere(model.world, error, build)
     assert_all_equal(model_bytes(model.parameters), before, "parameter")
 

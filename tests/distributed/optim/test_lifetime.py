@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.fsdp2 import make_model, mesh_of, shard, take_experts
-from cases.optim import make_gradients, set_gradients
+from cases.optim import keywords, make_gradients, set_gradients
 
 import zerofp4
 from distributed.cases import Model
 from distributed.optim.cases import parameters_of, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.integrations import fsdp2
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import Shard
 
 
@@ -136,7 +136,7 @@ def call_of_optimizer(world, group, name: str) -> Callable:
     options, harm, call = STEPS[name]
     parameters = parameters_of(world)
     options = {"optimizer_class": FusedAdamW, "process_group": group, **options}
-    optimizer = ZeroFP4Optimizer(parameters, **options)
+    optimizer = ZeroFP4Optimizer(parameters, **keywords(options))
     set_gradients(parameters, make_gradients(parameters, world.rank))
     if harm is not None and (is_last(world) or name == "interrupted update"):
         harm(optimizer, parameters)
@@ -151,7 +151,9 @@ def build_optimizer(world, group, _) -> Callable:
 
 def step_after_a_gradient_was_sent(world, group, _) -> Callable:
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, process_group=group, overlap="backward")
+    optimizer = ZeroFP4Optimizer(
+        parameters, FusedAdamW, process_group=group, communication=Communication(overlap="backward")
+    )
     values = [p.dequantize() if isinstance(p, zerofp4.NVFP4Tensor) else p for p in parameters]
     sum(value.float().sum() for value in values).backward()
     if is_last(world):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.optim import keywords
 from torch import nn
 
 import zerofp4
@@ -47,7 +48,7 @@ def test_ten_thousand_steps_hold_no_more_than_the_first_thousand(world, transpor
     net = nn.Sequential(*(nn.Linear(48, 48, dtype=torch.bfloat16) for _ in range(3))).to(world.device)
     zerofp4.convert_model(net)
     options = {"overlap": "both", "transport": transport, "bucket_mb": TINY}
-    optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **OPTIONS, **options)
+    optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(OPTIONS, options))
     x = torch.randn(16, 48, device=world.device).bfloat16() + world.rank
     for step in range(1, STEPS + 1):
         loss = net(x).float().square().mean()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.matrices import BESIDE, MATRICES, MUON, OneProcess, make_groups
-from cases.optim import assert_all_equal, check, make_gradients, make_parameters, set_gradients
+from cases.optim import assert_all_equal, check, keywords, make_gradients, make_parameters, set_gradients
 from helpers import assert_bytes_equal
 
 from distributed.optim.cases import (
@@ -22,7 +22,7 @@ from distributed.optim.cases import (
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.engine.buckets import longest_first
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import Shard
 
 
@@ -36,7 +36,7 @@ def check_injected(world, optimizer_class, **options) -> ZeroFP4Optimizer:
     parameters = make_parameters(world.device, 0, MATRICES)
     others = {key: value for key, value in options.items() if key not in ("bucket_mb", "whole_matrices")}
     plain = OneProcess([{"params": parameters}], optimizer_class, **others)
-    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **options)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **keywords(options))
     for step in range(4):
         set_gradients(parameters, make_gradients(parameters, step))
         plain.step([p.grad for p in parameters])
@@ -75,7 +75,9 @@ def test_other_classes_beside_it(world, beside):
     others = make_groups(world.device, beside)[0]
     elementwise = ZeroFP4Optimizer(others, torch.optim.SGD)
     plain = OneProcess(groups, **MUON)
-    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, bucket_mb=0.003, **MUON)
+    optimizer = ZeroFP4Optimizer(
+        groups, torch.optim.Muon, communication=Communication(bucket_mb=0.003), **MUON
+    )
     muon, other = optimizer.inners.all
     for step in range(4):
         for own in (parameters, others):
@@ -107,7 +109,9 @@ def test_other_classes_beside_it(world, beside):
 def test_every_matrix_lies_whole_with_the_rank_that_the_times_say(world):
     parameters, groups = make_groups(world.device, "adamw")
     groups[2]["ns_steps"] = 9
-    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, bucket_mb=0.01, **MUON)
+    optimizer = ZeroFP4Optimizer(
+        groups, torch.optim.Muon, communication=Communication(bucket_mb=0.01), **MUON
+    )
     works, whole = [], [i for i in range(len(parameters)) if not 4 <= i < 4 + len(groups[1]["params"])]
     for i in whole:
         *stack, n, k = parameters[i].shape
@@ -169,7 +173,11 @@ def test_weights_that_share_an_amax_have_different_owners(world):
     parameters = make_parameters(world.device, 0, [((34, 48), torch.bfloat16, True)] * 4)
     amax_groups = [[parameters[0], parameters[3]]]
     optimizer = ZeroFP4Optimizer(
-        parameters, torch.optim.Muon, amax_groups=amax_groups, bucket_mb=0.001, **MUON
+        parameters,
+        torch.optim.Muon,
+        amax_groups=amax_groups,
+        communication=Communication(bucket_mb=0.001),
+        **MUON,
     )
     set_gradients(parameters, make_gradients(parameters, world.rank))
     optimizer.step()
@@ -231,7 +239,7 @@ def test_ranks_must_agree_on_who_has_what(world):
         ([*parameters, *extra], muon, {}, whole),
     ]:
         with pytest.raises(ValueError, match=message):
-            ZeroFP4Optimizer(params, optimizer_class, **options)
+            ZeroFP4Optimizer(params, optimizer_class, **keywords(options))
     for p in parameters:
         codes = p.rowwise_data if isinstance(p, NVFP4Tensor) else p
         assert codes.untyped_storage().nbytes() == codes.nbytes  # no view of a buffer

@@ -13,6 +13,7 @@ from cases.optim import (
     assert_all_equal,
     assert_weights_follow,
     check,
+    keywords,
     make_gradients,
     make_parameters,
     set_gradients,
@@ -31,7 +32,7 @@ from distributed.optim.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import Communication, ZeroFP4Optimizer
 
 
 def check_training(world):
@@ -74,7 +75,7 @@ def test_same_gradients_same_masters_at_any_world_size(world, name, options):
     options = {"lr": 0.02, "weight_decay": 0.1, **options}
     optimizer_class = getattr(torch.optim, name)
     plain = Plain(parameters_of(world), optimizer_class, **options)
-    optimizer = ZeroFP4Optimizer(plain.parameters, optimizer_class, **options)
+    optimizer = ZeroFP4Optimizer(plain.parameters, optimizer_class, **keywords(options))
     for step in range(5):
         set_gradients(plain.parameters, make_gradients(plain.parameters, step))
         plain.step()
@@ -92,7 +93,7 @@ def test_gradients_are_averaged_in_rank_order(world, bucket_mb, wire):
     """Each rank's own are rounded to what travels before they are added, in a world of one too."""
     parameters = parameters_of(world)
     options = {"lr": 1.0, "bucket_mb": bucket_mb, "gradient_wire": wire}
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, **options)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, **keywords(options))
     before = optimizer.gathered_masters()
     for round_ in range(2):  # every piece of staging is used again
         set_gradients(parameters, make_gradients(parameters, world.rank + 10 * round_))
@@ -140,7 +141,7 @@ def test_500_steps_equal_quantizing_whole_masters_without_sharding(world):
     """Losses bitwise equal to a loop with whole FP32 masters and the mean gradients in rank order."""
     options = {"lr": 0.003, "weight_decay": 0.01}
     sharded, whole = make_net(world), make_net(world)
-    optimizer = ZeroFP4Optimizer(sharded.parameters(), **options)
+    optimizer = ZeroFP4Optimizer(sharded.parameters(), **keywords(options))
     parameters = list(whole.parameters())
     masters = optimizer.gathered_masters()
     plain = torch.optim.AdamW(masters, **options)
@@ -199,7 +200,9 @@ def test_ranks_that_own_nothing(world):
 def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire):
     """A NaN of one rank is in every norm."""
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, gradient_wire=wire)
+    optimizer = ZeroFP4Optimizer(
+        parameters, torch.optim.SGD, lr=1.0, communication=Communication(gradient_wire=wire)
+    )
     transport = optimizer._transport  # what lies between parameters must not get into the norm
     for memory, received in zip(transport.memory, transport._received, strict=True):
         received.fill_(math.nan)
@@ -233,7 +236,7 @@ def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire):
 def test_weights_are_gathered_in_place(world):
     """A gather's output is the storage that the weights are views of, its input this rank's slice of it."""
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, transport="collective")
+    optimizer = ZeroFP4Optimizer(parameters, communication=Communication(transport="collective"))
     calls = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     collective = getattr(dist, name)
@@ -283,7 +286,7 @@ def test_masters_are_handed_over_to_another_layout(world):
         ({"masters_from": optimizer, "process_group": alone}, "masters_from must shard its masters over the"),
     ]:
         with pytest.raises(ValueError, match=message):
-            ZeroFP4Optimizer(parameters, **options)
+            ZeroFP4Optimizer(parameters, **keywords(options))
     set_gradients(parameters, make_gradients(parameters, 0))
     optimizer.step()
 

@@ -13,7 +13,7 @@ from cases.optim import assert_all_equal, make_gradients, set_gradients
 from distributed.cases import raised_by, raised_everywhere
 from distributed.optim.cases import check_weights, model_bytes, parameters_of, raise_in_turn
 from distributed.run import on_ranks
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 
 def everything(parameters, optimizer):
@@ -57,7 +57,9 @@ def test_a_nonfinite_gradient_of_one_rank_skips_the_step_of_all(world, name, cli
 def test_a_gradient_that_the_wire_makes_infinite(world, wire):
     """In a world of any size: those of one rank alone are found where they were packed."""
     parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1, gradient_wire=wire)
+    optimizer = ZeroFP4Optimizer(
+        parameters, torch.optim.SGD, lr=0.1, communication=Communication(gradient_wire=wire)
+    )
     large = {torch.bfloat16: 3.4e38, torch.float16: -65520.0}.get(wire, 3.4e38)
     below = {torch.bfloat16: 3.3e38, torch.float16: -65519.0}.get(wire, 3.3e38)
     bad = wire in (torch.bfloat16, torch.float16)
@@ -209,9 +211,9 @@ def test_ranks_that_differ_in_on_nonfinite(world):
     message = raised_everywhere(
         world,
         ValueError,
-        lambda: ZeroFP4Optimizer(parameters_of(world), on_nonfinite="raise" if world.rank else "skip_step"),
+        lambda: ZeroFP4Optimizer(parameters_of(world), on_nonfinite="raise" if world.rank else "skip"),
     )
-    assert message == "on_nonfinite is skip_step on rank 0 and raise on rank 1"
+    assert message == "on_nonfinite is skip on rank 0 and raise on rank 1"
 
 
 @on_ranks(2, time_limit=30)

@@ -29,7 +29,7 @@ import zerofp4
 from zerofp4 import distributed
 from zerofp4.engine import collective, gradient_memory
 from zerofp4.launch import World
-from zerofp4.optim import ZeroFP4Optimizer, load, piece, zero
+from zerofp4.optim import Communication, ZeroFP4Optimizer, load, piece, zero
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
@@ -92,7 +92,9 @@ def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
     dist.barrier()  # starting may take longer than a stage
     dist.distributed_c10d._set_pg_timeout(TIMEOUT, dist.group.WORLD)  # that of a checkpoint
     group = dist.new_group(timeout=TIMEOUT)
-    optimizer = ZeroFP4Optimizer(model.named_parameters(), process_group=group, bucket_mb=0.01)
+    optimizer = ZeroFP4Optimizer(
+        model.named_parameters(), process_group=group, communication=Communication(bucket_mb=0.01)
+    )
     world = World(rank, SIZE, rank, torch.device("cpu"), "gloo")
     saved = checkpoints.Checkpoints(folder / "checkpoints", 2, {}, world)
     for step in (1, 2):

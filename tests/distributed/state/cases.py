@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.optim import OPTIMIZERS, assert_all_equal, make_gradients
+from cases.optim import OPTIMIZERS, assert_all_equal, keywords, make_gradients
 from torch import nn
 
 import zerofp4
@@ -54,7 +54,7 @@ def build(model, case="adamw", group=None, groups=None, **options):
         others = [(name, p) for name, p in named if p.dim() < 2]
         beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.01}
         params = [{"params": [(name, p) for name, p in named if p.dim() > 1]}, beside]
-    return ZeroFP4Optimizer(params, optimizer_class, process_group=group, **{**defaults, **options})
+    return ZeroFP4Optimizer(params, optimizer_class, process_group=group, **keywords({**defaults, **options}))
 
 
 def run(model, optimizer, steps) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.optim import assert_all_equal
+from cases.optim import assert_all_equal, keywords
 from torch import nn
 
 import zerofp4
@@ -28,7 +28,7 @@ def build(model: Mixture, group: dist.ProcessGroup, name: str | None = None, **o
         {"params": named(model.dense, "dense")},
         {"params": named(model.experts, prefix), "process_group": group, "weight_decay": 0.3},
     ]
-    return ZeroFP4Optimizer(groups, FusedAdamW, **OPTIONS | options)
+    return ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS | options))
 
 
 def run(model: Mixture, optimizer: ZeroFP4Optimizer, steps: range) -> None:
@@ -48,7 +48,7 @@ class All:
         self.optimizer = ZeroFP4Optimizer(
             [{"params": named(self.dense, "dense")}, {"params": experts, "weight_decay": 0.5}],
             FusedAdamW,
-            **OPTIONS | {"lr": 0.5},
+            **keywords(OPTIONS | {"lr": 0.5}),
         )
         self.parameters = [*self.dense, *[p for _, p in experts]]
 

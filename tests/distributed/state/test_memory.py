@@ -17,7 +17,7 @@ from distributed.cases import shared_folder
 from distributed.processes import device_for
 from distributed.run import on_ranks, run_ranks
 from distributed.state.cases import run, saved, trained
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 MOST = {"save": 0.05, "load": 0.05 + 1 / 3}
 """Of the state of a rank: of AdamW's a third is masters, and new ones wait beside the old ones."""
@@ -50,7 +50,7 @@ def save_and_load(world):
     weight = torch.randn(SIZE, SIZE, device=world.device, dtype=torch.bfloat16)
     named = [(f"layers.{i}", nn.Parameter(zerofp4.quantize(weight, columnwise=True))) for i in range(COUNT)]
     named[-1] = ("norm", nn.Parameter(weight.clone()))
-    optimizer = ZeroFP4Optimizer(named, FusedAdamW, lr=1e-3, bucket_mb=2)
+    optimizer = ZeroFP4Optimizer(named, FusedAdamW, lr=1e-3, communication=Communication(bucket_mb=2))
     for _, p in named:
         p.grad = torch.full((SIZE, SIZE), 1e-3, device=world.device, dtype=torch.bfloat16)
     optimizer.step()

@@ -1,0 +1,40 @@
+"""Communication: what it takes, and where it must be given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.optim import make_parameters
+
+from zerofp4.optim import Communication, ZeroFP4Optimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": True}, "overlap must be one of"),
+        ({"overlap": "forwards"}, "overlap must be one of"),
+        ({"accumulate": None}, "accumulate must be one of"),
+        ({"accumulate": "sharded", "transport": "peer"}, "is not supported with transport"),
+        ({"accumulate": "sharded", "overlap": "backward", "transport": "peer"}, "is not supported with"),
+        ({"gradient_dtype": torch.float16}, "gradient_dtype must be one of"),
+    ],
+)
+def test_options_that_cannot_be_meant(options, message):
+    with pytest.raises(ValueError, match=message):
+        Communication(**options)
+
+
+@pytest.mark.parametrize("options", [{"gradient_wire": torch.float64}, {"bucket_mb": 0}, {"bucket_mb": True}])
+def test_numbers_and_dtypes_that_cannot_be_meant(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Communication(**options)
+
+
+def test_an_option_of_communication_that_is_given_to_the_optimizer():
+    """It would be an option of torch's class, which does not know it."""
+    parameters = make_parameters(torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"give communication=zerofp4.optim.Communication\(overlap='both'\)"):
+        ZeroFP4Optimizer(parameters, overlap="both")
+    with pytest.raises(TypeError, match="communication must be a Communication, got str"):
+        ZeroFP4Optimizer(parameters, communication="peer")

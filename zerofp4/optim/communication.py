@@ -1,0 +1,93 @@
+"""Communication: how gradients and weights travel between the ranks of a ZeroFP4Optimizer."""
+
+import dataclasses
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofp4.engine import TRANSPORTS, make_wire
+
+_CHOICES = {
+    "transport": TRANSPORTS,
+    "overlap": (None, "backward", "forward", "both"),
+    "accumulate": ("local", "sharded"),
+    "gradient_dtype": (None, torch.float32),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How gradients and weights travel. The same on every rank.
+
+    transport: "peer" shares memory between the GPUs of one host, "collective" uses NCCL or gloo, "auto" is
+        peer where that can be. Both give the same bytes.
+    overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
+        forward pass, "both", or None.
+    accumulate: "local" adds up micro-batches in p.grad, "sharded" in this rank's FP32 slices.
+    bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
+    gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
+    gradient_wire: what gradients are rounded to before they are sent; None is the dtype that they have.
+    hosts: a DeviceMesh of hosts and the ranks of each; gradients are averaged on each host first.
+
+    Raises ValueError or TypeError for options that are not among these, or exclude each other.
+    """
+
+    transport: str = "auto"
+    overlap: str | None = None
+    accumulate: str = "local"
+    bucket_mb: float | None = None
+    gradient_dtype: torch.dtype | None = None
+    gradient_wire: torch.dtype | None = None
+    hosts: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        make_wire(self.gradient_wire, self.bucket_mb)  # raises
+        if not (self.hosts is None or isinstance(self.hosts, DeviceMesh)):
+            raise TypeError(f"hosts must be None or a DeviceMesh, got {type(self.hosts).__name__}")
+        has_hosts = self.hosts is not None and 1 not in self.hosts.mesh.shape
+        if self.transport == "peer" and has_hosts:
+            raise ValueError(
+                'transport="peer" is of one host, and hosts names several: with "collective" or "auto" the '
+                "ranks of each share memory, too"
+            )
+        if self.transport == "peer" and self.accumulate == "sharded":
+            raise ValueError(
+                'accumulate="sharded" is not supported with transport="peer": what ranks write into memory '
+                'that they share is added up in step(), once; accumulate="local" adds up micro-batches in '
+                'p.grad, and transport="collective" takes "sharded"'
+            )
+        if has_hosts and self.sends_early:
+            raise ValueError(f"hosts are not supported with {self.early_options}")
+
+    @property
+    def overlaps_backward(self) -> bool:
+        """Whether gradients start to travel during backward passes."""
+        return self.overlap in ("backward", "both")
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether the all-gather of weights may run into the next forward pass."""
+        return self.overlap in ("forward", "both")
+
+    @property
+    def adds_to_slices(self) -> bool:
+        """Whether each backward pass adds to this rank's FP32 slices."""
+        return self.accumulate == "sharded"
+
+    @property
+    def sends_early(self) -> bool:
+        """Whether backward passes send gradients, or step() does."""
+        return self.overlaps_backward or self.adds_to_slices
+
+    @property
+    def early_options(self) -> str:
+        """The options that decide sends_early, as messages show them."""
+        return f"overlap={self.overlap!r}, accumulate={self.accumulate!r}"
+
+    def compared(self) -> dict[str, str]:
+        """What ranks must have in common, by name; find_hosts() compares hosts."""
+        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "hosts"}
