@@ -127,9 +127,7 @@ def _leave_group(destroy: Callable[[], None]) -> None:
     are the groups that these frames refer to.
     """
     gc.unfreeze()
-    for found in gc.get_objects():
-        if type(found).__name__ == "DeviceMesh":
-            found._pg_registry.clear()  # DTensor's caches keep meshes
+    _forget_groups_of_meshes()
     destroy()
     deadline = time.monotonic() + 5  # a thread of gloo may hold its last work until it runs again
     while left := _gloo_threads():
@@ -139,6 +137,13 @@ def _leave_group(destroy: Callable[[], None]) -> None:
                 f"Errors in reference cycles:\n{_errors_in_cycles()}"
             )
         time.sleep(0.02)
+
+
+def _forget_groups_of_meshes() -> None:
+    """DTensor's caches keep meshes. A function, whose end lets go of the last object that it looked at."""
+    for found in gc.get_objects():
+        if type(found).__name__ == "DeviceMesh":
+            found._pg_registry.clear()
 
 
 def _errors_in_cycles() -> str:
