@@ -42,7 +42,6 @@ from report import KINDS, Recorder, describe, draw, ranks, write_summary
 from sharded import shard, sharded
 from text import Batches, Text, TextTooShortError, in_tokens
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from train_options import CORPORA, OPTIMIZERS, RECIPES, add_options, complete
 
 import zerofp4
@@ -139,23 +138,11 @@ def build(
         optimizer.begin(model, kind == "nvfp4", options.micro_batches)
         return model, optimizer
     groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
-    travel = {name: getattr(options, name) for name in ("transport", "overlap", "accumulate")}
-    travel["hosts"] = make_hosts(options.hosts, world)
+    names = "transport", "reduction", "overlap", "accumulate"
+    travel = {name: getattr(options, name) for name in names}
     travel["gradient_dtype"] = options.gradient_dtype and getattr(torch, options.gradient_dtype)
     communication = Communication(**travel)
     return model, ZeroFP4Optimizer(groups, optimizer_class, communication=communication, **defaults)
-
-
-def make_hosts(count: int | None, world: World) -> DeviceMesh | None:
-    """Of ranks that are numbered host by host, as many on each. Ends the program where that cannot be."""
-    if count is None:
-        return None
-    if world.world_size % count:
-        raise SystemExit(
-            f"train.py: argument --hosts: {world.world_size} ranks are not those of {count} hosts"
-        )
-    shape = count, world.world_size // count
-    return None if world.world_size == 1 else init_device_mesh(world.device.type, shape)
 
 
 def draw_batches(data: torch.Tensor, options: argparse.Namespace, world: World) -> Batches:

@@ -13,8 +13,8 @@ from report import KINDS
 from text import Text
 
 import zerofp4
-from zerofp4.engine import TRANSPORTS
 from zerofp4.optim import FusedAdamW
+from zerofp4.optim.communication import REDUCTIONS, TRANSPORTS
 
 # Class and arguments; without an lr the preset's is the default.
 OPTIMIZERS = {
@@ -60,8 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused_adamw is ours (default: adamw)")
     add("--transport", choices=TRANSPORTS, default="auto", help="of ZeroFP4Optimizer (default: auto)")
-    hosts = "gradients are added up on each of so many hosts first (default: in rank order)"
-    add("--hosts", type=at_least(int, 1), help=hosts)
+    sums = "how gradients are added up (default: ordered)"
+    add("--reduction", choices=REDUCTIONS, default="ordered", help=sums)
     add("--lr", type=at_least(float, 0.0), help="peak learning rate (default: the preset's; sgd: 0.3)")
     add("--batch-size", type=at_least(int, 1), default=8, help="sequences, per rank (default: 8)")
     add(
@@ -114,7 +114,7 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "
             f"which is {context}"
         )
-    of_ours = {"overlap": None, "accumulate": "local", "gradient_dtype": None, "hosts": None}
+    of_ours = {"overlap": None, "accumulate": "local", "gradient_dtype": None, "reduction": "ordered"}
     for name, default in of_ours.items():
         if options.parallel == "fsdp2" and getattr(options, name) != default:
             parser.error(f"argument --{name.replace('_', '-')}: takes --parallel zero")

@@ -290,6 +290,18 @@ def all_gather_slices(
     return Pending(work, named) if async_op else None
 
 
+def reduce_scatter_slices(
+    out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, stage: str = "reducing slices"
+) -> Pending:
+    """Begin to add up a rank's equal slice of `flat` over all ranks into `out`, in their dtype and in the
+    backend's order.
+    """
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    named = Stage(stage, group)
+    with named:
+        return Pending(reduce(out, flat, group=group, async_op=True), named)
+
+
 def start_exchange(
     received: Sequence[Sequence[torch.Tensor]],
     sent: Sequence[Sequence[torch.Tensor]],

@@ -33,16 +33,15 @@ from zerofp4.engine.gradient_memory import (
     in_order,
     is_sendable,
 )
-from zerofp4.engine.hosts import Hosts, HostTransport, join_host
+from zerofp4.engine.hosts import Hosts, HostTransport, find_ways
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
-from zerofp4.engine.peers import TRANSPORTS, Peers, join_peers
+from zerofp4.engine.peers import Peers
 from zerofp4.engine.step import Step
 from zerofp4.engine.transport import Arrived, Transport, check_gradients, describe_buckets
 
 __all__ = [
     "ALIGNMENT",
-    "TRANSPORTS",
     "Arrived",
     "ArrivingMeans",
     "BackwardSchedule",
@@ -69,12 +68,11 @@ __all__ = [
     "check_gradient_dtype",
     "check_gradients",
     "describe_buckets",
+    "find_ways",
     "gradient_dtype",
     "gradients_of",
     "in_order",
     "is_sendable",
-    "join_host",
-    "join_peers",
     "make_wire",
     "set_gradient_dtype",
     "with_own_storage",

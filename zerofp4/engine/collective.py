@@ -6,7 +6,13 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import OwnError, Pending, all_gather_slices, start_exchange
+from zerofp4.distributed import (
+    OwnError,
+    Pending,
+    all_gather_slices,
+    reduce_scatter_slices,
+    start_exchange,
+)
 from zerofp4.engine.buckets import Wire
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradient_memory import (
@@ -16,17 +22,23 @@ from zerofp4.engine.gradient_memory import (
     in_order,
     in_turns,
     private_memory,
+    rows_sent,
 )
 from zerofp4.engine.transport import Arrived, Transport
 from zerofp4.ops import RankGradients
 
+STAGE = "averaging gradients"
+
 
 class CollectiveTransport(Transport):
-    """Reduce-scatter by sends and receives, weights by an all-gather in place.
+    """Gradients by sends and receives, or by torch's reduce-scatter; weights by an all-gather in place.
 
-    The rows of a slice travel as they are; its owner adds them up in FP32, in rank order. So no bit of a
-    gradient is lost, sums do not depend on a library's algorithm, and bfloat16 gradients take half the bytes
-    of FP32 sums.
+    Ordered: the rows of a slice travel as they are; its owner adds them up in FP32, in rank order. So no bit
+    of a gradient is lost, sums do not depend on a library's algorithm, and bfloat16 gradients take half the
+    bytes of FP32 sums.
+
+    By reduce-scatter: the library adds them up, in the dtype in which they are sent and in an order of its
+    own, in one call a bucket whose cost hardly grows with the number of ranks. The owner divides in FP32.
 
     Gradients that are sent as autograd makes them lie in flat memory from the backward pass on, and are not
     copied. Gradients that are rounded are copied to memory that buckets share in turns; so is what is
@@ -37,30 +49,40 @@ class CollectiveTransport(Transport):
     early: how many buckets are on their way at once where a BackwardSchedule sends them; None where a step
         does.
     aliased: whether p.grad may alias the memory that it is sent from.
+    ordered: whether gradients are added up in rank order, or by reduce-scatter.
     """
 
     def __init__(
-        self, buckets: Sequence[FlatBuffer], wire: Wire, early: int | None = None, aliased: bool = True
+        self,
+        buckets: Sequence[FlatBuffer],
+        wire: Wire,
+        early: int | None = None,
+        aliased: bool = True,
+        ordered: bool = True,
     ):
         self.buckets, self.wire, self.places, self.device = buckets, wire, early or 2, buckets[0].device
+        self._ordered = ordered
         self.dtypes = [wire.dtype_of(bucket.parameters) for bucket in buckets]
-        self.senders = [bucket.world_size for bucket in buckets]
+        self.sent_bytes = rows_sent(buckets, self.dtypes)
         rounds = wire.dtype not in (None, torch.float32)
         travels = [bool(early or rounds or b.world_size * b.replica_count > 1) for b in buckets]
         travelling = list(itertools.compress(buckets, travels))
         made = iter(private_memory(travelling, wire, self.device, self.places, aliased))
         self.memory = [next(made) if is_sent else None for is_sent in travels]
-        layouts = [((b.world_size, b.slice_numel), d) for b, d in zip(buckets, self.dtypes, strict=True)]
-        several = [layout if layout[0][0] > 1 else None for layout in layouts]
-        self._received = in_turns(several, self.device, self.places)
-        """By bucket, [world_size, slice_numel] for what the other ranks have of this rank's slice; in a
-        bucket of one rank its own gradients, None where they are read in place.
+        layouts = [
+            ((b.world_size if ordered else 1, b.slice_numel), d) if b.world_size > 1 else None
+            for b, d in zip(buckets, self.dtypes, strict=True)
+        ]
+        self._received = in_turns(layouts, self.device, self.places)
+        """By bucket, [world_size, slice_numel] for what the other ranks have of this rank's slice, or [1,
+        slice_numel] for the sum; in a bucket of one rank its own gradients, or None where they are read in
+        place.
         """
         self._own_views: list[list[torch.Tensor | None] | None] = [None] * len(buckets)
         self.adds_in_update = [wire.keeps(bucket.parameters) for bucket in buckets]
         for b, (bucket, memory) in enumerate(zip(buckets, self.memory, strict=True)):
             if memory is not None:
-                self.adds_in_update[b] = bucket.world_size > 1 and bucket.replica_count == 1
+                self.adds_in_update[b] = ordered and bucket.world_size > 1 and bucket.replica_count == 1
                 self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
                 self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
         self._slices: dict[int, GradientMemory] = {}
@@ -93,10 +115,12 @@ class CollectiveTransport(Transport):
         if gradients is not None:
             with error:  # the others wait for this rank's rows, whatever they hold
                 own.take(gradients)
-        works = []
-        if bucket.world_size > 1:
-            sent, received = ([[row] for row in rows] for rows in (own.flat, self._received[b]))
-            works = start_exchange(received, sent, bucket.group(), "averaging gradients")
+        works, received = [], self._received[b]
+        if bucket.world_size > 1 and self._ordered:
+            messages = ([[row] for row in rows] for rows in (received, own.flat))
+            works = start_exchange(*messages, bucket.group(), STAGE)
+        elif bucket.world_size > 1:
+            works = [reduce_scatter_slices(received.view(-1), own.flat.view(-1), bucket.group(), STAGE)]
         self._sent[b] = works, error
 
     def _wait(self, b: int) -> OwnError:
@@ -135,8 +159,14 @@ class CollectiveTransport(Transport):
             return
         out = bucket.gradients if out is None else out
         self._wait(b).raise_if_any()
-        own, has_replicas = self.memory[b].flat[bucket.rank], bucket.replica_count > 1
-        ops.average(self._received[b], out, own, bucket.rank, None if has_replicas else squares)
+        has_replicas = bucket.replica_count > 1
+        counted = None if has_replicas else squares
+        if self._ordered or bucket.world_size == 1:
+            ops.average(self._received[b], out, self.memory[b].flat[bucket.rank], bucket.rank, counted)
+        else:
+            out.copy_(self._received[b][0]).div_(bucket.world_size)
+            if counted is not None:
+                ops.add_squares([out], counted)
         if has_replicas:
             self._average_over_replicas(bucket, out, squares)
 

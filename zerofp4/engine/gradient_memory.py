@@ -253,3 +253,9 @@ def shared_memory(buckets: Sequence[FlatBuffer], wire: Wire, peers: Peers) -> li
         flat = peers.zeros((bucket.world_size, bucket.slice_numel), wire.dtype_of(bucket.parameters))
         found.append(GradientMemory(bucket, flat, storages if wire.keeps(bucket.parameters) else None))
     return found
+
+
+def rows_sent(buckets: Sequence[FlatBuffer], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """By bucket, the bytes of a row for each other rank."""
+    pairs = zip(buckets, dtypes, strict=True)
+    return [(bucket.world_size - 1) * bucket.slice_numel * dtype.itemsize for bucket, dtype in pairs]

@@ -1,5 +1,7 @@
-"""Transport over several hosts: shared memory inside each host, collectives between hosts."""
+"""Transport over several hosts: gradients are averaged on each host first, then between hosts."""
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,60 +21,186 @@ from zerofp4.distributed import (
 from zerofp4.engine.buckets import Wire
 from zerofp4.engine.collective import gather_by_collective
 from zerofp4.engine.flat import FlatBuffer
-from zerofp4.engine.gradient_memory import Gradients, in_turns, shared_memory
-from zerofp4.engine.peers import Peers, find_obstacle, seat_of
+from zerofp4.engine.gradient_memory import Gradients, in_turns, private_memory, shared_memory
+from zerofp4.engine.peers import Peers, Seat, find_obstacle, seat_of, try_to_share
 from zerofp4.engine.transport import Arrived, Transport
 from zerofp4.ops import RankGradients
+
+# What a group can do
 
 
 class Hosts(NamedTuple):
     """The hosts of a process group, whose ranks are numbered host by host, as many on each.
 
-    within: the ranks of this rank's host.
-    across: the ranks with this rank's number on their host, one of every host.
+    within: the ranks of this rank's host, where a DeviceMesh has them.
     """
 
-    within: GroupReference
-    across: GroupReference
+    count: int
+    size: int
+    within: GroupReference | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Hosts, and ranks of each."""
-        return dist.get_world_size(self.across()), dist.get_world_size(self.within())
+        return self.count, self.size
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """The host of a rank, and its number there."""
+        return divmod(rank, self.size)
+
+    def ranks_of(self, host: int) -> range:
+        return range(host * self.size, (host + 1) * self.size)
 
 
-def join_host(hosts: Hosts, group: dist.ProcessGroup, device: torch.device) -> Peers:
-    """The memory that the ranks of this host share. Collective over the ranks of all hosts.
+class Ways(NamedTuple):
+    """How the ranks of a group reach each other.
 
-    Raises ValueError, on every rank and before anything is allocated, where those of some host cannot share
-    memory.
+    peers: the ranks of this host, where they share memory.
+    hosts: None where gradients are added up over all ranks at once.
+    why_collective: why ranks do not share memory.
     """
-    size = hosts.shape[1]
+
+    peers: Peers | None
+    hosts: Hosts | None
+    why_collective: str | None
+
+
+def find_ways(
+    transport: str,
+    hosts: Hosts | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    may_use_hosts: bool = True,
+) -> Ways:
+    """Collective: let the ranks of each host share memory, where transport allows it and they can.
+
+    transport: "auto", "collective" or "peer". "auto" also finds the hosts, by their names, where none are given.
+    may_use_hosts: whether it may.
+
+    Raises ValueError, on every rank and before anything is allocated, where transport is "peer" and ranks
+    cannot share memory.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        return Ways(None, None, "a world of one has nobody to share memory with")
+    if transport == "collective":
+        return Ways(None, hosts, "it was asked for")
     seats = exchange(seat_of(device), None, group, "comparing where ranks run")
-    for first in range(0, len(seats), size):
-        obstacle = find_obstacle(seats[first : first + size])
-        if obstacle is not None:
-            raise ValueError(
-                f"hosts: ranks {first} to {first + size - 1}, which are one host's, cannot share memory: "
-                f"{obstacle} (numbered from 0 on each host)"
-            )
-    peers, error = attempt(Peers, hosts.within(), device)
-    exchange(None, error, group, "sharing memory")
-    return peers
+    if hosts is None and transport == "auto" and may_use_hosts:
+        hosts = hosts_of(seats)
+    local = hosts or Hosts(1, size, GroupReference(group))
+    own = local.ranks_of(local.seat(rank)[0])
+    found = [find_obstacle(seats, local.ranks_of(host)) for host in range(local.count)]
+    peers, obstacle = None, next(filter(None, found), None)
+    if obstacle is None:
+        peers, obstacle = try_to_share(
+            lambda: Peers(local.within() if local.within else _group_of_host(group, own), device), group
+        )
+    if transport == "peer" and obstacle is not None:
+        raise ValueError(f'transport="peer" cannot be: {obstacle}; "collective" works everywhere')
+    return Ways(peers, hosts, obstacle)
+
+
+def hosts_of(seats: Sequence[Seat]) -> Hosts | None:
+    """None for one host, one rank on each, and ranks that are not numbered host by host, as many on each."""
+    runs = [len(list(run)) for _, run in itertools.groupby(seats, key=lambda seat: seat.host)]
+    is_regular = len(set(runs)) == 1 and len({seat.host for seat in seats}) == len(runs)
+    return Hosts(len(runs), runs[0]) if is_regular and len(runs) > 1 and runs[0] > 1 else None
+
+
+_groups_of_hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""By process group, that of its ranks on this host: made once, however many optimizers are built."""
+
+
+def _group_of_host(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
+    if group not in _groups_of_hosts:
+        everyone = dist.get_process_group_ranks(group)
+        # Ranks outside of `group` may be elsewhere, so only those of this host come here.
+        _groups_of_hosts[group] = dist.new_group([everyone[r] for r in ranks], use_local_synchronization=True)
+    return _groups_of_hosts[group]
+
+
+# Means of a host
+
+
+class SharedRows:
+    """Ranks of a host that read each other's gradients in the memory that they share. Collective to build."""
+
+    def __init__(self, buckets: Sequence[FlatBuffer], group: dist.ProcessGroup, wire: Wire, peers: Peers):
+        self._peers, self._last, self.failed = peers, len(buckets) - 1, peers.failed.view(1)
+        # The ranks of this host agree on an error; those of the others hear of it here.
+        self.memory, error = attempt(shared_memory, buckets, wire, peers)
+        exchange(None, error, group, "sharing memory")
+        self._rows = [
+            [peers.rows_like(row) for row in own.flat[peers.rank :: peers.size]] for own in self.memory
+        ]
+        """By bucket and host, the gradients of this host's ranks for the slice that rank l of that host owns.
+        """
+
+    def prepare(self, gradients: Gradients) -> None:
+        for memory in self.memory:
+            memory.take(gradients)
+
+    def begin(self) -> None:
+        self._peers.arrive()
+
+    def average(self, b: int, gradients: Gradients | None, means: torch.Tensor) -> OwnError:
+        error = OwnError()
+        with error:
+            for rows, mean in zip(self._rows[b], means, strict=True):
+                ops.average_rows(rows, mean)
+        if b == self._last:
+            self._peers.arrive()  # the ranks of this host have read all rows
+        return error
+
+
+class SentRows:
+    """Ranks of a host that send each other their gradients."""
+
+    failed = None
+
+    def __init__(self, buckets: Sequence[FlatBuffer], group: dist.ProcessGroup, wire: Wire, hosts: Hosts):
+        self._group, self._size = GroupReference(group), hosts.size
+        host, self._local = hosts.seat(dist.get_rank(group))
+        self._neighbours = hosts.ranks_of(host)
+        self.memory = private_memory(buckets, wire, buckets[0].device)
+        layouts = [((*hosts.shape, b.slice_numel), wire.dtype_of(b.parameters)) for b in buckets]
+        self._received = in_turns(layouts, buckets[0].device)
+        """By bucket, [hosts, ranks of this host, slice_numel]."""
+
+    def prepare(self, gradients: Gradients) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def average(self, b: int, gradients: Gradients | None, means: torch.Tensor) -> OwnError:
+        error, own, received = OwnError(), self.memory[b], self._received[b]
+        if gradients is not None:
+            with error:  # the others wait for this rank's rows, whatever they hold
+                own.take(gradients)
+        messages_in, messages_out = ([[] for _ in range(own.flat.shape[0])] for _ in range(2))
+        for local, rank in enumerate(self._neighbours):
+            messages_in[rank] = list(received[:, local])
+            messages_out[rank] = list(own.flat[local :: self._size])
+        for work in start_exchange(messages_in, messages_out, self._group(), "averaging gradients on a host"):
+            work.wait()
+        for rows, mine, mean in zip(received, own.flat[self._local :: self._size], means, strict=True):
+            ops.average(rows, mean, mine, self._local)
+        return error
 
 
 class HostTransport(Transport):
     """Gradients are averaged over the ranks of each host first, then these means over the hosts, in FP32: of
     2 x 2 ranks ((g0 + g1) / 2 + (g2 + g3) / 2) / 2. Weights travel by an all-gather.
 
-    What rank l of every host owns is averaged on a host by its rank l, which reads the gradients of the
-    others where they lie. These means are sent to their owners: 4 bytes an element of a slice from each other
-    host, however many ranks a host has.
+    What rank l of every host owns is averaged on a host by its rank l. These means are sent to their owners:
+    4 bytes an element of a slice from each other host, however many ranks a host has.
 
     buckets: of all ranks of all hosts.
     group: all ranks.
-    wire: the dtype in which gradients are read on a host.
-    peers: the ranks of this host.
+    wire: the dtype in which gradients are read or sent on a host.
+    peers: the ranks of this host, if they share memory.
     """
 
     def __init__(
@@ -80,36 +208,38 @@ class HostTransport(Transport):
         buckets: Sequence[FlatBuffer],
         group: dist.ProcessGroup,
         wire: Wire,
-        peers: Peers,
         hosts: Hosts,
+        peers: Peers | None,
     ):
-        self.buckets, self.wire, self._peers, self._across = buckets, wire, peers, hosts.across
+        self.buckets, self.wire, self._group = buckets, wire, GroupReference(group)
         self.dtypes, self.adds_in_update = [torch.float32] * len(buckets), [True] * len(buckets)
-        self._host, count = rank_and_size(hosts.across())
-        self.senders = [count] * len(buckets)
-        local, local_count = rank_and_size(hosts.within())
-        # The ranks of this host agree on an error; those of the others hear of it here.
-        self.memory, error = attempt(shared_memory, buckets, wire, peers)
-        exchange(None, error, group, "sharing memory")
-        self._rows = [[peers.rows_like(row) for row in own.flat[local::local_count]] for own in self.memory]
-        """By bucket and host, the gradients of this host's ranks for the slice that rank l of that host owns.
-        """
+        self._host, local = hosts.seat(dist.get_rank(group))
+        self._across = [h * hosts.size + local for h in range(hosts.count)]
+        """By host, its rank with this rank's number there."""
+        self._peers = peers
+        if peers is None:
+            self._on_host = SentRows(buckets, group, wire, hosts)
+        else:
+            self._on_host = SharedRows(buckets, group, wire, peers)
+        self.memory = self._on_host.memory
+        on_host = [(hosts.size - 1) * hosts.count * own.flat.itemsize for own in self.memory]
+        between = 4 * (hosts.count - 1)
+        self.sent_bytes = [b.slice_numel * (n + between) for b, n in zip(buckets, on_host, strict=True)]
         device = buckets[0].device
-        layouts = [((2, count, bucket.slice_numel), torch.float32) for bucket in buckets]
+        layouts = [((2, hosts.count, bucket.slice_numel), torch.float32) for bucket in buckets]
         pairs = in_turns(layouts, device)
         self._means = [means for means, _ in pairs]
         """By bucket, [hosts, slice_numel]: the means of this host's gradients for the owner on each host."""
         self._received = [received for _, received in pairs]
         """The same of each host, for this rank."""
         self._own_views = [b.own_views(m[self._host]) for b, m in zip(buckets, self._means, strict=True)]
-        self._failed_there = torch.zeros(count, 1, dtype=torch.float32, device=device)
-        """By host, 1 where one of its ranks did not come, so that its means are of no use."""
+        self._failed_there = torch.zeros(hosts.count, 1, dtype=torch.float32, device=device)
+        """By host, 1 where one of its ranks did not come to a barrier, so that its means are of no use."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
         """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
 
     def prepare(self, gradients: Gradients) -> Gradients:
-        for memory in self.memory:
-            memory.take(gradients)
+        self._on_host.prepare(gradients)
         return gradients
 
     # Gradients
@@ -117,27 +247,28 @@ class HostTransport(Transport):
     def begin(self) -> None:
         for b in list(self._sent):  # of a step that was left in the middle, in the same memory
             self.discard(b)
-        self._peers.arrive()
+        self._on_host.begin()
 
     def send_gradients(self, b: int, gradients: Gradients | None) -> None:
-        error = OwnError()
-        with error:
-            for rows, mean in zip(self._rows[b], self._means[b], strict=True):
-                ops.average_rows(rows, mean)
-        if b + 1 == len(self.buckets):
-            self._peers.arrive()  # the ranks of this host have read all rows
-        failed = self._peers.failed.view(1)
-        sent = [[mean, failed] for mean in self._means[b]]
-        received = [list(pair) for pair in zip(self._received[b], self._failed_there, strict=True)]
-        works = start_exchange(received, sent, self._across(), "averaging gradients over hosts")
+        error = self._on_host.average(b, gradients, self._means[b])
+        failed = self._on_host.failed
+        received, sent = ([[] for _ in range(self.buckets[b].world_size)] for _ in range(2))
+        for host, rank in enumerate(self._across):
+            sent[rank] = [self._means[b][host]]
+            received[rank] = [self._received[b][host]]
+            if failed is not None:
+                sent[rank].append(failed)
+                received[rank].append(self._failed_there[host])
+        works = start_exchange(received, sent, self._group(), "averaging gradients over hosts")
         self._sent[b] = works, error
 
     def _wait(self, b: int) -> OwnError:
         works, error = self._sent.pop(b)
         for work in works:
             work.wait()
-        failed = self._peers.failed
-        torch.maximum(failed, self._failed_there.amax(), out=failed)
+        if self._peers is not None:
+            failed = self._peers.failed
+            torch.maximum(failed, self._failed_there.amax(), out=failed)
         return error
 
     def discard(self, b: int) -> None:

@@ -8,7 +8,13 @@ from zerofp4 import ops
 from zerofp4.distributed import error_text
 from zerofp4.engine.buckets import Wire
 from zerofp4.engine.flat import FlatBuffer
-from zerofp4.engine.gradient_memory import GradientMemory, Gradients, private_memory, shared_memory
+from zerofp4.engine.gradient_memory import (
+    GradientMemory,
+    Gradients,
+    private_memory,
+    rows_sent,
+    shared_memory,
+)
 from zerofp4.engine.peers import Copies, PeerGather, Peers, halves
 from zerofp4.engine.transport import Arrived, Transport
 from zerofp4.ops import PeerRows, RankGradients
@@ -45,7 +51,8 @@ class PeerTransport(Transport):
     def __init__(self, buckets: Sequence[FlatBuffer], wire: Wire, peers: Peers, early: bool = False):
         self.buckets, self.wire, self._peers, self._early = buckets, wire, peers, early
         self.dtypes = [wire.dtype_of(bucket.parameters) for bucket in buckets]
-        self.senders, self.adds_in_update = [peers.size] * len(buckets), [True] * len(buckets)
+        self.adds_in_update = [True] * len(buckets)
+        self.sent_bytes = rows_sent(buckets, self.dtypes)
         self.error: str | None = None
         """Why what this rank has sent since drop() must not be used."""
         self._rows: list[PeerRows] = []

@@ -1,9 +1,10 @@
 """Memory that the ranks of one host share: every rank reads and writes that of all others, through NVLink."""
 
+import itertools
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,6 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, attempt, exchange, rank_and_size, timeout_seconds
 from zerofp4.ops import MAX_PEERS, Barrier, PeerRows
-
-TRANSPORTS = ("auto", "collective", "peer")
-"""How gradients and weights may travel."""
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """An environment variable of torch: with "1" two ranks may use one GPU, as tests do."""
@@ -31,35 +29,18 @@ class Seat(NamedTuple):
     obstacle: str | None
 
 
-def join_peers(
-    transport: str, group: dist.ProcessGroup | None, device: torch.device
+def try_to_share(
+    share: Callable[[], "Peers"], group: dist.ProcessGroup
 ) -> tuple["Peers | None", str | None]:
-    """Collective: the shared memory of the ranks, or None and the reason why gradients and weights travel by
-    collectives.
+    """What `share` makes on every rank of a group, or None and the first rank's reason. Collective.
 
-    Raises ValueError, on every rank and before anything is allocated, where transport is "peer" and that
-    cannot be. transport: one of TRANSPORTS, the same on every rank.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return None, "a world of one has nobody to share memory with"
-    if transport == "collective":
-        return None, "it was asked for"
-    obstacle = find_obstacle(exchange(seat_of(device), None, group, "comparing where ranks run"))
-    if transport == "auto":
-        return _try_to_join(group, device) if obstacle is None else (None, obstacle)
-    if obstacle is not None:
-        raise ValueError(f'transport="peer" cannot be: {obstacle}; "collective" works everywhere')
-    return Peers(group, device), None
-
-
-def _try_to_join(group: dist.ProcessGroup, device: torch.device) -> tuple["Peers | None", str | None]:
-    """A system may keep processes from each other's memory, as containers do; torch finds out in trying.
-    (Where it keeps one rank alone, the others wait in torch's rendezvous for as long as its store lets them.)
+    A system may keep processes from each other's memory, as containers do; torch finds out in trying. (Where
+    it keeps one rank alone, the others wait in torch's rendezvous for as long as its store lets them.)
     """
     peers, obstacle = None, None
     try:
-        peers = Peers(group, device)
-    except RuntimeError as error:
+        peers = share()
+    except Exception as error:
         obstacle = str(error)
     found = exchange(obstacle, None, group, "sharing memory")
     obstacles = [f"on rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
@@ -67,13 +48,13 @@ def _try_to_join(group: dist.ProcessGroup, device: torch.device) -> tuple["Peers
 
 
 def seat_of(device: torch.device) -> Seat:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     if device.type != "cuda":
-        return Seat("", -1, [], f"the parameters are on {device}, and only GPUs read each other's memory")
+        return Seat(host, -1, [], f"the parameters are on {device}, and only GPUs read each other's memory")
     index = torch.cuda.current_device() if device.index is None else device.index
     others = [i for i in range(torch.cuda.device_count()) if i != index]
     reachable = [i for i in others if torch.cuda.can_device_access_peer(index, i)]
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     return Seat(host, index, reachable, _torch_obstacle(device))
 
 
@@ -86,25 +67,26 @@ def _torch_obstacle(device: torch.device) -> str | None:
     return None if found == "CUDA" else f"the backend of torch's symmetric memory is {found!r}, not 'CUDA'"
 
 
-def find_obstacle(seats: Sequence[Seat]) -> str | None:
-    """Why these ranks cannot share memory, or None."""
-    if len(seats) > MAX_PEERS:
-        return f"{len(seats)} ranks are more than {MAX_PEERS}"
-    for rank, seat in enumerate(seats):
-        if seat.obstacle is not None:
-            return f"on rank {rank}: {seat.obstacle}"
-        if seat.host != seats[0].host:
-            return f"ranks 0 and {rank} are on different hosts"
+def find_obstacle(seats: Sequence[Seat], ranks: range | None = None) -> str | None:
+    """Why these ranks, or all, cannot share memory, or None. seats: of all ranks."""
+    ranks = range(len(seats)) if ranks is None else ranks
+    if len(ranks) > MAX_PEERS:
+        return f"{len(ranks)} ranks are more than {MAX_PEERS}"
+    for rank in ranks:
+        if seats[rank].obstacle is not None:
+            return f"on rank {rank}: {seats[rank].obstacle}"
+        if seats[rank].host != seats[ranks[0]].host:
+            return f"ranks {ranks[0]} and {rank} are on different hosts"
     overlapping = os.environ.get(OVERLAPPING) == "1"
-    for rank, seat in enumerate(seats):
-        for other, theirs in enumerate(seats[:rank]):
-            if seat.index == theirs.index and not overlapping:
-                return (
-                    f"ranks {other} and {rank} both use cuda:{seat.index} (each needs a GPU of another "
-                    "number, and has to see those of the others)"
-                )
-            if seat.index != theirs.index and theirs.index not in seat.reachable:
-                return f"cuda:{seat.index} of rank {rank} cannot access the memory of cuda:{theirs.index}"
+    for other, rank in itertools.combinations(ranks, 2):
+        theirs, seat = seats[other], seats[rank]
+        if seat.index == theirs.index and not overlapping:
+            return (
+                f"ranks {other} and {rank} both use cuda:{seat.index} (each needs a GPU of another "
+                "number, and has to see those of the others)"
+            )
+        if seat.index != theirs.index and theirs.index not in seat.reachable:
+            return f"cuda:{seat.index} of rank {rank} cannot access the memory of cuda:{theirs.index}"
     return None
 
 

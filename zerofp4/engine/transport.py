@@ -49,8 +49,8 @@ class Transport(Protocol):
     """By bucket, where this rank's own gradients are sent from; None in a bucket of one rank whose gradients
     are read in place, as the means.
     """
-    senders: Sequence[int]
-    """By bucket, how many rows of gradients a slice has: of all ranks, or one of each host."""
+    sent_bytes: Sequence[int]
+    """By bucket, what a rank sends of its gradients in a step, or other ranks read from its memory."""
     adds_in_update: Sequence[bool]
     """By bucket, whether arrived() may be called; else only average()."""
 
@@ -135,7 +135,7 @@ def describe_buckets(
     all buckets by phase. advice: what would make a step faster, or None.
     """
     described = []
-    for bucket, plan, dtype, senders in zip(buckets, plans, transport.dtypes, transport.senders, strict=True):
+    for bucket, plan, dtype, sent in zip(buckets, plans, transport.dtypes, transport.sent_bytes, strict=True):
         size, amaxes = bucket.world_size, 0 if plan is None else plan.wire.nbytes
         described.append(
             {
@@ -146,7 +146,7 @@ def describe_buckets(
                 "elements": sum(parameter.numel() for parameter in bucket.parameters),
                 "whole_matrices": bucket.is_of_whole_matrices,
                 "gradients_travel_as": str(dtype).removeprefix("torch."),
-                "gradients": (senders - 1) * bucket.slice_numel * dtype.itemsize,
+                "gradients": sent,
                 # A ring sends every byte twice, but for the share of a rank.
                 "amaxes": 2 * (size - 1) * amaxes // size,
                 "weights": (size - 1) * bucket.weights.nbytes // size,

@@ -97,9 +97,14 @@ class Checked:
         elif self.transport == "auto" and communication.adds_to_slices:
             self.transport = "collective"
             self.why_collective = "accumulate='sharded' adds up every backward pass"
+        elif self.transport == "auto" and not communication.is_ordered:
+            self.transport = "collective"
+            self.why_collective = "reduction='reduce_scatter' is a collective"
         self.wire = make_wire(
             communication.gradient_wire, communication.bucket_mb, self.trainable, communication.gradient_dtype
         )
+        if not communication.is_ordered:
+            self._check_sums()
         self.held = take_over(masters_from, self.trainable, self.trainable_names, group, self.shardings)
         """Masters of an earlier optimizer, by id(parameter)."""
         trained = [k for k, p in enumerate(self.parameters) if p.requires_grad]
@@ -129,6 +134,15 @@ class Checked:
             what = f"{self.communication.early_options} is"
         if what is not None:
             raise ValueError(f"{what} not supported where parameter groups name a process_group of their own")
+
+    def _check_sums(self) -> None:
+        """Raise TypeError for gradients that cannot be added up in the dtype in which they are sent."""
+        for p, name in zip(self.trainable, self.trainable_names, strict=True):
+            if self.wire.dtype_of([p]) == torch.float16:
+                raise TypeError(
+                    f"{name} has gradients of torch.float16, whose sums may overflow: "
+                    'reduction="reduce_scatter" needs gradient_wire=torch.float32 or torch.bfloat16'
+                )
 
     def _find_amax_leaders(self) -> list[int]:
         """By trainable parameter, the number of the first in its amax group.

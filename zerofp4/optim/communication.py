@@ -5,10 +5,14 @@ import dataclasses
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofp4.engine import TRANSPORTS, make_wire
+from zerofp4.engine import make_wire
+
+TRANSPORTS = ("auto", "collective", "peer")
+REDUCTIONS = ("ordered", "reduce_scatter")
 
 _CHOICES = {
     "transport": TRANSPORTS,
+    "reduction": REDUCTIONS,
     "overlap": (None, "backward", "forward", "both"),
     "accumulate": ("local", "sharded"),
     "gradient_dtype": (None, torch.float32),
@@ -19,8 +23,10 @@ _CHOICES = {
 class Communication:
     """How gradients and weights travel. The same on every rank.
 
-    transport: "peer" shares memory between the GPUs of one host, "collective" uses NCCL or gloo, "auto" is
-        peer where that can be. Both give the same bytes.
+    transport: "peer" shares memory between the GPUs of one host, "collective" uses NCCL or gloo. "auto" is
+        peer where that can be; where ranks span hosts, gradients are averaged on each host first.
+    reduction: "ordered" adds up gradients in FP32 and in rank order. "reduce_scatter" is that of NCCL or
+        gloo, in the dtype that is sent: the same result on every rank, another for another number of ranks.
     overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
         forward pass, "both", or None.
     accumulate: "local" adds up micro-batches in p.grad, "sharded" in this rank's FP32 slices.
@@ -33,6 +39,7 @@ class Communication:
     """
 
     transport: str = "auto"
+    reduction: str = "ordered"
     overlap: str | None = None
     accumulate: str = "local"
     bucket_mb: float | None = None
@@ -62,6 +69,22 @@ class Communication:
             )
         if has_hosts and self.sends_early:
             raise ValueError(f"hosts are not supported with {self.early_options}")
+        if not self.is_ordered and (has_hosts or self.transport == "peer"):
+            other = "hosts" if has_hosts else 'transport="peer"'
+            raise ValueError(
+                f'reduction="reduce_scatter" is not supported with {other}: the backend of the process group '
+                "decides how its reduce-scatter crosses hosts"
+            )
+        if not self.is_ordered and self.gradient_wire == torch.float16:
+            raise ValueError(
+                'reduction="reduce_scatter" adds up in gradient_wire, and sums may overflow in '
+                "torch.float16: choose torch.float32 or torch.bfloat16"
+            )
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether gradients are added up in rank order."""
+        return self.reduction == "ordered"
 
     @property
     def overlaps_backward(self) -> bool:

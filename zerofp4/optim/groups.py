@@ -190,7 +190,7 @@ def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Host
             f"hosts has the global ranks {named}, and the optimizer's process_group {ranks}: it takes all of "
             "them, host by host, in this order"
         )
-    hosts = Hosts(within=GroupReference(mesh.get_group(1)), across=GroupReference(mesh.get_group(0)))
+    hosts = Hosts(*mesh.mesh.shape, GroupReference(mesh.get_group(1)))
     return None if 1 in hosts.shape else hosts
 
 

@@ -34,9 +34,8 @@ from zerofp4.engine import (
     Step,
     check_gradients,
     describe_buckets,
+    find_ways,
     in_order,
-    join_host,
-    join_peers,
     set_gradient_dtype,
 )
 from zerofp4.format import WEIGHT_DTYPES
@@ -170,11 +169,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._parameters, self._names = checked.parameters, checked.names
         """All parameters, frozen ones too."""
         device = self._parameters[0].device
-        self._hosts = checked.hosts
-        if self._hosts is None:
-            self._peers, obstacle = join_peers(checked.transport, group, device)
-        else:
-            self._peers, obstacle = join_host(self._hosts, group, device), "hosts share no memory"
+        may_use_hosts = not self.communication.sends_early
+        ways = find_ways(checked.transport, checked.hosts, group, device, may_use_hosts)
+        self._peers, self._hosts, obstacle = ways
         self._why_collective = obstacle if self.world_size == 1 else checked.why_collective or obstacle
         set_gradient_dtype(self.communication.gradient_dtype, checked.trainable)
         self._wire = checked.wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
@@ -255,7 +252,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         early = self.communication.overlaps_backward and self.world_size > 1
         self._exchange = self._schedule = None
         if self._hosts is not None:
-            self._transport = HostTransport(buckets, group, wire, self._peers, self._hosts)
+            self._transport = HostTransport(buckets, group, wire, self._hosts, self._peers)
         elif self._peers is not None:
             self._transport = PeerTransport(buckets, wire, self._peers, early)
             self._exchange = self._transport if early else None
@@ -263,7 +260,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             # On a CPU only the host could wait for a bucket in a backward pass.
             places = len(buckets) if buckets[0].device.type == "cpu" else 2
             places = places if early or adds else None
-            self._transport = CollectiveTransport(buckets, wire, early=places, aliased=not adds)
+            ordered = self.communication.is_ordered
+            self._transport = CollectiveTransport(buckets, wire, places, aliased=not adds, ordered=ordered)
             self._exchange = ArrivingMeans(self._transport, adds) if early or adds else None
         is_local = all(memory is None for memory in self._transport.memory)
         self._averages_nothing = self.world_size == 1 and is_local and not adds
@@ -872,10 +870,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
         that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
-        gradients are here, or the obstacle. overlap, accumulate: as given. world_size, bucket_mb. buckets: in
-        their order, each with its kind, parameters, elements, bytes, optimizer, and gathered_in: "step",
-        "forward" or None. bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks
-        can access. advice: what would make it faster.
+        gradients are here, or the obstacle. reduction, overlap, accumulate: as given. world_size, bucket_mb.
+        buckets: in their order, each with its kind, parameters, elements, bytes, optimizer, and gathered_in:
+        "step", "forward" or None. bytes_sent: by this rank in a step, by phase. shared_bytes: memory that
+        other ranks can access. advice: what would make it faster.
         """
         obstacle = self._why_at_once()
         shared = "collective" if self._peers is None or self._hosts is not None else "peer"
@@ -889,6 +887,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "transport": shared if self.world_size > 1 else "none",
             "why_collective": self._why_collective,
             "hosts": None if self._hosts is None else self._hosts.shape,
+            "reduction": self.communication.reduction,
             "in_buckets": obstacle is None,
             "obstacle": obstacle,
             "overlap": self.communication.overlap,

@@ -16,6 +16,7 @@ from distributed.engine.file_peers import FilePeers
 from distributed.engine.overlap_cases import SMALL, TINY, loss_of, make
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
+from zerofp4.engine.hosts import Ways
 from zerofp4.optim import zero
 
 FEW = 0.01
@@ -29,10 +30,10 @@ def run(world, check, late, **options):
     alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
     group = dist.new_group(backend="gloo")
 
-    def join(transport, given, _):
-        return (None, "asked for") if transport == "collective" else (FilePeers(given, late), None)
+    def find(transport, hosts, given, *_):
+        return Ways(None if transport == "collective" else FilePeers(given, late), None, None)
 
-    with mock.patch.object(zero, "join_peers", join):
+    with mock.patch.object(zero, "find_ways", find):
         check(alone, transport="peer", process_group=group, **options)
 
 

@@ -1,5 +1,5 @@
 """Gradients that are added up on each host first; hosts are groups of ranks here, whose memory is files where
-they have no GPUs.
+they have no GPUs, or which send each other rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,36 +20,43 @@ from distributed.optim.cases import as_if_captured, assert_same_on_all_ranks, mo
 from distributed.optim.group_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
 from distributed.run import on_ranks
 from zerofp4.engine import GradientMemory, Peers
-from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.engine import hosts as found_hosts
+from zerofp4.engine.hosts import Hosts, hosts_of
+from zerofp4.engine.peers import Seat, seat_of
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 SHAPE = (2, 2)
 
 
 @contextlib.contextmanager
-def sharing_memory(world) -> Iterator[None]:
-    if world.device.type == "cuda":
+def sharing_memory(world, shares: bool = True) -> Iterator[None]:
+    """shares: whether the ranks of a host do, where they have no GPUs."""
+    if world.device.type == "cuda" or not shares:
         yield
         return
 
-    def join(hosts, group, device):
-        return FilePeers(hosts.within(), late=True)
-
-    with mock.patch.object(zero, "join_host", join):
+    with (
+        mock.patch.object(found_hosts, "find_obstacle", lambda *_: None),
+        mock.patch.object(found_hosts, "Peers", lambda group, _: FilePeers(group, late=True)),
+    ):
         yield
 
 
 @on_ranks(4, time_limit=120)
 @pytest.mark.parametrize(
-    ("name", "bucket_mb", "clip"),
+    ("name", "bucket_mb", "clip", "shares"),
     [
-        ("FusedAdamW", None, False),
-        ("FusedAdamW", 0.003, True),
-        ("FusedAdamW", 1e-4, False),
-        ("AdamW", 0.003, False),
-        ("AdamW", 1e-4, True),
+        ("FusedAdamW", None, False, True),
+        ("FusedAdamW", 0.003, True, True),
+        ("FusedAdamW", 1e-4, False, True),
+        ("AdamW", 0.003, False, True),
+        ("AdamW", 1e-4, True, True),
+        ("FusedAdamW", 0.003, True, False),
+        ("FusedAdamW", None, False, False),
+        ("AdamW", 1e-4, False, False),
     ],
 )
-def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip):
+def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip, shares):
     """In one bucket of each kind, in several, and in several stretches of each."""
 
     def build(parameters, *arguments, **options):
@@ -57,28 +65,33 @@ def test_steps_in_the_documented_order_of_addition(world, name, bucket_mb, clip)
         assert [described[k] for k in ("transport", "hosts")] == ["collective", SHAPE]
         return optimizer
 
-    with sharing_memory(world):
+    with sharing_memory(world, shares):
         check_order_of_addition(world, SHAPE, build, name, clip, bucket_mb=bucket_mb)
 
 
-def with_hosts(world, cls=FusedAdamW, **options):
+def with_hosts(world, cls=FusedAdamW, shares=True, **options):
     """Parameters, and an optimizer of them."""
     parameters = parameters_of(world)
     hosts = options.pop("hosts") if "hosts" in options else mesh_of(world, SHAPE)
-    with sharing_memory(world):
+    with sharing_memory(world, shares):
         return parameters, ZeroFP4Optimizer(parameters, cls, **keywords(OPTIONS, options, hosts=hosts))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("wire", [None, torch.float32, torch.bfloat16])
-def test_only_means_travel_between_hosts(world, wire):
+@pytest.mark.parametrize("shares", [True, False])
+def test_only_means_travel_between_hosts(world, wire, shares):
     """Rounded gradients have no place in flat memory of their own dtype; what travels is FP32 anyway."""
-    _, optimizer = with_hosts(world, gradient_wire=wire)
-    described = optimizer.describe()
-    for bucket, buffer in zip(described["buckets"], optimizer._shards.buffers, strict=True):
-        assert bucket["gradients"] == 4 * buffer.slice_numel  # to the other host
+    sent = []
+    for options in ({"gradient_wire": torch.float32}, {"gradient_wire": wire}):
+        _, flat = with_hosts(world, hosts=None, transport="collective", **options)
+        sent.append([bucket["gradients"] for bucket in flat.describe()["buckets"]])
+    _, optimizer = with_hosts(world, gradient_wire=wire, shares=shares)
+    for bucket, as_floats, as_sent in zip(optimizer.describe()["buckets"], *sent, strict=True):
+        numel = as_floats // 3 // 4  # of a slice, which went to three ranks
+        # Two slices to the other rank of this host, and one mean to the other host.
+        assert bucket["gradients"] == 2 * as_sent // 3 + 4 * numel
         assert bucket["gradients_travel_as"] == "float32"
-    assert described["why_collective"] == "hosts share no memory"
 
 
 @on_ranks(4)
@@ -89,16 +102,18 @@ def test_only_means_travel_between_hosts(world, wire):
         {"overlap": "forward"},
         {"gradient_wire": torch.bfloat16, "bucket_mb": 0.003},
         {"bucket_mb": 1e-4},
+        {"bucket_mb": 0.003, "shares": False},
+        {"gradient_wire": torch.bfloat16, "bucket_mb": 1e-4, "shares": False},
     ],
 )
 def test_exact_sums_give_the_bytes_of_other_transports(world, options):
     """Where no order of addition makes a difference; with gradients that some ranks lack, a NaN that skips a
     step on all hosts, and a step that clips; also behind masters_from and in a CUDA graph.
     """
-    sides = []
+    sides, shares = [], options.pop("shares", True)
     for hosts in (None, mesh_of(world, SHAPE)):
-        options = {**options, "transport": "collective", "hosts": hosts}
-        parameters, optimizer = with_hosts(world, **options)
+        options = {**options, "transport": "auto" if hosts else "collective", "hosts": hosts}
+        parameters, optimizer = with_hosts(world, shares=shares, **options)
         for step in range(6):
             made = make_gradients(parameters, 100 * world.rank + step)
             gradients = [g.clamp(-8, 8).round() for g in made]
@@ -112,7 +127,7 @@ def test_exact_sums_give_the_bytes_of_other_transports(world, options):
             assert optimizer.found_inf.item() == (step == 3)
             optimizer.zero_grad()
         assert optimizer.skipped_steps == 1
-        with sharing_memory(world):
+        with sharing_memory(world, shares):
             ways = {**options, **OPTIONS, "capturable": True}
             optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **keywords(ways))
         for captured in (False, True)[: 1 if "overlap" in options else 2]:
@@ -125,10 +140,11 @@ def test_exact_sums_give_the_bytes_of_other_transports(world, options):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, name):
-    """Before the vote with FusedAdamW, else behind it."""
-    parameters, optimizer = with_hosts(world, CLASSES[name])
+def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, name, shares):
+    """Before the vote with FusedAdamW, else behind it; where rows are sent, the optimizer is broken then."""
+    parameters, optimizer = with_hosts(world, CLASSES[name], shares)
     set_gradients(parameters, gradients_of(parameters, world.rank, 0))
     refusing = mock.patch.object(GradientMemory, "take", side_effect=MemoryError("no room"))
     told = r"rank 1 found an error|another rank could not take part|could not finish its part"
@@ -137,6 +153,10 @@ def test_a_rank_that_cannot_take_its_gradients_leaves_no_rank_waiting(world, nam
         with pytest.raises(error[0], match=error[1]):
             optimizer.step()
             optimizer.check()  # a GPU says it here
+    if not shares:
+        with pytest.raises(RuntimeError, match="of no more use"):
+            optimizer.step()
+        return
     optimizer.step()
     assert_same_on_all_ranks(model_bytes(parameters))
 
@@ -166,7 +186,7 @@ def test_no_host_updates_with_means_of_one_where_a_rank_did_not_come(world):
 def test_one_host_and_one_rank_on_each_change_nothing(world):
     sides = []
     for shape in (None, (1, world.world_size), (world.world_size, 1)):
-        parameters, optimizer = with_hosts(world, hosts=shape and mesh_of(world, shape))
+        parameters, optimizer = with_hosts(world, shares=False, hosts=shape and mesh_of(world, shape))
         assert optimizer.describe()["hosts"] is None
         set_gradients(parameters, gradients_of(parameters, world.rank, 0))
         optimizer.step()
@@ -199,12 +219,86 @@ def test_hosts_that_cannot_be_meant(world):
     ]:
         arguments = keywords({"params": parameters, "lr": 0.1}, options, hosts=hosts)
         assert message in raised_everywhere(world, error, ZeroFP4Optimizer, **arguments)
-    if world.device.type == "cpu":
-        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, **keywords(hosts=square))
-        assert "hosts: ranks 0 to 1, which are one host's, cannot share memory: on rank 0" in message
-        assert "only GPUs read each other's memory" in message
-        own = {"gradient_dtype": torch.float32} if hasattr(torch.Tensor, "grad_dtype") else {}
-        own = keywords(own, hosts=square)
-        raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, **own)
-        assert all(getattr(p, "grad_dtype", p.dtype) == p.dtype for p in parameters)
     assert_all_equal(model_bytes(parameters), before, "parameter")
+
+
+# Hosts that are found
+
+
+@contextlib.contextmanager
+def on_hosts(world, names: str) -> Iterator[None]:
+    """As if each rank ran on the host of its letter."""
+
+    def seat(device):
+        return seat_of(device)._replace(host=names[world.rank])
+
+    with mock.patch.object(found_hosts, "seat_of", seat):
+        yield
+
+
+@on_ranks(4)
+def test_auto_adds_up_on_each_host_first(world):
+    """With the bytes of a mesh; and where that cannot be, over all ranks."""
+    sides = []
+    for names, options, shape in [
+        ("aabb", {"hosts": mesh_of(world, SHAPE)}, SHAPE),
+        ("aabb", {}, SHAPE),
+        ("aaaa", {}, None),
+        ("aabb", {"transport": "collective"}, None),
+        ("aabb", {"overlap": "backward"}, None),
+        ("aabb", {"accumulate": "sharded"}, None),
+        ("aabb", {"reduction": "reduce_scatter", "gradient_wire": torch.float32}, None),
+    ]:
+        with on_hosts(world, names):
+            parameters, optimizer = with_hosts(world, shares=False, **{"hosts": None, **options})
+        assert optimizer.describe()["hosts"] == shape, options
+        if shape:
+            set_gradients(parameters, gradients_of(parameters, world.rank, 0))
+            optimizer.step()
+            sides.append(model_bytes(parameters))
+    assert_all_equal(*sides, "tensor")
+
+
+@on_ranks(4)
+def test_ranks_of_a_host_that_was_found_share_memory(world):
+    """In one process group, however many optimizers are built; what keeps one host from it, all learn."""
+    if world.device.type == "cuda":
+        pytest.skip("GPUs share memory")
+    groups = []
+
+    def share(group, device):
+        groups.append(group)
+        if len(groups) > 2 and world.rank == 3:
+            raise RuntimeError("no permission")
+        return FilePeers(group, late=True)
+
+    with (
+        on_hosts(world, "aabb"),
+        mock.patch.object(found_hosts, "find_obstacle", lambda *_: None),
+        mock.patch.object(found_hosts, "Peers", share),
+    ):
+        ways = [found_hosts.find_ways("auto", None, dist.group.WORLD, world.device) for _ in range(3)]
+    assert [way.hosts for way in ways] == [Hosts(2, 2)] * 3
+    assert [way.peers and way.peers.size for way in ways] == [2, 2, None]
+    assert ways[-1].why_collective == "on rank 3: no permission"
+    first = world.rank // 2 * 2
+    assert groups[0] is groups[1] and dist.get_process_group_ranks(groups[0]) == [first, first + 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        ("aabb", (2, 2)),
+        ("aabbcc", (3, 2)),
+        ("aaaa", None),
+        ("abcd", None),
+        ("abab", None),
+        ("aabba", None),
+        ("aab", None),
+        ("a", None),
+    ],
+)
+def test_hosts_of_names(names, shape):
+    """Only ranks that are numbered host by host, as many on each, have a sum by hosts."""
+    found = hosts_of([Seat(name, 0, [], None) for name in names])
+    assert (found and found.shape) == shape

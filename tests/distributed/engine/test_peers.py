@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from early import waits_for
 
+from distributed.cases import raised_everywhere
 from distributed.engine import peer_checks
 from distributed.engine.overlap_cases import SMALL, TINY
 from distributed.engine.overlap_checks import on_gpu as early_check
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks
-from zerofp4.engine import peers
+from zerofp4.engine import hosts
 from zerofp4.engine.peers import Seat, find_obstacle
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -192,10 +193,13 @@ def test_auto_without_the_permission_to_share_memory(world):
             raise RuntimeError("no permission")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "seat_of", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
-        patch.setattr(peers, "Peers", share)
-        found = peers.join_peers("auto", dist.group.WORLD, world.device)
-    assert found == (None, "on rank 1: no permission")
+        patch.setattr(hosts, "seat_of", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
+        patch.setattr(hosts, "Peers", share)
+        found = hosts.find_ways("auto", None, dist.group.WORLD, world.device)
+        assert found == (None, None, "on rank 1: no permission")
+        arguments = "peer", None, dist.group.WORLD, world.device
+        message = raised_everywhere(world, ValueError, hosts.find_ways, *arguments)
+        assert 'transport="peer" cannot be: on rank 1: no permission' in message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""Gradients that torch's reduce-scatter adds up: means within the error of a dtype, the same on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from distributed.cases import raised_everywhere
+from distributed.optim.cases import SPECIFICATIONS, assert_same_on_all_ranks, model_bytes
+from distributed.optim.group_cases import OPTIONS, expert_group, in_dtypes
+from distributed.run import on_ranks
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+
+BY_LIBRARY = {"transport": "collective", "reduction": "reduce_scatter"}
+
+
+def parameters_of(world) -> list[nn.Parameter]:
+    return make_parameters(world.device, 0, [s for s in SPECIFICATIONS if s[1] != torch.float16])
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float32])
+def test_means_within_the_error_of_the_dtype(world, wire):
+    """Masters that begin as zeros are, after a step of SGD with lr=1, the negative means."""
+    parameters = parameters_of(world)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    optimizer = ZeroFP4Optimizer(
+        parameters, torch.optim.SGD, lr=1.0, communication=Communication(gradient_wire=wire, **BY_LIBRARY)
+    )
+    by_rank = [in_dtypes(make_gradients(parameters, rank), parameters) for rank in range(world.world_size)]
+    set_gradients(parameters, by_rank[world.rank])
+    optimizer.step()
+    masters = optimizer.gathered_masters()
+    assert_same_on_all_ranks(masters)
+    assert_same_on_all_ranks(model_bytes(parameters))
+    for master, *gradients in zip(masters, *by_rank, strict=True):
+        sent = wire or gradients[0].dtype
+        rows = torch.stack([gradient.to(sent).double() for gradient in gradients])
+        # Each of the additions rounds, relative to what is added up by then.
+        bound = world.world_size * torch.finfo(sent).eps * rows.abs().mean(0) + 1e-9
+        assert ((-master.double() - rows.mean(0)).abs() <= bound).all()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_mb": 0.003},
+        {"bucket_mb": 0.003, "overlap": "both"},
+        {"accumulate": "sharded"},
+        {"gradient_wire": torch.bfloat16, "bucket_mb": 1e-4},
+        {"cls": torch.optim.AdamW},
+    ],
+)
+def test_exact_sums_give_the_bytes_of_ordered_ones(world, options):
+    """With gradients that some ranks lack, a step that clips, and a NaN that skips a step."""
+    options, sides = dict(options), []
+    cls = options.pop("cls", FusedAdamW)
+    for reduction in ("ordered", "reduce_scatter"):
+        parameters = parameters_of(world)
+        way = Communication(transport="collective", reduction=reduction, **options)
+        optimizer = ZeroFP4Optimizer(parameters, cls, communication=way, **OPTIONS)
+        described = optimizer.describe()
+        assert [described[k] for k in ("transport", "reduction")] == ["collective", reduction]
+        for step in range(4):
+            gradients = [g.clamp(-8, 8).round() for g in make_gradients(parameters, 100 * world.rank + step)]
+            gradients[step % 3] = None if world.rank % 2 else gradients[step % 3]
+            if step == 2 and world.rank == 1:
+                gradients[3].view(-1)[1] = torch.nan
+            # As a backward pass does, so that what overlaps it begins.
+            pairs = zip(parameters, gradients, strict=True)
+            sum((p.float() * g).sum() for p, g in pairs if g is not None).backward()
+            if step == 3:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            assert optimizer.found_inf.item() == (step == 2)
+            optimizer.zero_grad()
+        optimizer.check()
+        assert optimizer.skipped_steps == 1
+        assert_same_on_all_ranks(model_bytes(parameters))
+        sides.append([*optimizer.gathered_masters(), *model_bytes(parameters)])
+    assert_all_equal(*sides, "tensor")
+
+
+@on_ranks(4)
+def test_replicas_and_groups_of_some_ranks(world):
+    """Each sum is of the ranks that share its parameters."""
+    mesh = init_device_mesh(world.device.type, (2, 2))
+    for group in (mesh, expert_group(world)):
+        sides = []
+        for reduction in ("ordered", "reduce_scatter"):
+            parameters = parameters_of(world)
+            groups = [{"params": parameters[:2], "process_group": group}, {"params": parameters[2:]}]
+            way = Communication(reduction=reduction)
+            optimizer = ZeroFP4Optimizer(groups, FusedAdamW, communication=way, **OPTIONS)
+            made = make_gradients(parameters, world.rank if group is mesh else world.rank // 2)
+            set_gradients(parameters, [g.clamp(-8, 8).round() for g in made])
+            norm = optimizer.clip_grad_norm_(1e3)
+            optimizer.step()
+            sides.append([norm, *model_bytes(parameters)])
+        assert_all_equal(*sides, "tensor")
+
+
+@on_ranks(2)
+def test_float16_gradients_need_another_dtype_to_be_added_up_in(world):
+    """Their sum may overflow where their mean does not, and nothing would skip that step."""
+    parameters = make_parameters(world.device, 0, [((64,), torch.float16, False)])
+    arguments = keywords({"params": parameters, "lr": 0.1}, BY_LIBRARY)
+    message = raised_everywhere(world, TypeError, ZeroFP4Optimizer, **arguments)
+    assert "has gradients of torch.float16, whose sums may overflow" in message
+    optimizer = ZeroFP4Optimizer(**keywords(arguments, BY_LIBRARY, gradient_wire=torch.float32))
+    parameters[0].grad = torch.full_like(parameters[0], 6e4)
+    optimizer.step()
+    assert not optimizer.skipped_steps and parameters[0].isfinite().all()
