@@ -74,7 +74,7 @@ def find_ways(
 ) -> Ways:
     """Collective: let the ranks of each host share memory, where transport allows it and they can.
 
-    transport: "auto", "collective" or "peer". "auto" also finds the hosts, by their names, where none are given.
+    transport: "auto", "collective" or "peer". "auto" also finds the hosts, by name, where none are given.
     may_use_hosts: whether it may.
 
     Raises ValueError, on every rank and before anything is allocated, where transport is "peer" and ranks

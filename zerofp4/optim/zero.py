@@ -260,8 +260,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             # On a CPU only the host could wait for a bucket in a backward pass.
             places = len(buckets) if buckets[0].device.type == "cpu" else 2
             places = places if early or adds else None
-            ordered = self.communication.is_ordered
-            self._transport = CollectiveTransport(buckets, wire, places, aliased=not adds, ordered=ordered)
+            self._transport = CollectiveTransport(
+                buckets, wire, early=places, aliased=not adds, ordered=self.communication.is_ordered
+            )
             self._exchange = ArrivingMeans(self._transport, adds) if early or adds else None
         is_local = all(memory is None for memory in self._transport.memory)
         self._averages_nothing = self.world_size == 1 and is_local and not adds
