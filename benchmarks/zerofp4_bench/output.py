@@ -2,13 +2,26 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerofp4_bench.operations import SHOWN
 from zerofp4_bench.rules import KINDS
 from zerofp4_bench.session import RESULTS, ROOT, device_type
-from zerofp4_bench.traffic import PARTS, WAYS, Cell, Growth, growth_of
+from zerofp4_bench.traffic import (
+    HOST_GBPS,
+    HOST_GPUS,
+    HOST_TARGETS,
+    HOST_WAYS,
+    OF_HOST,
+    PARTS,
+    TARGET_GPUS,
+    WAYS,
+    Cell,
+    Growth,
+    growth_of,
+)
 from zerofp4_bench.weights import STAGES
 
 BEGIN, END = "<!-- benchmarks: begin -->\n", "\n<!-- benchmarks: end -->"
@@ -154,6 +167,8 @@ def docs_section() -> str:
     if grown is not None:
         show("A step of several GPUs, measured and predicted", RESULTS / GROWTH_CHART)
         parts += [growth_words(grown), markdown_table(growth_table(grown))]
+        show("A step of several hosts, predicted", RESULTS / HOSTS_CHART)
+        parts += [hosts_words(grown), markdown_table(hosts_table(grown))]
     return "\n\n".join(parts)
 
 
@@ -168,7 +183,7 @@ def write_docs() -> Path:
 def growth_words(growth: Growth) -> str:
     """What the model is, for the page."""
     base = growth.base.ranks
-    memory, link = (speed / 1e9 for speed in growth.speeds)
+    memory, link = (speed / 1e9 for speed in growth.speeds[:2])
     others = "; ".join(f"{result['benchmark']} on {result['device']}" for result in growth.left_out)
     return (
         "How a step grows with the number of GPUs: milliseconds measured / predicted, and their ratio. The "
@@ -196,6 +211,57 @@ def shown(cell: Cell) -> str:
     return f"{measured} / {predicted}" + ("" if cell.ratio is None else f" = {cell.ratio:.2f}")
 
 
+def hosts_words(growth: Growth) -> str:
+    """What the model is for several hosts, for the page."""
+    *others, last = HOST_GBPS
+    factors = {way: factor for way in WAYS if (factor := growth.longer(way, "step"))}
+    measured = ", ".join(f"{way} {factor:.2f}" for way, factor in factors.items())
+    bounds = " and ".join(f"`{way}` {KINDS['ratio'].bound(target)}" for way, target in HOST_TARGETS.items())
+    text = (
+        "How a step grows with the number of hosts. **All of it is predicted: no step of several hosts was "
+        f"measured.** A host has {OF_HOST} GPUs, and each of them can send {', '.join(map(str, others))} or "
+        f"{last} GB/s to other hosts. Inside a host bytes move at the speeds above, and a phase takes the "
+        "slowest of memory, link and network. A step takes longer than the sum of its phases by the factor "
+        f"that was measured on one host: {measured}. `default` of one host has the factor of `peer`; "
+        "`reduce_scatter` and `default` of several hosts have that of `collective`. Cells are milliseconds, "
+        f"and the ratio to those of `bf16`. Targets at {TARGET_GPUS} GPUs: {bounds}."
+    )
+    if "peer" in factors:
+        scale = factors["peer"] / factors["collective"]
+        ratios = {gbps: scale * over_bf16(growth, "default", TARGET_GPUS, gbps)[1] for gbps in HOST_GBPS}
+        found = ", ".join(f"{ratio:.2f}x at {gbps} GB/s" for gbps, ratio in ratios.items())
+        text += f" With the factor of `peer` the `default` would be at {found} there."
+    return text
+
+
+def over_bf16(growth: Growth, way: str, gpus: int, gbps: float) -> tuple[float | None, float]:
+    """Predicted milliseconds, and over those of bf16; NaN where either was not measured on one host."""
+    ms, bf16 = (growth.on_hosts(each, gpus, gbps)[0] for each in (way, "bf16"))
+    return ms, ms / bf16 if ms and bf16 else math.nan
+
+
+def hosts_table(growth: Growth) -> Table:
+    def cell(way: str, gpus: int, gbps: float) -> str:
+        ms, ratio = over_bf16(growth, way, gpus, gbps)
+        if ms is None:
+            return "-"
+        text = f"{ms:.1f}" if way in ("bf16", "fsdp2") else f"{ms:.1f} = {ratio:.2f}x"
+        if gpus == TARGET_GPUS and way in HOST_TARGETS:
+            text += ", met" if KINDS["ratio"].is_met(ratio, HOST_TARGETS[way]) else ", missed"
+        return text
+
+    header = ("", *(f"{gpus:,} GPUs" for gpus in HOST_GPUS))
+    rows = [
+        (f"{way}: GB to other hosts", *(f"{growth.on_hosts(way, gpus, 1)[1]:.2f}" for gpus in HOST_GPUS))
+        for way in HOST_WAYS
+    ]
+    for gbps in HOST_GBPS:
+        for way in HOST_WAYS:
+            what = f"{way}: {'its bytes alone' if HOST_WAYS[way] is None else 'step'} at {gbps} GB/s"
+            rows.append((what, *(cell(way, gpus, gbps) for gpus in HOST_GPUS)))
+    return Table(header, "l" * len(header), rows)
+
+
 # Charts
 
 OURS, STAGE, PEER, TARGET = "#1f5fa8", "#8db8e2", "#b9bec6", "#c8352b"
@@ -203,6 +269,8 @@ INCHES_PER_BAR = 0.26
 GROWTH_CHART = "step_growth_cuda.png"
 GROWTH_COLORS = {"collective": STAGE, "peer": OURS, "bf16": PEER}
 GROWTH_PARTS = ("step", "reduce", "update", "publish")
+HOSTS_CHART = "step_growth_hosts_cuda.png"
+HOST_LINES = {"default": OURS, "reduce_scatter": "#1b8a5a", "collective": STAGE, "bf16": PEER}
 
 
 def chart_path(folder: Path, result: dict) -> Path:
@@ -230,8 +298,9 @@ def draw(folder: Path) -> list[Path] | None:
     drawn = list(charts)
     grown = growth_of(results)
     if grown is not None:
-        drawn.append(folder / GROWTH_CHART)
-        draw_growth(drawn[-1], grown)
+        drawn += [folder / GROWTH_CHART, folder / HOSTS_CHART]
+        draw_growth(drawn[-2], grown)
+        draw_hosts(drawn[-1], grown)
     return drawn
 
 
@@ -321,14 +390,36 @@ def draw_growth(path: Path, growth: Growth) -> None:
             measured, predicted = ([ms or math.nan for ms in own] for own in zip(*cells, strict=True))
             panel.plot(predicted, "--", color=line, linewidth=1.5, label=f"{way}, predicted")
             panel.plot(measured, "o", color=line, markersize=7, label=f"{way}, measured")
-        panel.set_title(part, loc="left", fontsize=10)
-        panel.set_ylim(0)
-        panel.set_xticks(range(len(growth.ranks)), [str(ranks) for ranks in growth.ranks])
-        panel.set_ylabel("ms")
-        panel.grid(axis="y", linewidth=0.4)
+        finish_panel(panel, part, growth.ranks)
     for panel in axes[1]:
         panel.set_xlabel("GPUs of a host")
-    handles, _ = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(f"A step of several GPUs, {growth.base.result['device']}", fontsize=12)
+    finish_growth(figure, axes, f"A step of several GPUs, {growth.base.result['device']}")
     save_picture(figure, path)
+
+
+def draw_hosts(path: Path, growth: Growth) -> None:
+    figure, axes = new_picture(1, len(HOST_GBPS), figsize=(10, 4.2), sharey=True)
+    for panel, gbps in zip(axes.flat, HOST_GBPS, strict=True):
+        for way, line in HOST_LINES.items():
+            predicted = [growth.on_hosts(way, gpus, gbps)[0] or math.nan for gpus in HOST_GPUS]
+            panel.plot(predicted, "--", color=line, linewidth=1.5, marker=".", label=f"{way}, predicted")
+        finish_panel(panel, f"step, {gbps} GB/s a GPU between hosts", HOST_GPUS)
+        panel.set_xlabel(f"GPUs, {OF_HOST} a host")
+    finish_growth(figure, axes, f"A step of several hosts, predicted from {growth.base.result['device']}")
+    save_picture(figure, path)
+
+
+def finish_panel(panel, title: str, gpus: Sequence[int]) -> None:
+    panel.set_title(title, loc="left", fontsize=10)
+    panel.set_ylim(0)
+    panel.set_xticks(range(len(gpus)), [f"{count:,}" for count in gpus])
+    panel.set_ylabel("ms")
+    panel.grid(axis="y", linewidth=0.4)
+
+
+def finish_growth(figure, axes, title: str) -> None:
+    """The legend, which is that of every panel, and the title."""
+    handles, _ = axes[0, 0].get_legend_handles_labels()
+    options = {"loc": "outside lower center", "frameon": False, "fontsize": 9}
+    figure.legend(handles=handles, ncols=len(handles) // 2, **options)
+    figure.suptitle(title, fontsize=12)

@@ -15,10 +15,9 @@ from zerofp4.layout import ceil_div
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4_bench.ranks import MEGABYTES, Timer, free_memory
 from zerofp4_bench.session import Session
-from zerofp4_bench.traffic import Step, count_floors, measure_speeds, step_of
+from zerofp4_bench.traffic import WAYS, Step, count_floors, measure_speeds, step_of
 from zerofp4_bench.workloads import Shapes, elements_of, weight_shapes
 
-PREFIXES = {"collective": "", "peer": "peer_"}
 COMPARED = ("step", "step_clipped", "publish", "update")
 ARGUMENTS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 """What AdamW is given, in all steps that are compared."""
@@ -42,7 +41,7 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
     transports = options.transport if world.world_size > 1 else ["collective"]
     speeds, ours, needed = measure_speeds(timer), {}, bytes_of_ours(shapes, world.world_size)
     for transport in transports:
-        if timer.has_room(f"{PREFIXES[transport]}step", needed):
+        if timer.has_room(f"{WAYS[transport]}step", needed):
             own = Ours(session, options, world, shapes, transport)
             found, traffic = own.measure()
             free_memory(session.device)
@@ -75,7 +74,7 @@ class Ours:
     def __init__(
         self, session: Session, options: argparse.Namespace, world: World, shapes: Shapes, transport: str
     ):
-        self.timer, self.shapes = Timer(session, world, options.repeats, PREFIXES[transport]), shapes
+        self.timer, self.shapes = Timer(session, world, options.repeats, WAYS[transport]), shapes
         self.communication = {"transport": transport, "bucket_mb": options.bucket_mb}
         self.several = world.world_size > 1
         self.way = transport if self.several else "nothing travels"

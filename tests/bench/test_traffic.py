@@ -154,7 +154,7 @@ def test_a_world_of_one_sends_nothing():
 
 
 def test_bytes_of_a_bf16_step():
-    found = traffic.bf16_phases(2048, 2)
+    found = traffic.bf16_phases(2048, 2, 2)
     assert {name: (t.memory, t.link) for name, t in found.items()} == {
         "scatter": (2 * 2048 + 4 * 1024 + 2 * 1024, 2048),
         "widen": (6 * 1024, 0),
@@ -239,5 +239,60 @@ def test_the_chart_and_the_table_of_the_page(tmp_path, monkeypatch, capsys):
     row = next(line for line in lines if line.startswith("| collective: step |"))
     measured, predicted = row.split("|")[3].split("=")[0].split("/")
     assert float(measured) == float(predicted)
-    assert len(lines) == place + 6 + (len(traffic.PARTS) + 1) * len(traffic.WAYS)
+    end = place + 6 + (len(traffic.PARTS) + 1) * len(traffic.WAYS)
     assert "| bf16: longest | adamw: memory |" in "\n".join(lines)
+    assert lines[end + 1] == "![A step of several hosts, predicted](../results/step_growth_hosts_cuda.png)"
+    assert "no step of several hosts was measured" in lines[end + 3]
+    assert "collective 2.00, bf16 2.00." in lines[end + 3], "the peer transport was not measured"
+    assert lines[end + 5] == "|  | 8 GPUs | 64 GPUs | 512 GPUs | 4,096 GPUs |"
+    assert len(lines) == end + 7 + len(traffic.HOST_WAYS) * (1 + len(traffic.HOST_GBPS))
+    row = next(line for line in lines if line.startswith("| default: step at 50 GB/s |"))
+    assert row.split("|")[2] == " - " and row.split("|")[3].endswith((", met ", ", missed "))
+
+
+# Steps of several hosts
+
+
+def sent_by(way: str) -> dict[str, tuple[float, float]]:
+    """By what it is, bytes that a rank of 2 x 2 sends in all and to the other host. It owns 512 elements."""
+    step = traffic.planned(SHAPES, 4, way, of_host=2)
+    return {kind: (step.sent[kind], step.across[kind]) for kind in ("gradients", "amaxes", "weights")}
+
+
+def test_bytes_that_ranks_send_to_other_hosts():
+    rings = {"amaxes": (32 * 3 / 4, 32 * 3 / 4 / 2), "weights": (1024 * 3 / 4, 1024 * 3 / 4 / 2)}
+    assert sent_by("collective") == rings | {"gradients": (3 * 1024, 2 * 1024)}
+    # To the other rank of the host what it averages for both hosts, and an FP32 mean to the other host.
+    assert sent_by("default") == rings | {"gradients": (2 * 1024 + 4 * 512, 4 * 512)}
+    assert sent_by("reduce_scatter") == rings | {"gradients": (4096 * 3 / 4, 4096 * 3 / 4 / 2)}
+
+
+def test_a_phase_of_several_hosts_waits_for_the_network_too():
+    step = traffic.planned(SHAPES, 4, "default", of_host=2)
+    reduce = phases(step)["reduce"]
+    # By owned element 2W of gradients and 16H - 8 of means.
+    assert reduce == ("4n + (2W+16H-8)n", (4 + 8 + 24) * 512, 2 * 1024, 4 * 512)
+    assert Speeds(1e9, 1e9, 1e3).floor(reduce) == 1e3 * reduce.network / 1e3
+    found = traffic.bf16_phases(2048, 4, 2)
+    assert {(t.link, t.network) for t in (found["scatter"], found["gather"])} == {(1536, 1536)}
+    found = traffic.fsdp2_phases(2048, 4, 2)
+    assert [(t.link, t.network) for t in found.values()] == [(1536, 1536), (1536, 1536), (3072, 3072)]
+
+
+@pytest.mark.parametrize("way", traffic.HOST_WAYS)
+def test_one_host_sends_nothing_to_others(way):
+    found = [traffic.phases_of(way, SHAPES, 8, of_host)["step"] for of_host in (8, 16, None)]
+    assert found[0] == found[1] == found[2]
+    assert {t.network for _, t in found[0]} == {0}
+
+
+def test_hosts_take_the_measured_factor_of_a_way_of_one_host():
+    growth = traffic.growth_of([result_of(2, longer=3.0)])
+    for way, factor in (("default", 3), ("reduce_scatter", 3), ("collective", 3), ("bf16", 3), ("fsdp2", 1)):
+        ms, sent = growth.on_hosts(way, 64, 0.001)
+        slow, _ = growth.on_hosts(way, 64, 0.0005)
+        across = sum(t.network for _, t in traffic.phases_of(way, growth.shapes, 64, 8)["step"])
+        assert sent == across / 1e9
+        assert slow - ms == pytest.approx(factor * 1e3 * across / 1e6), "the network is the slowest"
+    assert growth.on_hosts("default", 8, 50)[0] is None, "the peer transport of one host was not measured"
+    assert growth.on_hosts("collective", 8, 50)[0] == growth.cell("collective", "step", 8).predicted
