@@ -6,8 +6,8 @@
     scripts/two_hosts.py --rate 100                 a link of 100 Mbit/s each way
 
 The hosts are network namespaces of this machine, joined by a pair of veth devices whose rate `tc` limits.
-Each runs `torchrun --nnodes 2` on the CPU with gloo. The script needs Linux, root, and the commands `ip` and
-`tc`, and removes the namespaces however it ends.
+Each runs `torchrun --nnodes 2` on the CPU with gloo. The script needs Linux, root, and the commands `ip`,
+`tc` and `unshare`, and removes the namespaces however it ends.
 
 Ranks take steps of ZeroFP4Optimizer with FusedAdamW over NVFP4 weights, and read what the device of their
 host has sent and received. The difference between many steps and a few has no set-up in it. What counts is
@@ -108,7 +108,9 @@ def launch(options: argparse.Namespace, names: list[str]) -> int:
     started = []
     try:
         for host, name in enumerate(names):
-            command = ["ip", "netns", "exec", name, *torchrun, "--node-rank", str(host)]
+            # A host name of its own, by which ranks tell hosts apart.
+            named = ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
+            command = ["ip", "netns", "exec", name, *named, *torchrun, "--node-rank", str(host)]
             started.append(subprocess.Popen([*command, __file__, "--worker", *arguments], env=environment))
         while any(process.poll() is None for process in started):
             failed = [process.returncode for process in started if process.returncode]

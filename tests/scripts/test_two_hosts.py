@@ -45,8 +45,11 @@ def test_what_the_model_has_cross_the_link():
 
 
 @pytest.mark.nightly
-def test_the_bytes_that_cross_are_the_models(needs_namespaces):
-    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("options", ["--way collective", "--way default --ranks 3", "--way reduce_scatter"])
+def test_the_bytes_that_cross_are_the_models(needs_namespaces, options):
+    """With 3 ranks a host, since "default" sends as much as "collective" with 2."""
+    command = [sys.executable, SCRIPT, *options.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "sent by the first host" in run.stdout and "\nwithin 5% of the model" in run.stdout
     assert "zerofp4-" not in namespaces()
