@@ -41,6 +41,9 @@ ROOMS = (
 NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
 EXTENSION, ITS_ROOM = "_C", "ops"
 
+NOT_FOR_USERS = {"nn": {"choose_weights", "primary_parameter"}}
+"""What the face of a room has for other rooms, and does not show to users in its __all__."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Import:
@@ -178,7 +181,7 @@ def _judge_name(house: House, module: tuple[str, ...], imported: Import) -> Iter
     names = house.exported(face)
     if names is None:
         yield f"{house.where(face)}: the face of {face[0]} has no __all__ (a face says what it shows)"
-    elif imported.name not in names:
+    elif imported.name not in names | NOT_FOR_USERS.get(face[0], set()):
         where, dotted = house.where(module, imported.line), ".".join((house.package.name, *face))
         yield f"{where}: {imported.name} is not in {dotted}.__all__ (a face says what it shows)"
 

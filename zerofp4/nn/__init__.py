@@ -1,9 +1,9 @@
 """Quantized layers: what a training loop does to its model."""
 
 from zerofp4.nn import fuse  # noqa: F401 (convert_model fuses what it finds)
-from zerofp4.nn.choice import ConversionReport, FilterFn, choose_weights
+from zerofp4.nn.choice import ConversionReport, FilterFn, choose_weights  # noqa: F401 (for integrations)
 from zerofp4.nn.conv1d import Conv1D
-from zerofp4.nn.convert import convert_model, primary_parameter
+from zerofp4.nn.convert import convert_model, primary_parameter  # noqa: F401 (for integrations)
 from zerofp4.nn.experts import Experts
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
@@ -24,9 +24,7 @@ __all__ = [
     "MXFP8Recipe",
     "NVFP4Recipe",
     "autocast",
-    "choose_weights",
     "convert_model",
     "plain_state_dict",
-    "primary_parameter",
     "quantize_input",
 ]
