@@ -94,7 +94,7 @@ def operand(matrix: torch.Tensor, side: str, format: str, **options: Any) -> Ope
     """The matrix [rows, contraction], from the copy of that side."""
     x = matrix if side == "rowwise" else matrix.t().contiguous()
     copies = {"rowwise": side == "rowwise", "columnwise": side == "columnwise"}
-    return Operand(FORMATS[format](x, **copies, **options), side)
+    return Operand(FORMATS[format](x, **copies, **options), columnwise=side == "columnwise")
 
 
 def specified(each: Operand) -> torch.Tensor:

@@ -118,7 +118,7 @@ def verify_model(
     optimizer: torch.optim.Optimizer,
     *,
     amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, int]:
     """Check every trained weight of a model against the FP32 masters that its optimizer shards. Collective.
 
@@ -129,7 +129,7 @@ def verify_model(
         model: the live model.
         optimizer: a ZeroFP4Optimizer, or any optimizer with `param_groups` and `gathered_masters()`.
         amax_groups: as they were given to the optimizer.
-        group: the ranks that hold the same weights; the default group where None.
+        process_group: the ranks that hold the same weights; the default group where None.
 
     Returns:
         {"nvfp4_weights": how many were checked, "other_weights": the same of all others}.
@@ -146,7 +146,8 @@ def verify_model(
                 f"optimizer: its parameter {i}, {tuple(parameter.shape)}, is none of the model's"
             )
     weights = {names[id(parameter)]: parameter for parameter in parameters}
-    return verify_weights(weights, optimizer.gathered_masters(), amax_groups=amax_groups, group=group)
+    masters = optimizer.gathered_masters()
+    return verify_weights(weights, masters, amax_groups=amax_groups, process_group=process_group)
 
 
 def verify_weights(
@@ -154,7 +155,7 @@ def verify_weights(
     masters: Sequence[torch.Tensor | None],
     *,
     amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, int]:
     """Check that all ranks hold the same bytes, those that the specification makes of the FP32 masters.
 
@@ -167,7 +168,7 @@ def verify_weights(
         masters: for each the whole FP32 master, of its shape or flat; None for a weight that is only compared
             over the ranks.
         amax_groups: lists of NVFP4 weights among `weights` that share one amax.
-        group: the ranks that hold the same weights; the default group where None.
+        process_group: the ranks that hold the same weights; the default group where None.
 
     Returns:
         {"nvfp4_weights": how many there were, "other_weights": the same of all others}.
@@ -177,7 +178,7 @@ def verify_weights(
             rank, the weight, the buffer, the element, and both bytes.
     """
     found = _differences_from_masters(weights, masters, amax_groups or [])
-    group = resolve_group(group)
+    group = resolve_group(process_group)
     if group is not None:
         found += _differences_from_the_first_rank(weights, group)
         per_rank: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]

@@ -190,7 +190,7 @@ class Brought:
         return [torch.randn(32 * 64) for _ in range(5)]
 
     @cached_property
-    def starts(self) -> list[int]:
+    def start_offsets(self) -> list[int]:
         """Where these begin in the weight."""
         return [0] * 5
 

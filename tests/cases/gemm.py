@@ -26,7 +26,7 @@ def operand(rows: int, contraction: int, side: str, make, **how) -> Operand:
     shape = (rows, contraction) if side == "rowwise" else (contraction, rows)
     x = values(*shape, **how)
     copies = {"rowwise": side == "rowwise", "columnwise": side == "columnwise"}
-    return Operand(make(x, **copies), side)
+    return Operand(make(x, **copies), columnwise=side == "columnwise")
 
 
 def nvfp4(**options):

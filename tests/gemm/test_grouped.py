@@ -154,7 +154,7 @@ def near(actual, expected) -> bool:
 def test_each_group_by_its_weight(device, splits, side):
     """The factor of a group is in its rows, rounded: then float32 sums, rounded once."""
     weights = weights_of(len(splits), device)
-    operands = [Operand(weight, side) for weight in weights]
+    operands = [Operand(weight, columnwise=side == "columnwise") for weight in weights]
     groups, _ = groups_of(splits, operands[0].shape[1], device, seed=9)
     actual = grouped.grouped_gemm(groups, grouped_operand(weights, side))
     assert actual.dtype == torch.bfloat16 and actual.shape == (sum(splits), operands[0].shape[0])

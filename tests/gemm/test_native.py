@@ -31,8 +31,8 @@ def linear_products(make_x, make_w, t, k, n):
     qx, qg = meta(make_x(values(t, k))), meta(make_x(values(t, n)))
     qw = meta(make_w(values(n, k)))
     yield (t, n), qx, qw
-    yield (t, k), qg, Operand(qw, "columnwise")
-    yield (n, k), Operand(qg, "columnwise"), Operand(qx, "columnwise")
+    yield (t, k), qg, Operand(qw, columnwise=True)
+    yield (n, k), Operand(qg, columnwise=True), Operand(qx, columnwise=True)
 
 
 FORMATS = {

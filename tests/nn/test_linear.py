@@ -318,13 +318,9 @@ def test_what_a_layer_refuses():
         RuntimeError, match=r"adds the weight's gradient to weight\.main_grad, which is not there"
     ):
         train(module, values(2, 64), values(2, 48), recipe)
-    with pytest.raises(
-        ValueError, match=r"params_dtype is another name of dtype, got torch\.float16 and torch\.f"
-    ):
-        Linear(2, 2, dtype=torch.float32, params_dtype=torch.float16)
     with pytest.raises(RuntimeError, match="which is on the meta device"):
         Linear(2, 2, device="meta", primary_weights=True)
-    assert Linear(2, 2, params_dtype=torch.float16).weight.dtype == torch.float16
+    assert Linear(2, 2, dtype=torch.float16).weight.dtype == torch.float16
 
 
 def test_rows_that_nothing_completes():

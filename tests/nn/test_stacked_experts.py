@@ -165,8 +165,6 @@ def test_state_dicts_and_bad_arguments():
         stack(values(36, 62), [9] * 4)
     with pytest.raises(RuntimeError, match="which is on the meta device"):
         GroupedLinear(2, 16, 16, device="meta", stacked=True, primary_weights=True)
-    with pytest.raises(ValueError, match="params_dtype is another name of dtype"):
-        GroupedLinear(2, 16, 16, dtype=torch.half, params_dtype=torch.float32, stacked=True)
 
 
 # convert_model

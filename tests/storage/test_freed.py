@@ -36,7 +36,7 @@ READS = {
     "gemm, a": (lambda t, other: zerofp4.gemm(t, other), "rowwise", "a 'fc1'"),
     "gemm, b": (lambda t, other: zerofp4.gemm(other, t), "rowwise", "b 'fc1'"),
     "gemm of columns": (
-        lambda t, other: zerofp4.gemm(Operand(t, "columnwise"), Operand(other, "columnwise")),
+        lambda t, other: zerofp4.gemm(Operand(t, columnwise=True), Operand(other, columnwise=True)),
         "columnwise",
         "a 'fc1'",
     ),

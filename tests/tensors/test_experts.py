@@ -228,7 +228,7 @@ def test_operands_are_experts(device):
             Operand(stack)
     alone = zerofp4.quantize(experts(device)[1], columnwise=True)
     assert_bytes_equal(zerofp4.gemm(x, t[1]), zerofp4.gemm(x, alone), "product")
-    columns = [Operand(w, "columnwise") for w in (t[1], alone)]
+    columns = [Operand(w, columnwise=True) for w in (t[1], alone)]
     assert_bytes_equal(zerofp4.gemm(columns[0], columns[0]), zerofp4.gemm(columns[1], columns[1]), "columns")
 
 

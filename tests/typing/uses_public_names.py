@@ -72,7 +72,7 @@ def products() -> None:
     b = zerofp4.quantize(w, columnwise=True)
     assert_type(zerofp4.gemm(a, b, out_dtype=torch.bfloat16, bias=torch.zeros(48)), Tensor)
     gradient = zerofp4.quantize(torch.randn(64, 48), block=(1, 16))
-    operand = zerofp4.Operand(b, "columnwise")
+    operand = zerofp4.Operand(b, columnwise=True)
     assert_type(operand.shape, tuple[int, int])
     assert_type(zerofp4.gemm(gradient, operand, backend="exact"), Tensor)
 
@@ -105,10 +105,10 @@ def groups() -> None:
 def own_step() -> None:
     weights = [zerofp4.empty((32, 32)), zerofp4.empty((16, 32))]
     masters: list[Tensor | None] = [torch.randn(1024), torch.randn(512)]
-    starts: list[int | None] = [0, 0]
+    start_offsets: list[int | None] = [0, 0]
     found_inf = torch.zeros(1)
     plan = zerofp4.CastPlan(
-        weights, masters, starts, amax_groups=[weights], on_nonfinite="skip", found_inf=found_inf
+        weights, masters, start_offsets, amax_groups=[weights], on_nonfinite="skip", found_inf=found_inf
     )
     plan.refresh()
     plan.step()
@@ -116,8 +116,8 @@ def own_step() -> None:
     plan.post()
     plan.check()
     assert_type(plan.found_inf, Tensor)
-    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, None, found_inf=found_inf)
-    zerofp4.all_gather_nvfp4(weights, starts, [1024, 512])
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, start_offsets, None, found_inf=found_inf)
+    zerofp4.all_gather_nvfp4(weights, start_offsets, [1024, 512])
     zerofp4.post_all_gather_processing(weights)
 
 

@@ -96,6 +96,6 @@ def refresh_values(record: Storage) -> None:
 def _values_of_side(record: Storage, side: str, dtype: torch.dtype) -> torch.Tensor:
     """Those of one side; of a stack those of all its matrices."""
     if getattr(record, "experts", None) is None:
-        return _values(Operand(record, side), dtype)
+        return _values(Operand(record, columnwise=side == "columnwise"), dtype)
     copy = getattr(record, side)
     return ops.stacked_values_of(copy.data.unbind(), copy.scales["compact"].unbind(), record.block[0], dtype)

@@ -13,29 +13,28 @@ class Operand:
     contracted over K, its columnwise copy the transpose [K, M], contracted over M. The blocks of scales lie
     along the contraction, as a block-scaled product needs them.
 
-    tensor: an NVFP4Tensor, an MXFP8Tensor, or the record of one. side: "rowwise" or "columnwise".
+    tensor: an NVFP4Tensor, an MXFP8Tensor, or the record of one.
+    columnwise: take its columnwise copy, and not the rowwise one.
 
     Of a linear layer with input x [T, K], weight w [N, K] and gradient g [T, N] the products are
-    `gemm(x, w)`, `gemm(g, Operand(w, "columnwise"))` = g w and
-    `gemm(Operand(g, "columnwise"), Operand(x, "columnwise"))` = g^T x.
+    `gemm(x, w)`, `gemm(g, Operand(w, columnwise=True))` = g w and
+    `gemm(Operand(g, columnwise=True), Operand(x, columnwise=True))` = g^T x.
 
-    Raises TypeError for what is not quantized, ValueError for another side, for one that the tensor does not
-    have, and for a stack of matrices, of which tensor[e] is one.
+    Raises TypeError for what is not quantized, ValueError for a copy that the tensor does not have, and for a
+    stack of matrices, of which tensor[e] is one.
     """
 
     __slots__ = ("copy", "device", "is_nvfp4", "record", "shape", "side", "tensor")
 
-    def __init__(self, tensor: Any, side: str = "rowwise"):
-        self.tensor, self.side = tensor, side
+    def __init__(self, tensor: Any, *, columnwise: bool = False):
+        self.tensor, self.side = tensor, SIDES[columnwise]
         self.record: NVFP4Storage | MXFP8Storage = _quantized("tensor", tensor)
-        if side not in SIDES:
-            raise ValueError(f"side must be one of {SIDES}, got {side!r}")
-        copy: Side | None = getattr(self.record, side)
+        copy: Side | None = getattr(self.record, self.side)
         if copy is None or copy.data is None:
             shape = tuple(self.record.shape)
             raise ValueError(
-                f"the {side} copy is to be multiplied, but the tensor of shape {shape} has none: "
-                f"quantize with {side}=True"
+                f"the {self.side} copy is to be multiplied, but the tensor of shape {shape} has none: "
+                f"quantize with {self.side}=True"
             )
         if getattr(self.record, "experts", None) is not None:
             raise ValueError(
@@ -45,7 +44,7 @@ class Operand:
         self.copy, self.device = copy, copy.data.device
         self.is_nvfp4 = isinstance(self.record, NVFP4Storage)
         rows, cols = self.record.matrix
-        self.shape = (rows, cols) if side == "rowwise" else (cols, rows)
+        self.shape = (cols, rows) if columnwise else (rows, cols)
         """(rows, contraction). The copy may hold more of the contraction: the last group of a transform."""
 
     @property

@@ -167,10 +167,10 @@ def _quantized(quantizers, grad, x, weight, dtypes, main_grad, out):
     backend = quantizers.recipe.backend
     q_grad = quantizers.record("gradient", grad, rowwise=weight is not None, columnwise=x is not None)
     if weight is not None:
-        columns = Operand(with_columns(weight), "columnwise")
+        columns = Operand(with_columns(weight), columnwise=True)
         grad_x = gemm(q_grad, columns, out_dtype=dtypes[0], backend=backend)
     if x is not None:
-        operands = Operand(q_grad, "columnwise"), Operand(x, "columnwise")
+        operands = Operand(q_grad, columnwise=True), Operand(x, columnwise=True)
         if out is not None:
             grad_weight = gemm_into(*operands, out, backend=backend)
         elif main_grad is None:

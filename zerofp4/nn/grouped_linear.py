@@ -53,12 +53,11 @@ class GroupedLinear(nn.Module):
         stacked: bool = False,
         primary_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}")
-        options = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype}
+        options = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation}
         if not stacked:
             self.num_gemms, self.stacked, self._operands = num_gemms, False, _Operands()
             options["primary_weights"] = primary_weights

@@ -57,13 +57,10 @@ class LayerNormLinear(nn.Module):
         normalization: str = "LayerNorm",
         primary_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         options = {"primary_weights": primary_weights, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        self.linear = Linear(
-            in_features, out_features, bias, device, dtype, params_dtype=params_dtype, **options
-        )
+        self.linear = Linear(in_features, out_features, bias, device, dtype, **options)
         self.norm = _norm(in_features, eps, normalization, device, self.linear.weight.dtype)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
@@ -98,17 +95,12 @@ class LayerNormMLP(nn.Module):
         activation: str = "gelu",
         primary_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)}, got {activation!r}")
         self.activation = activation
-        common = {
-            "primary_weights": primary_weights,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "params_dtype": params_dtype,
-        }
+        common = {"primary_weights": primary_weights, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
         wide = ffn_hidden_size * ACTIVATIONS[activation][1]
         self.fc1 = Linear(hidden_size, wide, bias, device, dtype, **common)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, **common)

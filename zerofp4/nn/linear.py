@@ -19,13 +19,12 @@ class Linear(nn.Linear):
     Outside of autocast it is nn.Linear, also where its weight is NVFP4. Parameters and state_dict are those
     of nn.Linear: each loads the other's.
 
-    in_features, out_features, bias, device, dtype: as of nn.Linear, params_dtype is another name of dtype.
-    NVFP4 needs even sizes.
+    in_features, out_features, bias, device, dtype: as of nn.Linear. NVFP4 needs even sizes.
     primary_weights: the parameter itself is NVFP4, in blocks of 16x16, as convert_model makes it.
     fuse_wgrad_accumulation: add the weight's gradient, in float32 and unrounded, to weight.main_grad, which
     has to be there, and give autograd none; weight.grad_added_to_main_grad, if it exists, is set.
 
-    Raises ValueError for dtype with another params_dtype, RuntimeError for primary weights without memory.
+    Raises RuntimeError for primary weights without memory.
     """
 
     takes_nvfp4_weight = True
@@ -41,11 +40,8 @@ class Linear(nn.Linear):
         *,
         primary_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
     ):
-        if params_dtype is not None and dtype not in (None, params_dtype):
-            raise ValueError(f"params_dtype is another name of dtype, got {params_dtype} and {dtype}")
-        super().__init__(in_features, out_features, bias, device, params_dtype if dtype is None else dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self._begin(fuse_wgrad_accumulation)
         if primary_weights:
             if self.weight.is_meta:

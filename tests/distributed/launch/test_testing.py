@@ -55,11 +55,11 @@ def test_a_group_of_some_ranks(world):
     group = dist.new_group([1, 2])
     parameter = nn.Parameter(torch.full((4,), float(world.rank > 0), device=world.device))
     if world.rank:
-        found = verify_weights({"p": parameter}, [None], group=group)
+        found = verify_weights({"p": parameter}, [None], process_group=group)
         assert found == {"nvfp4_weights": 0, "other_weights": 1}
         parameter.data[2] += world.rank
         with pytest.raises(VerificationError, match=r"rank 2: p\.data differs from rank 1: 1 of 4 elements"):
-            verify_weights({"p": parameter}, [None], group=group)
+            verify_weights({"p": parameter}, [None], process_group=group)
         dist.destroy_process_group(group)
     with pytest.raises(VerificationError, match=r"rank 1: p\.data differs from rank 0: [34] of 4"):
         verify_weights({"p": parameter}, [None])
