@@ -36,13 +36,13 @@ def check_transposes(weights, masters):
 
 def leave_amaxes(plan, pieces) -> None:
     """What a fused optimizer does, by hand."""
-    plan.begin_update()
+    plan.staged.begin_update()
     for piece in pieces:
         tiles, amax = reference.partial_amax(
             piece.master.float(), piece.shard.start, piece.matrix, piece.dtype
         )
         count = ceil_div(piece.matrix[0], BLOCK) * ceil_div(piece.matrix[1], BLOCK)
         for offset, values in ((piece.tile_offset, tiles.view(count)), (piece.amax_offset, amax)):
-            words = plan.reduced[offset : offset + values.numel()]
+            words = plan.staged.reduced[offset : offset + values.numel()]
             words.copy_(words.maximum(values))
-    plan.end_update()
+    plan.staged.end_update()

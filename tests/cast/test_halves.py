@@ -19,13 +19,13 @@ def test_halves_of_two_plans_beside_each_other(device):
             for master in masters:
                 master.add_(torch.randn_like(master))
         for plan in plans:
-            plan.leave_amaxes()
+            plan.staged.leave_amaxes()
             if step == 1:
-                plan.leave_amaxes()  # they are there
+                plan.staged.leave_amaxes()  # they are there
         for plan in plans:
-            assert plan.start_step() is None
+            assert plan.staged.start_step() is None
         for plan in plans:
-            plan.finish_step()
+            plan.staged.finish_step()
             plan.post()
         for weights, masters, _ in made:
             check(weights, masters)
@@ -47,8 +47,8 @@ def test_codes_in_two_parts(device, position, row):
     )
     plan = zerofp4.CastPlan(weights, masters, starts)
     found = []
-    plan.start_step()
-    plan.finish_step((position, row, lambda: found.extend(w.rowwise_data.clone() for w in weights)))
+    plan.staged.start_step()
+    plan.staged.finish_step((position, row, lambda: found.extend(w.rowwise_data.clone() for w in weights)))
     plan.post()
     owned = [0, 1, 3]
     for i in owned:
@@ -65,15 +65,15 @@ def test_codes_in_two_parts(device, position, row):
 def test_there_is_no_such_part(device, position, row):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.start_step()
+    plan.staged.start_step()
     with pytest.raises(IndexError, match=r"no (weight of this plan|row of this weight)"):
-        plan._stages.scale_cast_in_two(plan._stages.target(), position, row, lambda: None)
+        plan.staged._stages.scale_cast_in_two(plan.staged._stages.target(), position, row, lambda: None)
 
 
 def test_amaxes_are_left_once(device):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.leave_amaxes()
+    plan.staged.leave_amaxes()
     plan.step()
     for master in masters:
         master.mul_(2)
@@ -89,14 +89,14 @@ def test_a_half_of_a_rank_that_cannot_take_part(device):
     before = [weight.rowwise_data.clone() for weight in weights]
     weights[0].rowwise_data = weights[0].rowwise_data.clone()
     for _ in range(2):
-        plan.leave_amaxes()
+        plan.staged.leave_amaxes()
         with pytest.raises(RuntimeError, match="has moved"):
-            plan.start_step()
+            plan.staged.start_step()
     assert all(torch.equal(weight.rowwise_data, codes) for weight, codes in zip(weights, before, strict=True))
     plan.refresh()
-    plan.leave_amaxes()
-    plan.start_step()
-    plan.finish_step()
+    plan.staged.leave_amaxes()
+    plan.staged.start_step()
+    plan.staged.finish_step()
     plan.post()
     check(weights, masters)
 
@@ -108,7 +108,7 @@ class Travelling:
         self.plan, self.seen = plan, []
 
     def wait(self):
-        self.seen.append(self.plan.reduced.clone())
+        self.seen.append(self.plan.staged.reduced.clone())
 
 
 @pytest.mark.parametrize("what", ["begin_update", "leave_amaxes", "start_step", "abstain"])
@@ -116,13 +116,13 @@ def test_a_reduction_that_nobody_finished_is_waited_for_first(device, what):
     """Before anything is written where it may still arrive: a step was left between its halves."""
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.reduced.fill_(7)
-    before = plan.reduced.clone()
-    plan._travelling = travelling = Travelling(plan)
-    getattr(plan, what)()
+    plan.staged.reduced.fill_(7)
+    before = plan.staged.reduced.clone()
+    plan.staged._travelling = travelling = Travelling(plan)
+    getattr(plan.staged, what)()
     assert len(travelling.seen) == 1 and torch.equal(travelling.seen[0], before)
-    assert plan._travelling is None and not torch.equal(plan.reduced, before)
-    plan.begin_update()
+    assert plan.staged._travelling is None and not torch.equal(plan.staged.reduced, before)
+    plan.staged.begin_update()
     plan.step()
     plan.post()
     check(weights, masters)

@@ -15,6 +15,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import reference
+from zerofp4.cast import StagedPlan
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.shard import Shard
 
@@ -117,7 +118,7 @@ class Model:
         zerofp4.all_gather_nvfp4(self.weights, self.starts, self.numels, **options)
 
     @property
-    def plans(self) -> list[zerofp4.CastPlan]:
+    def plans(self) -> list[StagedPlan]:
         """Those that cast() has kept."""
         return [kept.plan for kept in self.weights[0].record.attachments["cast_plans"]]
 

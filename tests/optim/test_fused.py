@@ -17,7 +17,7 @@ from cases.optim import (
 )
 from helpers import assert_bytes_equal
 
-from zerofp4 import CastPlan
+from zerofp4.cast import StagedPlan
 from zerofp4.ops.stages import CastStages
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -75,7 +75,7 @@ def test_loaded_masters_are_not_cast_with_amaxes_left_before(device):
     parameters, optimizer = build(device)
     take_step(parameters, optimizer, 0)
     state, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
-    with mock.patch.object(CastPlan, "start_step", side_effect=RuntimeError("no step today")):
+    with mock.patch.object(StagedPlan, "start_step", side_effect=RuntimeError("no step today")):
         with pytest.raises(RuntimeError, match="no step today"):
             take_step(parameters, optimizer, 1, factor=10)
     optimizer.load_state_dict(state)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.cast.plan import CastPlan
 from zerofp4.cast.plan_cache import (
     advance_versions,
     attached,
@@ -21,6 +20,7 @@ from zerofp4.cast.plan_cache import (
     weights_fingerprint,
 )
 from zerofp4.cast.request import CastRequest, check_request
+from zerofp4.cast.staged import StagedPlan
 from zerofp4.distributed import GroupReference, OwnError, attempt, resolve_group
 from zerofp4.ops import Addresses, pointers
 from zerofp4.storage import NVFP4Storage
@@ -84,7 +84,7 @@ class _KeptPlan:
     the last one's masters and shard buffers, and keeps them alive only for CUDA graphs.
     """
 
-    plan: CastPlan
+    plan: StagedPlan
     taken: tuple[bytes | list[int], list[torch.dtype]] | None
     """Addresses and dtypes of the tensors of the last call; None where the plan failed to take them."""
     fingerprint: list | None = None
@@ -147,7 +147,7 @@ def _find_for(
                 )
             kept.remove(candidate)
             break
-    return _KeptPlan(CastPlan.from_request(request, error, group), _places(request))
+    return _KeptPlan(StagedPlan(request, error, group), _places(request))
 
 
 def _places(request: CastRequest) -> tuple[bytes | list[int], list[torch.dtype]]:

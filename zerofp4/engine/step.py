@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from zerofp4.cast import CastPlan
+from zerofp4.cast import StagedPlan
 from zerofp4.distributed import CollectiveError, OwnError, in_phase
 from zerofp4.engine.backward import ArrivingMeans
 from zerofp4.engine.flat import FlatBuffer
@@ -59,7 +59,7 @@ class Step:
     def __init__(
         self,
         buckets: Sequence[FlatBuffer],
-        plans: Sequence[CastPlan | None],
+        plans: Sequence[StagedPlan | None],
         transport: Transport,
         exchange: Transport | ArrivingMeans | None = None,
         late: LateGathers | None = None,

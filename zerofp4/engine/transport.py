@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from zerofp4.cast import CastPlan
+from zerofp4.cast import StagedPlan
 from zerofp4.engine.buckets import Wire
 from zerofp4.engine.flat import FlatBuffer
 from zerofp4.engine.gradient_memory import GradientMemory, Gradients
@@ -127,7 +127,7 @@ HIGH_PRIORITY = (
 
 def describe_buckets(
     buckets: Sequence[FlatBuffer],
-    plans: Sequence[CastPlan | None],
+    plans: Sequence[StagedPlan | None],
     transport: Transport,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:

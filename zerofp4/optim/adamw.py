@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerofp4 import ops
-from zerofp4.cast import CastPlan
+from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.engine import Arrived, ArrivingMeans, FlatBuffer, Transport
 from zerofp4.optim.groups import parameter_name
 from zerofp4.storage import check_memory, check_plain, dispatches, find_freed
@@ -126,16 +126,16 @@ class FusedAdamW(torch.optim.Optimizer):
         so that the next plan.step() need not. Replaces a plan offered before.
 
         A master without gradient is read for it, not updated. If masters are written between step() and
-        plan.step(), call plan.begin_update(), which takes the amaxes back: amaxes_outdated() tells, and
+        plan.step(), call plan.refresh(), which takes the amaxes back: amaxes_outdated() tells, and
         ZeroFP4Optimizer does it. Call offer_amaxes anew after masters have moved and the plan was refreshed.
 
         Raises ValueError if a master of the plan is not one of the parameters.
         """
-        self._take_parts([Part(plan, [p for group in self.param_groups for p in group["params"]])])
+        self._take_parts([Part(plan.staged, [p for group in self.param_groups for p in group["params"]])])
 
     def offer_parts(
         self,
-        parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]],
+        parts: Sequence[tuple[Sequence[torch.Tensor], StagedPlan | None]],
         present: _Words | None = None,
     ) -> None:
         """offer_amaxes() of several plans: each part is updated in a launch of its own, in this order.
@@ -238,7 +238,7 @@ class Part:
     Raises ValueError if a master of the plan is not one of the parameters.
     """
 
-    def __init__(self, plan: CastPlan | None = None, params: _Tensors = (), present: _Words | None = None):
+    def __init__(self, plan: StagedPlan | None = None, params: _Tensors = (), present: _Words | None = None):
         self.plan, self._present = plan, present or {}
         self._pieces = {} if plan is None else _find_pieces(plan, params)
         self._masters = locals_of(list(self._pieces))
@@ -308,7 +308,7 @@ class Part:
         return list(map(operator.attrgetter("_version"), self._masters))
 
 
-def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
+def _find_pieces(plan: StagedPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
     """What the plan has of each parameter that is one of its masters: one piece, or, of a weight that is a
     stack of matrices, the pieces of the matrices, which lie one behind the other.
     """
@@ -322,7 +322,7 @@ def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[o
     if first < len(pieces):
         master, shard, matrix, *_ = pieces[first]
         raise ValueError(
-            f"plan.master_pieces()[{first}].master ({master.dtype}, elements {shard.start} to {shard.end} of "
+            f"piece {first} of the plan's masters ({master.dtype}, elements {shard.start} to {shard.end} of "
             f"a weight {list(matrix)}) is not one of the optimizer's parameters: it must have the address "
             "and length of one, and be float32"
         )

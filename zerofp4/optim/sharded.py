@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerofp4.cast import CastPlan
+from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.distributed import GroupReference, OwnError
 from zerofp4.engine import (
     FlatBuffer,
@@ -133,12 +133,12 @@ class ShardedParameters:
 
     def _build_plan(
         self, buffer: FlatBuffer, amax_groups: Sequence[Sequence[torch.Tensor]]
-    ) -> CastPlan | None:
+    ) -> StagedPlan | None:
         """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""
         if buffer.kind != "nvfp4":
             return None
         inside = {id(weight.record) for weight in buffer.parameters}
-        return CastPlan(
+        plan = CastPlan(
             buffer.parameters,
             [self.masters[i] for i in buffer.indices],
             [shard.start if shard.numel else None for shard in buffer.shards],
@@ -147,6 +147,7 @@ class ShardedParameters:
             on_nonfinite="skip",
             found_inf=self.found_inf,
         )
+        return plan.staged
 
     def _bind(self, buffer: FlatBuffer) -> None:
         buffer.bind()

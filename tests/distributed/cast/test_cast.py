@@ -205,9 +205,9 @@ def test_what_travels(world, dtypes):
     """In a world of one nothing does, and no memory is taken for it."""
     plan = Model(world, "even", dtypes=dtypes).plan()
     is_narrow = dtypes == [torch.bfloat16] and world.world_size > 1
-    assert plan.wire.dtype == (torch.bfloat16 if is_narrow else torch.float32)
-    assert plan.wire.shape == plan.reduced.shape and plan.reduced.dtype == torch.float32
-    assert (plan.wire is plan.reduced) == (not is_narrow)
+    assert plan.staged.wire.dtype == (torch.bfloat16 if is_narrow else torch.float32)
+    assert plan.staged.wire.shape == plan.staged.reduced.shape and plan.staged.reduced.dtype == torch.float32
+    assert (plan.staged.wire is plan.staged.reduced) == (not is_narrow)
 
 
 @on_ranks(2, 3)
@@ -219,12 +219,12 @@ def test_the_vector_is_that_of_float32(world, how):
     model.whole[1] /= 100
     model.cut()
     plans = [model.plan() for _ in range(2)]
-    plans[1].wire = plans[1].reduced
+    plans[1].staged.wire = plans[1].staged.reduced
     for _ in range(2):
         for plan in plans:
             finish(plan)
             model.check()
-        amaxes = [plan.reduced[ops.HEADER_WORDS :] for plan in plans]  # headers differ in the plan's number
+        amaxes = [plan.staged.reduced[ops.HEADER_WORDS :] for plan in plans]  # headers have a number
         assert_bytes_equal(*amaxes, "amaxes")
         model.change()
 

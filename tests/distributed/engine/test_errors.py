@@ -21,7 +21,7 @@ from distributed.optim.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.cast.plan import StepStatus
+from zerofp4.cast.staged import StepStatus
 from zerofp4.engine import GradientMemory, flat
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
