@@ -37,8 +37,14 @@ class FourOverSix:
     whichever gives the smaller error.
 
     e4m3_max: what the scale of the block with the largest magnitude becomes, 448 or 256; E4M3 ends at 448, so
-    only 256 leaves room for 1.5 times that scale. error: "mae", the sum of absolute errors, or "mse", that of
-    squares. Raises ValueError for any other value.
+    only 256 leaves room for 1.5 times that scale.
+    error: "mae", the sum of absolute errors, or "mse", that of squares.
+
+    quantize, Quantizer, quantize_dequantize and NVFP4Recipe take every combination. quantize_grouped raises
+    ValueError: quantize each group by itself. So do casts of sharded masters and ZeroFP4Optimizer, for a
+    weight that was quantized this way: a rank sees parts of tiles, and the choice needs whole ones.
+
+    Raises ValueError for any other value.
     """
 
     e4m3_max: int = 256

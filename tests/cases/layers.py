@@ -15,6 +15,7 @@ RECIPES = {
     "nvfp4, no signs": NVFP4Recipe(random_signs=False),
     "nvfp4, weights 1x16": NVFP4Recipe(weight_block=(1, 16)),
     "nvfp4, four over six": NVFP4Recipe(four_over_six=zerofp4.FourOverSix()),
+    "nvfp4, squares of errors": NVFP4Recipe(four_over_six=zerofp4.FourOverSix(448, "mse")),
     "nvfp4, dequantized": NVFP4Recipe(backward="dequantized"),
     "mxfp8": MXFP8Recipe(),
     "mxfp8, dequantized": MXFP8Recipe(backward="dequantized"),
