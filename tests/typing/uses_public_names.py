@@ -13,7 +13,7 @@ from typing_extensions import assert_type
 import zerofp4
 from zerofp4 import FourOverSix, GroupedNVFP4Tensor, MXFP8Tensor, NVFP4Tensor
 from zerofp4.launch import World
-from zerofp4.nn import ConversionReport
+from zerofp4.nn import ConversionReport, FilterFn
 
 
 def tensors() -> None:
@@ -82,6 +82,9 @@ def layers() -> None:
     module = zerofp4.nn.Linear(32, 64, bias=False, primary_weights=True)
     with zerofp4.nn.autocast(recipe):
         assert_type(module.forward(torch.randn(4, 32), is_first_microbatch=True), Tensor)
+        assert module.forward(zerofp4.nn.quantize_input(torch.randn(4, 32))).shape == (4, 64)
+    made_by_convert_model: tuple[type[nn.Module], ...] = (zerofp4.nn.Conv1D, zerofp4.nn.Experts)
+    assert all(made_by_convert_model)
     assert_type(zerofp4.nn.MXFP8Recipe().backward, str)
     block = zerofp4.nn.LayerNormMLP(32, 64, normalization="RMSNorm", activation="swiglu")
     attention = zerofp4.nn.LayerNormLinear(32, 96, eps=1e-6)
@@ -123,7 +126,8 @@ def own_step() -> None:
 
 def training() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    report = zerofp4.convert_model(model, lambda module, name: name != "2")
+    is_converted: FilterFn = lambda module, name: name != "2"  # noqa: E731
+    report = zerofp4.convert_model(model, is_converted)
     assert_type(report, ConversionReport)
     assert_type(report.converted, list[str])
     assert_type(report.skipped, dict[str, str])
