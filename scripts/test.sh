@@ -5,7 +5,8 @@
 # FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some.
 #
 #   (nothing)     every test but those marked nightly or slow; of a test with more than 16 cases on a device, cases
-#                 in which every two values of its parameters meet: under 20 minutes on 2 cores, the build included
+#                 in which every two values of its parameters meet: under 20 minutes on 2 cores, the build included.
+#                 With a GPU and 16 cores, four processes share them.
 #   --quick       the lane for while you work, under 30 seconds on 2 cores once the extension is built: of each test
 #                 function the middle one of its cases on each device, hypothesis with 3 examples. Left out are the
 #                 tests marked heavy (they compile, or start Python), those of the benchmarks' tooling, and worlds
@@ -36,6 +37,21 @@ if [[ ${1-} == --sanitize ]]; then
     passed
     exit
 fi
+# test_in_parts N: all tests, in N processes. One alone keeps a core busy, and the GPU mostly idle.
+test_in_parts() {
+    local part pids=()
+    mkdir -p build/tests
+    say "in $1 parts, whose output is in build/tests/, and here once they end"
+    for ((part = 1; part <= $1; part++)); do
+        "$PYTHON" -m pytest --part "$part/$1" >"build/tests/$part.log" 2>&1 &
+        pids+=($!)
+    done
+    for ((part = 1; part <= $1; part++)); do
+        wait "${pids[part - 1]}" || failed+=("pytest --part $part/$1")
+        cat "build/tests/$part.log"
+    done
+}
+
 failed=()
 if has "$PYTHON" ruff; then
     say "ruff"
@@ -51,6 +67,10 @@ else
     say "clang-format is not here: not run"
 fi
 say "pytest"
-"$PYTHON" -m pytest "$@" || failed+=(pytest)
+if (($# == 0 && $(nproc) >= 16)) && nvidia-smi -L >/dev/null 2>&1; then
+    test_in_parts 4
+else
+    "$PYTHON" -m pytest "$@" || failed+=(pytest)
+fi
 ((${#failed[@]} == 0)) || fail "failed: ${failed[*]}"
 passed

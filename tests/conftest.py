@@ -40,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="every combination of options in place of every pair, and what is marked nightly",
     )
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        type=lambda text: tuple(map(int, text.split("/"))),
+        default=(1, 1),
+        help="of N processes that share the tests the K-th, from 1: whole files, as they come in turn",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(representatives(items))
     else:
         chosen = set(thinned([item for item in items if item.get_closest_marker("nightly") is None]))
+    k, n = config.option.part
+    mine = set(sorted({item.path for item in items})[k - 1 :: n])
+    chosen = {item for item in chosen if item.path in mine}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
     # What waits for other processes comes last: meanwhile these do their work.
@@ -66,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    early = session.config.stash[EARLY] = Early()
+    early = session.config.stash[EARLY] = Early(sharing=session.config.option.part[1])
     if not session.config.option.collectonly:
         # Last tests first: what is asked for soonest would have to be waited for anyway, and the ranks that
         # work the longest are those of the last tests.

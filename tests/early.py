@@ -42,11 +42,14 @@ def is_skipped(item: pytest.Item) -> bool:
 
 
 class Early:
-    """Works one after another, on half of the cores; one that is asked for before its turn has it now."""
+    """Works one after another, on half of the cores; one that is asked for before its turn has it now.
 
-    def __init__(self):
+    sharing: how many processes share these cores.
+    """
+
+    def __init__(self, sharing: int = 1):
         self._folder = TemporaryDirectory(prefix="zerofp4-early-")
-        self._pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
+        self._pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2 // sharing))
         self._folders: dict[Work, Path] = {}
         self._futures: dict[Work, Future] = {}
 

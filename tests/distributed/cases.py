@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,14 +140,14 @@ class Model:
             for name, buffer in weight.record.buffers():
                 assert_bytes_equal(buffer, expected.buffer(name), f"weight {i}: {name}")
 
-    @contextlib.contextmanager
-    def refused(self, match: str, mine: str | None = None, error: type = RuntimeError) -> Iterator[None]:
+    def refused(
+        self, match: str, mine: str | None = None, error: type = RuntimeError
+    ) -> contextlib.AbstractContextManager:
         """Around calls that change no weight and raise RuntimeError, or on rank 1 `error` with `mine`."""
         error, match = (error, mine or match) if self.rank == 1 else (RuntimeError, match)
-        before = self.snapshot()
-        with pytest.raises(error, match=match):
-            yield
-        self.check_untouched(before)
+        untouched = contextlib.ExitStack()
+        untouched.callback(self.check_untouched, self.snapshot())
+        return raising(error, match, untouched)
 
     def snapshot(self) -> list[torch.Tensor]:
         return [b.view(torch.uint8).clone() for w in self.weights for _, b in w.record.buffers()]
@@ -190,6 +190,16 @@ def raised_by(call: Callable) -> BaseException | None:
             bare.__traceback__, bare = None, bare.__cause__ or bare.__context__
         return error
     return None
+
+
+def raising(error: type, match: str, around: contextlib.AbstractContextManager) -> contextlib.ExitStack:
+    """pytest.raises inside `around`. Not a generator, which since Python 3.12 is in a reference cycle with an
+    exception that it swallows.
+    """
+    stack = contextlib.ExitStack()
+    stack.enter_context(around)
+    stack.enter_context(pytest.raises(error, match=match))
+    return stack
 
 
 def raised_everywhere(world, error: type, function, *args, **kwargs) -> str:

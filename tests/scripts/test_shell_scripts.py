@@ -44,9 +44,11 @@ def heed_signals() -> None:
 
 
 class StandIn:
-    """A copy of a script in a repository of its own, at work; `folder` is that repository."""
+    """A copy of a script in a repository of its own, at work; `folder` is that repository. more: programs in
+    place of those that are found.
+    """
 
-    def __init__(self, folder: Path, script: str, *arguments: str):
+    def __init__(self, folder: Path, script: str, *arguments: str, more: dict[str, str] | None = None):
         self.folder, self.verdict = folder, VERDICTS[script]
         (folder / "scripts").mkdir()
         (folder / "csrc").mkdir()
@@ -54,7 +56,8 @@ class StandIn:
         for name in (script, "verdict.sh", "sanitize.sh"):
             shutil.copy(SCRIPTS / name, folder / "scripts" / name)
         (folder / "scripts" / "setup_env.sh").write_text(SETUP)
-        for name, text in (("python", PYTHON), ("clang-format", "#!/bin/sh\n")):
+        programs = {"python": PYTHON, "clang-format": "#!/bin/sh\n", "nvidia-smi": "#!/bin/sh\nexit 1\n"}
+        for name, text in (programs | (more or {})).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         self.process = subprocess.Popen(
@@ -157,6 +160,23 @@ def test_arguments_reach_pytest(tmp_path):
     assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "pytest", "--quick", "-k", "a word"]
     made.end_child(0)
     assert made.end() == (0, "TESTS PASSED")
+
+
+@pytest.mark.parametrize("failing", ["none", "3/4"])
+def test_parts_share_the_tests_on_a_gpu(tmp_path, failing):
+    """Each says something, and the status is that of all."""
+    python = f"""#!/bin/sh
+[ "$1" = -m ] || {{ echo "2 0"; exit; }}
+echo "runs $*"
+[ "$4" != {failing} ]
+"""
+    gpu = {"python": python, "nvidia-smi": "#!/bin/sh\n", "nproc": "#!/bin/sh\necho 16\n"}
+    made = StandIn(tmp_path, "test.sh", more=gpu)
+    output, _ = made.process.communicate(timeout=20)
+    assert all(f"runs -m pytest --part {part}/4\n" in output for part in range(1, 5))
+    last = "TESTS PASSED" if failing == "none" else "TESTS FAILED"
+    assert output.splitlines()[-1] == last
+    assert ("failed: pytest --part 3/4" in output) == (failing != "none")
 
 
 def test_sanitizers_that_find_something_end_the_run(tmp_path):

@@ -85,7 +85,7 @@ def exchange_on_the_cpu(received, sent, group, stage):
     for work in start_exchange(*copies, group, stage):
         work.wait()
     for rank, messages in enumerate(received):
-        if rank != dist.get_rank(group):
+        if messages and rank != dist.get_rank(group):
             torch._foreach_copy_(messages, copies[0][rank])
     return []
 

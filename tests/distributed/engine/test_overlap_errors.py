@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 from unittest import mock
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases.optim import keywords
 
+from distributed.cases import raising
 from distributed.engine.overlap_cases import (
     OPTIONS,
     SMALL,
@@ -47,11 +47,9 @@ def good_step(world, models, step, what):
     assert_same(models, what)
 
 
-@contextlib.contextmanager
 def raises_on_all(world, model, mine, others="rank 1 " + FOUND):
     """RuntimeErrors: on rank 1 with the words `mine`, on the others with `others`; nothing has changed."""
-    with nothing_changes(*model), pytest.raises(RuntimeError, match=mine if world.rank == 1 else others):
-        yield
+    return raising(RuntimeError, mine if world.rank == 1 else others, nothing_changes(*model))
 
 
 @on_ranks(2)
