@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Set up an environment and do the main job: train a small GPT on real text over two ranks, with NVFP4 weights and then
 # with bfloat16 ones, on GPUs where there are two. Arguments go to train.py. Leaves metrics, a summary and the picture
-# of both curves in runs/demo, and ends with DEMO PASSED, or with DEMO FAILED and a status other than 0.
+# of both curves in runs/demo, and ends with DEMO PASSED, or with DEMO FAILED and a status other than 0. Where there is
+# no GPU it leaves CUDA out of the extension, unless that is built already or ZEROFP4_CUDA is 1.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/verdict.sh"
 verdict DEMO
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+if [[ -z ${ZEROFP4_CUDA-} ]] && ! nvidia-smi -L >/dev/null 2>&1 && ! compgen -G "$ROOT/zerofp4/_C.*.so" >/dev/null; then
+    say "no GPU: the extension is built for the CPU alone (with ZEROFP4_CUDA=1 for GPUs, too)"
+    export ZEROFP4_CUDA=0
+fi
 setup_environment train any
 cd "$ROOT"
 

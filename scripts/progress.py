@@ -20,7 +20,7 @@ class Progress:
         self.world = world
         is_sharded = options.parallel == "fsdp2"
         self.saved = ByName(self.model, self.optimizer) if is_sharded else self.optimizer
-        names = ("preset", "steps", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
+        names = ("preset", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
         names += ("recipe", "tokenizer", "parallel")
         identity = {name: getattr(options, name) for name in names}
         identity |= {"weights": kind, "text": text.digest}
@@ -44,7 +44,9 @@ class Progress:
             self.seconds, self.first_seconds, self.training_seconds = clocks
             self.left_out = found.get("left_out", 0)  # earlier checkpoints have none
             if self.world.rank == 0:
-                print(f"goes on from step {self.step}", flush=True)
+                of, now = found.get("steps", self.options.steps), self.options.steps
+                schedule = "" if of == now else f", with the learning rates of {now} steps in place of {of}"
+                print(f"goes on from step {self.step}{schedule}", flush=True)
 
     def count(self, step: int, seconds: float, since_start: float, left_out: bool = False) -> None:
         self.step, self.seconds = step, since_start
@@ -72,6 +74,6 @@ class Progress:
         if every and (self.step % every == 0 or self.step == self.options.steps or stop):
             clocks = [self.seconds, self.first_seconds, self.training_seconds]
             progress = {"step": self.step, "scheduler": self.scheduler.state_dict(), "seconds": clocks}
-            progress["left_out"] = self.left_out
+            progress |= {"left_out": self.left_out, "steps": self.options.steps}
             progress["batches"] = self.batches.generator.get_state()
             self.checkpoints.save(self.step, self.model, self.saved, progress)

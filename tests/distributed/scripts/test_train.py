@@ -117,6 +117,9 @@ def test_a_folder_in_use(world):
     said = train(world, out, "--steps", "2", "--seed", "3", "--resume", "auto", status=1)
     assert "is of another run: its seed is 0 and this run's 3" in said
     assert metrics.read_bytes() == before
+    said = train(world, out, "--steps", "3", "--resume", "auto")
+    assert "goes on from step 2, with the learning rates of 3 steps in place of 2" in said
+    assert len(read_numbers(out)) == 3
     train(world, out, "--steps", "1", "--overwrite")
     assert len(read_numbers(out)) == 1 and not (out / "checkpoints-nvfp4").exists()
 
