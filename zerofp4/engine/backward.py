@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import error_text, in_phase, start_exchange
+from zerofp4.distributed import error_text, in_phase
 from zerofp4.engine.collective import CollectiveTransport
 from zerofp4.engine.gradient_memory import (
     GradientMemory,
@@ -278,15 +278,10 @@ class ArrivingMeans:
         most = max(bucket.slice_numel for bucket in self.buckets) if adds else 0
         self._means = torch.empty(most, dtype=torch.float32, device=self._device)
         """Those of a bucket, before they are added to the sums."""
-        # NCCL connects two ranks in their first messages, for which the host of each waits: in a backward
-        # pass that would be forever, were it for a rank whose own pass broke off.
-        bucket = self.buckets[0]
-        if bucket.world_size > 1:
-            sent, received = (
-                [[row] for row in torch.zeros(bucket.world_size, 1, device=self._device)] for _ in range(2)
-            )
-            for work in start_exchange(received, sent, bucket.group(), "averaging gradients"):
-                work.wait()
+        # NCCL connects ranks in their first messages, for which the host of each waits: in a backward pass
+        # that would be forever, were it for a rank whose own pass broke off.
+        transport.send_gradients(0, None)
+        transport.discard(0)
 
     # In backward passes
 

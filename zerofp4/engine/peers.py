@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, attempt, exchange, rank_and_size, timeout_seconds
+from zerofp4.distributed import (
+    CollectiveError,
+    GroupReference,
+    attempt,
+    exchange,
+    rank_and_size,
+    timeout_seconds,
+)
 from zerofp4.ops import MAX_PEERS, Barrier, PeerRows
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -20,13 +27,14 @@ OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 class Seat(NamedTuple):
     """Where a rank runs. reachable: the indices of the GPUs whose memory its own can access. obstacle: what
-    keeps this rank from sharing memory, whatever the others are.
+    keeps this rank from sharing memory, whatever the others are. groups: how many process groups it is in.
     """
 
     host: str
     index: int
     reachable: list[int]
     obstacle: str | None
+    groups: int = 1
 
 
 def try_to_share(
@@ -40,7 +48,9 @@ def try_to_share(
     peers, obstacle = None, None
     try:
         peers = share()
-    except Exception as error:
+    except CollectiveError:  # no rank is left that would wait
+        raise
+    except RuntimeError as error:
         obstacle = str(error)
     found = exchange(obstacle, None, group, "sharing memory")
     obstacles = [f"on rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
@@ -50,12 +60,14 @@ def try_to_share(
 def seat_of(device: torch.device) -> Seat:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    groups = len(dist.distributed_c10d._world.pg_names)
     if device.type != "cuda":
-        return Seat(host, -1, [], f"the parameters are on {device}, and only GPUs read each other's memory")
+        obstacle = f"the parameters are on {device}, and only GPUs read each other's memory"
+        return Seat(host, -1, [], obstacle, groups)
     index = torch.cuda.current_device() if device.index is None else device.index
     others = [i for i in range(torch.cuda.device_count()) if i != index]
     reachable = [i for i in others if torch.cuda.can_device_access_peer(index, i)]
-    return Seat(host, index, reachable, _torch_obstacle(device))
+    return Seat(host, index, reachable, _torch_obstacle(device), groups)
 
 
 def _torch_obstacle(device: torch.device) -> str | None:
@@ -67,9 +79,8 @@ def _torch_obstacle(device: torch.device) -> str | None:
     return None if found == "CUDA" else f"the backend of torch's symmetric memory is {found!r}, not 'CUDA'"
 
 
-def find_obstacle(seats: Sequence[Seat], ranks: range | None = None) -> str | None:
-    """Why these ranks, or all, cannot share memory, or None. seats: of all ranks."""
-    ranks = range(len(seats)) if ranks is None else ranks
+def find_obstacle(seats: Sequence[Seat], ranks: range) -> str | None:
+    """Why these ranks cannot share memory, or None. seats: of all ranks."""
     if len(ranks) > MAX_PEERS:
         return f"{len(ranks)} ranks are more than {MAX_PEERS}"
     for rank in ranks:

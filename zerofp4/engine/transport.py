@@ -73,7 +73,7 @@ class Transport(Protocol):
         """
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
-        """Average bucket b in FP32, in rank order, into the bucket's `gradients`.
+        """Average bucket b into the bucket's `gradients`, float32.
 
         squares: int64 ops.SQUARES, to which the squares of the means are added.
         """

@@ -25,8 +25,9 @@ class Communication:
 
     transport: "peer" shares memory between the GPUs of one host, "collective" uses NCCL or gloo. "auto" is
         peer where that can be; where ranks span hosts, gradients are averaged on each host first.
-    reduction: "ordered" adds up gradients in FP32 and in rank order. "reduce_scatter" is that of NCCL or
-        gloo, in the dtype that is sent: the same result on every rank, another for another number of ranks.
+    reduction: "ordered" adds up gradients in FP32 and in a fixed order: of ranks, or by host.
+        "reduce_scatter" uses the backend's, which adds in the dtype that is sent. All ranks get the same
+        result, which may differ between world sizes.
     overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
         forward pass, "both", or None.
     accumulate: "local" adds up micro-batches in p.grad, "sharded" in this rank's FP32 slices.
@@ -53,13 +54,15 @@ class Communication:
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
         make_wire(self.gradient_wire, self.bucket_mb)  # raises
+        if self.bucket_mb is not None:
+            object.__setattr__(self, "bucket_mb", float(self.bucket_mb))  # 1 and 1.0 are the same
         if not (self.hosts is None or isinstance(self.hosts, DeviceMesh)):
             raise TypeError(f"hosts must be None or a DeviceMesh, got {type(self.hosts).__name__}")
         has_hosts = self.hosts is not None and 1 not in self.hosts.mesh.shape
         if self.transport == "peer" and has_hosts:
             raise ValueError(
-                'transport="peer" is of one host, and hosts names several: with "collective" or "auto" the '
-                "ranks of each share memory, too"
+                'transport="peer" works on one host only, and hosts names several: with "auto" the ranks of '
+                "each share memory, too"
             )
         if self.transport == "peer" and self.accumulate == "sharded":
             raise ValueError(
@@ -74,11 +77,6 @@ class Communication:
             raise ValueError(
                 f'reduction="reduce_scatter" is not supported with {other}: the backend of the process group '
                 "decides how its reduce-scatter crosses hosts"
-            )
-        if not self.is_ordered and self.gradient_wire == torch.float16:
-            raise ValueError(
-                'reduction="reduce_scatter" adds up in gradient_wire, and sums may overflow in '
-                "torch.float16: choose torch.float32 or torch.bfloat16"
             )
 
     @property
@@ -112,5 +110,5 @@ class Communication:
         return f"overlap={self.overlap!r}, accumulate={self.accumulate!r}"
 
     def compared(self) -> dict[str, str]:
-        """What ranks must have in common, by name; find_hosts() compares hosts."""
+        """What ranks must have in common, by name. Ranks compare the shape of hosts, not the mesh."""
         return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "hosts"}

@@ -5,6 +5,8 @@ they have no GPUs, or which send each other rows.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Iterator
 from unittest import mock
 
@@ -204,7 +206,7 @@ def test_hosts_that_cannot_be_meant(world):
     halved = {"params": parameters, "process_group": square.get_group(1)}  # the same one in all groups
     for hosts, error, message, options in [
         (2, TypeError, "hosts must be None or a DeviceMesh, got int", {}),
-        (square, ValueError, 'transport="peer" is of one host', {"transport": "peer"}),
+        (square, ValueError, 'transport="peer" works on one host only', {"transport": "peer"}),
         (square, ValueError, "not supported with overlap='backward'", {"overlap": "backward"}),
         (square, ValueError, "accumulate='sharded'", {"accumulate": "sharded"}),
     ]:
@@ -283,6 +285,26 @@ def test_ranks_of_a_host_that_was_found_share_memory(world):
     assert ways[-1].why_collective == "on rank 3: no permission"
     first = world.rank // 2 * 2
     assert groups[0] is groups[1] and dist.get_process_group_ranks(groups[0]) == [first, first + 1]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["more groups", "another order"])
+def test_ranks_of_a_host_that_torch_cannot_group(world, kind):
+    """They would wait for each other by different names, or read each other's slices."""
+    if world.device.type == "cuda":
+        pytest.skip("GPUs share memory")
+    group = dist.group.WORLD
+    if kind == "more groups":
+        dist.new_group([0, 2])
+    else:
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            pytest.skip("this torch sorts the ranks of every group")
+        group = dist.new_group([0, 1, 3, 2], sort_ranks=False)
+    with on_hosts(world, "aabb"), sharing_memory(world):
+        ways = found_hosts.find_ways("auto", None, group, world.device)
+    assert ways.peers is None and ways.hosts == Hosts(2, 2)
+    said = r"are in \d+ and \d+ process groups|in this order"
+    assert re.search(said, ways.why_collective), ways.why_collective
 
 
 @pytest.mark.parametrize(

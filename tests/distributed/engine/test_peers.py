@@ -215,5 +215,5 @@ def test_auto_without_the_permission_to_share_memory(world):
     ],
 )
 def test_who_can_share_memory(seats, message):
-    found = find_obstacle(seats)
+    found = find_obstacle(seats, range(len(seats)))
     assert (found is None) if message is None else (message in found)
