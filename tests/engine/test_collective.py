@@ -141,8 +141,7 @@ def early(monkeypatch, wire, count, rank, size):
         calls.append([[[m.numel() for m in messages] for messages in side] for side in (received, sent)])
         return []
 
-    for module in (collective, backward):
-        monkeypatch.setattr(module, "start_exchange", start_exchange)
+    monkeypatch.setattr(collective, "start_exchange", start_exchange)
     parameters = [torch.zeros(700, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
     buckets = [DenseBuffer([i], [p]) for i, p in enumerate(parameters)]
     for bucket in buckets:
@@ -177,9 +176,12 @@ def test_on_which_stream_gradients_are_copied(monkeypatch, wire, expected):
 
 
 def test_ranks_are_connected_when_it_is_built(monkeypatch):
-    """By a message from each to every other: the first waits for the other rank, and no backward pass may."""
-    _, calls = early(monkeypatch, None, 2, 1, 3)
-    assert calls == [[[[1]] * 3] * 2]
+    """By a bucket of which nobody uses anything: a first message waits for the other rank, and no backward
+    pass may.
+    """
+    exchange, calls = early(monkeypatch, None, 2, 1, 3)
+    row = [exchange.buckets[0].slice_numel]
+    assert calls == [[[row] * 3] * 2] and not exchange.transport._sent
 
 
 def test_at_most_two_buckets_are_on_their_way(monkeypatch):
