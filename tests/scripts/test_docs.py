@@ -74,7 +74,7 @@ def test_the_api_page_has_every_public_name():
 def why_not() -> str | None:
     for module in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed: pip install mkdocs-material mkdocstrings-python"
+            return f"{module} is not installed: pip install mkdocs-material mkdocstrings-python ruff"
     return None
 
 
@@ -98,6 +98,9 @@ def test_the_site_builds_without_a_warning(early):
     assert (site / "benchmarks" / "NOTES.html").exists()
     api = (site / "api.html").read_text()
     assert "<li>" in api and "<code>on_nonfinite</code>: " in api
+    assert (site / "search" / "search_index.js").exists(), "a page in a folder loads the index as a script"
+    loaded = re.findall(r'<(?:script|link)[^>]* (?:src|href)="(https?://[^"]+)"', api)
+    assert not loaded, f"the site needs a network for {loaded}"
 
 
 def test_without_mkdocs_the_script_says_what_is_missing(tmp_path):
@@ -109,7 +112,7 @@ def test_without_mkdocs_the_script_says_what_is_missing(tmp_path):
     run = run_docs(script, os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
     assert run.returncode == 1
     assert run.stderr == (
-        "error: the documentation needs mkdocs: pip install mkdocs-material mkdocstrings-python\n"
+        "error: the documentation needs mkdocs: pip install mkdocs-material mkdocstrings-python ruff\n"
     )
 
 
