@@ -7,7 +7,7 @@
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
     torchrun --nproc-per-node 2 scripts/bench.py step --transport collective peer
                                                 and fsdp2, megatron and checkpoint; also without torchrun
-    scripts/bench.py docs                       charts and the tables of docs/performance.md from the results
+    scripts/bench.py docs                       charts, and the tables of docs/, from the results
 
 Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
 the 224 weights of Llama-3-8B's layers; the process owns what rank 1 of 4 owns when the flat buffer of the
@@ -97,7 +97,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add_options(add_command(commands, "all", every), NAMES)
     for name, (run, *settings) in OF_RANKS.items():
         add_options_of_ranks(add_command(commands, name, run.__doc__), *settings)
-    summary = "write the charts, and the tables of docs/performance.md, from the results"
+    summary = "write the charts, and the tables of docs/, from the results"
     add_command(commands, "docs", summary)
     options = parser.parse_args(arguments)
     if options.command in (*OPERATIONS, "all"):
@@ -207,7 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.command == "docs":
         draw(RESULTS)
-        print(f"wrote {output.write_docs()}")
+        for path in output.write_docs():
+            print(f"wrote {path}")
     elif options.command in OF_RANKS:
         measure_on_ranks(options)
     else:

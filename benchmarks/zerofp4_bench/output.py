@@ -1,4 +1,4 @@
-"""Result files as tables and charts: on the terminal, in docs/performance.md and beside the files."""
+"""Result files as tables and charts: on the terminal, on two pages of docs/ and beside the files."""
 
 import json
 import math
@@ -42,8 +42,8 @@ def load(folder: Path) -> list[tuple[Path, dict]]:
 
 
 def selected(rows: list[dict]) -> list[dict]:
-    """What the page and the charts show: rows with a target, peers, ratios, and of the others the first until
-    there are MOST_ROWS; in their order.
+    """What a chart shows: rows with a target, peers, ratios, and of the others the first until there are
+    MOST_ROWS; in their order.
     """
 
     def is_first(row: dict) -> bool:
@@ -63,41 +63,20 @@ def device_name(result: dict) -> str:
 
 
 class Table(NamedTuple):
-    """Cells by row. The last column says how the figures came about, which a terminal has seen before."""
-
     header: tuple[str, ...]
     alignment: str  # "l" or "r" for each column
     rows: list[tuple[str, ...]]
 
-    def without_rule(self) -> "Table":
-        return Table(self.header[:-1], self.alignment[:-1], [row[:-1] for row in self.rows])
-
-
-def split(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Those with times, and the others."""
-    return [row for row in rows if "ms" in row], [row for row in rows if "ms" not in row]
-
 
 def tables(rows: list[dict]) -> list[Table]:
-    """Of rows of a result file, those tables that are not empty."""
-    timed, counted = split(rows)
-    times = [
-        (
-            row["name"],
-            f"{row['ms']:.3f}",
-            f"{row['gbps']:,.0f}" if row["gbps"] >= 100 else f"{row['gbps']:.1f}",
-            f"{row['percent_of_copy']:.1f}",
-            note(row),
-            row["rule"],
-        )
-        for row in timed
-    ]
-    counts = [
-        (row["name"], KINDS[row["kind"]].show(row[row["kind"]]), note(row), row["rule"]) for row in counted
-    ]
+    """Tables of times and of other figures from the rows of a result file, without those that are empty."""
+    timed = [row for row in rows if "ms" in row]
+    others = [row for row in rows if "ms" not in row]
+    times = [(row["name"], f"{row['ms']:.3f}", f"{row['percent_of_copy']:.1f}", note(row)) for row in timed]
+    counts = [(row["name"], KINDS[row["kind"]].show(row[row["kind"]]), note(row)) for row in others]
     found = (
-        Table(("operation", "ms", "GB/s", "% of copy", "note", "bytes counted"), "lrrrll", times),
-        Table(("figure", "value", "note", "what it is"), "lrll", counts),
+        Table(("operation", "ms", "% of copy", "target"), "lrrl", times),
+        Table(("figure", "value", "target"), "lrl", counts),
     )
     return [table for table in found if table.rows]
 
@@ -118,7 +97,7 @@ def print_tables(result: dict) -> None:
     ceilings = f"{result['copy_gbps_before']:,.1f} GB/s before, {result['copy_gbps_after']:,.1f} after"
     print(f"\n{result['benchmark']} on {device_name(result)}; copy ceiling {ceilings}")
     for table in tables(result["rows"]):
-        print("\n".join(plain_lines(table.without_rule())))
+        print("\n".join(plain_lines(table)))
 
 
 def plain_lines(table: Table) -> list[str]:
@@ -131,16 +110,13 @@ def plain_lines(table: Table) -> list[str]:
     ]
 
 
-# The page
+# The pages
 
 
 def markdown(path: Path, result: dict) -> str:
-    """The tables of one result file under a line that names it, with the rows that `selected` chooses."""
-    shown = [row for rows in split(result["rows"]) for row in selected(rows)]
-    left_out = len(result["rows"]) - len(shown)
-    head = f"{device_name(result)}, `{path.relative_to(ROOT)}`: copy ceiling {result['copy_gbps']:,.0f} GB/s"
-    head += f"; {left_out} more rows are in the file." if left_out else "."
-    return "\n\n".join([head, *map(markdown_table, tables(shown))])
+    """The tables of one result file under a line that names it."""
+    head = f"{device_name(result)}, `{path.relative_to(ROOT)}`: copy ceiling {result['copy_gbps']:,.0f} GB/s."
+    return "\n\n".join([head, *map(markdown_table, tables(result["rows"]))])
 
 
 def markdown_table(table: Table) -> str:
@@ -150,8 +126,8 @@ def markdown_table(table: Table) -> str:
 
 
 def docs_section() -> str:
-    """What stands between the benchmark markers: per device its chart, if there is one, then its tables;
-    at the end, how steps of several GPUs grow.
+    """All tables, for docs/measurements.md: per device its chart, if there is one, then its tables; at the
+    end, how steps of several GPUs grow.
     """
     parts, results = [], load(RESULTS)
     grown = growth_of([result for _, result in results])
@@ -172,25 +148,86 @@ def docs_section() -> str:
     return "\n\n".join(parts)
 
 
-def write_docs() -> Path:
-    """Put the section between the markers of the page that shows it."""
-    path = ROOT / "docs" / "performance.md"
-    head, rest = path.read_text().split(BEGIN)
-    path.write_text(head + BEGIN + docs_section() + END + rest.split(END)[1])
-    return path
+def summary_section() -> str:
+    """The chart and the table at the top of docs/performance.md."""
+    rows = [row[:3] for row in headlines([result for _, result in load(RESULTS)])]
+    picture = f"![Ours over what others take]({Path('..', (RESULTS / SUMMARY_CHART).relative_to(ROOT))})"
+    return f"{picture}\n\n{markdown_table(Table(('', 'ours', 'against'), 'lrl', rows))}"
+
+
+SECTIONS = {"performance.md": summary_section, "measurements.md": docs_section}
+"""By page of docs/, what stands between its markers."""
+
+
+def write_docs() -> list[Path]:
+    paths = [ROOT / "docs" / name for name in SECTIONS]
+    for path in paths:
+        head, rest = path.read_text().split(BEGIN)
+        path.write_text(head + BEGIN + SECTIONS[path.name]() + END + rest.split(END)[1])
+    return paths
+
+
+# The summary
+
+HEADLINES = """\
+Step, 1 GPU; step_1_ranks; step/1xcuda; step_bf16/1xcuda; ZeRO-1 in bf16
+Step, 2 GPUs; step_2_ranks; peer_step/2xcuda; step_bf16/2xcuda; ZeRO-1 in bf16
+Clipping and step, 2 GPUs; step_2_ranks; peer_step_clipped/2xcuda; step_bf16_clipped/2xcuda; ZeRO-1 in bf16
+Peak memory of a GPU, 2 GPUs; step_2_ranks; peer_memory/2xcuda; memory_bf16/2xcuda; ZeRO-1 in bf16
+Cast of a quarter of the model; local_step; local_step/llama3-8b/rank1of4; ; copying as many bytes
+AdamW on that quarter; adamw; adamw/llama3-8b; ; copying as many bytes
+Linear layer, both passes; layers; linear/16384x8192x8192; bf16_linear/16384x8192x8192; torch in bf16
+FSDP2: all-gathers, 2 GPUs; fsdp2_2_ranks; reshard/gather/2xcuda; reshard_bf16/gather/2xcuda; bf16
+FSDP2: whole step, 2 GPUs; fsdp2_2_ranks; reshard/step/2xcuda; reshard_bf16/step/2xcuda; bf16
+Checkpoint: save, 2 GPUs; checkpoint_2_ranks; zerofp4_save/2xcuda; dtensors_save/2xcuda; FP32 DTensors"""
+"""By line: what, its benchmark and row, the row that it is compared with (or a copy is), and what that is."""
+PREDICTED = ((8, "default"), (TARGET_GPUS, "default"), (TARGET_GPUS, "reduce_scatter"))
+
+
+def headlines(results: list[dict]) -> list[tuple[str, str, str, float]]:
+    """What, ours, against what, and the ratio of time or memory; none if the files lack one of these rows."""
+    found, specified = [], [line.split("; ") for line in HEADLINES.splitlines()]
+    on_gpus = (result for result in results if result["threads"] is None)
+    rows = {(result["benchmark"], row["name"]): row for result in on_gpus for row in result["rows"]}
+    grown = growth_of(results)
+    if grown is None or not {(file, name) for _, file, name, *_ in specified} <= rows.keys():
+        return []
+    for what, file, name, other, words in specified:
+        row = rows[file, name]
+        if other:
+            figure, ratio = row[row["kind"]], row[row["kind"]] / rows[file, other][row["kind"]]
+            against = f"{ratio:.2f} of {words}"
+        else:
+            figure, ratio = row["ms"], 100 / row["percent_of_copy"]
+            against = f"{row['percent_of_copy']:.1f}% of the speed of {words}"
+        ours = f"{figure / 1e3:,.1f} GB" if row["kind"] == "megabytes" else f"{figure:,.1f} ms"
+        found.append((what, ours, against, ratio))
+    for gpus, way in PREDICTED:
+        ms, ratio = over_bf16(grown, way, gpus, HOST_GBPS[1])
+        words = f"Predicted: step, {gpus} GPUs, `{way}`"
+        found.append((words, f"{ms:.1f} ms", f"{ratio:.2f} of ZeRO-1 in bf16", ratio))
+    return found
+
+
+def draw_summary(path: Path, rows: list[tuple[str, str, str, float]]) -> None:
+    figure, axes = new_picture(1, 1, figsize=(8, INCHES_PER_BAR * len(rows) + 1))
+    panel, names = axes[0, 0], [what.replace("`", "") for what, *_ in rows]
+    colors = [STAGE if name.startswith("Predicted") else OURS for name in names]
+    bars = panel.barh(names, [ratio for *_, ratio in rows], color=colors)
+    panel.bar_label(bars, fmt="%.2f", padding=4, fontsize=8.5)
+    panel.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    panel.set_xlabel("time or memory, over that of the other way; light blue: predicted")
+    panel.invert_yaxis()
+    save_picture(figure, path)
 
 
 def growth_words(growth: Growth) -> str:
-    """What the model is, for the page."""
-    base = growth.base.ranks
     memory, link = (speed / 1e9 for speed in growth.speeds[:2])
     others = "; ".join(f"{result['benchmark']} on {result['device']}" for result in growth.left_out)
     return (
-        "How a step grows with the number of GPUs: milliseconds measured / predicted, and their ratio. The "
-        f"model has the bytes of each phase move at {memory:,.0f} GB/s in a GPU's memory (the copy) and at "
-        f"{link:,.0f} GB/s to other GPUs of the host (measured), and takes the slower of both; a part takes "
-        f"as much longer than the sum of its phases as with {base} GPUs, where the ratio is 1 for that. "
-        "The last rows have the longest phase of each step, and what it waits for by the model."
+        "A step by the number of GPUs of a host: milliseconds measured / predicted, and their ratio. "
+        f"Predicted from {memory:,.0f} GB/s in a GPU's memory (the copy), {link:,.0f} GB/s to other GPUs of "
+        f"the host (measured), and what was measured with {growth.base.ranks} GPUs."
         + (f" Not compared, being of another device or scale: {others}." if others else "")
     )
 
@@ -212,26 +249,14 @@ def shown(cell: Cell) -> str:
 
 
 def hosts_words(growth: Growth) -> str:
-    """What the model is for several hosts, for the page."""
-    *others, last = HOST_GBPS
     factors = {way: factor for way in WAYS if (factor := growth.longer(way, "step"))}
     measured = ", ".join(f"{way} {factor:.2f}" for way, factor in factors.items())
     bounds = " and ".join(f"`{way}` {KINDS['ratio'].bound(target)}" for way, target in HOST_TARGETS.items())
-    text = (
-        "How a step grows with the number of hosts. **All of it is predicted: no step of several hosts was "
-        f"measured.** A host has {OF_HOST} GPUs, and each of them can send {', '.join(map(str, others))} or "
-        f"{last} GB/s to other hosts. Inside a host bytes move at the speeds above, and a phase takes the "
-        "slowest of memory, link and network. A step takes longer than the sum of its phases by the factor "
-        f"that was measured on one host: {measured}. `default` of one host has the factor of `peer`; "
-        "`reduce_scatter` and `default` of several hosts have that of `collective`. Cells are milliseconds, "
-        f"and the ratio to those of `bf16`. Targets at {TARGET_GPUS} GPUs: {bounds}."
+    return (
+        f"A step by the number of GPUs, {OF_HOST} a host: milliseconds, and the ratio to those of `bf16`. "
+        "**All of it is predicted: no step of several hosts was measured.** Measured factors over the "
+        f"sum of the phases: {measured}. Targets at {TARGET_GPUS} GPUs: {bounds}."
     )
-    if "peer" in factors:
-        scale = factors["peer"] / factors["collective"]
-        ratios = {gbps: scale * over_bf16(growth, "default", TARGET_GPUS, gbps)[1] for gbps in HOST_GBPS}
-        found = ", ".join(f"{ratio:.2f}x at {gbps} GB/s" for gbps, ratio in ratios.items())
-        text += f" With the factor of `peer` the `default` would be at {found} there."
-    return text
 
 
 def over_bf16(growth: Growth, way: str, gpus: int, gbps: float) -> tuple[float | None, float]:
@@ -266,6 +291,7 @@ def hosts_table(growth: Growth) -> Table:
 
 OURS, STAGE, PEER, TARGET = "#1f5fa8", "#8db8e2", "#b9bec6", "#c8352b"
 INCHES_PER_BAR = 0.26
+SUMMARY_CHART = "summary_cuda.png"
 GROWTH_CHART = "step_growth_cuda.png"
 GROWTH_COLORS = {"collective": STAGE, "peer": OURS, "bf16": PEER}
 GROWTH_PARTS = ("step", "reduce", "update", "publish")
@@ -280,8 +306,8 @@ def chart_path(folder: Path, result: dict) -> Path:
 def draw(folder: Path) -> list[Path] | None:
     """Draw all charts of a folder's result files; None without matplotlib.
 
-    percent_of_copy_<device>.png for each kind of device, a panel for each file with times, and how a step
-    grows with the number of GPUs.
+    percent_of_copy_<device>.png for each kind of device, a panel for each file with times; how a step grows
+    with the number of GPUs; and the summary.
     """
     try:
         import matplotlib
@@ -301,6 +327,9 @@ def draw(folder: Path) -> list[Path] | None:
         drawn += [folder / GROWTH_CHART, folder / HOSTS_CHART]
         draw_growth(drawn[-2], grown)
         draw_hosts(drawn[-1], grown)
+    if rows := headlines(results):
+        drawn.append(folder / SUMMARY_CHART)
+        draw_summary(drawn[-1], rows)
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""How scripts/bench.py shows results: notes, tables, what docs/performance.md leaves out."""
+"""How scripts/bench.py shows results: notes, tables, the summary, and what charts leave out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import bench
 import pytest
 from zerofp4_bench import output
 from zerofp4_bench.output import MOST_ROWS, selected
-from zerofp4_bench.session import Clock
+from zerofp4_bench.session import RESULTS, Clock
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_table_on_the_terminal_and_no_chart_without_matplotlib(tmp_path, monke
     small = ["--device", "cpu", "--size", "64", "--repeats", "1"]
     bench.main(["transpose", *small, "--workload", "square", "--output", str(tmp_path)])
     shown = capsys.readouterr().out
-    assert "\noperation        ms  GB/s  % of copy  note\n" in shown
+    assert "\noperation        ms  % of copy  target\n" in shown
     assert "no chart: matplotlib is not installed (the extra `train` has it)" in shown
     assert not list(tmp_path.glob("*.png"))
 
@@ -72,13 +72,13 @@ def test_the_section_of_the_docs_has_tables_of_times_and_of_counts(results):
         "",
         "D, `results/amax_cuda.json`: copy ceiling 4,000 GB/s.",
         "",
-        "| operation | ms | GB/s | % of copy | note | bytes counted |",
-        "|---|---:|---:|---:|---|---|",
-        "| amax/64 | 0.500 | 2,000 | 50.0 | at least 40%: met | 4n |",
+        "| operation | ms | % of copy | target |",
+        "|---|---:|---:|---|",
+        "| amax/64 | 0.500 | 50.0 | at least 40%: met |",
         "",
-        "| figure | value | note | what it is |",
-        "|---|---:|---|---|",
-        "| host_step/10 | 61.0 us | at most 60 us: missed | one step |",
+        "| figure | value | target |",
+        "|---|---:|---|",
+        "| host_step/10 | 61.0 us | at most 60 us: missed |",
     ]
 
 
@@ -99,9 +99,15 @@ def test_targets_and_peers_are_shown_first():
     assert selected([*plain, *many]) == many
 
 
-def test_the_page_says_how_many_rows_it_leaves_out(results):
-    rows = [row_named(f"row/{i}") for i in range(MOST_ROWS + 3)]
-    result = {"benchmark": "x", "device": "D", "threads": None, "copy_gbps": 10.0, "rows": rows}
-    shown = output.markdown(results / "x_cuda.json", result).splitlines()
-    assert shown[0] == "D, `results/x_cuda.json`: copy ceiling 10 GB/s; 3 more rows are in the file."
-    assert len(shown) == 2 + 2 + MOST_ROWS
+def test_the_summary_has_times_and_memory_over_those_of_others():
+    results = [result for _, result in output.load(RESULTS)]
+    rows = {what: rest for what, *rest in output.headlines(results)}
+    step, memory = rows["Step, 2 GPUs"], rows["Peak memory of a GPU, 2 GPUs"]
+    files = {result["benchmark"]: result["rows"] for result in results if result["threads"] is None}
+    found = {row["name"]: row for row in files["step_2_ranks"]}
+    ratio = found["peer_step_over_bf16/2xcuda"]["ratio"]
+    took = f"{found['peer_step/2xcuda']['milliseconds']:.1f} ms"
+    assert step == [took, f"{ratio:.2f} of ZeRO-1 in bf16", pytest.approx(ratio)]
+    assert memory[0] == f"{found['peer_memory/2xcuda']['megabytes'] / 1e3:.1f} GB" and memory[2] < 1
+    assert sum(what.startswith("Predicted: ") for what in rows) == len(output.PREDICTED)
+    assert output.headlines(results[1:]) == [], "a row is missing"

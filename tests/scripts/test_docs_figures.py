@@ -1,6 +1,7 @@
 """Figures in the prose of README.md and docs/ are those of benchmarks/results, rounded as they are written.
 
-The tables of docs/performance.md are made from these files, and test_docs.py compares them.
+The tables of docs/performance.md and docs/measurements.md are made from these files; test_docs.py compares
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cache
 
 import pytest
 from cases.docs import BLOCK, PAGES, ROOT
-from zerofp4_bench import output, ranks, session
+from zerofp4_bench import output, ranks, session, traffic
 from zerofp4_bench.workloads import llama
 
 HISTORY = "CHANGELOG.md"
@@ -90,8 +91,8 @@ def performance() -> list[str]:
         f"the median of up to {repeats} runs",
         f"({session.CPU_FLUSH_BYTES >> 20} MiB on a CPU) that much is written elsewhere",
         f"a device-to-device copy of {copies['cuda'] >> 10} GiB ({copies['cpu']} MiB on a CPU)",
-        f"others up to {output.MOST_ROWS}.",
         f"is done with {1e3 * ranks.AHEAD / clock:.0f} ms of something else",
+        f"each GPU sends {traffic.HOST_GBPS[1]} GB/s to other hosts",
     ]
 
 
