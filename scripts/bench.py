@@ -34,6 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import draw_memory
 from zerofp4_bench import output
 from zerofp4_bench.checkpoints import checkpoint
 from zerofp4_bench.fsdp2 import fsdp2
@@ -195,18 +196,21 @@ def write(result: dict, folder: Path) -> None:
     print(f"wrote {path}", flush=True)
 
 
-def draw(folder: Path) -> None:
+def draw(folder: Path) -> bool:
+    """Draw the charts of a folder's results. False without matplotlib."""
     charts = output.draw(folder)
     if charts is None:
         print("no chart: matplotlib is not installed (the extra `train` has it)")
     for path in charts or ():
         print(f"wrote {path}")
+    return charts is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.command == "docs":
-        draw(RESULTS)
+        if draw(RESULTS):
+            print(f"wrote {draw_memory.draw()}")
         for path in output.write_docs():
             print(f"wrote {path}")
     elif options.command in OF_RANKS:

@@ -38,15 +38,35 @@ def of_step(row: str, gpus: int = 2) -> float:
 
 
 def readme() -> list[str]:
-    local, percent = (
-        figure("local_step_cuda", "local_step/llama3-8b/rank1of4", kind) for kind in ("ms", "percent_of_copy")
+    assert result("step_1_ranks_cuda")["device"] == result("step_2_ranks_cuda")["device"] == "NVIDIA H200"
+    found = traffic.growth_of([each for _, each in output.load(session.RESULTS)])
+    assert found is not None
+
+    def predicted(way: str, gpus: int) -> str:
+        ms, ratio = output.over_bf16(found, way, gpus, gbps)
+        return f"{ms:.1f} ms | {ratio:.2f} | |"
+
+    def measured(prefix: str, gpus: int) -> str:
+        ours, bf16 = (of_step(name, gpus) / 1e3 for name in (f"{prefix}memory", "memory_bf16"))
+        ms, ratio = of_step(f"{prefix}step", gpus), of_step(f"{prefix}step_over_bf16", gpus)
+        return f"{ms:.1f} ms | {ratio:.2f} | {ours:.1f} GB in place of {bf16:.1f} |"
+
+    gbps = traffic.HOST_GBPS[1]
+    linear = figure("layers_cuda", "linear_over_bf16/16384x8192x8192")
+    gather, tokens, kept = (
+        figure("fsdp2_2_ranks_cuda", f"{name}_over_bf16/2xcuda")
+        for name in ("reshard/gather", "reshard/tokens", "keep/tokens")
     )
-    assert result("local_step_cuda")["device"] == result("step_2_ranks_cuda")["device"] == "NVIDIA H200"
     return [
-        f"over the {len(llama().shapes)} linear weights of Llama-3-8B",
-        f"take {local:.2f} ms, {percent:.1f}% of the speed of a plain copy",
-        f"takes {of_step('peer_step'):.1f} ms, {of_step('peer_step_over_bf16'):.2f} of a bf16 ZeRO-1 step",
-        f"on one it takes {of_step('step', 1):.1f} ms, {of_step('step_over_bf16', 1):.2f} of such a step",
+        f"| 1 H200 | {measured('', 1)}",
+        f"| 2 H200s, shared memory | {measured('peer_', 2)}",
+        f"| 8 of a host, **predicted** | {predicted('default', 8)}",
+        f"| 64, {gbps} GB/s each between hosts, **predicted** | {predicted('default', 64)}",
+        f"| the same with | {predicted('reduce_scatter', 64)}",
+        f"it takes {of_step('peer_step_clipped_over_bf16'):.2f} of the time in bf16 on two GPUs",
+        f"a linear layer takes {linear:.2f} times as long as in bf16",
+        f"Without resharding after the forward pass it trains {kept:.2f}x",
+        f"take {gather:.2f} of the time in bf16, on two GPUs; a step trains {tokens:.2f}x as many tokens",
     ]
 
 

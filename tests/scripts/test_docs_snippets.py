@@ -58,11 +58,6 @@ def converts_and_trains(ran: Ran) -> None:
     trains(ran)
 
 
-def gathers_in_4_bits(ran: Ran) -> None:
-    assert isinstance(ran["model"], FSDPModule)
-    trains(ran)
-
-
 def quantizes(ran: Ran) -> None:
     assert ran["values"].shape == (256, 512) and len(ran["experts"]) == 3
     assert ran["y"].shape == (256, 256) and ran["dw"].shape == (512, 512)
@@ -101,6 +96,7 @@ def has_stacks(ran: Ran) -> None:
 
 
 def exchanges_checkpoints(ran: Ran) -> None:
+    assert isinstance(ran["model"], FSDPModule)
     has_trained(ran)
     exchanged = ran["zero_optimizer"].gathered_masters()
     for parameter, master in zip(ran["model"].parameters(), exchanged, strict=True):
@@ -135,7 +131,7 @@ def casts_for_transformer_engine(ran: Ran) -> None:
 
 
 PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
-    "README.md": [(1, converts_and_trains), (1, gathers_in_4_bits)],
+    "README.md": [(1, converts_and_trains)],
     "checkpoints.md": [(1, has_saved), (2, has_exported_averages)],
     "experts.md": [(2, has_stacks)],
     "fsdp2.md": [(2, exchanges_checkpoints)],

@@ -1,25 +1,26 @@
 """README.md is short, and what it says is so."""
 
-import re
-
-from cases.docs import ROOT, blocks
+import draw_memory
+from cases.docs import ROOT
 
 README = (ROOT / "README.md").read_text()
-MOST_LINES = 150
+MOST_LINES = 120
 
 
-def test_it_is_short_and_has_no_tables():
+def test_it_is_short():
     assert len(README.splitlines()) <= MOST_LINES
-    assert not re.search(r"^\|", README, re.MULTILINE), "tables belong in docs/"
 
 
-def test_the_snippet_of_fsdp2_is_that_of_its_page():
-    """But for comments, and for the loop that follows there."""
-    blocks_here = blocks(ROOT / "README.md", "python")[1], blocks(ROOT / "docs" / "fsdp2.md", "python")[0]
-    shown, page = (
-        [line.partition("  #")[0].rstrip() for line in block.code.splitlines()] for block in blocks_here
+def test_the_picture_of_memory_and_the_bytes_beside_it():
+    assert f"]({draw_memory.PICTURE.relative_to(ROOT)})" in README and draw_memory.PICTURE.exists()
+    weights = draw_memory.weights()
+    (one, bf16_of_one), (eight, bf16_of_eight) = (
+        [sum(draw_memory.kept(weights[name], ranks).values()) for name in ("NVFP4, rows", "bf16")]
+        for ranks in draw_memory.RANKS
     )
-    assert shown == page[: len(shown)] and page[-1].endswith("optimizer.zero_grad()")
+    alone = f"{one:.1f} bytes on one GPU in place of {bf16_of_one:.1f}"
+    shared = f"{eight:.1f} on each of 8 GPUs in place of {bf16_of_eight:.1f}."
+    assert f"{alone}, and {shared}" in README.replace("\n", " ")
 
 
 def test_both_commands_end_as_it_says():
