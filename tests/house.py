@@ -41,7 +41,7 @@ ROOMS = (
 NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
 EXTENSION, ITS_ROOM = "_C", "ops"
 
-NOT_FOR_USERS = {"nn": {"choose_weights", "primary_parameter"}}
+NOT_FOR_USERS = {"nn": {"choose_weights", "primary_parameter"}, "optim": {"gather_masters"}}
 """What the face of a room has for other rooms, and does not show to users in its __all__."""
 
 

@@ -4,6 +4,7 @@ from zerofp4 import launch, nn, optim
 from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
 from zerofp4.gemm import Operand, gemm
+from zerofp4.inspect import quantization_error
 from zerofp4.nn import convert_model, plain_state_dict
 from zerofp4.ops import build_info
 from zerofp4.optim import master_state_dict, save_safetensors, unconvert_model
@@ -45,6 +46,7 @@ __all__ = [
     "optim",
     "plain_state_dict",
     "post_all_gather_processing",
+    "quantization_error",
     "quantize",
     "quantize_dequantize",
     "quantize_grouped",

@@ -15,6 +15,7 @@ NOT_CALLED_BY_USERS = {
     "zerofp4.GroupedNVFP4Tensor",
     "zerofp4.MXFP8Tensor",
     "zerofp4.NVFP4Tensor",
+    "zerofp4.inspect.QuantizationReport",
     "zerofp4.integrations.fsdp2.Attachment",
     "zerofp4.launch.World",
     "zerofp4.nn.ConversionReport",
@@ -26,7 +27,7 @@ NOT_CALLED_BY_USERS = {
 }
 """What functions return or raise, and a type of functions: their methods count, their constructors do not."""
 
-ROOMS = re.compile(r"zerofp4\.(nn\.|optim\.|gemm\.|launch\.|testing\.|integrations\.)?")
+ROOMS = re.compile(r"zerofp4\.(nn\.|optim\.|gemm\.|launch\.|inspect\.|testing\.|integrations\.)?")
 SHADOWED = re.compile(r"\b(\w+)\.\1\b")
 """A function in a module of its own name."""
 

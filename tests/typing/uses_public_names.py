@@ -12,6 +12,7 @@ from typing_extensions import assert_type
 
 import zerofp4
 from zerofp4 import FourOverSix, GroupedNVFP4Tensor, MXFP8Tensor, NVFP4Tensor
+from zerofp4.inspect import QuantizationReport
 from zerofp4.launch import World
 from zerofp4.nn import ConversionReport, FilterFn
 
@@ -157,6 +158,10 @@ def training() -> None:
     optimizer.load_state_dict(state)
     assert_type(optimizer.gathered_masters(), list[Tensor | None])
     assert_type(optimizer.gathered_bytes_per_step(), dict[str, int])
+    first = zerofp4.quantization_error(model, keep_codes=True)
+    assert_type(zerofp4.quantization_error(model, optimizer, previous=first), QuantizationReport)
+    assert_type(first.records, list[dict[str, Any]])
+    assert_type(first.codes, dict[str, Tensor])
 
 
 def training_with_muon() -> None:

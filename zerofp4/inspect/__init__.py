@@ -1,5 +1,6 @@
-"""What a person asks of an installation from a shell: `python -m zerofp4`."""
+"""What a person asks of a model, and of an installation from a shell: `python -m zerofp4`."""
 
 from zerofp4.inspect.cli import main
+from zerofp4.inspect.error import QuantizationReport, quantization_error
 
-__all__ = ["main"]
+__all__ = ["QuantizationReport", "main", "quantization_error"]

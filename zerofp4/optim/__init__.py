@@ -3,7 +3,12 @@
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.communication import Communication
-from zerofp4.optim.export import master_state_dict, save_safetensors, unconvert_model
+from zerofp4.optim.export import (
+    gather_masters,  # noqa: F401 (for inspect)
+    master_state_dict,
+    save_safetensors,
+    unconvert_model,
+)
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
 __all__ = [

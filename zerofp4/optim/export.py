@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,16 @@ def parameter_values(parameter: torch.Tensor, masters: dict[int, Piece], dtype: 
         return parameter.detach().dequantize(torch.float32).to(dtype)
     value = parameter.detach() if value is None else value
     return value.to(parameter.device, dtype, copy=True)
+
+
+def gather_masters(
+    optimizer: ZeroFP4Optimizer, parameters: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor | None]:
+    """Collective: the whole FP32 master of each parameter, gathered as it is asked for; None where there is
+    none. Raises, before it returns, as master_state_dict().
+    """
+    _, masters = _find_masters(optimizer, torch.float32)
+    return (gathered(masters[id(p)]) if id(p) in masters else None for p in parameters)
 
 
 def save_safetensors(
