@@ -248,6 +248,17 @@ def test_every_parameter_with_a_matrix_is_listed():
     assert zerofp4.convert_model(extra).skipped == {"lora": "it is not the weight of Linear"}
 
 
+def test_the_report_as_a_table():
+    model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in "abcdef"})
+    report = zerofp4.convert_model(model, lambda module, name: name in "ef", layers=True)
+    assert str(report).splitlines() == [
+        "2 of 6 matrices are in NVFP4, 33.3% of the model's parameters; 2 layers of zerofp4.nn",
+        "  left out  66.7%  a.weight, b.weight, c.weight and 1 more: filter_fn is false for it",
+    ]
+    norm = nn.LayerNorm(32)
+    assert str(zerofp4.convert_model(norm)) == "0 of 0 matrices are in NVFP4, 0.0% of the model's parameters"
+
+
 def test_the_output_head_is_converted_only_where_the_filter_says_so():
     named = nn.ModuleDict({"body": nn.Linear(32, 32), "lm_head": nn.Linear(32, 32)})
     head = "it is the output head, which is converted only where filter_fn is true for it"

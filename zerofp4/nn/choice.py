@@ -35,7 +35,7 @@ class Chosen(NamedTuple):
 
 @dataclasses.dataclass
 class ConversionReport:
-    """What convert_model did, and did not, with every parameter that has a matrix.
+    """What convert_model did, and did not, with every parameter that has a matrix. str() is a table.
 
     converted: names of the modules whose weight was converted, and of stacked weights in other modules.
     skipped: why another parameter was not, by its name. shares: by name, the elements of each of them in all
@@ -57,6 +57,21 @@ class ConversionReport:
         """Elements of the converted weights in all elements of the model's parameters."""
         names = [name if name in self.shares else join(name, "weight") for name in self.converted]
         return sum(self.shares[name] for name in names)
+
+    def __str__(self) -> str:
+        """A table: how much was converted, and for each reason what was left out."""
+        count, total = len(self.converted), len(self.converted) + len(self.skipped)
+        what = f"{count} of {total} matrices are in NVFP4, {self.share:.1%} of the model's parameters"
+        made = len(self.layers) + len(self.fused)
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            reasons.setdefault(reason, []).append(name)
+        lines = [f"{what}; {made} layers of zerofp4.nn" if made else what]
+        for reason, names in reasons.items():
+            share = sum(self.shares[name] for name in names)
+            shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+            lines.append(f"  left out {share:6.1%}  {shown}: {reason}")
+        return "\n".join([*lines, *(f"  not fused  {name}: {why}" for name, why in self.unfused.items())])
 
 
 def choose_weights(
