@@ -349,3 +349,12 @@ def test_bad_gather():
 def test_shard_on_another_device_than_its_weight():
     weight = zerofp4.empty((16, 16), device="cuda")
     refused(ValueError, "is on cpu, its weight .* on cuda:0", [weight], [torch.zeros(256)], [0])
+
+
+def test_the_repr_of_a_plan(device):
+    weights = [zerofp4.empty((32, 32), device=device), zerofp4.empty((2, 16, 16), device=device)]
+    plan = zerofp4.CastPlan(weights, [torch.zeros(100, device=device), None], [7, None])
+    assert repr(plan) == (
+        "CastPlan(weights=2, elements=1536, on_this_rank=100, ranks=1, amax_groups=2, "
+        f"device='{device}', on_nonfinite='skip')"
+    )

@@ -63,6 +63,9 @@ class CastPlan:
         # For the engine, which queues other work between the stages of a step, and for FusedAdamW.
         self.staged = StagedPlan(request, error, group)
 
+    def __repr__(self) -> str:
+        return f"CastPlan({self.staged.summary()})"
+
     @property
     def found_inf(self) -> torch.Tensor:
         """float32 [1], 1 once a step has skipped something."""

@@ -118,6 +118,17 @@ class StagedPlan:
         given = self._request.found_inf
         return self._own_found_inf if given is None else given
 
+    def summary(self) -> str:
+        """What the plan casts, for repr."""
+        records, request = self.records, self._request
+        elements = sum(record.shape.numel() for record in records)
+        own = sum(shard.numel for shard in request.shards)
+        return (
+            f"weights={len(records)}, elements={elements}, on_this_rank={own}, "
+            f"ranks={len(self._rank_shards)}, amax_groups={len(set(request.amax_groups))}, "
+            f"device={str(self._device)!r}, on_nonfinite={request.on_nonfinite!r}"
+        )
+
     # Amaxes that an optimizer leaves
 
     def master_pieces(self) -> list[MasterPiece]:

@@ -57,7 +57,7 @@ from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_
 from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState
-from zerofp4.tensors import had_master
+from zerofp4.tensors import NVFP4Tensor, had_master
 
 
 class _Ready(NamedTuple):
@@ -866,6 +866,32 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise AttributeError(f"the masters have {names}: take them from inners.all")
         return self.inners.all[0]
 
+    def __repr__(self) -> str:
+        """What it holds, and its parameter groups as torch shows them, without the names of parameters."""
+        if not self._built:
+            return f"{type(self).__name__}(not built)"
+        trained, total = self._shards.parameters, len(self._parameters)
+        packed = sum(isinstance(parameter, NVFP4Tensor) for parameter in trained)
+        classes = ", ".join(type(optimizer).__name__ for optimizer in self.inners.all)
+        own = sum(shard.numel for shard in self._shards.shards)
+        lines = [
+            f"{type(self).__name__} (",
+            f"parameters: {packed} NVFP4, {len(trained) - packed} others, {total - len(trained)} frozen",
+            f"masters: {own} elements on this rank, by {classes}",
+            f"world size: {self.world_size}, transport: {self._transport_name}, "
+            f"buckets: {len(self._shards.buffers)}",
+            *([] if self.broken is None else [f"broken: {self.broken}"]),
+        ]
+        for g, group in enumerate(self.param_groups):
+            shown = sorted(group.keys() - {"params", "param_names"})
+            lines += [f"Parameter Group {g}", *(f"    {key}: {group[key]}" for key in shown)]
+        return "\n".join([*lines, ")"])
+
+    @property
+    def _transport_name(self) -> str:
+        shared = "collective" if self._peers is None or self._hosts is not None else "peer"
+        return shared if self.world_size > 1 else "none"
+
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.
 
@@ -877,7 +903,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         other ranks can access. advice: what would make it faster.
         """
         obstacle = self._why_at_once()
-        shared = "collective" if self._peers is None or self._hosts is not None else "peer"
         shards = self._shards
         described = describe_buckets(shards.buffers, shards.plans, self._transport, self.process_group())
         for bucket, buffer in zip(described["buckets"], shards.buffers, strict=True):
@@ -885,7 +910,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             late = self.communication.overlaps_forward and buffer.kind == "nvfp4"
             bucket["gathered_in"] = None if buffer.world_size == 1 else "forward" if late else "step"
         return {
-            "transport": shared if self.world_size > 1 else "none",
+            "transport": self._transport_name,
             "why_collective": self._why_collective,
             "hosts": None if self._hosts is None else self._hosts.shape,
             "reduction": self.communication.reduction,

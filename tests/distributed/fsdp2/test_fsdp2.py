@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 
 import pytest
 import torch
@@ -56,6 +57,14 @@ def test_what_is_gathered_is_the_whole_master_quantized(world, how):
         run.check(**expected)
     assert all(p.dtype == torch.float32 for p in run.model.parameters())
     assert not torch.equal(run.masters()["experts.stack"], before)
+
+
+@on_ranks(2)
+def test_the_repr_of_an_attachment(world):
+    attachment = start(world).attachment
+    first, *casts = repr(attachment).splitlines()
+    assert re.fullmatch(r"Attachment\(\d+ weights of FSDPModel", first)
+    assert casts and all(re.match(r"  (\w+): CastPlan\(weights=\d+, .*ranks=2, ", cast) for cast in casts)
 
 
 @on_ranks(2)

@@ -308,3 +308,19 @@ def test_a_subgroup(world):
         mean = (a[i].to(p.dtype).float() + b[i].to(p.dtype).float()) / 2
         assert_bytes_equal(master, before[i] - mean, f"master {i}")
     assert_weights_follow(parameters, optimizer.gathered_masters())
+
+
+@on_ranks(2)
+def test_the_repr_of_an_optimizer(world):
+    parameters = parameters_of(world)
+    parameters[1].requires_grad_(False)
+    named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+    optimizer = ZeroFP4Optimizer(named, torch.optim.SGD, lr=0.125)
+    described = optimizer.describe()
+    head, numbers, masters, ways, group, *options, end = repr(optimizer).splitlines()
+    assert (head, end, group) == ("ZeroFP4Optimizer (", ")", "Parameter Group 0")
+    assert numbers == "parameters: 4 NVFP4, 4 others, 1 frozen"
+    assert masters.endswith(" elements on this rank, by SGD")
+    transport, buckets = described["transport"], len(described["buckets"])
+    assert ways == f"world size: 2, transport: {transport}, buckets: {buckets}"
+    assert "    lr: 0.125" in options and not any("param" in line for line in options)
