@@ -153,6 +153,7 @@ def training() -> None:
     assert_type(optimizer.describe(), dict[str, Any])
     assert_type(optimizer.check(), None)
     optimizer.refresh()
+    assert_type(optimizer.consolidate_state_dict(to=0), None)
     state = optimizer.state_dict()
     assert_type(state, dict[str, Any])
     optimizer.load_state_dict(state)

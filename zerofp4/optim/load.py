@@ -27,6 +27,12 @@ from zerofp4.optim.state_dict import (
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how an optimizer computes and not what: those of the optimizer that loads stay."""
 
+OTHER_ELEMENTS = "saved by a rank with other elements"
+WHOLE = (
+    ". torch.save writes one rank's part: call consolidate_state_dict() on every rank before a save on one, "
+    "or save with torch.distributed.checkpoint"
+)
+
 
 def read_state_dict(
     saved: SavedState, state_dict: Any, written: Sequence[int], moved: str | None
@@ -65,7 +71,8 @@ def read_state_dict(
             f"{kind}: {', '.join(names[:10])}{', ...' * (len(names) > 10)}"
             for kind, names in problems.items()
         ]
-        raise ValueError(f"state_dict does not fit: {'; '.join(parts)}")
+        how = WHOLE if OTHER_ELEMENTS in problems else ""
+        raise ValueError(f"state_dict does not fit: {'; '.join(parts)}{how}")
     groups = list(saved.param_groups())
     for g, own in enumerate(saved.ids):
         sources = sorted({matched[number][0] for number in own if number in matched})
@@ -188,12 +195,14 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
         own = value.detach().reshape(-1)[shard.start : shard.end].clone()
     elif value.about.is_live and value.home is not saved.home:  # of another optimizer of these ranks
         own = gathered(value).view(-1)[shard.start : shard.end].clone()
-    elif value.shard != shard:
-        raise Misfit("saved by a rank with other elements", f"{what} ({value.start}..{value.shard.end - 1})")
+    elif value.shard != shard and not value.is_whole:
+        raise Misfit(OTHER_ELEMENTS, f"{what} ({value.start}..{value.shard.end - 1})")
     elif value.has_unread():
         raise Misfit("not whole in the checkpoint", what)
     else:
         own = value.present()
+        if value.shard != shard:  # a file that a world of one wrote
+            own = own[shard.start : shard.end].clone()
     if is_tensor or not own.numel():
         return own if is_tensor else None
     number = own.item()

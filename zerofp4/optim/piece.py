@@ -199,7 +199,8 @@ class Piece(torch.Tensor):
             warnings.warn(
                 "torch.save writes this rank's part of the optimizer's state, and every rank must write its "
                 "own to another file: what saves on rank 0 alone, as accelerate's save_state and Trainer do, "
-                "loses the other parts. Save with torch.distributed.checkpoint",
+                "loses the other parts. Call consolidate_state_dict() of the optimizer on every rank before "
+                "such a save, or save with torch.distributed.checkpoint",
                 stacklevel=2,
             )
         values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of

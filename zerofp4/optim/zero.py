@@ -54,6 +54,7 @@ from zerofp4.optim.groups import check_finite
 from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
 from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
+from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import check_one_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState
@@ -239,6 +240,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         self._scaler_found_inf: torch.Tensor | None = None
         """What a GradScaler has found in the gradients of this rank."""
+        self._consolidated: dict[int, dict[str, torch.Tensor]] | None = None
+        """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
         self._weights_follow = True
         """False from load_state_dict to the next step: weights written meanwhile yield to the masters."""
         self._publish()
@@ -700,6 +703,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Run the program of a step: update the masters if asked to, cast them, and gather the weights."""
         try:
+            self._consolidated = None
             self._shards.check_not_taken_over()
             self._shards.settle()
             self._set_skip()
@@ -757,17 +761,54 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             hook(self)
         self.inners.push_options(self.param_groups)
         state_dict = self._saved.state_dict()
+        if self._consolidated is not None:
+            state_dict["state"], self._consolidated = self._consolidated, None
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
+
+    @torch.no_grad()
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on one rank, for frameworks that save the optimizer there alone: Trainer,
+        accelerate, Lightning, which calls this itself. Collective, as ZeroRedundancyOptimizer's.
+
+        The next state_dict() on that rank has whole tensors on the CPU, unless a step or a load comes before.
+        A rank of any world loads them. The rank needs memory for the masters and the state of all ranks.
+
+        to: the rank in process_group. Raises ValueError for a rank that is not there, and where ranks train
+        different parameters; RuntimeError where the optimizer is `broken` on a rank.
+        """
+        rank, _ = rank_and_size(self.process_group())
+        _, error = attempt(self._check_can_consolidate, to)
+        exchange(None, error, self.process_group(), "consolidate_state_dict()")
+        if self.world_size == 1:
+            return
+        whole: dict[int, dict[str, torch.Tensor]] = {}
+        for number, entries in self._saved.state_dict()["state"].items():
+            for name, piece in entries.items():
+                tensor = gathered(piece)
+                if rank == to:
+                    whole.setdefault(number, {})[name] = tensor.cpu()
+        self._consolidated = whole if rank == to else None
+
+    def _check_can_consolidate(self, to: int) -> None:
+        self._raise_if_broken()
+        if not (isinstance(to, int) and 0 <= to < self.world_size):
+            raise ValueError(f"to must be a rank from 0 to {self.world_size - 1}, got {to!r}")
+        if self._agreement.has_other_parameters_elsewhere():
+            raise ValueError(
+                "consolidate_state_dict gathers what one rank trains, and other ranks train other parameters "
+                "(experts, slices, stages): save with torch.distributed.checkpoint"
+            )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict; the weights follow its masters, also those that a model has loaded before
         or loads until the next step. Collective.
 
-        state_dict: of this class, read by torch.distributed.checkpoint in a world of any size or by
-            torch.load on the rank that saved it; state_dict() of another optimizer of the same ranks, as it
+        state_dict: of this class, read by torch.distributed.checkpoint in a world of any size, by torch.load
+            of one that was whole (consolidate_state_dict(), a world of one) on every rank, or by torch.load
+            on the rank that saved its part; state_dict() of another optimizer of the same ranks, as it
             is; or one of torch.optim with whole tensors, which has no masters: they stay, but for those of
             weights that were written to. Parameters are matched by name where both sides have names.
 
