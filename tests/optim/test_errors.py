@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from zerofp4 import quantize
+from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded
 
 
@@ -173,6 +174,14 @@ def test_bad_arguments(device, case):
 def test_a_model_of_fully_shard(world_of_one):
     net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (1,)))
     message = r"\[0\] '0.weight' is a DTensor.* leave out fully_shard, or .*fsdp2\.prepare\(model\).*attach\("
+    with pytest.raises(TypeError, match=message):
+        ZeroFP4Optimizer(net.named_parameters())
+
+
+def test_a_model_prepared_for_fsdp2():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp2.prepare(net)
+    message = r"\[0\] '0.weight' was prepared for FSDP2: .*attach\(model, optimizer\); or convert_model"
     with pytest.raises(TypeError, match=message):
         ZeroFP4Optimizer(net.named_parameters())
 

@@ -227,6 +227,11 @@ def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
                 "fully_shard, or call zerofp4.integrations.fsdp2.prepare(model) before it and attach(model, "
                 "optimizer) with an optimizer of torch.optim"
             )
+        if hasattr(parameter, "zerofp4_master"):
+            raise TypeError(
+                f"{name} was prepared for FSDP2: use an optimizer of torch.optim, or FusedAdamW, and "
+                "zerofp4.integrations.fsdp2.attach(model, optimizer); or convert_model in place of prepare"
+            )
         if parameter.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {parameter.layout}")
         if parameter.dtype not in WEIGHT_DTYPES:

@@ -24,9 +24,9 @@ def attach(
     """Cast the masters of a model, now and after each step of its optimizer, and gather the codes.
 
     model: what prepare was called with, or a module around it, once fully_shard and the optimizer have it;
-    its forward is what a training loop calls. optimizer: that of its parameters, or the list of those that
-    share them. Collective: every rank of the mesh must call it. Forward and backward passes gather the codes;
-    prepare says what modules compute with.
+    its forward is what a training loop calls. optimizer: that of its parameters, also as accelerate has
+    prepared it, or the list of those that share them. Collective: every rank of the mesh must call it.
+    Forward and backward passes gather the codes; prepare says what modules compute with.
 
     A step makes one all-reduce over the ranks that the weights are sharded over. Frozen weights are cast
     once. After load_state_dict of the model, or of modules in it, which every rank calls alike, the next
@@ -37,7 +37,9 @@ def attach(
     attached already, ValueError for a way of sharding that is not supported; on all ranks that the model is
     sharded over, or replicated, where one finds it.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    # accelerate's wrapper is an Optimizer that has no hooks of its own.
+    optimizers = [one if hasattr(one, "_optimizer_step_post_hooks") else one.optimizer for one in given]
     sharded = Sharded(model)
     weights, error = attempt(_place, model, sharded)
     shares, error = (None, error) if error else attempt(_shares, optimizers, weights)

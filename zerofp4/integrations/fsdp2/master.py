@@ -101,6 +101,10 @@ class MasterShard(torch.Tensor):
         """What an optimizer of ours updates."""
         return self.local
 
+    def data_ptr(self) -> int:
+        """That of the values. torch's is 0 for all masters, and accelerate tells parameters apart by it."""
+        return self.local.data_ptr()
+
     # What FSDP2 asks.
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):

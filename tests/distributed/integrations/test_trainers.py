@@ -1,0 +1,268 @@
+"""The same training by transformers' Trainer, accelerate, Lightning and accelerate's FSDP2, which go on in a
+world of another size; and adapters of peft.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_bytes_equal
+
+import zerofp4
+from distributed.optim.cases import assert_same_on_all_ranks
+from distributed.run import on_ranks, run_ranks
+from zerofp4.integrations import fsdp2
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+STEPS = 3
+"""Of each leg."""
+
+
+def llama(dtype=torch.bfloat16):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    ends = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **ends)).to(dtype)
+
+
+def converted(plain):
+    model = llama()
+    zerofp4.convert_model(model)
+    if plain:
+        zerofp4.plain_state_dict(model)
+    return model, ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=1e-2)
+
+
+def loss_of(model):
+    tokens = torch.arange(16)[None]
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+# What each package does in a leg: load what the leg before has saved, if there was one, train, and save. It
+# returns the masters as it begins and as it ends.
+
+
+def by_trainer(world, folder, leg):
+    import transformers
+
+    class Keep(transformers.TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            begun.extend(optimizer.gathered_masters())
+
+        def on_step_end(self, args, state, control, **_):
+            if control.should_save:
+                optimizer.consolidate_state_dict()
+
+    begun = []
+    model, optimizer = converted(plain=True)
+    options = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "lr_scheduler_type": "constant"}
+    options |= {"max_steps": STEPS * (leg + 1), "save_steps": STEPS, "per_device_train_batch_size": 2}
+    data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 64
+    arguments = transformers.TrainingArguments(str(folder), **options)
+    sets = {"train_dataset": data, "eval_dataset": data[:4]}
+    trainer = transformers.Trainer(
+        model, arguments, **sets, optimizers=(optimizer, None), callbacks=[Keep()]
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS * leg}") if leg else None)
+    assert trainer.evaluate()["eval_loss"] < before
+    assert int(optimizer.state_dict()["steps"]) == STEPS * (leg + 1)
+    check_saved_pretrained(model, folder / f"checkpoint-{STEPS * (leg + 1)}")
+    return begun, optimizer.gathered_masters()
+
+
+def check_saved_pretrained(model, folder):
+    """It is read as an ordinary model, of the values of the codes."""
+    again = type(model).from_pretrained(folder, dtype=torch.bfloat16)
+    for name, value in model.state_dict().items():
+        assert_bytes_equal(again.state_dict()[name], value, name)
+    prompt = torch.arange(4)[None]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "do_sample": False}
+    texts = [each.eval().generate(prompt, **options) for each in (model, again)]
+    assert torch.equal(*texts) and texts[0].shape == (1, 8)
+
+
+def by_accelerate(world, folder, leg):
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    net, optimizer = converted(plain=True)
+    accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())
+    model, prepared = accelerator.prepare(net, optimizer)
+    if leg:
+        accelerator.load_state(str(folder / f"{leg - 1}"))
+    begun = optimizer.gathered_masters()
+    train(accelerator, model, prepared)
+    accelerator.save_state(str(folder / f"{leg}"))
+    accelerator.save_model(model, folder / f"model-{leg}")
+    check_saved_model(folder / f"model-{leg}", net.state_dict())
+    return begun, optimizer.gathered_masters()
+
+
+def train(accelerator, model, optimizer):
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of(model)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def check_saved_model(folder, expected):
+    from safetensors.torch import load_file
+
+    if dist.is_initialized():
+        dist.barrier()
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bytes_equal(found[name], value, name)
+
+
+def by_lightning(world, folder, leg):
+    import lightning
+
+    begun = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = llama()
+            zerofp4.convert_model(self.model)
+
+        def training_step(self, batch, index):
+            loss = self.model(input_ids=batch, labels=batch).loss
+            losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch, index):
+            losses.append(self.model(input_ids=batch, labels=batch).loss.item())
+
+        def configure_optimizers(self):
+            self.zero = ZeroFP4Optimizer(self.named_parameters(), FusedAdamW, lr=1e-2)
+            return self.zero
+
+        def on_train_start(self):
+            begun.extend(self.zero.gathered_masters())
+
+    losses, module = [], Module()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"accelerator": "cpu", "devices": world.world_size, "enable_checkpointing": False, **quiet}
+    strategy = "ddp" if world.world_size > 1 else "auto"
+    trainer = lightning.Trainer(
+        strategy=strategy, max_steps=STEPS * (leg + 1), gradient_clip_val=1.0, limit_val_batches=1, **options
+    )
+    data = torch.utils.data.DataLoader([torch.arange(16)] * 64, batch_size=2)
+    trainer.fit(module, data, data, ckpt_path=folder / f"{leg - 1}.ckpt" if leg else None)
+    trainer.validate(module, data, verbose=False)
+    assert losses[-1] < losses[0]
+    trainer.save_checkpoint(folder / f"{leg}.ckpt")
+    return begun, module.zero.gathered_masters()
+
+
+def by_fsdp2(world, folder, leg):
+    import accelerate
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    # accelerate offers FSDP on GPUs alone; nothing that it calls needs one.
+    shared = accelerate.state.PartialState._shared_state
+    shared["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    model = llama(torch.float32)
+    fsdp2.prepare(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    fsdp2.attach(model, optimizer)
+    if leg:
+        accelerator.load_state(str(folder / f"{leg - 1}"))
+    begun = [p.full_tensor().clone() for p in model.parameters()]
+    train(accelerator, model, optimizer)
+    accelerator.save_state(str(folder / f"{leg}"))
+    accelerator.save_model(model, folder / f"model-{leg}")
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    check_saved_model(folder / f"model-{leg}", whole)
+    return begun, [p.full_tensor() for p in model.parameters()]
+
+
+WAYS = {"Trainer": by_trainer, "accelerate": by_accelerate, "Lightning": by_lightning, "FSDP2": by_fsdp2}
+"""FSDP2 last: what it tells accelerate holds for the rest of a process."""
+
+
+def leg_of(world, folder, leg):
+    found = {}
+    for name, way in WAYS.items():
+        own = Path(folder, name)
+        own.mkdir(exist_ok=True)
+        begun, ended = way(world, own, leg)
+        assert_same_on_all_ranks([*begun, *ended])
+        found[name] = [value.detach().clone() for value in begun], [value.detach().clone() for value in ended]
+    return found
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks train on the CPU, and there is a GPU")
+def test_runs_go_on_in_worlds_of_other_sizes(tmp_path):
+    """From 1 rank to 2 and back, with the masters that were saved."""
+    for package in ("transformers", "accelerate", "lightning", "safetensors"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    ended = None
+    for leg, world_size in enumerate((1, 2, 1)):
+        legs = run_ranks(leg_of, world_size, time_limit=180.0, folder=str(tmp_path), leg=leg).values[0]
+        for name, (begun, _) in legs.items() if ended else ():
+            for i, (found, expected) in enumerate(zip(begun, ended[name][1], strict=True)):
+                assert_bytes_equal(found, expected, f"{name}, leg {leg}, master {i}")
+        ended = legs
+
+
+# peft
+
+
+@on_ranks(1, 2)
+def test_adapters_are_trained_on_a_quantized_base(world):
+    """Saved, loaded on another base, and merged."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    base = llama().to(world.device)
+    zerofp4.convert_model(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
+    codes = [p.rowwise_data.clone() for p in base.parameters() if isinstance(p, zerofp4.NVFP4Tensor)]
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=3e-2)
+    tokens = torch.arange(16, device=world.device)[None]
+    loss = functools.partial(model, input_ids=tokens, labels=tokens)
+    losses = []
+    for _ in range(8):
+        losses.append(loss().loss)
+        losses[-1].backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    now = [p.rowwise_data for p in base.parameters() if isinstance(p, zerofp4.NVFP4Tensor)]
+    assert len(now) == 7 and all(map(torch.equal, now, codes))
+    logits, folder = loss().logits, tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    other = llama().to(world.device)
+    zerofp4.convert_model(other)
+    other = peft.PeftModel.from_pretrained(other, folder)
+    assert_bytes_equal(other(input_ids=tokens).logits, logits, "logits")
+    zerofp4.unconvert_model(model)
+    before, merged = model(input_ids=tokens).logits, model.merge_and_unload()
+    # bfloat16 weights: the adapter's part is rounded with them
+    torch.testing.assert_close(merged(input_ids=tokens).logits, before, rtol=0.05, atol=0.05)
