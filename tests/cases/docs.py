@@ -236,6 +236,27 @@ class Brought:
         zerofp4.convert_model(model)
         return zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=1e-4)
 
+    # Frameworks that train
+
+    @cached_property
+    def causal_model(self):
+        """A model of transformers."""
+        import transformers
+
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16()
+
+    @cached_property
+    def examples(self) -> list[dict[str, torch.Tensor]]:
+        """The same tokens again and again."""
+        return [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 80
+
+    @cached_property
+    def loader(self) -> torch.utils.data.DataLoader:
+        """Ten batches."""
+        return torch.utils.data.DataLoader(self.examples, batch_size=8)
+
     # Megatron-Core
 
     @cached_property

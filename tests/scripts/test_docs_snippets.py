@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cases import te_stand_in
 from cases import transformer_engine as te_cases
 from cases.docs import BROUGHT, PAGES, Brought, names_read, programs, run
+from cases.trainers import with_fsdp2
 from megatron_wheel import megatron_groups, why_no_megatron
 from torch.distributed.fsdp import FSDPModule
 
@@ -130,6 +131,35 @@ def casts_for_transformer_engine(ran: Ran) -> None:
     assert utils.quantize_master_weights.__module__.startswith("zerofp4.")
 
 
+def causal_loss(ran: Ran) -> float:
+    """Of the model that a framework has trained: about 4.2 before."""
+    batch = next(iter(ran.brought.loader))
+    return ran.brought.causal_model(**batch).loss.item()
+
+
+def has_trained_with_trainer(ran: Ran) -> None:
+    assert causal_loss(ran) < 3.9 and (ran["folder"] / "checkpoint-10" / "optimizer.pt").exists()
+
+
+def has_trained_with_accelerate(ran: Ran) -> None:
+    assert causal_loss(ran) < 3.9 and (ran["folder"] / "optimizer.bin").exists()
+
+
+def has_trained_with_lightning(ran: Ran) -> None:
+    assert causal_loss(ran) < 3.9 and (ran["folder"] / "last.ckpt").exists()
+
+
+def has_merged_adapters(ran: Ran) -> None:
+    names = [name for name, _ in ran["merged"].named_parameters()]
+    assert names and not any("lora" in name for name in names)
+    assert (ran["folder"] / "adapter_model.safetensors").exists()
+
+
+def has_trained_sharded(ran: Ran) -> None:
+    assert isinstance(ran["sharded"], FSDPModule) and causal_loss(ran) < 3.9
+    assert (ran["folder"] / "optimizer_0").exists()
+
+
 PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "README.md": [(1, converts_and_trains)],
     "checkpoints.md": [(1, has_saved), (2, has_exported_averages)],
@@ -142,6 +172,13 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "muon.md": [(1, gives_muon_its_matrices)],
     "optimizer.md": [(1, has_trained), (1, has_trained)],
     "own-step.md": [(1, casts_its_piece), (4, shares_amaxes)],
+    "trainers.md": [
+        (1, has_trained_with_trainer),
+        (1, has_trained_with_accelerate),
+        (1, has_trained_with_lightning),
+        (1, has_merged_adapters),
+        (1, has_trained_sharded),
+    ],
     "transformer_engine.md": [(2, casts_for_transformer_engine)],
 }
 """Pages with Python blocks: of each program the number of blocks, and what must hold afterwards."""
@@ -164,13 +201,16 @@ def test_a_reader_brings_no_more_than_pages_read():
     assert read >= BROUGHT, f"no page reads {sorted(BROUGHT - read)}"
 
 
+TRAINERS = ["transformers", "accelerate", "lightning", "peft"]
+
+
 def why_not(page: str) -> str | None:
     """The reason why this page cannot run here, or None."""
     if page == "megatron.md":
         return "there is a GPU, and this runs on the CPU" if torch.cuda.is_available() else why_no_megatron()
-    if page == "checkpoints.md" and importlib.util.find_spec("safetensors") is None:
-        return "safetensors is not installed"
-    return None
+    needed = {"checkpoints.md": ["safetensors"], "trainers.md": [*TRAINERS, "safetensors"]}.get(page, ())
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    return f"{', '.join(missing)} not installed" if missing else None
 
 
 @pytest.fixture
@@ -197,11 +237,23 @@ def framework(page: str, monkeypatch) -> Iterator[None]:
             for name, module in te_stand_in.package("2.20.0", print, print).items():
                 monkeypatch.setitem(sys.modules, name, module)
             stack.callback(transformer_engine.uninstall)
+        if page == "trainers.md":
+            import accelerate
+
+            def init(self, *args, fsdp_plugin=None, init=accelerate.Accelerator.__init__, **options):
+                init(self, *args, **options)
+                if fsdp_plugin is not None:
+                    with_fsdp2(self, fsdp_plugin)
+
+            monkeypatch.setattr(accelerate.Accelerator, "__init__", init)
+            monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+            zerofp4.launch.init_process_group()
+            stack.callback(accelerate.state.AcceleratorState._reset_state, True)
         yield
 
 
 CASES = [
-    pytest.param(page, number, check, marks=[pytest.mark.heavy] * (page == "megatron.md"))
+    pytest.param(page, number, check, marks=[pytest.mark.heavy] * (page in ("megatron.md", "trainers.md")))
     for page, listed in PROGRAMS.items()
     for number, (_, check) in enumerate(listed)
 ]

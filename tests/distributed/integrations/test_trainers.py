@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cases.trainers import with_fsdp2
 from helpers import assert_bytes_equal
 
 import zerofp4
@@ -173,19 +174,15 @@ def by_lightning(world, folder, leg):
 
 def by_fsdp2(world, folder, leg):
     import accelerate
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    accelerator = accelerate.Accelerator(cpu=True)
-    # accelerate offers FSDP on GPUs alone; nothing that it calls needs one.
-    shared = accelerate.state.PartialState._shared_state
-    shared["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+    plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
     )
+    accelerator = with_fsdp2(accelerate.Accelerator(cpu=True), plugin)
     model = llama(torch.float32)
     fsdp2.prepare(model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
