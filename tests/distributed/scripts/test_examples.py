@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,3 +21,35 @@ def test_own_optimizer_step(world):
     assert names["world"] == world and not dist.is_initialized()
     assert names["y"].shape == (4, 256) and names["y"].dtype == torch.bfloat16
     launch.init_process_group()
+
+
+PACKAGES = {
+    "hugging_face_trainer": ["transformers", "accelerate"],
+    "accelerate_loop": ["accelerate"],
+    "lightning_module": ["lightning"],
+    "lora": ["peft", "transformers"],
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("example", PACKAGES)
+def test_training_with_other_packages(world, example):
+    """They assert what they show."""
+    for package in PACKAGES[example]:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    ended = []
+    with pytest.MonkeyPatch.context() as patch:
+        # Trainer and Lightning keep models, and so the group, in reference cycles. A collection that drops
+        # the last reference to a group holds the GIL, which a thread of gloo may want before it ends.
+        patch.setattr(launch, "destroy_process_group", lambda: ended.append(True))
+        names = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))
+    assert names.pop("world") == world and ended == [True] and dist.is_initialized()
+    names.clear()
+    gc.collect()
+
+
+def test_no_example_is_left_out():
+    """And each fits on a screen or two."""
+    examples = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
+    assert examples.keys() == {"own_optimizer_step", *PACKAGES}
+    assert all(len(path.read_text().splitlines()) < 80 for path in examples.values())
