@@ -81,7 +81,7 @@ class Communication:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether gradients are added up in rank order."""
+        """Whether gradients are added up in FP32 and in a fixed order, of ranks or by host."""
         return self.reduction == "ordered"
 
     @property
