@@ -217,6 +217,7 @@ def why_not(page: str) -> str | None:
 def cpu(monkeypatch) -> Iterator[None]:
     """torch sees no GPU. A program has random numbers and a process group of its own."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # which Lightning asks
     monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cpu"))
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

@@ -37,6 +37,8 @@ def test_training_with_other_packages(world, example):
     """They assert what they show."""
     for package in PACKAGES[example]:
         pytest.importorskip(package, reason=f"{package} is not installed")
+    if example == "hugging_face_trainer" and world.world_size > 1 and world.device.type == "cpu":
+        pytest.importorskip("transformers", "5.24", reason="an older Trainer has its ranks load to cpu:0")
     ended = []
     with pytest.MonkeyPatch.context() as patch:
         # Trainer and Lightning keep models, and so the group, in reference cycles. A collection that drops
