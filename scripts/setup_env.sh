@@ -53,26 +53,40 @@ build_extension() {
     (cd "$ROOT" && "$1" setup.py --quiet build_ext --inplace) || fail "the extension did not build"
 }
 
-# missing PYTHON EXTRA: the requirements of that extra which are not installed.
+# missing PYTHON EXTRA: the requirements of that extra in pyproject.toml which are not installed.
 missing() {
-    "$1" - "$2" <<'EOF'
+    "$1" - "$ROOT/pyproject.toml" "$2" <<'EOF'
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import PackageNotFoundError, distribution
 
 try:
-    lines = requires("zerofp4") or []
-except PackageNotFoundError:  # it is on PYTHONPATH, and nothing says what it wants
-    lines = []
-for line in lines:
-    requirement, _, marker = line.partition(";")
-    extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
-    if extra and extra[1] == sys.argv[1]:
-        try:
-            distribution(re.match(r"[\w.-]+", requirement)[0])
-        except PackageNotFoundError:
-            print(requirement.strip())
+    import tomllib
+except ImportError:  # before Python 3.11
+    from pip._vendor import tomli as tomllib
+
+with open(sys.argv[1], "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+for requirement in extras[sys.argv[2]]:
+    try:
+        distribution(re.match(r"[\w.-]+", requirement)[0])
+    except PackageNotFoundError:
+        print(requirement)
 EOF
+}
+
+# get PYTHON REQUIREMENT...: all at once, or, where that fails, one by one, so that what cannot be had takes nothing else
+# along.
+get() {
+    local python=$1 requirement
+    shift
+    say "installing $*"
+    if ! "$python" -m pip install -qq --retries 1 --timeout 15 "$@"; then
+        (($# > 1)) || { do_without "$1"; return; }
+        for requirement; do
+            get "$python" "$requirement"
+        done
+    fi
 }
 
 # make_venv PYTHON: a fresh .venv. Where that Python has torch, .venv sees its packages: venv's own
@@ -124,7 +138,7 @@ do_without() {
 }
 
 setup_environment() {
-    local extra=$1 package=$2 outer wanted requirement
+    local extra=$1 package=$2 outer wanted build=
     outer=$(command -v python3) || fail "there is no python3 on the PATH"
     "$outer" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "Python 3.10 is needed, this is $("$outer" -V)"
     export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -134,22 +148,23 @@ setup_environment() {
     else
         "$PYTHON" -c '' 2>/dev/null || make_venv "$outer"
     fi
+    if ! is_installed "$PYTHON" "$package"; then
+        has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
+        build_extension "$PYTHON" & # which needs no torch
+        build=$!
+    fi
     if ! has_torch "$PYTHON"; then
         say "installing $TORCH"
         "$PYTHON" -m pip install --quiet "$TORCH" || fail "$TORCH could not be installed"
     fi
-    if ! is_installed "$PYTHON" "$package"; then
-        has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
-        # By itself, since pip shows nothing of a build before it failed.
-        build_extension "$PYTHON"
+    mapfile -t wanted < <(missing "$PYTHON" "$extra")
+    ((${#wanted[@]} == 0)) || get "$PYTHON" "${wanted[@]}"
+    [[ $extra != test ]] || fetch_megatron "$PYTHON"
+    if [[ -n $build ]]; then
+        wait "$build"
+        # Now, since pip shows nothing of a build before it failed.
         package_is_ours "$PYTHON" || install "$PYTHON"
     fi
-    mapfile -t wanted < <(missing "$PYTHON" "$extra")
-    for requirement in "${wanted[@]}"; do # one by one, so that what cannot be had takes nothing else along
-        say "installing $requirement"
-        "$PYTHON" -m pip install -qq --retries 1 --timeout 15 "$requirement" || do_without "$requirement"
-    done
-    [[ $extra != test ]] || fetch_megatron "$PYTHON"
     export PATH=$(dirname "$PYTHON"):$PATH
     say "using $PYTHON and $(cd / && "$PYTHON" -c 'import zerofp4; print(*zerofp4.__path__)')"
 }
