@@ -63,25 +63,21 @@ def test_a_gather_looks_as_far_as_a_step(device):
         plan.refresh()
 
 
-BUFFERS = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale_swizzled", "amax")
-
-
-@pytest.mark.parametrize("name", BUFFERS)
 @pytest.mark.parametrize("how", ["share_memory_", "resize_"])
-def test_storage_that_torch_moves_in_place_is_noticed_before_it_is_written(name, how):
-    """Whatever is written, on the CPU: its old memory belongs to somebody else by then."""
+def test_codes_that_torch_moves_in_place_are_noticed_before_they_are_written(how):
+    """On the CPU: their old memory belongs to somebody else by then."""
     weights = [zerofp4.empty((32, 64), scale_layouts=("compact", "swizzled")) for _ in range(3)]
     masters, starts = [torch.randn(2048) for _ in weights], [0, 0, 0]
     plan = zerofp4.CastPlan(weights, masters, starts)
     cast(weights, masters, starts)
     plan.step()
-    buffer = weights[1].record.buffer(name)
+    buffer = weights[1].rowwise_data
     if how == "resize_":
         buffer.untyped_storage().resize_(0)
     else:
         buffer.share_memory_()
     for call in (plan.step, plan.post, plan.check):
-        with pytest.raises(RuntimeError, match=rf"model_weights\[1\]: {name} has moved"):
+        with pytest.raises(RuntimeError, match=r"model_weights\[1\]: rowwise_data has moved"):
             call()
     if how == "share_memory_":
         plan.refresh()

@@ -33,8 +33,6 @@ MOVES = {
 }
 # torch moves storages in place on the CPU only.
 MOVES_IN_PLACE = {
-    "scales": (lambda ps, _: ps[4].rowwise_scale.share_memory_(), r"\['params'\]\[4\]: rowwise_scale"),
-    "columnwise codes": (lambda ps, _: ps[4].columnwise_data.share_memory_(), r"\[4\]: columnwise_data"),
     "shared codes": (lambda ps, _: ps[0].rowwise_data.share_memory_(), r"\['params'\]\[0\]: rowwise_data"),
     "shared dense": (lambda ps, _: ps[5].detach().share_memory_(), r"\['params'\]\[5\]"),
     "masters": (lambda ps, optimizer: share_master(optimizer, ps[0]), r"master_weights\[0\]"),

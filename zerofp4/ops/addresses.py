@@ -53,10 +53,11 @@ class Addresses:
     owner: what was built with these addresses, and has a refresh(), in messages.
 
     On the CPU torch moves storages in place (share_memory_, pickling to another process, resize_), and no
-    alias protects what was there: every step looks at every address. On a GPU storage does not move under
-    its tensor; what is exchanged (.data assigned, a weight rebound) stays alive here until it is noticed,
-    so that a step need only ask one counter. Nobody counts what other libraries do to their tensors: where
-    one is a weight, every step looks at every address there too.
+    alias protects what was there: every step looks at the codes of every weight, which move where the rest of
+    it does, and at every tensor. On a GPU storage does not move under its tensor; what is exchanged (.data
+    assigned, a weight rebound) stays alive here until it is noticed, so that a step need only ask one
+    counter. Nobody counts what other libraries do to their tensors: where one is a weight, every step looks
+    there too.
     """
 
     def __init__(
@@ -85,36 +86,40 @@ class Addresses:
         return self.find_moved()
 
     def find_moved(self) -> RuntimeError | None:
-        """An error for the first thing that has moved. Looks at all."""
+        """An error for the first thing that has moved. Looks at the codes of all weights and at all tensors,
+        and at everything where a weight was rebound.
+        """
         for weight in self._adapted:
             weight_record(weight)  # which counts what has changed
-        if self._rebindings != rebindings():
-            for (name, weight), record in zip(self._weights, self._records, strict=True):
-                if weight_record(weight) is not record:
-                    return self._moved(f"{name}: rowwise_data")
-            names, tensors = self._present()
-            if names != self._names:
-                return self._moved(_first_other(self._names, names))
-        else:
-            names, tensors = self._names, self._tensors
+        if self._rebindings == rebindings():
+            before, now = self._watched_pointers, pointers(self._watched)
+            return None if now == before else self._moved(self._names[first_moved(before, now)])
+        for (name, weight), record in zip(self._weights, self._records, strict=True):
+            if weight_record(weight) is not record:
+                return self._moved(f"{name}: rowwise_data")
+        names, tensors = self._present()
+        if names != self._names:
+            return self._moved(_first_other(self._names, names))
         now = pointers(tensors)
         if now != self._pointers:
             return self._moved(names[first_moved(self._pointers, now)])
-        if tensors is not self._tensors:
-            self._take(names, tensors)
+        self._take(names, tensors)
         return None
 
     def _present(self) -> tuple[list[str], list[torch.Tensor]]:
-        names, tensors = [], []
+        """Everything; what each step looks at comes first."""
+        codes, others = [], []
         for (name, _), record in zip(self._weights, self._records, strict=True):
-            for field, buffer in record.places():
-                names.append(f"{name}: {field}")
-                tensors.append(buffer)
-        return [*names, *self._plain], [*tensors, *self._plain.values()]
+            first, *rest = ((f"{name}: {field}", buffer) for field, buffer in record.places())
+            codes.append(first)
+            others += rest
+        pairs = [*codes, *self._plain.items(), *others]
+        return [name for name, _ in pairs], [tensor for _, tensor in pairs]
 
     def _take(self, names: list[str], tensors: list[torch.Tensor]) -> None:
         self._names, self._tensors = names, tensors
-        self._pointers = pointers(tensors)
+        self._watched = tensors[: len(self._records) + len(self._plain)]
+        self._pointers, self._watched_pointers = pointers(tensors), pointers(self._watched)
         self._rebindings = rebindings()
 
     def _moved(self, what: str) -> RuntimeError:
