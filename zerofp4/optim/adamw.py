@@ -21,6 +21,7 @@ _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "deco
 
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 _NO_STATE = dict.fromkeys(_STATE)
+_entries = operator.itemgetter(*_STATE)
 _GRADIENT_DTYPES = {torch.float32, torch.bfloat16}
 _PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 _Tensors = Sequence[torch.Tensor | None]
@@ -207,14 +208,14 @@ class FusedAdamW(torch.optim.Optimizer):
         A stage holds addresses, so every step compares them all, on a GPU too: an assignment to .data of a
         parameter leaves no other mark. Where gradients lie does not matter.
         """
-        states, made = [self.state.get(p) or _NO_STATE for p in part.listed], {}
-        for i, (p, dtype) in enumerate(zip(part.listed, dtypes, strict=True)):
-            if dtype is not None and states[i] is _NO_STATE:
-                step = torch.zeros((), dtype=torch.float32, device=p.device)
-                states[i] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                made[p] = states[i]
-        entries = locals_of(list(itertools.chain.from_iterable(map(operator.itemgetter(*_STATE), states))))
-        dtypes = [dtype or before for dtype, before in zip(dtypes, part.dtypes, strict=True)]
+        states, made = list(map(self.state.get, part.listed)), {}
+        if not all(states):
+            for i, (p, dtype) in enumerate(zip(part.listed, dtypes, strict=True)):
+                if not states[i]:
+                    states[i] = _NO_STATE if dtype is None else made.setdefault(p, _first_state(p))
+        entries = locals_of(list(itertools.chain.from_iterable(map(_entries, states))))
+        if None in dtypes:
+            dtypes = [dtype or before for dtype, before in zip(dtypes, part.dtypes, strict=True)]
         facts = ops.tensor_facts(part.params + entries)
         capturing = bool(part.params) and ops.is_capturing(part.params[0].device)
         if facts != part.facts or dtypes != part.dtypes:
@@ -296,9 +297,8 @@ class Part:
                 self.stage.begin(options[g], first, gradients[first:end])
             self.stage.update(rows)
         # As after any update in place, a backward pass through the old values must fail.
-        torch.autograd.graph.increment_version(
-            [p for p, gradient in zip(self.params, gradients, strict=True) if gradient is not None]
-        )
+        updated = [g is not None for g in gradients]
+        torch.autograd.graph.increment_version(list(itertools.compress(self.params, updated)))
         if self.plan is not None:
             self.plan.end_update()
             self.versions = self.read_versions()
@@ -306,6 +306,11 @@ class Part:
     def read_versions(self) -> list[int]:
         """autograd's count of writes to each master of the plan."""
         return list(map(operator.attrgetter("_version"), self._masters))
+
+
+def _first_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=p.device)
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def _find_pieces(plan: StagedPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
@@ -355,6 +360,8 @@ class BucketUpdate:
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
         self._positions = [{id(masters[i]): (k, i) for k, i in enumerate(b.indices)} for b in buckets]
         """By bucket and the id of a master: the position of its parameter in the bucket, and among all."""
+        self._members: list[tuple[Any, list[tuple[int, int]]]] = [(None, [])] * len(buckets)
+        """By bucket, what its part has listed, and their positions."""
         # Of one step:
         self._options: list[Any] = []
         self._present: Sequence[bool] = ()
@@ -382,9 +389,11 @@ class BucketUpdate:
         return self._adds[b]
 
     def __call__(self, b: int, arrived: Arrived | None) -> None:
-        part, positions = self._inner._parts[b], self._positions[b]
+        part, (listed, members) = self._inner._parts[b], self._members[b]
+        if listed is not part.listed:
+            members = [self._positions[b][id(master)] for master in part.listed]
+            self._members[b] = part.listed, members
         own = self._buckets[b].gradient_views if arrived is None else arrived.own
-        members = [positions[id(master)] for master in part.listed]
         gradients = [own[k] if self._present[i] else None for k, i in members]
         part.run(gradients, self._options, None if arrived is None else arrived.rows)
 
