@@ -176,6 +176,7 @@ def test_the_mpi_library_is_named_in_short(monkeypatch, output, expected):
         ([], "the following arguments are required: COMMAND"),
         (["inform"], "argument COMMAND: invalid choice: 'inform'"),
         (["info", "--js"], "unrecognized arguments: --js"),
+        (["inspect"], "the following arguments are required: CHECKPOINT"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
@@ -185,7 +186,7 @@ def test_wrong_options(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["inspect", "--help"]])
 def test_help_says_what_the_exit_codes_mean(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from zerofp4.inspect import info
+from zerofp4.inspect import checkpoint, info
 from zerofp4.version import VERSION
 
-COMMANDS = {"info": info}
+COMMANDS = {"info": info, "inspect": checkpoint}
 """By name, modules with SUMMARY, DESCRIPTION, add_options(parser) and run(options), which returns the exit
 code.
 """
@@ -16,7 +16,7 @@ EPILOG = """\
 exit codes:
   0  done, and nothing was found wrong
   1  done, and something was found wrong: the output says what
-  2  the command line was wrong
+  2  the command line was wrong, or names what cannot be read
 """
 
 

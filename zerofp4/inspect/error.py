@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerofp4.format import BLOCK
+from zerofp4.inspect.table import plain_table
 from zerofp4.layout import ceil_div
 from zerofp4.optim import ZeroFP4Optimizer, gather_masters
 from zerofp4.storage import Side
@@ -54,12 +55,7 @@ class QuantizationReport:
             shown = worst[:SHOWN]
         rows = [[head for head, _, _ in COLUMNS.values()]]
         rows += [[_shown(record[name], form) for name, (_, form, _) in COLUMNS.items()] for record in shown]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligns = [align for _, _, align in COLUMNS.values()]
-        lines = [
-            "  ".join(f"{c:{align}{w}}" for c, align, w in zip(row, aligns, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines = plain_table(rows, [align for _, _, align in COLUMNS.values()])
         if len(self.records) > SHOWN:
             lines.append(f"and {len(self.records) - SHOWN} more, none with a lower SQNR")
         return "\n".join(lines)

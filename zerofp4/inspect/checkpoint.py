@@ -1,0 +1,380 @@
+"""The subcommand `inspect`: the tensors of a checkpoint, read on the CPU and without a process group."""
+
+import argparse
+import dataclasses
+import io
+import json
+import math
+import pickle
+import re
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofp4.inspect.table import print_table
+from zerofp4.storage import NVFP4Storage, Storage, record_of
+
+SUMMARY = "list the tensors of a checkpoint: format, shape, bytes, amax"
+DESCRIPTION = """\
+List the tensors of a checkpoint with their format, shape, bytes and amax (the largest magnitude), then the
+bytes of each kind, in all and for each parameter, and how many steps the optimizers have taken.
+
+CHECKPOINT is a folder of torch.distributed.checkpoint, a safetensors file or a folder of them, or a file of
+torch.save. It is read on the CPU, a tensor at a time.
+"""
+
+Keys = tuple[Any, ...]
+"""Those of nested dicts that lead to a value, from the outermost on."""
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+"""What the table calls the dtypes that have a short name."""
+
+
+class CheckpointError(Exception):
+    """What was named cannot be inspected. The message is one line."""
+
+
+@dataclasses.dataclass
+class Row:
+    """A tensor.
+
+    elements: how many of it the checkpoint has. amax: None of what has none, such as integers.
+    is_weight: whether its elements are parameters: neither state of an optimizer, nor integers.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    elements: int
+    bytes: int
+    amax: float | None
+    is_weight: bool
+
+
+@dataclasses.dataclass
+class Contents:
+    """What was read.
+
+    format: of the files. ranks: how many ranks wrote them, None where the files do not say.
+    optimizers: by the keys that lead to each, the steps that a ZeroFP4Optimizer has counted, if one did, and
+        the different numbers of steps of its parameters.
+    """
+
+    format: str
+    ranks: int | None = None
+    rows: dict[str, Row] = dataclasses.field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the weights; where the checkpoint has none, of the parameters that have a state."""
+        if any(row.is_weight for row in self.rows.values()):
+            return sum(row.elements for row in self.rows.values() if row.is_weight)
+        found: dict[str, int] = {}
+        for row in self.rows.values():
+            parameter = row.name.rpartition(".")[0]
+            found[parameter] = max(found.get(parameter, 0), row.elements)
+        return sum(found.values())
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """By kind: tensors, elements, bytes."""
+        found: dict[str, dict[str, int]] = {}
+        for row in self.rows.values():
+            total = found.setdefault(row.kind, {"tensors": 0, "elements": 0, "bytes": 0})
+            total["tensors"] += 1
+            total["elements"] += row.elements
+            total["bytes"] += row.bytes
+        return found
+
+    def add(self, keys: Keys, tensor: torch.Tensor, shape: Sequence[int], is_state: bool) -> None:
+        """Note a tensor or a chunk of one. shape: of the whole. is_state: whether keys ends in the name of a
+        parameter and the name of what an optimizer keeps of it.
+        """
+        kind, size, amax = _measure(tensor)
+        elements, is_weight = tensor.numel(), not is_state and tensor.dtype in DTYPES
+        if is_state:
+            kind = _kind_of_state(keys[-1], shape, kind)
+            if keys[-1] == "step":
+                steps = self._optimizer(keys[:-3])["steps_of_parameters"]
+                steps.extend(step for step in set(tensor.reshape(-1).tolist()) if step not in steps)
+        name = ".".join(map(str, keys))
+        row = self.rows.get(name)
+        if row is None:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.rows[name] = Row(name, kind, dtype, tuple(shape), elements, size, amax, is_weight)
+        else:
+            row.elements, row.bytes = row.elements + elements, row.bytes + size
+            row.amax = _larger(row.amax, amax)
+
+    def count_steps(self, keys: Keys, steps: int) -> None:
+        """keys: of an optimizer."""
+        self._optimizer(keys)["steps"] = steps
+
+    def _optimizer(self, keys: Keys) -> dict[str, Any]:
+        name = ".".join(map(str, keys)) or "optimizer"
+        return self.optimizers.setdefault(name, {"steps": None, "steps_of_parameters": []})
+
+
+def _kind_of_state(entry: str, shape: Sequence[int], dtype: str) -> str:
+    if entry in ("master", "average"):
+        return f"{entry}, {dtype}"
+    if len(shape) == 0:
+        return "step" if entry == "step" else "scalar"
+    return f"moment, {dtype}"
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    """NaN if either is."""
+    if one is None or other is None:
+        return other if one is None else one
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _measure(tensor: torch.Tensor) -> tuple[str, int, float | None]:
+    """Kind, bytes and amax."""
+    record = record_of(tensor)
+    if record is None:
+        kind = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        return kind, tensor.numel() * tensor.itemsize, _amax(tensor)
+    size = sum(buffer.nbytes for _, buffer in record.buffers())
+    if isinstance(record, NVFP4Storage):
+        amaxes = record.amax if record.amax is not None else record.columnwise_amax
+        return f"NVFP4 {record.block[0]}x{record.block[1]}, {_sides(record)}", size, amaxes.max().item()
+    return f"MXFP8, {_sides(record)}", size, _amax(tensor.dequantize(torch.float32))
+
+
+def _sides(record: Storage) -> str:
+    names = {"rowwise": "rows", "columnwise": "columns"}
+    return " and ".join(names[side] for side, _ in record.sides())
+
+
+def _amax(tensor: torch.Tensor) -> float | None:
+    if str(tensor.dtype).startswith("torch.float8"):
+        tensor = tensor.float()
+    if not tensor.numel() or tensor.dtype not in DTYPES:
+        return None
+    low, high = tensor.detach().aminmax()
+    return _larger(-low.item(), high.item())
+
+
+# Reading
+
+
+def read(path: Path) -> Contents:
+    """Raises CheckpointError for what is no checkpoint, or cannot be read."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    try:
+        if (path / ".metadata").is_file():
+            contents = _read_distributed(path)
+        elif path.is_dir():
+            contents = _read_safetensors(_files_of_safetensors(path))
+        elif path.suffix == ".safetensors":
+            contents = _read_safetensors([path])
+        else:
+            contents = _read_torch_file(path)
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: damaged, no file of torch.save, or one with objects other than tensors and plain "
+            "values, which are not loaded"
+        ) from error
+    except Exception as error:  # a damaged file can raise anything
+        first = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {first}") from error
+    if not contents.rows:
+        raise CheckpointError(f"{path}: a checkpoint without tensors")
+    return contents
+
+
+def _read_distributed(folder: Path) -> Contents:
+    """A folder of torch.distributed.checkpoint: each chunk, in the order of the files."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = FileSystemReader(folder).read_metadata()
+    stored = sorted(metadata.storage_data.items(), key=lambda item: (item[1].relative_path, item[1].offset))
+    nested = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    optimizers = {keys[: keys.index("param_groups")] for keys in nested.values() if "param_groups" in keys}
+    ranks = {match[1] for _, at in stored if (match := re.match(r"__(\d+)_\d+\.distcp$", at.relative_path))}
+    contents = Contents("torch.distributed.checkpoint", len(ranks) or None)
+    for index, at in stored:
+        keys, of = tuple(nested.get(index.fqn, (index.fqn,))), metadata.state_dict_metadata[index.fqn]
+        is_count = keys[-1] == "steps" and keys[:-1] in optimizers
+        if not is_count and not isinstance(of, TensorStorageMetadata):
+            continue
+        with (folder / at.relative_path).open("rb") as file:
+            file.seek(at.offset)
+            value = torch.load(io.BytesIO(file.read(at.length)), map_location="cpu", weights_only=True)
+        if is_count:
+            contents.count_steps(keys[:-1], int(value))
+        else:
+            contents.add(keys, value, of.size, _is_state(keys, optimizers))
+    return contents
+
+
+def _is_state(keys: Keys, optimizers: set[Keys]) -> bool:
+    """Whether they lead to state of one of the optimizers, or to averages, which have no parameter groups."""
+    return keys[-3:-2] == ("state",) and (keys[:-3] in optimizers or keys[-1] == "average")
+
+
+def _files_of_safetensors(folder: Path) -> list[Path]:
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        inner = sorted(path.parent for path in folder.glob("*/.metadata"))
+        raise CheckpointError(
+            f"{folder}: a folder without .metadata of torch.distributed.checkpoint and without *.safetensors"
+            + (f"; {inner[-1]} is a checkpoint" if inner else "")
+        )
+    return files
+
+
+def _read_safetensors(files: Sequence[Path]) -> Contents:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise CheckpointError(f"{files[0]}: to read safetensors, pip install safetensors") from error
+    contents = Contents("safetensors")
+    for path in files:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                contents.add((name,), tensor, tensor.shape, is_state=False)
+    return contents
+
+
+def _read_torch_file(path: Path) -> Contents:
+    value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    contents = Contents("torch.save")
+    for keys, leaf, is_state in _leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            contents.count_steps(keys[:-1], leaf)
+            continue
+        shape = leaf.shape
+        # Of a ZeroFP4Optimizer a file may have a rank's part of a tensor: its values are 1D.
+        part = getattr(leaf, "present", None)
+        contents.add(keys or (path.stem,), leaf if part is None else part(), shape, is_state)
+    return contents
+
+
+def _leaves(value: Any, keys: Keys = (), is_state: bool = False) -> Iterator[tuple[Keys, Any, bool]]:
+    """The tensors in nested containers, and the steps that optimizers have counted: the keys, the value, and
+    whether it is state of an optimizer, which goes by the names of parameters where there are any.
+    """
+    if isinstance(value, torch.Tensor):
+        yield keys, value, is_state
+    elif isinstance(value, Mapping):
+        state, groups = value.get("state"), value.get("param_groups")
+        is_optimizer = groups is not None and isinstance(state, Mapping)
+        for key, inner in value.items():
+            if is_optimizer and key == "state":
+                names = _names(groups)
+                for number, entries in state.items():
+                    yield from _leaves(entries, (*keys, key, names.get(number, number)), True)
+            elif is_optimizer and key == "steps":
+                yield (*keys, key), int(inner), False
+            else:
+                yield from _leaves(inner, (*keys, key), is_state)
+    elif isinstance(value, list | tuple):
+        for key, inner in enumerate(value):
+            yield from _leaves(inner, (*keys, key), is_state)
+
+
+def _names(groups: Sequence[Mapping]) -> dict[Any, str]:
+    """By the numbers of parameters, their names, or the numbers where they have none."""
+    names = {}
+    for group in groups:
+        numbers = group["params"]
+        names |= zip(numbers, group.get("param_names") or [str(int(n)) for n in numbers], strict=True)
+    return names
+
+
+# Showing
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a folder or a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        contents = read(options.checkpoint)
+    except CheckpointError as error:
+        print(f"python -m zerofp4 inspect: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(as_json(contents), indent=2, allow_nan=False))
+    else:
+        show(contents)
+    return 0
+
+
+def as_json(contents: Contents) -> dict[str, Any]:
+    """All that is shown. An amax that JSON has no number for is "nan" or "inf"."""
+    tensors = [dataclasses.asdict(row) for row in _in_order(contents)]
+    for row in tensors:
+        if row["amax"] is not None and not math.isfinite(row["amax"]):
+            row["amax"] = str(row["amax"])
+    return {
+        "format": contents.format,
+        "ranks": contents.ranks,
+        "parameters": contents.parameters,
+        "totals": contents.totals(),
+        "optimizers": contents.optimizers,
+        "tensors": tensors,
+    }
+
+
+def _in_order(contents: Contents) -> list[Row]:
+    """By name, layer 2 before layer 10."""
+
+    def order(row: Row) -> list[tuple[bool, int | str]]:
+        return [(part.isdigit(), int(part) if part.isdigit() else part) for part in row.name.split(".")]
+
+    return sorted(contents.rows.values(), key=order)
+
+
+def show(contents: Contents) -> None:
+    rows = [["tensor", "kind", "shape", "bytes", "amax"]]
+    for row in _in_order(contents):
+        shape = " x ".join(map(str, row.shape)) or "-"
+        if row.elements < math.prod(row.shape):
+            shape += f" ({row.elements} elements of it)"
+        amax = "-" if row.amax is None else f"{row.amax:.4g}"
+        rows.append([row.name, row.kind, shape, f"{row.bytes:,}", amax])
+    print_table(rows, "<<>>>", sys.stdout)
+    print()
+    parameters, totals = contents.parameters, contents.totals()
+    totals["all"] = {key: sum(t[key] for t in totals.values()) for key in ("tensors", "elements", "bytes")}
+    rows = [["kind", "tensors", "bytes", "bytes a parameter"]]
+    for kind, total in totals.items():
+        share = f"{total['bytes'] / parameters:.3f}" if parameters else "-"
+        rows.append([kind, f"{total['tensors']:,}", f"{total['bytes']:,}", share])
+    print_table(rows, "<>>>", sys.stdout)
+    print()
+    files = "" if contents.ranks is None else f", files of {_count(contents.ranks, 'rank')}"
+    print(f"{contents.format}{files}; {parameters:,} parameters")
+    for name, found in contents.optimizers.items():
+        print(f"{name}: {_shown_steps(**found)}")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _shown_steps(steps: int | None, steps_of_parameters: list[float]) -> str:
+    taken = [] if steps is None else [_count(steps, "step")]
+    if steps_of_parameters:
+        low, high = min(steps_of_parameters), max(steps_of_parameters)
+        taken.append(f"step of each parameter: {low:g}" + (f" to {high:g}" if high > low else ""))
+    return "; ".join(taken)
