@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import runpy
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from distributed.cases import shared_folder
 from distributed.processes import ROOT
-from distributed.run import on_ranks
+from distributed.run import on_ranks, run_ranks
 from zerofp4 import launch
 
 
@@ -21,6 +23,47 @@ def test_own_optimizer_step(world):
     assert names["world"] == world and not dist.is_initialized()
     assert names["y"].shape == (4, 256) and names["y"].dtype == torch.bfloat16
     launch.init_process_group()
+
+
+# They assert what they show.
+ALONE = ["fsdp2", "experts", "muon", "ema", "recipe"]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("example", ALONE)
+def test_training_without_other_packages(world, example):
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_in_group(patch, example)["world"] == world
+    gc.collect()
+
+
+def run_in_group(patch, example, *arguments) -> dict:
+    """The names of an example that was run. It leaves the group of the ranks, which it would end."""
+    ended = []
+    patch.setattr(launch, "destroy_process_group", lambda: ended.append(True))
+    patch.setattr(sys, "argv", [example, *map(str, arguments)])
+    names = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))
+    assert ended == [True] and dist.is_initialized()
+    return names
+
+
+def go_on(world, folder, step):
+    """Ten steps of examples/resume.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_in_group(patch, "resume", folder)["state"]["step"] == step
+
+
+@on_ranks(1, 2)
+def test_a_run_that_goes_on(world):
+    folder = shared_folder(world)
+    go_on(world, folder, 10)
+    go_on(world, folder, 20)
+
+
+@pytest.mark.nightly
+def test_a_run_that_goes_on_in_other_worlds(tmp_path):
+    for runs, ranks in enumerate([2, 1, 3], 1):
+        run_ranks(go_on, ranks, folder=tmp_path, step=10 * runs)
 
 
 PACKAGES = {
@@ -39,13 +82,11 @@ def test_training_with_other_packages(world, example):
         pytest.importorskip(package, reason=f"{package} is not installed")
     if example == "hugging_face_trainer" and world.world_size > 1 and world.device.type == "cpu":
         pytest.importorskip("transformers", "5.24", reason="an older Trainer has its ranks load to cpu:0")
-    ended = []
     with pytest.MonkeyPatch.context() as patch:
         # Trainer and Lightning keep models, and so the group, in reference cycles. A collection that drops
         # the last reference to a group holds the GIL, which a thread of gloo may want before it ends.
-        patch.setattr(launch, "destroy_process_group", lambda: ended.append(True))
-        names = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))
-    assert names.pop("world") == world and ended == [True] and dist.is_initialized()
+        names = run_in_group(patch, example)
+    assert names.pop("world") == world
     names.clear()
     gc.collect()
 
@@ -53,5 +94,5 @@ def test_training_with_other_packages(world, example):
 def test_no_example_is_left_out():
     """And each fits on a screen or two."""
     examples = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
-    assert examples.keys() == {"own_optimizer_step", *PACKAGES}
+    assert examples.keys() == {"own_optimizer_step", "resume", *ALONE, *PACKAGES}
     assert all(len(path.read_text().splitlines()) < 80 for path in examples.values())
