@@ -2,14 +2,17 @@
 
     torchrun --nproc-per-node=2 scripts/train_megatron.py --steps 200
     torchrun --nproc-per-node=4 scripts/train_megatron.py --tp 2 --overlap
+    torchrun --nproc-per-node=2 scripts/train_megatron.py --layers 2 --width 64 --heads 2 --sequence-length 64
 
 Megatron-Core (0.18 or 0.19), its DistributedDataParallel and its distributed optimizer do the training, and
-no TransformerEngine; zerofp4.integrations.megatron stands in where weights are quantized and gathered. Needs
-a GPU for each rank. Writes DIR/megatron-WEIGHTS.jsonl, a line a step, and says at the end whether the
-weights on every rank are those of the quantized masters.
+no TransformerEngine; zerofp4.integrations.megatron stands in where weights are quantized and gathered. The
+third is for a machine without a GPU, where Megatron does not run by itself and megatron_on_cpu.py helps it.
+Writes DIR/megatron-WEIGHTS.jsonl, a line a step, and says at the end whether the weights on every rank are
+those of the quantized masters.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -18,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron_on_cpu import megatron_here
 from text import Batches, Text
 
 import zerofp4
@@ -219,15 +223,24 @@ def say(line: str) -> None:
 
 def main() -> int:
     options = parse_options()
+    if importlib.util.find_spec("megatron") is None:
+        sys.exit(
+            "train_megatron.py: Megatron-Core is not there: pip install megatron-core==0.19.2 with Python "
+            "3.12 or newer, or unpack its wheel and put that folder on PYTHONPATH"
+        )
     text = Text.of_standard_library()
     text.check(options.sequence_length)
     world = init_process_group()
-    from megatron.core import parallel_state
+    if world.device.type == "cpu":
+        if torch.cuda.is_available():
+            sys.exit("train_megatron.py: not a GPU for each rank: start fewer, or set CUDA_VISIBLE_DEVICES=")
+        say("no GPU: Megatron runs on the CPU through megatron_on_cpu.py, slowly; choose small sizes")
+    with megatron_here(), megatron.install():
+        from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(options.tp, options.pp)
-    with megatron.install():
+        parallel_state.initialize_model_parallel(options.tp, options.pp)
         code = train(options, text, world.device)
-    parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()
     destroy_process_group()
     return code
 

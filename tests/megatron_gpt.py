@@ -1,6 +1,6 @@
 """A small GPT of Megatron-Core's local spec, trained with NVFP4 weights, and what must hold of it.
 
-Import it inside `with OnCpu():` where there is no GPU.
+Import it inside `with megatron_here():` where there is no GPU.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from megatron_on_cpu import megatron_here
 
 from zerofp4.integrations import megatron
 from zerofp4.integrations.megatron.hook import KNOWN_VERSIONS
@@ -48,16 +49,6 @@ def _version() -> str | None:
 
 def _is_known(version: str | None) -> bool:
     return version is not None and ".".join(version.split(".")[:2]) in KNOWN_VERSIONS
-
-
-@contextlib.contextmanager
-def megatron_here() -> Iterator[None]:
-    """Megatron can be imported and run: on the GPU, or else on the CPU."""
-    from megatron_on_cpu import OnCpu, supply_psutil
-
-    supply_psutil()
-    with contextlib.nullcontext() if torch.cuda.is_available() else OnCpu():
-        yield
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
 
 import pytest
 import torch
-from megatron_wheel import megatron_here, why_no_megatron
+from megatron_on_cpu import megatron_here
+from megatron_wheel import why_no_megatron
 from torch import nn
 
 import zerofp4
@@ -37,6 +39,15 @@ def replaced() -> dict[str, object]:
         f"{owner.__name__}.{name}": vars(owner)[name]
         for owner, name, _ in hook._replacements(hook._Megatron())
     }
+
+
+def test_the_script_says_what_to_install_without_megatron(monkeypatch):
+    import train_megatron
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["train_megatron.py"])
+    with pytest.raises(SystemExit, match="is not there: pip install megatron-core=="):
+        train_megatron.main()
 
 
 @needs_megatron

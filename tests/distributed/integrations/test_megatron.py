@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import types
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +18,7 @@ from helpers import assert_bytes_equal
 from megatron_wheel import megatron_groups, why_no_megatron
 
 from distributed.cases import shared_folder
+from distributed.processes import ROOT, run_script
 from distributed.run import on_ranks
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -172,6 +176,20 @@ def test_the_script_learns(world):
             lines = (folder / "megatron-nvfp4.jsonl").read_text().splitlines()
             losses = [json.loads(line)["loss"] for line in lines]
             assert len(losses) == 20 and losses[-1] < losses[0] - 1
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_the_script_runs_without_a_gpu_as_a_user_starts_it(tmp_path):
+    found = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0]).parents[1]
+    sizes = {"layers": 1, "width": 32, "heads": 2, "sequence-length": 32, "batch-size": 2, "steps": 2}
+    arguments = [f"--{name}={value}" for name, value in sizes.items()]
+    script = str(ROOT / "scripts" / "train_megatron.py")
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(found)])}
+    run = run_script([script, *arguments, f"--out={tmp_path}"], 2, time_limit=LIMIT, env=env)
+    assert run.status == 0, run.output
+    assert "no GPU: Megatron runs on the CPU through megatron_on_cpu.py" in run.output
+    assert "0 bytes of codes on all ranks differ from those of the quantized masters" in run.output
 
 
 class Rows:

@@ -1,6 +1,6 @@
-"""Lets Megatron-Core run where there is no CUDA and no triton: for tests, and nowhere else.
+"""Lets Megatron-Core, which asks for CUDA and triton, run on a machine without a GPU, to try and to test it.
 
-Everything of Megatron runs inside `with OnCpu():`, its first import included.
+Everything of Megatron runs inside `with megatron_here():`, its first import included.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ _STASH = "megatron.core.transformer.moe.paged_stash"
 """Imports triton, and does nothing unless it is asked to: who imports it gets functions that do nothing."""
 
 
+@contextlib.contextmanager
+def megatron_here() -> Iterator[None]:
+    """Megatron can be imported and run: on the GPU, or else on the CPU."""
+    _supply_psutil()
+    with contextlib.nullcontext() if torch.cuda.is_available() else OnCpu():
+        yield
+
+
 class _Idle(types.ModuleType):
     """A module, or a stream, each of whose functions does nothing."""
 
@@ -29,7 +37,7 @@ class _Idle(types.ModuleType):
         return lambda *_, **__: None
 
 
-def supply_psutil() -> None:
+def _supply_psutil() -> None:
     """Checkpoints log by it how much memory their writing took."""
     if "psutil" in sys.modules or importlib.util.find_spec("psutil") is not None:
         return
