@@ -137,17 +137,37 @@ do_without() {
     say "$1 could not be installed: what needs it is skipped"
 }
 
+# find_outer: leaves the Python on the PATH in $OUTER.
+find_outer() {
+    OUTER=$(command -v python3) || fail "there is no python3 on the PATH"
+    "$OUTER" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "Python 3.10 is needed, this is $("$OUTER" -V)"
+}
+
 setup_environment() {
-    local extra=$1 package=$2 outer wanted build=
-    outer=$(command -v python3) || fail "there is no python3 on the PATH"
-    "$outer" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "Python 3.10 is needed, this is $("$outer" -V)"
-    export PIP_DISABLE_PIP_VERSION_CHECK=1
+    find_outer
     PYTHON=$ROOT/.venv/bin/python
-    if has_torch "$outer" && { package_is_ours "$outer" || is_installed "$outer" "$package"; }; then
-        PYTHON=$outer
+    if has_torch "$OUTER" && { package_is_ours "$OUTER" || is_installed "$OUTER" "$2"; }; then
+        PYTHON=$OUTER
     else
-        "$PYTHON" -c '' 2>/dev/null || make_venv "$outer"
+        "$PYTHON" -c '' 2>/dev/null || make_venv "$OUTER"
     fi
+    complete "$1" "$2"
+}
+
+# setup_throw_away VERSION: the same for tests, with that torch, in a virtual environment in the folder $THROW_AWAY,
+# which the verdict removes.
+setup_throw_away() {
+    find_outer
+    TORCH=torch==$1 THROW_AWAY=$(mktemp -d)
+    "$OUTER" -m venv "$THROW_AWAY" || fail "no virtual environment: Debian and Ubuntu need python3-venv for it"
+    PYTHON=$THROW_AWAY/bin/python
+    complete test checkout
+}
+
+# complete EXTRA PACKAGE: installs into the environment of $PYTHON what it lacks.
+complete() {
+    local extra=$1 package=$2 wanted build=
+    export PIP_DISABLE_PIP_VERSION_CHECK=1
     if ! is_installed "$PYTHON" "$package"; then
         has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
         build_extension "$PYTHON" & # which needs no torch

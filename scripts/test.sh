@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# scripts/test.sh [--help] [--quick | --nightly | --sanitize] [pytest's arguments]
+# scripts/test.sh [--help] [--torch VERSION] [--quick | --nightly | --sanitize] [pytest's arguments]
 #
 # Set up an environment and run every check: ruff, clang-format, then pytest. Ends with TESTS PASSED, or with TESTS
 # FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some.
@@ -16,6 +16,8 @@
 #   --sanitize    pytest alone, under AddressSanitizer and UndefinedBehaviorSanitizer: the CPU side is built with them
 #                 into build/sanitized, and the rooms that call it are tested, with every instruction set. What they
 #                 find ends the run. Needs g++ and its libraries of sanitizers, and uses no GPU.
+#   --torch VERSION   first, before the others: with that torch, as pip finds it, in a virtual environment that is
+#                 removed at the end; `--torch 2.11.0 --quick`
 #   -m slow       the conversions on all 2^32 floats and tensors of more than 2^31 elements: a minute on a GPU with
 #                 70 GB of free memory
 #   -m bench      the tooling of the benchmarks only; -m 'not bench and not slow' leaves it out
@@ -28,7 +30,12 @@ fi
 . "$(dirname "${BASH_SOURCE[0]}")/verdict.sh"
 verdict TESTS
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
-setup_environment test checkout
+if [[ ${1-} == --torch ]]; then
+    setup_throw_away "${2?--torch needs a version}"
+    shift 2
+else
+    setup_environment test checkout
+fi
 cd "$ROOT"
 
 if [[ ${1-} == --sanitize ]]; then

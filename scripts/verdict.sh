@@ -15,15 +15,28 @@ passed() {
     COMPLETE=true
 }
 
+# throw_away PID...: remove the environment of setup_throw_away, if there is one, once these, which were killed and may
+# write to it, have ended.
+throw_away() {
+    local pid tries=100
+    [[ -n ${THROW_AWAY-} ]] || return 0
+    for pid in "$@"; do
+        while kill -0 "$pid" 2>/dev/null && ((tries-- > 0)); do sleep 0.1; done
+    done
+    rm -rf "$THROW_AWAY"
+}
+
 finish() {
     local status=$? children=()
     trap '' INT TERM HUP
     if $COMPLETE && ((status == 0)); then
+        throw_away
         echo "$VERDICT PASSED"
         exit 0
     fi
     read -r -a children 2>/dev/null <"/proc/$$/task/$$/children" || true
     ((${#children[@]} == 0)) || kill "${children[@]}" 2>/dev/null || true
+    throw_away "${children[@]}"
     echo "$VERDICT FAILED" || true # the terminal may be gone
     exit $((status == 0 ? 1 : status))
 }

@@ -22,6 +22,7 @@ say() { printf -- '-- %s\\n' "$*"; }
 fail() { printf 'error: %s\\n' "$*" >&2; exit 1; }
 has() { false; }
 setup_environment() { PYTHON=$ROOT/python; PATH=$ROOT:$PATH; }
+setup_throw_away() { setup_environment; THROW_AWAY=$ROOT/thrown; mkdir "$THROW_AWAY"; say "torch $1"; }
 """
 
 # The command that takes long (pytest, torchrun) leaves its pid, and runs until `done` says how it ends.
@@ -162,6 +163,25 @@ def test_arguments_reach_pytest(tmp_path):
     assert made.end() == (0, "TESTS PASSED")
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_another_torch_is_in_an_environment_that_is_gone_afterwards(tmp_path, is_killed):
+    late = "trap 'sleep 0.3; mkdir -p thrown/late; exit 1' TERM"  # it still writes when it is told to end
+    python = PYTHON.replace("trap 'exit 2' INT", late)
+    arguments = ("--torch", "2.11.0", "--quick", "-k", "word")
+    made = StandIn(tmp_path, "test.sh", *arguments, more={"python": python})
+    made.child()
+    assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "pytest", "--quick", "-k", "word"]
+    assert (tmp_path / "thrown").exists()
+    if is_killed:
+        made.process.send_signal(signal.SIGTERM)
+    else:
+        made.end_child(0)
+    output, _ = made.process.communicate(timeout=20)
+    assert output.startswith("-- torch 2.11.0\n")
+    assert output.splitlines()[-1] == ("TESTS FAILED" if is_killed else "TESTS PASSED")
+    assert not (tmp_path / "thrown").exists()
+
+
 @pytest.mark.parametrize("failing", ["none", "3/4"])
 def test_parts_share_the_tests_on_a_gpu(tmp_path, failing):
     """Each says something, and the status is that of all."""
@@ -196,7 +216,7 @@ def test_help_says_what_there_is_and_runs_nothing():
         ["bash", str(SCRIPTS / "test.sh"), "--help"], capture_output=True, text=True, timeout=20
     )
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.startswith("scripts/test.sh [--help] [--quick | --nightly | --sanitize]")
+    assert run.stdout.startswith("scripts/test.sh [--help] [--torch VERSION] [--quick | --nightly | --san")
     assert "under 30 seconds" in run.stdout and "PASSED, or" in run.stdout and "set -e" not in run.stdout
 
 
