@@ -122,7 +122,8 @@ def quantization_error(
 
     A weight is compared with its FP32 master, or, where the optimizer has none of it, with the value that
     convert_model quantized, if the weight still keeps that (get_high_precision_init_val()). Without either
-    only the error is left out. Changes nothing.
+    only the error is left out. Weights of FSDP2 are measured while they are gathered as codes. Changes
+    nothing.
 
     Collective with an optimizer: every rank of its process group must call it. One master is gathered at a
     time, so a rank needs memory for two FP32 copies of its largest weight. Without an optimizer it is local.

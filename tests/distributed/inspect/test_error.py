@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from cases.fsdp2 import start, unsharded
 
+import zerofp4
 from distributed.optim.cases import gradients_of, parameters_of
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor, quantization_error
@@ -38,3 +41,25 @@ def test_every_rank_has_the_numbers_of_the_whole_masters(world):
     texts = [None] * world.world_size
     torch.distributed.all_gather_object(texts, str(report))
     assert texts[0] == texts[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_weights_of_fsdp2_are_measured_while_they_are_gathered_as_codes(world, reshard_after_forward):
+    """Sharded they are FP32 shards, and no NVFP4 weight; where layers get values they never are one."""
+    run = start(world, reshard_after_forward=reshard_after_forward)
+    count = len(list(run.model.parameters()))
+    assert str(quantization_error(run.model)) == f"no NVFP4 weight ({count} other parameters)"
+    run.step(0)
+    masters = run.masters()
+    with unsharded(run.model) as weights:
+        report = quantization_error(run.model)
+    if reshard_after_forward:
+        assert report.records == [] and report.other_parameters == count
+        return
+    expected = []
+    for name in weights:
+        alone = torch.nn.ParameterDict({"w": zerofp4.quantize(masters[name])})
+        for record in quantization_error(alone).records:
+            expected.append(record | {"name": record["name"].replace("w", name)})
+    assert report.records == expected and report.other_parameters == count - len(weights)
