@@ -34,7 +34,7 @@ def test_operations_need_the_whole_tensor_and_what_is_copied_in_leaves_the_value
     assert torch.equal(make_piece(0, 24)[0] + 1, whole + 1)
     assert repr(piece).endswith("elements 3..16 of it here)")
     piece.copy_(-whole)
-    assert piece.values[0] == 3 and piece.present()[0] == -3 and not piece.has_unread()
+    assert piece.values[0] == 3 and piece.present()[0] == -3 and not piece.unread
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -58,7 +58,7 @@ def test_a_file_has_chunks_of_a_limited_size_and_each_is_read_once(tmp_path, mon
     for one, expected in ((piece, whole.view(-1)), (part, whole.view(-1)[3:17])):
         one.values = torch.zeros(expected.shape)
         dcp.load({"w": one}, storage_reader=Reader(tmp_path), no_dist=True)
-        assert torch.equal(one.present(), expected) and not one.has_unread()
+        assert torch.equal(one.present(), expected) and not one.unread
     assert asked[:2] == [(0, 0, 2, 6)] * 2 and len(asked) == 5
     dcp.save({"w": part}, checkpoint_id=tmp_path / "part", no_dist=True)  # asked for otherwise than by a load
     assert chunks(tmp_path / "part") == [(0, 3, 1, 3), (1, 0, 1, 6), (2, 0, 1, 5)]
@@ -73,9 +73,9 @@ def test_elements_that_no_file_had_are_noticed():
         box.fill_(9.0)  # is no reading
         width = box.shape[1] - 1
         for part in (box.narrow(1, 0, width), box.narrow(1, width, 1)):
-            assert piece.has_unread()
+            assert piece.unread
             part.copy_(torch.full(part.shape, float("nan") if i else 0.0))
-    assert not piece.has_unread()
+    assert not piece.unread
     assert piece.present()[:3].tolist() == [0, 0, 0] and piece.present()[3:].isnan().all()
     box.narrow(1, 0, 1).copy_(torch.zeros(1, 1))
-    assert piece.has_unread()  # a file whose boxes overlap has others that it lacks
+    assert piece.unread  # a file whose boxes overlap has others that it lacks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zerofp4.optim.piece import About, Piece
-from zerofp4.optim.seal import ATTRIBUTE, BLOCK, COLUMNS, SealedInt, SealedTuple, checksum
+from zerofp4.optim.seal import ATTRIBUTE, BLOCK, COLUMNS, checksum, seal
 
 SAVE = "token-000000000001"
 SIZES = [1, BLOCK // 4 - 1, BLOCK // 4, 3 * BLOCK // 4 + 6 * COLUMNS + 3]
@@ -43,7 +43,7 @@ def test_every_kind_of_change_is_found(numel, device):
 def rows(first, values=None, label="a.master", shape=(4, 6), device="cpu"):
     """A piece of two rows."""
     values = torch.zeros(12, device=device) if values is None else values
-    return Piece(values, shape, first * shape[1], About(label, saves=(SAVE,)))
+    return Piece(values, shape, first * shape[1], About(label), {SAVE: "a tensor"})
 
 
 def written(values) -> io.BytesIO:
@@ -80,7 +80,7 @@ def test_a_file_is_of_plain_tensors_and_what_is_read_is_checked(device):
     read(written(values), half)
     assert torch.equal(half.present(), values.bfloat16())
     read(written(values), below := rows(2, device=device), slice(1, 2), slice(0, 1))
-    assert torch.equal(below.present()[:6], values[6:]) and below.has_unread()
+    assert torch.equal(below.present()[:6], values[6:]) and below.unread
     plain = io.BytesIO()
     torch.save(values.cpu().view(2, 6), plain)
     plain.seek(0)
@@ -111,13 +111,13 @@ def test_a_chunk_that_was_damaged_or_is_in_the_wrong_place_is_found(device, flip
         content[content.index(raw) + 13] ^= 1
     with pytest.raises(ValueError, match=message):
         read(io.BytesIO(content), piece := rows(**{"first": 1, "device": device, **place}), part, part)
-    assert not piece.received
+    assert piece.unread
 
 
 GROUPS = ({"lr": 0.125, "betas": (0.5, 0.25), "names": ["a"], "fused": None, "t": torch.ones(2)}, {"lr": 1})
 
 
-@pytest.mark.parametrize("value", [SealedTuple(GROUPS, SAVE), SealedInt(517, SAVE)])
+@pytest.mark.parametrize("value", [seal(GROUPS, SAVE), seal(517, SAVE)])
 def test_a_flipped_bit_in_options_and_steps_is_found(value):
     for same in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert type(same) is type(value) and repr(same) == repr(value) and same.save_id == value.save_id

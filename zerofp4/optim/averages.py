@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from zerofp4.distributed import OwnError, exchange
+from zerofp4.distributed import OwnError
 from zerofp4.optim.load import find_saves, load_error, read_value
 from zerofp4.optim.piece import Piece
-from zerofp4.optim.seal import check_one_save, draw_token, make_id
+from zerofp4.optim.seal import agree_on_save, make_id
 from zerofp4.optim.state_dict import MASTER
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
@@ -61,7 +61,7 @@ class AveragedMasters:
             rows = zip(buffer.parameters, buffer.indices, buffer.own_views(average), strict=True)
             for parameter, i, values in rows:
                 piece = pieces[id(parameter)] = saved.piece(i, "average", values)
-                piece.about = piece.about._replace(saves=(save_id,), unsound=None)
+                piece.about, piece.saves = piece.about._replace(unsound=None), {save_id: "an average"}
         return pieces
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class AveragedMasters:
         """Go on from a state dict of averages. Collective: where one rank's does not fit, or two saves wrote
         what the ranks bring, all of them raise TypeError or ValueError, and nothing changes.
         """
-        found, saves, error = [], None, OwnError()
+        found, saves, error = [], {}, OwnError()
         try:
             for one in self.optimizer._saved.parameters:
                 value = state_dict["state"].get(one.number, {}).get("average")
@@ -86,9 +86,7 @@ class AveragedMasters:
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))
         group = self.optimizer.process_group()
-        told = exchange((saves, draw_token()), error, group, "load_state_dict() of averages")
-        by_rank, (token, *_) = zip(*told, strict=True)
-        check_one_save(by_rank)
+        token = agree_on_save(saves, error, group, "load_state_dict() of averages")
         own, self._token, self._updates = self.masters(), token, 0
         for parameter, values in zip(self.optimizer._saved, found, strict=True):
             own[id(parameter)].values.copy_(values)

@@ -54,8 +54,8 @@ def read_state_dict(
         if not isinstance(state_dict[key], kind):
             raise ValueError(f"state_dict: {key} is a {type(state_dict[key]).__name__}")
     matched, was_in_file = _match(state_dict, saved.ids), was_read(state_dict)
-    homes = {id(own.home) for own in saved.parameters}
-    is_anothers = any(p.about.is_live and id(p.home) not in homes for p in pieces_of(state_dict))
+    homes = {id(own.home) for own in saved.parameters} | {id(None)}
+    is_anothers = bool(matched) and any(id(p.about.home) not in homes for p in pieces_of(state_dict))
     masters, by_master, problems = [], {}, {}
     for i, own in enumerate(saved.parameters):
         master, state, template = None, {}, saved.template(i)
@@ -193,11 +193,11 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
         raise Misfit("other shapes", f"{what} ({tuple(value.shape)}, here {shape})")
     if not isinstance(value, Piece):
         own = value.detach().reshape(-1)[shard.start : shard.end].clone()
-    elif value.about.is_live and value.home is not saved.home:  # of another optimizer of these ranks
+    elif value.about.home not in (None, saved.home):  # of another optimizer of these ranks
         own = gathered(value).view(-1)[shard.start : shard.end].clone()
     elif value.shard != shard and not value.is_whole:
         raise Misfit(OTHER_ELEMENTS, f"{what} ({value.start}..{value.shard.end - 1})")
-    elif value.has_unread():
+    elif value.unread:
         raise Misfit("not whole in the checkpoint", what)
     else:
         own = value.present()
@@ -288,7 +288,7 @@ def find_saves(state_dict: Mapping, present: str | None = None) -> dict[str | No
     """
     was_in_file, saves = was_read(state_dict), {}
     for piece in pieces_of(state_dict):
-        if piece.loaded is not None if was_in_file else not piece.about.is_live:
+        if piece.loaded is not None or not was_in_file:
             saves = piece.saves | saves
     if saves.keys() - {None}:  # tools that convert checkpoints drop the seals of tensors, and no others
         ids = {getattr(state_dict.get(key), "save_id", None): key for key in ("steps", "param_groups")}

@@ -12,10 +12,12 @@ and checksums have a fixed width: chunks of two saves lie in the same places, so
 import json
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from zerofp4.distributed import OwnError, exchange
 
 ATTRIBUTE = "zerofp4_seal"
 ROWS, COLUMNS = 64, 512
@@ -43,39 +45,102 @@ def digest(*values: Any) -> str:
     return f"{zlib.crc32(json.dumps(values, **kinds).encode()):08x}"
 
 
-class Sealed:
-    """Options or a step count, pickled with a save id and a checksum. A changed copy is an ordinary value."""
+# Chunks of tensors, options and steps in files
 
-    plain: type
-    save_id: str | None = None
 
-    def __new__(cls, value: Any, save_id: str | None = None) -> "Sealed":
-        sealed = super().__new__(cls, value)
-        sealed.save_id = save_id
-        return sealed
+class Chunk(torch.Tensor):
+    """Elements of a Piece on their way to a file or from one, which start at flat index `start`. Pickled, it
+    is a plain tensor with a seal. copy_ into a part of it checks the seal of its source; a source without one
+    is another optimizer's.
+    """
+
+    piece: Any
+    start: int
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(values: torch.Tensor, piece: Any, start: int) -> "Chunk":
+        chunk = values.as_subclass(Chunk)
+        chunk.piece, chunk.start = piece, start
+        return chunk
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Chunk":
+        """Raises ValueError, before any element is written, if it is damaged or belongs elsewhere."""
+        if self.numel():
+            whole = source if source._base is None else source._base  # torch reads a part of a file's chunk
+            seal = vars(whole).get(ATTRIBUTE)
+            if seal is not None:
+                self._check(seal, whole, source.storage_offset() - whole.storage_offset())
+            self.piece.note_read(None if seal is None else seal[3], self.numel())
+        return torch.Tensor.copy_(self, source, non_blocking)
+
+    def _check(self, seal: tuple, whole: torch.Tensor, offset: int) -> None:
+        """whole: as the file has it; its elements from `offset` on are needed."""
+        (label, first, shape, _, expected), own = seal, self.piece.about.label
+        if checksum(whole, *seal[:4]) != expected:
+            raise ValueError(
+                f"elements of {own or 'a tensor'} are not those that were saved: the file is damaged"
+            )
+        needed = tuple(self.piece.shape), self.start + self.storage_offset()
+        if (shape, first + offset) != needed or not (own is None or label in (None, own)):
+            raise ValueError(
+                f"elements of {label} of shape {shape} from {first + offset} on are in the file where those "
+                f"of {own or 'a tensor'} of shape {needed[0]} from {needed[1]} on should be: it is damaged"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        value = self.plain(self)
-        return _unseal, (value, self.save_id, digest(value, self.save_id))
+        plain, piece = self.as_subclass(torch.Tensor), self.piece
+        about = piece.about.label, self.start, tuple(piece.shape), the_one(piece.saves)
+        rebuild, arguments = plain.__reduce_ex__(protocol)
+        attributes = {ATTRIBUTE: (*about, checksum(plain, *about))}
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
 
 
-class SealedTuple(Sealed, tuple):
-    plain = tuple
+def _keep_chunk(name: str) -> None:
+    function = getattr(torch.Tensor, name)
+    setattr(Chunk, name, lambda self, *a, **k: Chunk.of(function(self, *a, **k), self.piece, self.start))
 
 
-class SealedInt(Sealed, int):
-    plain = int
+for _name in ("clone", "cpu", "detach", "narrow", "to"):
+    _keep_chunk(_name)  # what torch.distributed.checkpoint does before it writes a tensor or reads into it
 
 
-def _unseal(value: Any, save_id: Any, expected: Any) -> Sealed:
+class SealedTuple(tuple):
+    """Options, pickled with a save id and a checksum. A changed copy is an ordinary tuple."""
+
+    save_id: str | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _unseal, (tuple(self), self.save_id, digest(tuple(self), self.save_id))
+
+
+class SealedInt(int):
+    """The same of a number of steps."""
+
+    save_id: str | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _unseal, (int(self), self.save_id, digest(int(self), self.save_id))
+
+
+def seal(value: tuple | int, save_id: str | None) -> SealedTuple | SealedInt:
+    sealed = SealedTuple(value) if isinstance(value, tuple) else SealedInt(value)
+    sealed.save_id = save_id
+    return sealed
+
+
+def _unseal(value: Any, save_id: Any, expected: Any) -> SealedTuple | SealedInt:
     if type(value) not in (tuple, int) or digest(value, save_id) != expected:
         raise ValueError("options or steps are not those that were saved: the file is damaged")
-    return (SealedTuple if type(value) is tuple else SealedInt)(value, save_id)
+    return seal(value, save_id)
 
 
 torch.serialization.add_safe_globals([_unseal])
 
 # Saves
+
+Saves = dict[str | None, str]
+"""The ids of the saves that something was read from, None for no id; by id, an entry that has it."""
 
 
 def draw_token() -> str:
@@ -87,10 +152,9 @@ def make_id(token: str, steps: int) -> str:
     return f"{token}-{steps:012d}"
 
 
-def the_one(saves: Mapping[str | None, str]) -> str | None:
-    """The save id of what was read; None of tensors without a seal, and of nothing.
-
-    saves: by id, the name of an entry that has it. Raises ValueError for several ids.
+def the_one(saves: Saves) -> str | None:
+    """The save id of what was read; None of tensors without a seal, and of nothing. Raises ValueError for
+    several ids.
     """
     if len(saves) > 1:
         parts = []
@@ -106,6 +170,12 @@ def the_one(saves: Mapping[str | None, str]) -> str | None:
     return next(iter(saves), None)
 
 
-def check_one_save(by_rank: Sequence[Mapping[str | None, str]]) -> None:
-    """Raise ValueError, the same on every rank, if find_saves() found two saves on all ranks together."""
-    the_one({save_id: name for saves in by_rank for save_id, name in saves.items()})
+def agree_on_save(saves: Saves, error: OwnError, group: dist.ProcessGroup | None, call: str) -> str:
+    """Raise an error of any rank, and ValueError if the ranks have read several saves together; else draw a
+    token. Collective, and the same on every rank.
+
+    saves: what this rank has read. call: what the ranks do, for messages.
+    """
+    told = exchange((saves, draw_token()), error, group, call)
+    the_one({save_id: name for saves, _ in told for save_id, name in saves.items()})
+    return told[0][1]

@@ -10,8 +10,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zerofp4.optim.groups import options
 from zerofp4.optim.inner import InnerClass, InnerOptimizers
-from zerofp4.optim.piece import About, Home, Piece, sharded_piece
-from zerofp4.optim.seal import SealedInt, SealedTuple, make_id
+from zerofp4.optim.piece import About, Home, Piece
+from zerofp4.optim.seal import SealedTuple, make_id, seal
 from zerofp4.shard import Shard
 
 # Names and numbers
@@ -281,9 +281,8 @@ class SavedState(Mapping):
             zero = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device or self.device)
             values = zero.expand(shard.numel)
         label = None if saved.number.name is None else f"{saved.number.name}.{name}"
-        about = About(label, saved.home, saved.refusal, self.unsound, (self.save_id,), is_live=True)
-        kind = Piece if saved.home.group() is None else sharded_piece()
-        return kind(values, shape, shard.start, about)
+        about = About(label, saved.home, saved.refusal, self.unsound)
+        return Piece(values, shape, shard.start, about, {self.save_id: label or "a tensor"})
 
     def masters(self) -> dict[int, Piece]:
         """Pieces of the masters, by the identity of the parameter."""
@@ -330,13 +329,13 @@ class SavedState(Mapping):
             if elsewhere:
                 saved["elsewhere"] = list(elsewhere)
             groups.append(saved | {"params": list(own)})
-        return SealedTuple(groups, self.save_id)
+        return seal(tuple(groups), self.save_id)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "state": {saved.number: self.entries(i) for i, saved in enumerate(self.parameters)},
             "param_groups": self.groups(),
-            "steps": SealedInt(self.steps, self.save_id),
+            "steps": seal(self.steps, self.save_id),
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:

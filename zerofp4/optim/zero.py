@@ -55,7 +55,7 @@ from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_maste
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
 from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
 from zerofp4.optim.piece import gathered
-from zerofp4.optim.seal import check_one_save, draw_token
+from zerofp4.optim.seal import agree_on_save, draw_token
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState
 from zerofp4.tensors import NVFP4Tensor, had_master
@@ -818,7 +818,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         ranks bring states of different steps or what two saves wrote, on every rank and before anything has
         changed. The same where a master would stay and a parameter has moved or the optimizer is `broken`.
         """
-        before, loaded, steps, saves, error = self.inners.present(), None, 0, None, OwnError()
+        before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
         try:
@@ -835,9 +835,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self.inners.restore(before)
             raise
         try:
-            told = exchange((saves, draw_token()), error, self.process_group(), "load_state_dict()")
-            by_rank, (token, *_) = zip(*told, strict=True)
-            check_one_save(by_rank)
+            token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
             warn_of_options(state_dict, self._saved.groups())
         except BaseException:
             self.inners.restore(before)
