@@ -177,21 +177,3 @@ def test_a_state_dict_that_does_not_fit_changes_neither_optimizer(device):
         for inner, (state, groups) in zip(optimizer.inners.all, states, strict=True):
             assert inner.state is state and inner.param_groups == groups
         assert_all_equal(optimizer.gathered_masters(), masters, "master")
-
-
-def test_a_class_that_keeps_other_state_later(device):
-    """What a first step does not make has no place in the state dicts of ranks that own nothing of it."""
-
-    class Late(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            for p in self.param_groups[0]["params"]:
-                if p.numel() > 35:
-                    self.state[p]["rows"] = torch.zeros(len(p))
-
-    parameters = make_parameters(device, 0, MATRICES[:1])
-    optimizer = ZeroFP4Optimizer(parameters, Late, whole_matrices=True, lr=0.1)
-    take_steps(parameters, [optimizer], range(1))
-    message = r"keeps rows of shape \(34,\) of a matrix \(34, 48\), which it does not"
-    with pytest.raises(ValueError, match=message):
-        optimizer.state_dict()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zerofp4.optim.piece import About, Piece
-from zerofp4.optim.seal import ATTRIBUTE, BLOCK, COLUMNS, checksum, seal
+from zerofp4.optim.seal import ATTRIBUTE, BLOCK, COLUMNS, SealedTuple, checksum
 
 SAVE = "token-000000000001"
 SIZES = [1, BLOCK // 4 - 1, BLOCK // 4, 3 * BLOCK // 4 + 6 * COLUMNS + 3]
@@ -117,13 +117,13 @@ def test_a_chunk_that_was_damaged_or_is_in_the_wrong_place_is_found(device, flip
 GROUPS = ({"lr": 0.125, "betas": (0.5, 0.25), "names": ["a"], "fused": None, "t": torch.ones(2)}, {"lr": 1})
 
 
-@pytest.mark.parametrize("value", [seal(GROUPS, SAVE), seal(517, SAVE)])
-def test_a_flipped_bit_in_options_and_steps_is_found(value):
+def test_a_flipped_bit_in_options_is_found():
+    value = SealedTuple(GROUPS, SAVE)
     for same in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-        assert type(same) is type(value) and repr(same) == repr(value) and same.save_id == value.save_id
+        assert type(same) is SealedTuple and repr(same) == repr(value) and same.save_id == SAVE
     number = torch.tensor(0.125, dtype=torch.float64).numpy().tobytes()[::-1]  # as pickle has it
-    for raw in (number if isinstance(value, tuple) else (517).to_bytes(2, "little"), b"token-0"):
+    for raw in (number, b"token-0"):
         content = bytearray(pickle.dumps(value))
         content[content.index(raw) + 1] ^= 4
-        with pytest.raises(ValueError, match="options or steps are not those"):
+        with pytest.raises(ValueError, match="options are not those"):
             pickle.loads(bytes(content))

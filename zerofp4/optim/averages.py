@@ -1,6 +1,5 @@
 """An exponential moving average of the masters of a ZeroFP4Optimizer."""
 
-import hashlib
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from zerofp4.distributed import OwnError
 from zerofp4.optim.load import find_saves, load_error, read_value
 from zerofp4.optim.piece import Piece
-from zerofp4.optim.seal import agree_on_save, make_id
+from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.state_dict import MASTER
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
@@ -35,9 +34,6 @@ class AveragedMasters:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
         optimizer._shards.check_not_taken_over()
         self.optimizer, self.decay = optimizer, decay
-        # Of the ids of saves: the same on every rank, another after each load.
-        self._token = hashlib.sha256(f"{optimizer._saved.save_id} {decay}".encode()).hexdigest()[:16]
-        self._updates = 0
         self._slices = [buffer.masters.clone() for buffer in optimizer._shards.buffers]
 
     @torch.no_grad()
@@ -50,18 +46,15 @@ class AveragedMasters:
         """
         self.optimizer._shards.check_not_taken_over()
         self.optimizer._raise_if_broken()
-        self._updates += 1
         for average, buffer in zip(self._slices, self.optimizer._shards.buffers, strict=True):
             average.mul_(self.decay).add_(buffer.masters * (1 - self.decay))
 
     def masters(self) -> dict[int, Piece]:
         """Pieces of the averages, by the identity of the parameter."""
-        saved, save_id, pieces = self.optimizer._saved, make_id(self._token, self._updates), {}
+        pieces = {}
         for buffer, average in zip(self.optimizer._shards.buffers, self._slices, strict=True):
             rows = zip(buffer.parameters, buffer.indices, buffer.own_views(average), strict=True)
-            for parameter, i, values in rows:
-                piece = pieces[id(parameter)] = saved.piece(i, "average", values)
-                piece.about, piece.saves = piece.about._replace(unsound=None), {save_id: "an average"}
+            pieces |= {id(p): self.optimizer._saved.piece(i, "average", values) for p, i, values in rows}
         return pieces
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,8 +78,7 @@ class AveragedMasters:
             saves = find_saves(state_dict)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))
-        group = self.optimizer.process_group()
-        token = agree_on_save(saves, error, group, "load_state_dict() of averages")
-        own, self._token, self._updates = self.masters(), token, 0
+        agree_on_save(saves, error, self.optimizer.process_group(), "load_state_dict() of averages")
+        own = self.masters()
         for parameter, values in zip(self.optimizer._saved, found, strict=True):
             own[id(parameter)].values.copy_(values)

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zerofp4.distributed import CollectiveError
 from zerofp4.optim.groups import options
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.piece import Piece, gathered
-from zerofp4.optim.seal import SealedTuple, digest
+from zerofp4.optim.seal import Saves, SealedTuple, digest
 from zerofp4.optim.state_dict import (
     MASTER,
     STARTED,
@@ -54,18 +55,19 @@ def read_state_dict(
         if not isinstance(state_dict[key], kind):
             raise ValueError(f"state_dict: {key} is a {type(state_dict[key]).__name__}")
     matched, was_in_file = _match(state_dict, saved.ids), was_read(state_dict)
-    homes = {id(own.home) for own in saved.parameters} | {id(None)}
-    is_anothers = bool(matched) and any(id(p.about.home) not in homes for p in pieces_of(state_dict))
-    masters, by_master, problems = [], {}, {}
+    homes = {None, *(own.home for own in saved.parameters)}
+    # Another optimizer may lack what is new here.
+    may_lack = bool(matched) and any(piece.about.home not in homes for piece in pieces_of(state_dict))
+    masters, states, problems = [], {}, {}
     for i, own in enumerate(saved.parameters):
         master, state, template = None, {}, saved.template(i)
         if own.number in matched:
             _, entries = matched[own.number]
-            master, state = read_parameter(own, template, entries, was_in_file, problems)
-        elif not is_anothers:  # that one may lack what is new here
+            master, state = _read_parameter(own, template, entries, was_in_file, problems)
+        elif not may_lack:
             problems.setdefault("missing", []).append(own.label)
         masters.append(master)
-        by_master |= _split(state, template, saved.shards.optimized[i])
+        states |= _split(state, template, saved.shards.optimized[i])
     if problems:
         parts = [
             f"{kind}: {', '.join(names[:10])}{', ...' * (len(names) > 10)}"
@@ -73,17 +75,17 @@ def read_state_dict(
         ]
         how = WHOLE if OTHER_ELEMENTS in problems else ""
         raise ValueError(f"state_dict does not fit: {'; '.join(parts)}{how}")
-    groups = list(saved.param_groups())
-    for g, own in enumerate(saved.ids):
+    groups = []
+    for group, own in zip(saved.param_groups(), saved.ids, strict=True):
         sources = sorted({matched[number][0] for number in own if number in matched})
-        groups[g] = groups[g] | find_options(groups[g], [state_dict["param_groups"][n] for n in sources])
-    saved.inners.load(groups, by_master, saved.device)
+        groups.append(group | _find_options(group, [state_dict["param_groups"][g] for g in sources]))
+    saved.inners.load(groups, states, saved.device)
     for i in written:
         if masters[i] is None:
             shard = saved.parameters[i].shard
             masters[i] = initial_values(saved.shards.parameters[i])[shard.start : shard.end]
-    rows = zip(saved.shards.names, saved.shards.masters, masters, strict=True)
-    stay = [name for name, own, values in rows if own is not None and values is None]
+    pairs = zip(saved.parameters, masters, strict=True)
+    stay = [own.label for own, master in pairs if own.shard.numel and master is None]
     obstacle = saved.unsound or moved
     if obstacle is not None and stay:
         raise ValueError(f"state_dict has no master of {', '.join(stay)}, and {obstacle}")
@@ -93,37 +95,37 @@ def read_state_dict(
 def _match(
     state_dict: Mapping, ids: Sequence[Sequence[ParameterId]]
 ) -> dict[ParameterId, tuple[int, Mapping]]:
-    """Find the number of the saved group and the saved entries of each parameter: by name if both sides have
+    """The number of the saved group and the saved entries of each parameter: by name if both sides have
     names, else by position.
     """
-    state, groups, saved = state_dict["state"], state_dict["param_groups"], []
-    for group in groups:
-        given = [*(group.get("param_names") or group["params"]), *group.get("elsewhere", ())]
-        saved.append([own_name(name) if isinstance(name, str) else None for name in given])
-    names = [[number.name for number in own] for own in ids]
-    if not groups or None in itertools.chain(*names, *saved):
-        counts = [[len(own) for own in side] for side in (saved, names)]
-        if counts[0] != counts[1]:
-            raise ValueError(
-                f"state_dict: param_groups have {counts[0]} parameters, and these {counts[1]}; other groups "
-                "are loaded where both optimizers were built with named_parameters()"
-            )
-        names = saved = [[(g, i) for i in range(len(own))] for g, own in enumerate(ids)]
-    # What was read into state_dict() has the numbers of this optimizer in `state`, whatever its groups have.
-    by_name, numbered = {}, {key for group in groups for key in group["params"]}
-    for key, entries in state.items():
-        name = getattr(key, "name", key)
-        if isinstance(name, str):
-            by_name[own_name(name)] = entries
-        elif key not in numbered:
-            raise ValueError(f"state_dict: state[{key!r}] is of no parameter of its param_groups")
-    found = {}
-    for g, group in enumerate(groups):
-        for name, key in itertools.zip_longest(saved[g], group["params"]):
-            if name in by_name or key is not None:  # what was elsewhere is here if it was read by name
-                found[name] = g, by_name.get(name, state.get(key, {}))
-    pairs = zip(itertools.chain(*ids), itertools.chain(*names), strict=True)
-    return {number: found[name] for number, name in pairs if name in found}
+    state = {_name(key) or key: entries for key, entries in state_dict["state"].items()}
+    groups = state_dict["param_groups"]
+    names = [[_name(n) for n in group.get("param_names") or group["params"]] for group in groups]
+    if groups and None not in itertools.chain(*names, *([number.name for number in own] for own in ids)):
+        found = {}
+        for g, group in enumerate(groups):
+            # What was read into state_dict() has this optimizer's numbers in `state`, and not the groups'.
+            for name, key in zip(names[g], group["params"], strict=True):
+                found[name] = g, state.get(name, state.get(key, {}))
+            found |= {name: (g, state[name]) for name in group.get("elsewhere", ()) if name in state}
+        return {number: found[number.name] for own in ids for number in own if number.name in found}
+    counts = [[len(own) for own in side] for side in (names, ids)]
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"state_dict: param_groups have {counts[0]} parameters, and these {counts[1]}; other groups are "
+            "loaded where both optimizers were built with named_parameters()"
+        )
+    return {
+        number: (g, state.get(_name(key) or key, {}))
+        for g, group in enumerate(groups)
+        for number, key in zip(ids[g], group["params"], strict=True)
+    }
+
+
+def _name(key: Any) -> str | None:
+    """The name of a parameter by which a state dict has its entries; None of a number."""
+    name = getattr(key, "name", key)
+    return own_name(name) if isinstance(name, str) else None
 
 
 # One parameter
@@ -137,7 +139,7 @@ class Misfit(ValueError):
         self.kind, self.what = kind, what
 
 
-def read_parameter(
+def _read_parameter(
     saved: SavedParameter,
     template: Mapping[str, Entry],
     entries: Mapping[str, Any],
@@ -147,28 +149,28 @@ def read_parameter(
     """This rank's part of what a state dict has of a parameter: the master, None if it has none, and the
     state for the optimizer of the masters, empty if there is none yet. problems: takes what does not fit.
     """
-    is_updated = was_in_file or any(entries.get(name) is not None for name in (*template, STARTED))
-    found = {}
-    for name in dict.fromkeys([*entries, *template]) if is_updated else ["master"]:
-        value, entry = entries.get(name), MASTER if name == "master" else template.get(name)
-        if was_in_file and isinstance(value, Piece) and value.loaded is None:
-            value = None  # what the optimizer had; the checkpoint has none
-        if value is None and (name not in template or name == STARTED):
+    given, found = {name: value for name, value in entries.items() if value is not None}, {}
+    if was_in_file:  # what was not read is what the optimizer had
+        given = {k: v for k, v in given.items() if not isinstance(v, Piece) or v.loaded is not None}
+    is_updated = was_in_file or given.keys() - {"master"}
+    for name in dict.fromkeys([*given, *(template if is_updated else ())]):
+        if name == STARTED and name not in given:
             continue
         try:
-            found[name] = read_value(saved, name, value, entry)
+            entry = MASTER if name == "master" else template.get(name)
+            found[name] = read_value(saved, name, given.get(name), entry)
         except Misfit as misfit:
             problems.setdefault(misfit.kind, []).append(misfit.what)
-    flags = [found.get(name, True) for name, entry in template.items() if entry.is_flag]
+    has_state = all(found.get(name, True) for name, entry in template.items() if entry.is_flag)
     master, _ = found.pop("master", None), found.pop(STARTED, None)
-    return master, found if saved.shard.numel and all(flags) else {}
+    return master, found if saved.shard.numel and has_state else {}
 
 
 def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None) -> Any:
     """This rank's part of an entry: 1D of a tensor, [] or a Python number of a scalar; None of a scalar that
     other ranks have. entry: what it must be; None if a first step does not make it.
 
-    Raises Misfit. Collective for what another optimizer of these ranks has.
+    Raises Misfit. Collective for a DTensor, and for what another optimizer of these ranks has.
     """
     what = f"{saved.label}.{name}"
     if value is None:
@@ -176,40 +178,36 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
     if entry is None:
         is_scalar = not torch.is_tensor(value) or (value.dim() == 0 and saved.shape != ())
         entry = Entry("scalar" if is_scalar else "tensor", torch.float32)
+    (shape, shard), is_tensor = saved.extent(entry), entry.kind == "tensor"
     if isinstance(value, numbers.Number):
         value = torch.tensor(value, dtype=entry.dtype)
-    elif isinstance(value, torch.Tensor) and not isinstance(value, Piece) and hasattr(value, "placements"):
-        value = value.to_local() if all(p.is_replicate() for p in value.placements) else value
-    (shape, shard), is_tensor = saved.extent(entry), entry.kind == "tensor"
+    elif isinstance(value, DTensor) and not isinstance(value, Piece):
+        value = value.full_tensor()
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     is_dense = isinstance(value, Piece) or (is_plain and value.layout == torch.strided and not value.is_meta)
     if not is_dense or not (value.dtype.is_floating_point if is_tensor else value.numel() == 1):
-        shown = type(value).__name__
-        if isinstance(value, torch.Tensor):
-            where = f"on {value.device} of layout {value.layout}"
-            shown = f"{value.dtype} {list(value.shape)} {where} in a {shown}"
-        raise Misfit("no dense tensor of floating dtype" if is_tensor else "no scalar", f"{what} ({shown})")
+        kind = "no dense tensor of floating dtype" if is_tensor else "no scalar"
+        raise Misfit(kind, f"{what} ({type(value).__name__})")
     if is_tensor and tuple(value.shape) != shape:
         raise Misfit("other shapes", f"{what} ({tuple(value.shape)}, here {shape})")
+    if isinstance(value, Piece) and value.about.home not in (None, saved.home):  # of another optimizer
+        value = gathered(value)
     if not isinstance(value, Piece):
         own = value.detach().reshape(-1)[shard.start : shard.end].clone()
-    elif value.about.home not in (None, saved.home):  # of another optimizer of these ranks
-        own = gathered(value).view(-1)[shard.start : shard.end].clone()
-    elif value.shard != shard and not value.is_whole:
-        raise Misfit(OTHER_ELEMENTS, f"{what} ({value.start}..{value.shard.end - 1})")
     elif value.unread:
         raise Misfit("not whole in the checkpoint", what)
-    else:
+    elif value.shard == shard:
         own = value.present()
-        if value.shard != shard:  # a file that a world of one wrote
-            own = own[shard.start : shard.end].clone()
+    elif value.is_whole:  # a file that a world of one wrote
+        own = value.present()[shard.start : shard.end].clone()
+    else:
+        raise Misfit(OTHER_ELEMENTS, f"{what} ({value.start}..{value.shard.end - 1})")
     if is_tensor or not own.numel():
         return own if is_tensor else None
-    number = own.item()
-    if name in ("step", STARTED) and not (number >= 0 and number % 1 == 0):  # nor is NaN, and inf % 1 is NaN
-        raise Misfit("no whole number, 0 or more", f"{what} ({number})")
-    if not math.isfinite(number):  # the next update would put it into the masters
-        raise Misfit("not finite", f"{what} ({number})")
+    number, is_count = own.item(), name in ("step", STARTED)
+    if not math.isfinite(number) or (is_count and (number < 0 or number % 1)):
+        # The next update would put it into the masters.
+        raise Misfit("no whole number, 0 or more" if is_count else "not finite", f"{what} ({number})")
     return own.view(()) if entry.kind == "scalar" else entry.kind(number)
 
 
@@ -233,7 +231,7 @@ def _split(
 # Options
 
 
-def find_options(group: Mapping, sources: Sequence[Mapping]) -> dict[str, Any]:
+def _find_options(group: Mapping, sources: Sequence[Mapping]) -> dict[str, Any]:
     """The new options of a parameter group: those that all saved groups of its members agree on."""
     new = {}
     for key, value in options(group).items():
@@ -268,7 +266,7 @@ def warn_of_options(state_dict: Mapping, own: SealedTuple) -> None:
         )
 
 
-# What the ranks agree on
+# What was read
 
 
 def pieces_of(state_dict: Mapping) -> Iterator[Piece]:
@@ -281,18 +279,17 @@ def was_read(state_dict: Mapping) -> bool:
     return any(piece.loaded is not None for piece in pieces_of(state_dict))
 
 
-def find_saves(state_dict: Mapping, present: str | None = None) -> dict[str | None, str]:
-    """Ids of the saves that this rank has read, with the name of an entry that each wrote.
-
-    present: the id of what the optimizer has, which a partial load leaves in options and steps.
+def find_saves(state_dict: Mapping, present: str | None = None) -> Saves:
+    """The saves that this rank has read. present: the id of what the optimizer has, which a partial load
+    leaves in the options.
     """
     was_in_file, saves = was_read(state_dict), {}
     for piece in pieces_of(state_dict):
         if piece.loaded is not None or not was_in_file:
             saves = piece.saves | saves
-    if saves.keys() - {None}:  # tools that convert checkpoints drop the seals of tensors, and no others
-        ids = {getattr(state_dict.get(key), "save_id", None): key for key in ("steps", "param_groups")}
-        saves |= {save_id: key for save_id, key in ids.items() if save_id not in (None, present)}
+    save_id = getattr(state_dict.get("param_groups"), "save_id", None)
+    if saves.keys() - {None} and save_id not in (None, present):  # tools drop the seals of tensors alone
+        saves |= {save_id: "param_groups"}
     return saves
 
 

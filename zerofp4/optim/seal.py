@@ -2,16 +2,17 @@
 
 torch checks nothing in its files, and a save into a folder that holds an older one may be killed before every
 rank has written. So each chunk of a tensor carries a seal, an attribute of the tensor in the file: (label,
-flat start, shape of the parameter, save id, checksum). Options and steps pickle the last two.
+flat start, shape of the parameter, save id, checksum). Options pickle the last two.
 
 A save id is a token and the number of steps. The ranks agree on a new random token when an optimizer is built
-and in each load, so two saves of one id have the same bytes; docs/checkpoints.md names two exceptions. Ids
+and in each load, so two saves of one id have the same bytes; docs/checkpoints.md names three exceptions. Ids
 and checksums have a fixed width: chunks of two saves lie in the same places, so that a mixture can be read.
 """
 
 import json
 import secrets
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def digest(*values: Any) -> str:
     return f"{zlib.crc32(json.dumps(values, **kinds).encode()):08x}"
 
 
-# Chunks of tensors, options and steps in files
+# Chunks of tensors and options in files
 
 
 class Chunk(torch.Tensor):
@@ -108,31 +109,22 @@ for _name in ("clone", "cpu", "detach", "narrow", "to"):
 class SealedTuple(tuple):
     """Options, pickled with a save id and a checksum. A changed copy is an ordinary tuple."""
 
-    save_id: str | None = None
+    save_id: str | None
+
+    def __new__(cls, options: Iterable = (), save_id: str | None = None) -> "SealedTuple":
+        sealed = super().__new__(cls, options)
+        sealed.save_id = save_id
+        return sealed
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _unseal, (tuple(self), self.save_id, digest(tuple(self), self.save_id))
 
 
-class SealedInt(int):
-    """The same of a number of steps."""
-
-    save_id: str | None = None
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _unseal, (int(self), self.save_id, digest(int(self), self.save_id))
-
-
-def seal(value: tuple | int, save_id: str | None) -> SealedTuple | SealedInt:
-    sealed = SealedTuple(value) if isinstance(value, tuple) else SealedInt(value)
-    sealed.save_id = save_id
-    return sealed
-
-
-def _unseal(value: Any, save_id: Any, expected: Any) -> SealedTuple | SealedInt:
+def _unseal(value: Any, save_id: Any, expected: Any) -> SealedTuple | int:
+    """value: options, or the number of steps in older files."""
     if type(value) not in (tuple, int) or digest(value, save_id) != expected:
-        raise ValueError("options or steps are not those that were saved: the file is damaged")
-    return seal(value, save_id)
+        raise ValueError("options are not those that were saved: the file is damaged")
+    return value if isinstance(value, int) else SealedTuple(value, save_id)
 
 
 torch.serialization.add_safe_globals([_unseal])
@@ -159,10 +151,10 @@ def the_one(saves: Saves) -> str | None:
     if len(saves) > 1:
         parts = []
         for save_id, name in saves.items():
-            token, _, steps = (save_id or "").partition("-")
-            parts.append(
-                f"{name} of " + (f"save {token} at step {int(steps)}" if steps else "a save without an id")
-            )
+            save = "a save without an id"
+            if save_id is not None:
+                save = f"save {save_id.partition('-')[0]} at step {steps_of(save_id)}"
+            parts.append(f"{name} of {save}")
         raise ValueError(
             f"state_dict mixes {len(saves)} saves: it has {' and '.join(parts[:2])}. A save into a folder "
             "that holds an older one did not finish: load another checkpoint"
@@ -170,12 +162,17 @@ def the_one(saves: Saves) -> str | None:
     return next(iter(saves), None)
 
 
-def agree_on_save(saves: Saves, error: OwnError, group: dist.ProcessGroup | None, call: str) -> str:
-    """Raise an error of any rank, and ValueError if the ranks have read several saves together; else draw a
-    token. Collective, and the same on every rank.
+def steps_of(save_id: str) -> int:
+    return int(save_id.partition("-")[2])
 
-    saves: what this rank has read. call: what the ranks do, for messages.
+
+def agree_on_save(
+    saves: Saves, error: OwnError, group: dist.ProcessGroup | None, call: str
+) -> tuple[str | None, str]:
+    """Raise an error of any rank, and ValueError if the ranks have read several saves together. Collective.
+
+    saves: what this rank has read. call: what the ranks do, for messages. Returns the id that all have read,
+    and a new token, the same on every rank.
     """
     told = exchange((saves, draw_token()), error, group, call)
-    the_one({save_id: name for saves, _ in told for save_id, name in saves.items()})
-    return told[0][1]
+    return the_one({save_id: name for own, _ in told for save_id, name in own.items()}), told[0][1]

@@ -1,5 +1,6 @@
 """What a ZeRO optimizer saves: a state dict in torch's form, of pieces in the parameters' shapes."""
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from zerofp4.optim.groups import options
 from zerofp4.optim.inner import InnerClass, InnerOptimizers
 from zerofp4.optim.piece import About, Home, Piece
-from zerofp4.optim.seal import SealedTuple, make_id, seal
+from zerofp4.optim.seal import SealedTuple, make_id
 from zerofp4.shard import Shard
 
 # Names and numbers
@@ -56,16 +57,6 @@ def own_name(name: str) -> str:
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
-def parameter_ids(param_groups: Sequence[dict]) -> list[list[ParameterId]]:
-    """By group, numbered over all of them."""
-    ids, count = [], 0
-    for group in param_groups:
-        names = [own_name(name) for name in group.get("param_names", ())] or [None] * len(group["params"])
-        ids.append([ParameterId(number, name) for number, name in enumerate(names, count)])
-        count += len(names)
-    return ids
-
-
 def _find_names(announced: Sequence[Any], rank: int) -> tuple[list[str | None], list[list[str]]]:
     """By trainable parameter of this rank, why no file can have it under its name (None if one can); and by
     parameter group, the names of those in it that this rank lacks and others have.
@@ -73,24 +64,22 @@ def _find_names(announced: Sequence[Any], rank: int) -> tuple[list[str | None], 
     announced: the Announcement of each rank. The same parameter is on the ranks that it is sharded over, and
     on those that replicated_over names with theirs; another one of that name would take its place.
     """
-    holders: dict[str | None, list[int]] = {}
-    for r, announcement in enumerate(announced):
-        for name in {member.name for member in announcement.members}:
-            holders.setdefault(name, []).append(r)
-    own, refusals = announced[rank], []
+    own, by_rank = announced[rank], [{m.name for m in announcement.members} for announcement in announced]
+    refusals = []
     for member in own.trainable():
         ranks, why = own.ranks[member.group], None
-        others = [r for r in holders[member.name] if r not in ranks]
+        others = [r for r, names in enumerate(by_rank) if member.name in names and r not in ranks]
         if member.name is None and len(ranks) < len(announced):
             why = f"on ranks {list(ranks)} only, and has no name that tells it from what others have"
         elif others and len(own.copies[member.group]) == 1:
             why = f"one parameter on ranks {list(ranks)} and another on ranks {others}, under one name"
         how = "build the optimizer with names of the whole model, as in [('experts.7.weight', p)]"
         refusals.append(why and f"{member.label} is {why}, and a checkpoint has one of each name: {how}")
-    here = {member.name for member in own.members} | {None}
-    lacking = [m for announcement in announced for m in announcement.members if m.name not in here]
-    groups = range(len(own.ranks))
-    return refusals, [list(dict.fromkeys(m.name for m in lacking if m.group == g)) for g in groups]
+    lacking: list[dict[str, None]] = [{} for _ in own.ranks]
+    for member in itertools.chain.from_iterable(announcement.members for announcement in announced):
+        if member.name not in by_rank[rank] and member.name is not None:
+            lacking[member.group][member.name] = None
+    return refusals, list(map(list, lacking))
 
 
 # What an optimizer keeps of a parameter, found out before it has kept any
@@ -232,14 +221,14 @@ class SavedState(Mapping):
         self.unsound: str | None = None
         """Why what is saved now must not be loaded: the optimizer is broken."""
         self.device = shards.parameters[0].device
-        self.ids = parameter_ids(param_groups())
+        self.ids: list[list[ParameterId]] = []
         """By parameter group, the numbers of all parameters, frozen ones too."""
         refusals, self._elsewhere = _find_names(announced, rank)
-        places = {
-            id(parameter): (g, number)
-            for g, (group, own) in enumerate(zip(param_groups(), self.ids, strict=True))
-            for parameter, number in zip(group["params"], own, strict=True)
-        }
+        places, count = {}, itertools.count()
+        for g, group in enumerate(param_groups()):
+            names = [own_name(name) for name in group.get("param_names", ())] or [None] * len(group["params"])
+            self.ids.append([ParameterId(next(count), name) for name in names])
+            places |= {id(p): (g, number) for p, number in zip(group["params"], self.ids[-1], strict=True)}
         homes: dict[dist.ProcessGroup | None, Home] = {}
         self.parameters: list[SavedParameter] = []
         """The trainable ones, in the order of the shards."""
@@ -293,8 +282,6 @@ class SavedState(Mapping):
         """What is saved of trainable parameter i: pieces of its master, and of its state by the names of the
         inner optimizer, so that every rank has the same names: before the first update it is zeros. State of
         several matrices is a copy, one behind the other.
-
-        Raises ValueError for state of matrices that a first step does not make, unless it is like them.
         """
         template, masters = self.template(i), self.shards.optimized[i]
         states = [self.inners.state_of(master) for master in masters]
@@ -303,11 +290,6 @@ class SavedState(Mapping):
             if value is None:
                 continue
             entry = entries.setdefault(name, entry_of(name, value, masters[0]))
-            if entry.trial_shape is not None and name not in template:
-                raise ValueError(
-                    f"optimizer_class keeps {name} of shape {tuple(value.shape)} of a matrix "
-                    f"{tuple(masters[0].shape)}, which it does not make in its first step: it cannot be saved"
-                )
             if entry.kind == "tensor" and len(states) > 1:
                 value = torch.cat([state[name].reshape(-1) for state in states])
             found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
@@ -329,13 +311,13 @@ class SavedState(Mapping):
             if elsewhere:
                 saved["elsewhere"] = list(elsewhere)
             groups.append(saved | {"params": list(own)})
-        return seal(tuple(groups), self.save_id)
+        return SealedTuple(groups, self.save_id)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "state": {saved.number: self.entries(i) for i, saved in enumerate(self.parameters)},
             "param_groups": self.groups(),
-            "steps": seal(self.steps, self.save_id),
+            "steps": self.steps,
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:

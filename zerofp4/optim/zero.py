@@ -55,7 +55,7 @@ from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_maste
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
 from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
 from zerofp4.optim.piece import gathered
-from zerofp4.optim.seal import agree_on_save, draw_token
+from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState
 from zerofp4.tensors import NVFP4Tensor, had_master
@@ -835,7 +835,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self.inners.restore(before)
             raise
         try:
-            token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
+            save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
+            steps = steps if save_id is None else steps_of(save_id)
             warn_of_options(state_dict, self._saved.groups())
         except BaseException:
             self.inners.restore(before)

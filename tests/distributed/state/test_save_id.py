@@ -183,14 +183,13 @@ def test_a_checkpoint_without_ids_loads_and_not_beside_one_with_ids(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("key", ["steps", "param_groups"])
-def test_options_and_steps_of_another_save_are_refused(world, key):
+def test_options_of_another_save_are_refused(world):
     """A rank with few elements may write nothing else."""
     old, new, values = shared_folder(world), shared_folder(world), {}
     save_twice(world, old, new)
     on_rank_0(world, rewrite, old, lambda k, v: values.setdefault(k, v))
-    on_rank_0(world, rewrite, new, lambda k, v: values[k] if k == f"optimizer.{key}" else v)
-    refused(*trained(world, 2, seed=1), new, rf"{key} of save \S+ at step 1")
+    on_rank_0(world, rewrite, new, lambda k, v: values[k] if k == "optimizer.param_groups" else v)
+    refused(*trained(world, 2, seed=1), new, r"param_groups of save \S+ at step 1")
 
 
 @on_ranks(2)
