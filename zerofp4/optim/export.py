@@ -14,9 +14,10 @@ from torch import nn
 
 from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size
 from zerofp4.optim.averages import AveragedMasters
+from zerofp4.optim.initial import initial_values
 from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.zero import ZeroFP4Optimizer
-from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, check_not_held
+from zerofp4.tensors import QuantizedTensor, check_not_held
 
 SHARD_BYTES = 5 * 10**9
 """Of tensors in a file of safetensors, at most, unless one tensor has more."""
@@ -77,11 +78,7 @@ def parameter_values(parameter: torch.Tensor, masters: dict[int, Piece], dtype: 
     """
     if id(parameter) in masters:
         return gathered(masters[id(parameter)]).to(dtype)
-    value = parameter.get_high_precision_init_val() if isinstance(parameter, NVFP4Tensor) else None
-    if value is None and isinstance(parameter, QuantizedTensor):
-        return parameter.detach().dequantize(torch.float32).to(dtype)
-    value = parameter.detach() if value is None else value
-    return value.to(parameter.device, dtype, copy=True)
+    return initial_values(parameter).view(parameter.shape).to(parameter.device, dtype, copy=True)
 
 
 def gather_masters(

@@ -1,29 +1,19 @@
 """What masters begin with: rank 0's values of the parameters, or the masters of an earlier optimizer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, Stage
+from zerofp4.distributed import Stage
 from zerofp4.engine import FlatBuffer, Sharding
-from zerofp4.shard import Shard, intersect
-from zerofp4.tensors import NVFP4Tensor, note_master
+from zerofp4.optim.piece import Piece, gathered_range
+from zerofp4.shard import intersect
+from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, note_master
 
 CHUNK = 1 << 22
 """Elements of an initial value that are sent at a time."""
-
-
-class HeldMaster(NamedTuple):
-    """This rank's piece of the master that an optimizer holds for a parameter; None if it owns nothing.
-
-    group: the ranks that the parameter is sharded over.
-    """
-
-    piece: torch.Tensor | None
-    shard: Shard
-    group: GroupReference
 
 
 def take_over(
@@ -32,7 +22,7 @@ def take_over(
     names: Sequence[str],
     group: dist.ProcessGroup | None,
     shardings: Sequence[Sharding],
-) -> dict[int, HeldMaster]:
+) -> dict[int, Piece]:
     """This rank's pieces of the masters that an earlier optimizer holds for parameters, by id(parameter).
 
     source: None, or a ZeroFP4Optimizer.
@@ -52,7 +42,7 @@ def take_over(
     for p, name, sharding in zip(parameters, names, shardings, strict=True):
         if id(p) not in handed:
             continue
-        if not handed[id(p)].group.refers_to(sharding.group):
+        if not handed[id(p)].about.home.group.refers_to(sharding.group):
             raise ValueError(f"{name} is sharded over another process group than in masters_from")
         if id(p) in written:
             raise ValueError(
@@ -64,7 +54,7 @@ def take_over(
     return taken
 
 
-def initialize_masters(buffers: Sequence[FlatBuffer], held: Mapping[int, HeldMaster]) -> None:
+def initialize_masters(buffers: Sequence[FlatBuffer], held: Mapping[int, Piece]) -> None:
     """Fill the masters of all buckets, chunk by chunk. Collective.
 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
@@ -80,7 +70,7 @@ def initialize_masters(buffers: Sequence[FlatBuffer], held: Mapping[int, HeldMas
                 if earlier is None:
                     values = _initial_chunk(source, first, size, buffer)
                 else:
-                    values = _held_chunk(earlier, first, size, buffer)
+                    values = gathered_range(earlier, first, size)
                 part = intersect(first, size, shard.start, shard.end)
                 if part.numel:
                     start = first + part.start - shard.start
@@ -92,29 +82,14 @@ def initialize_masters(buffers: Sequence[FlatBuffer], held: Mapping[int, HeldMas
 
 def _initial_chunk(source: torch.Tensor | None, first: int, size: int, buffer: FlatBuffer) -> torch.Tensor:
     """Elements [first, first + size) of rank 0's value, float32, on every rank. source: on rank 0 only."""
-    if source is None:
-        values = torch.empty(size, dtype=torch.float32, device=buffer.device)
-    else:
-        values = source[first : first + size].to(buffer.device, torch.float32)
+    values = torch.empty(size, dtype=torch.float32, device=buffer.device)
+    if source is not None:
+        values.copy_(source[first : first + size])
     if buffer.replica_count > 1 and buffer.rank == 0:
         _broadcast(values, buffer.replicas(), "initial values")
     if buffer.world_size > 1:
         _broadcast(values, buffer.group(), "initial values")
     return values
-
-
-def _held_chunk(held: HeldMaster, first: int, size: int, buffer: FlatBuffer) -> torch.Tensor:
-    """Elements [first, first + size) of an earlier master, float32, on every rank of the group."""
-    # A sum of integers of which at most one is not 0 keeps every bit; a sum of floats makes -0 a 0.
-    bits = torch.zeros(size, dtype=torch.int32, device=buffer.device)
-    part = intersect(first, size, held.shard.start, held.shard.end)
-    if part.numel:
-        start = first + part.start - held.shard.start
-        bits[part.start : part.end] = held.piece[start : start + part.numel].view(torch.int32)
-    if buffer.world_size > 1:
-        with Stage("taking over masters", group := buffer.group()):
-            dist.all_reduce(bits, group=group)
-    return bits.view(torch.float32)
 
 
 def initial_values(parameter: torch.Tensor) -> torch.Tensor:
@@ -124,7 +99,7 @@ def initial_values(parameter: torch.Tensor) -> torch.Tensor:
     getter = getattr(parameter, "get_high_precision_init_val", None)
     value = None if getter is None else getter()
     if value is None:
-        value = parameter.dequantize(torch.float32) if isinstance(parameter, NVFP4Tensor) else parameter
+        value = parameter.dequantize(torch.float32) if isinstance(parameter, QuantizedTensor) else parameter
     return value.detach().reshape(-1)
 
 

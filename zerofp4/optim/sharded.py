@@ -28,7 +28,6 @@ from zerofp4.engine import (
 from zerofp4.ops import Addresses
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.build import amax_group_numbers, kind_of
-from zerofp4.optim.initial import HeldMaster
 from zerofp4.shard import Shard
 from zerofp4.storage import find_freed, record_of
 from zerofp4.tensors import Holder, NVFP4Tensor
@@ -287,11 +286,6 @@ class ShardedParameters:
         self._take_addresses()
 
     # Masters
-
-    def held_masters(self) -> dict[int, HeldMaster]:
-        """This rank's pieces of the masters, by the identity of the parameter."""
-        held = map(HeldMaster, self.masters, self.shards, self.groups)
-        return dict(zip(map(id, self.parameters), held, strict=True))
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """The whole FP32 masters, in the order and the shapes of the parameters. Collective."""

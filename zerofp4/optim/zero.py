@@ -51,10 +51,10 @@ from zerofp4.optim.build import (
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
 from zerofp4.optim.groups import check_finite
-from zerofp4.optim.initial import HeldMaster, broadcast_frozen, initialize_masters
+from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
 from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
-from zerofp4.optim.piece import gathered
+from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState
@@ -878,7 +878,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         return self._shards.gathered_bytes()
 
-    def _handed_masters(self) -> tuple[dict[int, HeldMaster], set[int]]:
+    def _handed_masters(self) -> tuple[dict[int, Piece], set[int]]:
         """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
         ids of parameters that somebody has written to since the last step.
 
@@ -891,8 +891,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "masters_from holds gradients of backward passes that no step has used, which would be lost: "
                 "call its step() or zero_grad() first"
             )
-        shards = self._shards
-        return shards.held_masters(), {id(shards.parameters[i]) for i in shards.written()}
+        written = {id(self._shards.parameters[i]) for i in self._shards.written()}
+        return self._saved.masters(), written
 
     # What users ask
 
