@@ -139,7 +139,7 @@ def test_an_error_in_an_update_of_a_rank_alone(device):
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", ["exchange", "warn_of_options"])
+@pytest.mark.parametrize("where", ["read_state_dict", "agree_on_save"])
 def test_a_load_that_is_interrupted_before_it_changes_masters_changes_nothing(device, where, monkeypatch):
     (parameters, optimizer), (other, right) = (build(device, two_classes) for _ in range(2))
     for members, one in ((parameters, optimizer), (other, right)):

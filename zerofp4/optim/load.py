@@ -14,7 +14,7 @@ from zerofp4.distributed import CollectiveError
 from zerofp4.optim.groups import options
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.piece import Piece, gathered
-from zerofp4.optim.seal import Saves, SealedTuple, digest
+from zerofp4.optim.seal import Saves
 from zerofp4.optim.state_dict import (
     MASTER,
     STARTED,
@@ -36,24 +36,17 @@ WHOLE = (
 
 
 def read_state_dict(
-    saved: SavedState, state_dict: Any, written: Sequence[int], moved: str | None
-) -> list[torch.Tensor | None]:
+    saved: SavedState, state_dict: Mapping, written: Sequence[int], moved: str | None
+) -> tuple[list[torch.Tensor | None], Saves]:
     """Check a state dict, and give the optimizers of the masters their part as new objects, so that the old
     ones can come back.
 
     written: trainable parameters that somebody wrote to. Without a saved master, theirs follows them.
     moved: what has moved, so that every master must be there.
 
-    Returns this rank's range of each master, 1D; None if it stays. Raises ValueError, with the names of all
-    that does not fit, or TypeError.
+    Returns this rank's range of each master, 1D, None if it stays; and the saves that this rank has read.
+    Raises ValueError, with the names of all that does not fit.
     """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-    for key, kind in {"state": Mapping, "param_groups": list | tuple}.items():
-        if key not in state_dict:
-            raise ValueError(f"state_dict is not one of an optimizer: it has no {key}")
-        if not isinstance(state_dict[key], kind):
-            raise ValueError(f"state_dict: {key} is a {type(state_dict[key]).__name__}")
     matched, was_in_file = _match(state_dict, saved.ids), was_read(state_dict)
     homes = {None, *(own.home for own in saved.parameters)}
     # Another optimizer may lack what is new here.
@@ -89,7 +82,15 @@ def read_state_dict(
     obstacle = saved.unsound or moved
     if obstacle is not None and stay:
         raise ValueError(f"state_dict has no master of {', '.join(stay)}, and {obstacle}")
-    return masters
+    if was_in_file and type(state_dict["param_groups"]) is tuple:
+        # torch has read none, which a planner lets pass, and has copied those of this optimizer.
+        warnings.warn(
+            "the checkpoint has no param_groups that ZeroFP4Optimizer wrote: lr and other options stay as "
+            "they are here. What get_state_dict() of torch.distributed.checkpoint.state_dict returned is "
+            "loaded into what get_optimizer_state_dict(model, optimizer) returns, options too",
+            stacklevel=3,
+        )
+    return masters, find_saves(state_dict, saved.save_id)
 
 
 def _match(
@@ -250,20 +251,6 @@ def _option_like(present: Any, value: Any) -> Any:
     if isinstance(present, list | tuple) and isinstance(value, list | tuple) and len(present) == len(value):
         return type(present)(_option_like(p, v) for p, v in zip(present, value, strict=True))
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def warn_of_options(state_dict: Mapping, own: SealedTuple) -> None:
-    """Warn if a checkpoint was read that has no param_groups in this form, which a planner lets pass: then
-    there are still this optimizer's own. From a file they would be sealed. own: what it saves of them.
-    """
-    groups = state_dict["param_groups"]
-    if was_read(state_dict) and type(groups) is tuple and digest(groups) == digest(own):
-        warnings.warn(
-            "the checkpoint has no param_groups that ZeroFP4Optimizer wrote: lr and other options stay as "
-            "they are here. What get_state_dict() of torch.distributed.checkpoint.state_dict returned is "
-            "loaded into what get_optimizer_state_dict(model, optimizer) returns, options too",
-            stacklevel=3,
-        )
 
 
 # What was read

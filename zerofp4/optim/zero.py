@@ -53,7 +53,7 @@ from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_n
 from zerofp4.optim.groups import check_finite
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
-from zerofp4.optim.load import find_saves, load_error, read_state_dict, warn_of_options
+from zerofp4.optim.load import load_error, read_state_dict
 from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
@@ -826,9 +826,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.check_can_refresh()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
-            loaded = read_state_dict(self._saved, state_dict, self._shards.written(), moved)
+            loaded, saves = read_state_dict(self._saved, state_dict, self._shards.written(), moved)
             steps = int(state_dict.get("steps", 0))
-            saves = find_saves(state_dict, self._saved.save_id)
         except Exception as failure:  # whatever it is, every rank raises it
             error = OwnError(load_error(failure))
         except BaseException:
@@ -837,7 +836,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         try:
             save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
             steps = steps if save_id is None else steps_of(save_id)
-            warn_of_options(state_dict, self._saved.groups())
         except BaseException:
             self.inners.restore(before)
             raise
