@@ -5,10 +5,9 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import OwnError
-from zerofp4.optim.load import find_saves, load_error, read_value
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.seal import agree_on_save
-from zerofp4.optim.state_dict import MASTER
+from zerofp4.optim.state_dict import MASTER, find_saves, load_error, read_value
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
 

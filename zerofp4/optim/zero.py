@@ -53,11 +53,10 @@ from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_n
 from zerofp4.optim.groups import check_finite
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
-from zerofp4.optim.load import load_error, read_state_dict
 from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state_dict import SavedState
+from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
 from zerofp4.tensors import NVFP4Tensor, had_master
 
 

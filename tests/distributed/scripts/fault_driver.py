@@ -29,7 +29,7 @@ import zerofp4
 from zerofp4 import distributed
 from zerofp4.engine import collective, gradient_memory
 from zerofp4.launch import World
-from zerofp4.optim import Communication, ZeroFP4Optimizer, load, piece, zero
+from zerofp4.optim import Communication, ZeroFP4Optimizer, piece, state_dict, zero
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
@@ -71,7 +71,7 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         "gather": (collective.CollectiveTransport, "gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "publish": (checkpoints, "digest", 2),
-        "load": (load, "read_parameter", 2),
+        "load": (state_dict, "_read_parameter", 2),
     }
     if stage == "backward":
         model[1].weight.register_hook(lambda _: fail(kind))
