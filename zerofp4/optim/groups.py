@@ -99,15 +99,11 @@ def compared_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
     return sorted(found.items(), key=operator.itemgetter(0))
 
 
-def show_option(value: Any, *, read_tensors: bool = True) -> str:
-    """One of compared_options() as text. read_tensors: show the values of tensors, which waits for a GPU;
-    otherwise their shapes.
-    """
+def show_option(value: Any) -> str:
+    """One of compared_options() as text. Waits for the device of a tensor."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(show_option(item, read_tensors=read_tensors) for item in value)})"
-    if not isinstance(value, torch.Tensor):
-        return str(float(value))
-    return f"a tensor of {value.tolist() if read_tensors else tuple(value.shape)}"
+        return f"({', '.join(map(show_option, value))})"
+    return f"a tensor of {value.tolist()}" if isinstance(value, torch.Tensor) else str(float(value))
 
 
 class OptionsHash:
@@ -124,17 +120,16 @@ class OptionsHash:
         self._tensors: list[torch.Tensor] = []
 
     def of(self, param_groups: Sequence[dict]) -> tuple[int, torch.Tensor | None]:
-        """The hash of numbers and shapes, and that of the values of tensors, each of HASH_BITS.
+        """The hash of numbers, and that of the values of tensors, each of HASH_BITS.
 
         The second is a float64 [] on the device, for which the host does not wait; None without tensors.
         """
         if not are_unchanged(param_groups, self._copies):
-            compared = compared_options(param_groups)
-            shown = [(name, show_option(value, read_tensors=False)) for name, value in compared]
-            digest = hashlib.sha256(repr(shown).encode()).digest()
+            items = [(name, i) for name, value in compared_options(param_groups) for i in _items(value)]
+            values = [(name, None if torch.is_tensor(i) else float(i)) for name, i in items]
+            digest = hashlib.sha256(repr(values).encode()).digest()
             self._on_host = int.from_bytes(digest[: HASH_BITS // 8], "big")
-            items = [item for _, value in compared for item in _items(value)]
-            self._tensors = [item.detach() for item in items if isinstance(item, torch.Tensor)]
+            self._tensors = [item.detach() for _, item in items if torch.is_tensor(item)]
             self._copies = list(map(dict, param_groups))
         return self._on_host, self._hash_tensors() if self._tensors else None
 

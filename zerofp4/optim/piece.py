@@ -20,6 +20,11 @@ from zerofp4.shard import Rectangle, Shard, cut, intersect, rectangles
 CHUNK = 2**24
 """Bytes of a file's chunk, at most: torch reads each into a new buffer."""
 
+ONE_PART = (
+    "torch.save writes one rank's part of the optimizer's state: call consolidate_state_dict() of the "
+    "optimizer on every rank before a save on one rank, or save with torch.distributed.checkpoint"
+)
+
 
 class Home:
     """The ranks that hold the pieces of a tensor, and the device on which they meet. Copies are the same."""
@@ -49,6 +54,10 @@ class About(NamedTuple):
     refusal: str | None = None
     unsound: str | None = None
 
+    def check_sound(self) -> None:
+        if self.unsound is not None:
+            raise RuntimeError(self.unsound)
+
 
 class Piece(torch.Tensor):
     """A tensor of the shape of a parameter, of which only elements [start, start + n) of the flat order are
@@ -61,9 +70,9 @@ class Piece(torch.Tensor):
     Copies, pickles and moves to another device are pieces too. copy_ into one loads it. Other operations see
     the whole tensor where it is all here, else they raise RuntimeError.
 
-    [Note: a DTensor in name] torch's full state dicts gather nothing but DTensors. So isinstance() calls a
-    piece of several ranks one, and it has the methods that torch calls then. It is no subclass, since torch
-    2.11 takes those past __torch_dispatch__.
+    [Note: a DTensor in name] torch's full state dicts gather nothing but DTensors. So isinstance() takes a
+    piece of several ranks for one, and it has the methods that torch then calls. It is no subclass, since
+    torch 2.11 runs the operators of a subclass without its __torch_dispatch__.
     """
 
     values: torch.Tensor
@@ -133,7 +142,7 @@ class Piece(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        self._check_sound()
+        self.about.check_sound()
         properties = TensorProperties.create_from_tensor(self.present())
         return [
             WriteItem(
@@ -170,20 +179,10 @@ class Piece(torch.Tensor):
     def __deepcopy__(self, memo: dict) -> "Piece":
         return self.map(torch.clone)
 
-    def _check_sound(self) -> None:
-        if self.about.unsound is not None:
-            raise RuntimeError(self.about.unsound)
-
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        self._check_sound()
+        self.about.check_sound()
         if not self.is_whole:
-            warnings.warn(
-                "torch.save writes this rank's part of the optimizer's state, and every rank must write its "
-                "own to another file: what saves on rank 0 alone, as accelerate's save_state and Trainer do, "
-                "loses the other parts. Call consolidate_state_dict() of the optimizer on every rank before "
-                "such a save, or save with torch.distributed.checkpoint",
-                stacklevel=2,
-            )
+            warnings.warn(ONE_PART, stacklevel=2)
         values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
         about = tuple(self.shape), self.start, the_one(self.saves)
         return _rebuild_piece, (values, *about, checksum(values, *about))

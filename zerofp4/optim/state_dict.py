@@ -20,21 +20,19 @@ from zerofp4.distributed import CollectiveError
 from zerofp4.optim.groups import options
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner import InnerClass, InnerOptimizers
-from zerofp4.optim.piece import About, Home, Piece, gathered
+from zerofp4.optim.piece import ONE_PART, About, Home, Piece, gathered
 from zerofp4.optim.seal import Saves, SealedTuple, make_id
 from zerofp4.shard import Shard
 
 # Names and numbers
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Modules around modules whose names are no part of a parameter's own, as torch.distributed.checkpoint has
-it.
-"""
+"""Wrapper modules whose names torch.distributed.checkpoint leaves out of a parameter's name."""
 
 
 class ParameterId(int):
-    """The number of a parameter among all of param_groups, whose str() is the parameter's name: that is what
-    torch.distributed.checkpoint makes keys from.
+    """The number of a parameter among all of param_groups. str() of it, which torch.distributed.checkpoint
+    makes keys from, is the parameter's name.
     """
 
     name: str | None
@@ -61,7 +59,7 @@ torch.serialization.add_safe_globals([ParameterId])
 
 
 def own_name(name: str) -> str:
-    """A parameter's name without those of modules that DDP, torch.compile and others put around it."""
+    """A parameter's name without the modules that DDP, torch.compile and others put around it."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
@@ -349,10 +347,6 @@ HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how an optimizer computes and not what: those of the optimizer that loads stay."""
 
 OTHER_ELEMENTS = "saved by a rank with other elements"
-WHOLE = (
-    ". torch.save writes one rank's part: call consolidate_state_dict() on every rank before a save on one, "
-    "or save with torch.distributed.checkpoint"
-)
 
 
 def read_state_dict(
@@ -386,7 +380,7 @@ def read_state_dict(
             f"{kind}: {', '.join(names[:10])}{', ...' * (len(names) > 10)}"
             for kind, names in problems.items()
         ]
-        how = WHOLE if OTHER_ELEMENTS in problems else ""
+        how = f". {ONE_PART}" if OTHER_ELEMENTS in problems else ""
         raise ValueError(f"state_dict does not fit: {'; '.join(parts)}{how}")
     groups = []
     for group, own in zip(saved.param_groups(), saved.ids, strict=True):
