@@ -90,27 +90,24 @@ def test_a_file_is_of_plain_tensors_and_what_is_read_is_checked(device):
 
 @pytest.mark.parametrize("part", [slice(0, 2), slice(1, 2)])
 @pytest.mark.parametrize(
-    ("flipped", "place", "message"),
+    ("flipped", "place"),
     [
-        ("elements", {}, "elements of a.master are not those that were saved"),
-        ("save id", {}, "elements of a.master are not those that were saved"),
-        (None, {"label": "b.master"}, r"elements of a.master of shape \(4, 6\) from \d+ on are in the file"),
-        (
-            None,
-            {"shape": (5, 6)},
-            r"those of a.master of shape \(5, 6\) from \d+ on should be: it is damaged",
-        ),
-        (None, {"first": 2}, r"from \d+ on are in the file where those of a.master of shape"),
+        ("elements", {}),
+        ("save id", {}),
+        (None, {"label": "b.master"}),
+        (None, {"shape": (5, 6)}),
+        (None, {"first": 2}),
     ],
 )
-def test_a_chunk_that_was_damaged_or_is_in_the_wrong_place_is_found(device, flipped, place, message, part):
+def test_a_chunk_that_was_damaged_or_is_in_the_wrong_place_is_found(device, flipped, place, part):
     values = torch.arange(12.0)
     content = bytearray(written(values).getvalue())
     if flipped:
         raw = values.numpy().tobytes() if flipped == "elements" else SAVE.encode()
         content[content.index(raw) + 13] ^= 1
-    with pytest.raises(ValueError, match=message):
-        read(io.BytesIO(content), piece := rows(**{"first": 1, "device": device, **place}), part, part)
+    piece = rows(**{"first": 1, "device": device, **place})
+    with pytest.raises(ValueError, match=rf"elements of {piece.about.label} are not those that were saved"):
+        read(io.BytesIO(content), piece, part, part)
     assert piece.unread
 
 

@@ -69,25 +69,18 @@ class Chunk(torch.Tensor):
         """Raises ValueError, before any element is written, if it is damaged or belongs elsewhere."""
         if self.numel():
             whole = source if source._base is None else source._base  # torch reads a part of a file's chunk
-            seal = vars(whole).get(ATTRIBUTE)
+            seal, save_id = vars(whole).get(ATTRIBUTE), None
             if seal is not None:
-                self._check(seal, whole, source.storage_offset() - whole.storage_offset())
-            self.piece.note_read(None if seal is None else seal[3], self.numel())
+                label, _, _, save_id, expected = seal
+                own = self.piece.about.label
+                first = self.start + self.storage_offset() - source.storage_offset() + whole.storage_offset()
+                about = label and (own or label), first, tuple(self.piece.shape), save_id
+                if checksum(whole, *about) != expected:
+                    raise ValueError(
+                        f"elements of {own or 'a tensor'} are not those that were saved: the file is damaged"
+                    )
+            self.piece.note_read(save_id, self.numel())
         return torch.Tensor.copy_(self, source, non_blocking)
-
-    def _check(self, seal: tuple, whole: torch.Tensor, offset: int) -> None:
-        """whole: as the file has it; its elements from `offset` on are needed."""
-        (label, first, shape, _, expected), own = seal, self.piece.about.label
-        if checksum(whole, *seal[:4]) != expected:
-            raise ValueError(
-                f"elements of {own or 'a tensor'} are not those that were saved: the file is damaged"
-            )
-        needed = tuple(self.piece.shape), self.start + self.storage_offset()
-        if (shape, first + offset) != needed or not (own is None or label in (None, own)):
-            raise ValueError(
-                f"elements of {label} of shape {shape} from {first + offset} on are in the file where those "
-                f"of {own or 'a tensor'} of shape {needed[0]} from {needed[1]} on should be: it is damaged"
-            )
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         plain, piece = self.as_subclass(torch.Tensor), self.piece
