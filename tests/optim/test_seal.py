@@ -88,29 +88,6 @@ def test_a_file_is_of_plain_tensors_and_what_is_read_is_checked(device):
     assert list(foreign.saves) == [None]
 
 
-@pytest.mark.parametrize("part", [slice(0, 2), slice(1, 2)])
-@pytest.mark.parametrize(
-    ("flipped", "place"),
-    [
-        ("elements", {}),
-        ("save id", {}),
-        (None, {"label": "b.master"}),
-        (None, {"shape": (5, 6)}),
-        (None, {"first": 2}),
-    ],
-)
-def test_a_chunk_that_was_damaged_or_is_in_the_wrong_place_is_found(device, flipped, place, part):
-    values = torch.arange(12.0)
-    content = bytearray(written(values).getvalue())
-    if flipped:
-        raw = values.numpy().tobytes() if flipped == "elements" else SAVE.encode()
-        content[content.index(raw) + 13] ^= 1
-    piece = rows(**{"first": 1, "device": device, **place})
-    with pytest.raises(ValueError, match=rf"elements of {piece.about.label} are not those that were saved"):
-        read(io.BytesIO(content), piece, part, part)
-    assert piece.unread
-
-
 GROUPS = ({"lr": 0.125, "betas": (0.5, 0.25), "names": ["a"], "fused": None, "t": torch.ones(2)}, {"lr": 1})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import pickle
 import re
 import shutil
@@ -16,10 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from early import waits_for
 
 from distributed.cases import raised_by, shared_folder
-from distributed.processes import Finished, run_script
 from distributed.run import on_ranks
 from distributed.state import cases as checkpoint_cases
 from distributed.state.cases import assert_same_model, contents, on_rank_0, run
@@ -93,25 +90,6 @@ def test_a_save_that_did_not_end_in_an_old_folder_is_refused(world, written, thr
             if world.rank < 2:
                 assert_same_model(other, model)
     dist.barrier()
-
-
-def killed_save(folder: Path) -> tuple[Finished, dict[str, list[str]]]:
-    """What the ranks of distributed/killed_save.py raised: of each, a type and a message."""
-    program = ["-m", "distributed.state.killed_save", str(folder)]
-    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}  # which a process that was forked may not use
-    finished = run_script(program, 1, "alone", time_limit=120.0, env=no_gpu)
-    return finished, {path.name: json.loads(path.read_text()) for path in folder.glob("*.[01]")}
-
-
-@waits_for(killed_save)
-def test_a_save_whose_rank_was_killed_is_refused(early):
-    """It was to replace an older save: rank 0 has written its file, and rank 1 has died before."""
-    finished, raised = early(killed_save)
-    assert finished.status == 0, finished.output
-    assert raised.keys() == {"save.0", "load.0", "load.1"}, raised
-    assert "Connection" in raised["save.0"][1], raised
-    assert raised["load.0"] == raised["load.1"] and raised["load.0"][0] == "ValueError", raised
-    assert re.search(of_steps(1, 2), raised["load.0"][1]), raised
 
 
 @on_ranks(2)
@@ -190,22 +168,3 @@ def test_options_of_another_save_are_refused(world):
     on_rank_0(world, rewrite, old, lambda k, v: values.setdefault(k, v))
     on_rank_0(world, rewrite, new, lambda k, v: values[k] if k == "optimizer.param_groups" else v)
     refused(*trained(world, 2, seed=1), new, r"param_groups of save \S+ at step 1")
-
-
-@on_ranks(2)
-def test_what_was_read_and_is_written_again_keeps_its_id(world):
-    """A checkpoint is rewritten without its optimizer; a mixture stays one."""
-    old, new, mixed = (shared_folder(world) for _ in range(3))
-    save_twice(world, old, new)
-    on_rank_0(world, copy_files, old, mixed, "*")
-    on_rank_0(world, copy_files, new, mixed, "__1_*")
-    other, loaded = trained(world, 2, seed=1)
-    for source in (mixed, old):
-        state = {"optimizer": loaded.state_dict()}
-        dcp.load(state, checkpoint_id=source)
-        dcp.save(state, checkpoint_id=new)
-        if source is mixed:
-            refused(other, loaded, new, of_steps(1, 5))
-        else:
-            load(loaded, new)
-            assert loaded.state_dict()["steps"] == 1
