@@ -37,36 +37,30 @@ def test_numbers_and_tensors_are_compared(device):
         ("param_groups[1]['lr']", "a tensor of 0.25"),
         ("param_groups[1]['maximize']", "0.0"),
     ]
-    word = lambda groups: OptionsHash(device).of(groups)[0]  # noqa: E731
-    assert word(groups(0.5)) == word(groups(0.5, name="other"))
-    assert word(groups(1)) == word(groups(1.0)) != word(groups(2))
 
 
-def test_the_hash_of_tensors_tells_values_and_places_apart(device):
-    """Of any dtype, on any device; equal values have equal hashes, so -0.0 is 0.0."""
-    word = lambda *lrs: OptionsHash(device).of(groups(*lrs))[1].item()  # noqa: E731
+def test_hashes_tell_values_and_places_apart(device):
+    """Equal values have equal hashes, of any dtype and on any device, so -0.0 is 0.0. A change is in the next
+    hash, also one of a tensor in place.
+    """
     tensor = lambda value, **options: torch.tensor(value, device=device, **options)  # noqa: E731
-    assert OptionsHash(device).of(groups(0.5, 1))[1] is None
+    of = lambda *lrs, **options: OptionsHash(device).of(groups(*lrs, **options))  # noqa: E731
+    assert of(0.5) == of(0.5, name="other") and of(1) == of(1.0) != of(2) and of(0.5, 1)[1] is None
     values = [0.0, 1.0, -1.0, 2.0, 0.1, math.nextafter(0.1, 1), 5e-324, math.inf, math.nan, 1e300]
-    words = [word(tensor(value, dtype=torch.float64)) for value in values]
-    pairs = [word(tensor(a), tensor(b)) for a in values[:4] for b in values[:4]]
+    words = [of(tensor(value, dtype=torch.float64))[1].item() for value in values]
+    pairs = [of(tensor(a), tensor(b))[1].item() for a in values[:4] for b in values[:4]]
     assert len(set(words)) == len(words) and len(set(pairs)) == len(pairs)
     assert all(w == int(w) and 0 <= w < 2**HASH_BITS for w in words + pairs)
-    assert word(tensor(0.0)) == word(tensor(-0.0)) == word(tensor([[0.0]]))
-    assert word(tensor(0.5)) == word(torch.tensor(0.5, dtype=torch.bfloat16)) == word(0.5, tensor(0.5))
-
-
-def test_every_change_of_an_option_is_in_the_next_hash(device):
-    """Also one of a tensor in place, where nothing is replaced."""
-    lr, hashes = torch.tensor(0.25, device=device), OptionsHash(device)
+    assert of(tensor(0.0)) == of(tensor(-0.0)) == of(tensor([[0.0]]))
+    assert of(tensor(0.5)) == of(torch.tensor(0.5, dtype=torch.bfloat16))
+    lr, hashes = tensor(0.25), OptionsHash(device)
     made = groups(0.5, lr)
-    changes = [
+    for change in (
         lambda: made[0].update(lr=0.75),
         lambda: made[0].update(rho=0.5),
         lambda: lr.fill_(0.125),
         lambda: made.pop(0),
-    ]
-    for change in changes:
+    ):
         before = hashes.of(made)
         assert hashes.of(made) == before
         change()

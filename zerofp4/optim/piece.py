@@ -79,13 +79,13 @@ class Piece(torch.Tensor):
     start: int
     about: About
     saves: Saves
-    """Of present(): several ids if a folder mixes saves, none if no elements were read."""
+    """The saves that present() is of: several if a folder mixes them, none if no elements were read."""
     loaded: torch.Tensor | None
-    """What a load has read, or is to read; None if there was none."""
+    """The memory that a load reads into; None if there was no load."""
     unread: int
-    """How many elements of `loaded` the checkpoint has not had."""
+    """How many elements of `loaded` have not been read."""
     boxes: dict[tuple[int, ...], Rectangle]
-    """By their offsets, those that a save or a load has asked for."""
+    """The rectangles that the last save or load has asked for, by their offsets."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -131,8 +131,8 @@ class Piece(torch.Tensor):
 
     # torch.distributed.checkpoint
 
-    def _ask(self, most: int) -> list[ChunkStorageMetadata]:
-        """The boxes of at most this many elements that a save or a load has this range in."""
+    def _chunks(self, most: int) -> list[ChunkStorageMetadata]:
+        """The rectangles of this rank's range, cut into chunks of at most this many elements."""
         if self.about.refusal is not None:
             raise ValueError(self.about.refusal)
         boxes = [part for box in rectangles(self.shape, self.shard) for part in cut(box, most)]
@@ -150,15 +150,15 @@ class Piece(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self._ask(CHUNK // self.dtype.itemsize)
+            for chunk in self._chunks(CHUNK // self.dtype.itemsize)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Only a load asks. Boxes are whole: a chunk of a file that several of them had a part of would be
-        read once for each.
+        """Only a load calls this. It asks for uncut rectangles: torch reads a chunk of a file once for each
+        rectangle that has a part of it.
         """
         self._begin_load()
-        return self._ask(max(1, self.numel()))
+        return self._chunks(max(1, self.numel()))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Chunk:
         box = self.boxes[tuple(index.offset)]
@@ -171,6 +171,7 @@ class Piece(torch.Tensor):
         self.saves, self.unread = {}, self.values.numel()
 
     def note_read(self, save_id: str | None, numel: int) -> None:
+        """A chunk has been read into `loaded`. save_id: None for one without a seal."""
         self.saves[save_id] = self.about.label or "a tensor"
         self.unread -= numel
 
