@@ -145,7 +145,7 @@ def test_what_a_killed_save_has_left_goes_with_the_next(trained, tmp_path):
             raise OSError("no more")
 
     # Who is killed removes nothing.
-    with watched(fail), mock.patch.object(export._Export, "end"), pytest.raises(OSError, match="no more"):
+    with watched(fail), mock.patch.object(Path, "unlink"), pytest.raises(OSError, match="no more"):
         trained.save(tmp_path, 4)
     assert len(os.listdir(tmp_path)) == 4 + 4 + 1
     trained.save(tmp_path, 4)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size
+from zerofp4.distributed import OwnError, exchange, rank_and_size
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.piece import Piece, gathered
@@ -21,6 +21,9 @@ from zerofp4.tensors import QuantizedTensor, check_not_held
 
 SHARD_BYTES = 5 * 10**9
 """Of tensors in a file of safetensors, at most, unless one tensor has more."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 def master_state_dict(
@@ -106,102 +109,72 @@ def save_safetensors(
     RuntimeError. Raises ValueError where ranks train different parameters.
     """
     optimizer, masters = _find_masters(optimizer, dtype)
-    group = optimizer.process_group()
-    writes = rank_and_size(group)[0] == 0
     if optimizer._agreement.has_other_parameters_elsewhere():
         raise ValueError(
             "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
             "slices, stages): write what master_state_dict gives on a rank of each process group"
         )
-    export, error = None, OwnError()
-    if writes:
-        export, error = attempt(_Export, Path(folder), model, dtype)
-    try:
-        exchange(None, error, group, "save_safetensors()")
-        for key, tensor in _values(model, masters, dtype):
-            if writes and not error:  # the others wait in the gathers: an error is told at the end
-                _, error = attempt(export.add, key, tensor)
-        if writes and not error:
-            _, error = attempt(export.publish)
-    finally:
-        if export is not None:
-            export.end()
+    tensors, error, group = _values(model, masters, dtype), OwnError(), optimizer.process_group()
+    if rank_and_size(group)[0] == 0:
+        with error:
+            _write_export(Path(folder), model, dtype, tensors)
+    for _ in tensors:  # behind an error too, since the other ranks wait in the gathers
+        pass
     exchange(None, error, group, "save_safetensors()")
 
 
-class _Export:
-    """The files of an export, in a folder that may have an older one.
+def _write_export(
+    folder: Path, model: nn.Module, dtype: torch.dtype, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    """Write the files of an export into a folder that may have an older one.
 
     Shards get names that no older index has. The index, or the only file, is called a draft until all is
     written. Its move to its own name, which replaces a link there, makes the export the new one; files of the
     older one go after that. So readers find one of the two, whole, whenever this process ends.
     """
+    import safetensors.torch
 
-    single, index = "model.safetensors", "model.safetensors.index.json"
-    shard = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
-
-    def __init__(self, folder: Path, model: nn.Module, dtype: torch.dtype):
-        import safetensors.torch
-
-        self._save_file = safetensors.torch.save_file
-        self._shards: list[list[str]] = [[]]
-        """The keys of each shard."""
-        self._total = filled = 0
-        for key, value, is_parameter in _tensors(model):
-            size = value.numel() * (dtype if is_parameter else value.dtype).itemsize
-            if self._shards[-1] and filled + size > SHARD_BYTES:
-                self._shards.append([])
-                filled = 0
-            self._shards[-1].append(key)
-            filled, self._total = filled + size, self._total + size
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._draft, count = folder, folder / ".model.safetensors.draft", len(self._shards)
-        self._draft.unlink(missing_ok=True)  # of a save that was killed
+    shards, sizes = [[]], [0]  # keys and bytes
+    for key, value, is_parameter in _tensors(model):
+        size = value.numel() * (dtype if is_parameter else value.dtype).itemsize
+        if shards[-1] and sizes[-1] + size > SHARD_BYTES:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append(key)
+        sizes[-1] += size
+    folder.mkdir(parents=True, exist_ok=True)
+    draft, name, count = folder / ".model.safetensors.draft", SINGLE, len(shards)
+    draft.unlink(missing_ok=True)  # of a save that was killed
+    paths, is_drafted = [draft], False
+    if count > 1:
         choices = (
             [folder / f"model{prefix}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
             for prefix in itertools.chain([""], map("-{}".format, itertools.count(1)))
         )
-        free = next(paths for paths in choices if not any(map(os.path.lexists, paths)))
-        self._paths = [self._draft] if count == 1 else free
-        self._held: dict[str, torch.Tensor] = {}
-        """Tensors of the shard that is written next."""
-        self._written = 0
-        self._is_drafted = False
-        """Whether all is written, and the draft has not been moved or has become the export."""
-
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Take the next tensor, and write its shard where it is the last one of that."""
-        self._held[key] = tensor.cpu().contiguous()
-        if len(self._held) == len(self._shards[self._written]):
-            path = self._paths[self._written]
-            self._save_file(self._held, str(path), metadata={"format": "pt"})
+        paths, name = next(c for c in choices if not any(map(os.path.lexists, c))), INDEX
+    try:
+        for path, keys in zip(paths, shards, strict=True):
+            own = itertools.islice(tensors, len(keys))
+            held = {key: tensor.cpu().contiguous() for key, tensor in own}
+            safetensors.torch.save_file(held, str(path), metadata={"format": "pt"})
             _sync(path)
-            self._held, self._written = {}, self._written + 1
-
-    def publish(self) -> None:
-        """Make this the export of the folder, and remove the older one."""
-        name, pairs = self.single, list(zip(self._paths, self._shards, strict=True))
-        if len(pairs) > 1:
-            name = self.index
-            weight_map = {key: path.name for path, keys in pairs for key in keys}
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            self._draft.write_text(json.dumps(index, indent=2))
-            _sync(self._draft)
-        self._is_drafted = True
-        os.replace(self._draft, self._folder / name)
+            del held  # before the next shard is gathered
+        if count > 1:
+            weight_map = {key: path.name for path, keys in zip(paths, shards, strict=True) for key in keys}
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+            draft.write_text(json.dumps(index, indent=2))
+            _sync(draft)
+        is_drafted = True
+        os.replace(draft, folder / name)
+    finally:
+        if not is_drafted or draft.exists():  # these are files of no export
+            with contextlib.suppress(OSError):
+                for path in (*paths, draft):
+                    path.unlink(missing_ok=True)
+    for path in map(folder.joinpath, [INDEX, SINGLE, *filter(SHARD.fullmatch, os.listdir(folder))]):
         # An older index goes before its shards.
-        old = [self.index, self.single, *filter(self.shard.fullmatch, os.listdir(self._folder))]
-        for path in map(self._folder.joinpath, old):
-            if path.name != name and path not in self._paths and (path.is_symlink() or path.is_file()):
-                path.unlink()
-
-    def end(self) -> None:
-        """Remove what is of no export."""
-        if self._is_drafted and not self._draft.exists():
-            return
-        with contextlib.suppress(OSError):
-            for path in (*self._paths, self._draft):
-                path.unlink(missing_ok=True)
+        if path.name != name and path not in paths and (path.is_symlink() or path.is_file()):
+            path.unlink()
 
 
 def _sync(path: Path) -> None:
