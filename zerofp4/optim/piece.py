@@ -213,7 +213,8 @@ class Piece(torch.Tensor):
     # What torch does with DTensors. [Note: a DTensor in name]
 
     def _is_sharded(self) -> bool:
-        return self.about.home is not None and self.about.home.group() is not None
+        home = self.about.home
+        return home is not None and not home.group.refers_to(None)
 
     __class__ = property(lambda self: DTensor if self._is_sharded() else Piece)
     device_mesh = property(lambda self: self.about.home.mesh)

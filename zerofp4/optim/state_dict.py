@@ -496,7 +496,7 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
     (shape, shard), is_tensor = saved.extent(entry), entry.kind == "tensor"
     if isinstance(value, numbers.Number):
         value = torch.tensor(value, dtype=entry.dtype)
-    elif isinstance(value, DTensor) and not isinstance(value, Piece):
+    elif not isinstance(value, Piece) and isinstance(value, DTensor):
         value = value.full_tensor()
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     is_dense = isinstance(value, Piece) or (is_plain and value.layout == torch.strided and not value.is_meta)
@@ -505,7 +505,8 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
         raise Misfit(kind, f"{what} ({type(value).__name__})")
     if is_tensor and tuple(value.shape) != shape:
         raise Misfit("other shapes", f"{what} ({tuple(value.shape)}, here {shape})")
-    if isinstance(value, Piece) and value.about.home not in (None, saved.home):  # of another optimizer
+    home = value.about.home if isinstance(value, Piece) else None
+    if home not in (None, saved.home) and home.group.is_alive():  # of another optimizer
         value = gathered(value)
     if not isinstance(value, Piece):
         own = value.detach().reshape(-1)[shard.start : shard.end].clone()

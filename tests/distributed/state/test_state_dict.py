@@ -177,3 +177,19 @@ def test_without_names_a_checkpoint_is_refused(world):
     dcp.load(state, checkpoint_id=path)
     set_optimizer_state_dict(other, loaded, state)
     assert_same_model(model, other)
+
+
+@on_ranks(2)
+def test_a_copy_of_a_state_outlives_its_process_group(world):
+    """As it is kept by who begins anew after a rank was lost."""
+    group = dist.new_group(range(2))
+    model, optimizer = trained(world, group=group)
+    state, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
+    del model, optimizer
+    dist.destroy_process_group(group)
+    del group
+    _, loaded = trained(world, 0, seed=1)
+    loaded.load_state_dict(state)
+    pairs = zip(loaded.gathered_masters(), masters, strict=True)
+    for master, expected in ((one, other) for one, other in pairs if one is not None):
+        assert_bytes_equal(master, expected, "master")
