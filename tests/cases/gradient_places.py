@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
-from zerofp4.engine import DenseBuffer, GradientMemory
+from zerofp4.engine import Bucket, GradientMemory
 
 BF16 = torch.bfloat16
 
@@ -58,7 +58,7 @@ def made(model, device, dtype=BF16):
 
 
 def memory_of(parameters, dtype=BF16):
-    buffer = DenseBuffer(range(len(parameters)), parameters)
+    buffer = Bucket(range(len(parameters)), parameters)
     shape = buffer.world_size, buffer.slice_numel
     return GradientMemory(buffer, torch.zeros(shape, dtype=dtype, device=buffer.device), set())
 

@@ -14,17 +14,16 @@ from zerofp4.distributed import OwnError
 from zerofp4.engine import (
     ArrivingMeans,
     BackwardSchedule,
+    Bucket,
     CollectiveTransport,
-    DenseBuffer,
     GradientMemory,
-    Sharding,
-    Updated,
+    Trained,
     backward,
-    build_buffers,
+    buckets,
+    build_buckets,
     collective,
-    flat,
-    make_wire,
 )
+from zerofp4.tensors import Holder
 
 ORDERS = {
     "as they are": lambda g: g,
@@ -34,13 +33,12 @@ ORDERS = {
 }
 
 
-def transport_of(parameters, **wire):
-    wire = make_wire(wire.get("gradient_wire"), None, parameters)
-    shardings, updated = [Sharding()] * len(parameters), [Updated()] * len(parameters)
-    buffers = build_buffers(parameters, list(range(len(parameters))), shardings, wire, updated, False, False)
-    for buffer in buffers:
-        buffer.allocate()
-    return CollectiveTransport(buffers, wire)
+def transport_of(parameters, wire=None):
+    trained = [Trained(p, f"parameter {i}", leader=i) for i, p in enumerate(parameters)]
+    built = build_buckets(trained, 256.0, wire, as_made=False, rounded_first=False)
+    for bucket in built:
+        bucket.allocate()
+    return CollectiveTransport(built)
 
 
 def parameters_on(device):
@@ -70,7 +68,7 @@ def test_a_world_of_one_reads_gradients_where_they_are(device, order):
                 assert found.is_contiguous() and not found.is_neg()
                 assert_bytes_equal(found, gradients[i].resolve_neg().contiguous(), f"gradient {i}")
                 assert (found is gradients[i]) == (order == "as they are")
-        assert not bucket.has_gradients, "nobody has asked for means"
+        assert "gradients" not in vars(bucket), "nobody has asked for means"
 
 
 def test_means_of_a_world_of_one_are_copied_when_they_are_asked_for(device):
@@ -93,7 +91,7 @@ def test_means_of_a_world_of_one_are_copied_when_they_are_asked_for(device):
 
 def test_what_is_rounded_is_not_read_where_it_is(device):
     parameters = parameters_on(device)
-    transport = transport_of(parameters, gradient_wire=torch.bfloat16)
+    transport = transport_of(parameters, torch.bfloat16)
     gradients = [torch.randn_like(p) for p in parameters]
     prepared = transport.prepare(gradients)
     assert all(mine is theirs for mine, theirs in zip(prepared, gradients, strict=True))
@@ -107,7 +105,7 @@ def test_what_is_rounded_is_not_read_where_it_is(device):
 
 def test_messages_of_a_step_that_was_left_are_waited_for():
     """They would arrive where those of the next one do."""
-    transport, waited = transport_of([torch.zeros(300)], gradient_wire=torch.bfloat16), []
+    transport, waited = transport_of([torch.zeros(300)], torch.bfloat16), []
     works = [SimpleNamespace(wait=lambda: waited.append(1))] * 2
     transport._sent = {0: (works, OwnError(ValueError("of that step")))}
     transport.begin()
@@ -134,7 +132,7 @@ def early(monkeypatch, wire, count, rank, size):
     """ArrivingMeans of a rank among several, whose buckets have a parameter each; and the calls of
     start_exchange.
     """
-    monkeypatch.setattr(flat, "rank_and_size", lambda group: (rank, size))
+    monkeypatch.setattr(buckets, "rank_and_size", lambda group: (rank, size))
     calls = []
 
     def start_exchange(received, sent, *_):
@@ -143,11 +141,11 @@ def early(monkeypatch, wire, count, rank, size):
 
     monkeypatch.setattr(collective, "start_exchange", start_exchange)
     parameters = [torch.zeros(700, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
-    buckets = [DenseBuffer([i], [p]) for i, p in enumerate(parameters)]
-    for bucket in buckets:
+    several = [Bucket([i], [p], wire=wire) for i, p in enumerate(parameters)]
+    for bucket in several:
         bucket.replica_count = 1
         bucket.allocate()
-    transport = CollectiveTransport(buckets, make_wire(wire, None, parameters), early=2)
+    transport = CollectiveTransport(several, early=2)
     return ArrivingMeans(transport, False), calls
 
 
@@ -181,7 +179,7 @@ def test_ranks_are_connected_when_it_is_built(monkeypatch):
     """
     exchange, calls = early(monkeypatch, None, 2, 1, 3)
     row = [exchange.buckets[0].slice_numel]
-    assert calls == [[[row] * 3] * 2] and not exchange.transport._sent
+    assert calls == [[[row] * 3] * 2] and not exchange._transport._sent
 
 
 def test_at_most_two_buckets_are_on_their_way(monkeypatch):
@@ -210,13 +208,14 @@ def test_how_often_a_backward_pass_reads_gradients(monkeypatch, adds):
     read = backward.gradients_of
     monkeypatch.setattr(backward, "gradients_of", lambda some: reads.extend(some) or read(some))
     exchange = SimpleNamespace(
-        buckets=[DenseBuffer([i], [p]) for i, p in enumerate(parameters)],
+        buckets=[Bucket([i], [p]) for i, p in enumerate(parameters)],
         send_gradients=lambda b, gradients: sent.append(b),
         error=None,
-        transport=SimpleNamespace(memory=[None] * 30, dtypes=[torch.float32] * 30, wire=make_wire(None, 1.0)),
+        memory=[None] * 30,
     )
-    options = {"early": True, "adds": adds, "word_of": lambda _: None, "is_reduced": lambda: False}
-    schedule = BackwardSchedule(parameters, [""] * 30, exchange, **options)
+    options = {"early": True, "adds": adds, "find_word": lambda *_: None}
+    trained = [Trained(p, "") for p in parameters]
+    schedule = BackwardSchedule(trained, Holder(parameters), exchange, **options)
     sum(p.sum() for p in parameters).backward()
-    schedule.close()
+    schedule.close(OwnError(), reduces=True)
     assert sent == list(range(30)) and len(reads) == 60

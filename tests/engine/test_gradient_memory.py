@@ -15,7 +15,7 @@ from helpers import assert_bytes_equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zerofp4.engine import gradient_memory
+from zerofp4.engine import buckets
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -71,7 +71,7 @@ def test_one_gradient_elsewhere_has_the_others_not_looked_at_one_by_one(device, 
     models.both(lambda model: back(model, device))
     for first, second, *_ in map(list, (models.plain.parameters(), models.placed.parameters())):
         first.grad, second.grad = None, second.grad.clone()
-    monkeypatch.delattr(gradient_memory, "is_sendable")
+    monkeypatch.delattr(buckets, "is_sendable")
     models.check()
 
 

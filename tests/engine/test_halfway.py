@@ -9,31 +9,30 @@ import torch
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4.engine import flat
+from zerofp4.engine import buckets
+from zerofp4.engine.peer import find_halfway
 
 
 @pytest.mark.parametrize(
-    ("rank", "shared", "expected"),
-    [(0, True, (2, 0, 20480)), (1, True, (2, 336, 20480)), (0, False, None)],
-    ids=["between weights", "inside of one", "no shared memory"],
+    ("rank", "expected"),
+    [(0, (2, 0, 20480)), (1, (2, 336, 20480))],
+    ids=["between weights", "inside of one"],
 )
-def test_halfway(monkeypatch, rank, shared, expected):
+def test_halfway(monkeypatch, rank, expected):
     """Rank 0 owns three weights, the last in part, and rank 1 the rest of that one."""
-    monkeypatch.setattr(flat, "rank_and_size", lambda group: (rank, 2))
+    monkeypatch.setattr(buckets, "rank_and_size", lambda group: (rank, 2))
     weights = [zerofp4.empty(shape) for shape in ((64, 128), (128, 256), (512, 256))]
-    buffer = flat.PackedBuffer(range(3), weights)
+    buffer = buckets.Bucket(range(3), weights)
     assert buffer.slice_numel == 86016
-    buffer.peers = object() if shared else None
-    assert buffer.halfway == expected
+    assert find_halfway(buffer) == expected
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, (0, 16, 512)), (1, (0, 80, 640))])
 def test_halfway_of_a_stack(monkeypatch, rank, expected):
     """Rows of tiles are those of each matrix."""
-    monkeypatch.setattr(flat, "rank_and_size", lambda group: (rank, 2))
-    buffer = flat.PackedBuffer(range(1), [zerofp4.empty((3, 40, 64))])
-    buffer.peers = object()
-    assert buffer.halfway == expected
+    monkeypatch.setattr(buckets, "rank_and_size", lambda group: (rank, 2))
+    buffer = buckets.Bucket(range(1), [zerofp4.empty((3, 40, 64))])
+    assert find_halfway(buffer) == expected
 
 
 LISTS = {
@@ -46,7 +45,7 @@ LISTS = {
 POISON = 0xA5
 
 
-def own_codes(buffer: flat.PackedBuffer, i: int, bytes_sent: int) -> slice:
+def own_codes(buffer: buckets.Bucket, i: int, bytes_sent: int) -> slice:
     """Of weight i, the bytes of this rank that are among the first of its slice."""
     shard, before = buffer.shards[i], buffer.offsets[i] - buffer.begin
     last = min(shard.start + shard.numel, 2 * bytes_sent - before)
@@ -65,14 +64,14 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
     """
     parted = 0
     for rank in range(ranks):
-        monkeypatch.setattr(flat, "rank_and_size", lambda group, rank=rank: (rank, ranks))
+        monkeypatch.setattr(buckets, "rank_and_size", lambda group, rank=rank: (rank, ranks))
         weights = [zerofp4.empty(shape, dtype=torch.float32, device=device) for shape in LISTS[what]]
-        buffer = flat.PackedBuffer(range(len(weights)), weights)
-        buffer.peers = object()
-        if buffer.halfway is None:
+        buffer = buckets.Bucket(range(len(weights)), weights)
+        halfway = find_halfway(buffer)
+        if halfway is None:
             assert what == "long rows" and rank == 0  # whose middle is in its first row of tiles
             continue
-        position, row, sent = buffer.halfway
+        position, row, sent = halfway
         assert 0.2 < 2 * sent / buffer.slice_numel <= 0.5
         masters, starts = [], []
         for weight, shard in zip(weights, buffer.shards, strict=True):

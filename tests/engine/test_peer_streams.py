@@ -92,7 +92,7 @@ def test_an_update_waits_until_codes_have_left_and_not_for_other_ranks(queued):
     gather = peers.start_gather(FIRST)
     peers.wait_until_sent()
     assert {_text("0:32"), _text("32:64")} <= current.done and "barrier 1" not in current.done
-    gather._done.wait(current)
+    gather.wait(current)
     assert "barrier 1" in current.done
 
 

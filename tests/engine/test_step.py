@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zerofp4.distributed import CollectiveError
+from zerofp4.distributed import CollectiveError, OwnError
 from zerofp4.engine import Arrived, Step
 
 ERROR = RuntimeError("this rank's own")
@@ -32,7 +32,7 @@ class Bucket(Log):
     def __init__(self, name, done, group, first, **faults):
         super().__init__(name, done, **faults)
         self.group, self.world_size, self.indices = group, 2, [first]
-        self.parameters = [torch.zeros(2)]
+        self.parameters, self.plan = [torch.zeros(2)], None
 
     def is_sharded_like(self, other):
         return self.group == other.group
@@ -41,8 +41,9 @@ class Bucket(Log):
 class Transport:
     """faults: by "verb b", what it raises. halfway: of bucket 0."""
 
-    def __init__(self, done, halfway=None, **faults):
-        self._done, self._halfway, self._faults = done, halfway, faults
+    def __init__(self, done, buckets, halfway=None, **faults):
+        self._done, self.buckets, self._halfway, self._faults = done, buckets, halfway, faults
+        self.adds_in_update = [b != 1 for b in range(len(buckets))]
 
     def _say(self, verb, b=None):
         self._done.append(verb if b is None else f"{verb} {b}")
@@ -80,13 +81,10 @@ class Transport:
 
 
 class Update:
-    """Averages in the update, but in bucket 1. faults: by bucket."""
+    """faults: by bucket."""
 
     def __init__(self, done, **faults):
         self._done, self._faults = done, faults
-
-    def adds(self, b):
-        return b != 1
 
     def __call__(self, b, arrived):
         assert (arrived is None) == (b == 1)
@@ -111,11 +109,12 @@ def run(groups=("a", "a", "a"), plans=({}, {}, None), late=False, error=None, av
     """
     done = []
     buckets = [Bucket(str(b), done, group, len(groups) - b, **faults) for b, group in enumerate(groups)]
-    plans = [None if own is None else Log(str(b), done, **own) for b, own in enumerate(plans)]
-    step = Step(buckets, plans, Transport(done, **faults), late=Late(done) if late else None)
+    for b, own in enumerate(plans):
+        buckets[b].plan = None if own is None else Log(str(b), done, **own)
+    step = Step(Transport(done, buckets, **faults), late=Late(done) if late else None)
     raised = None
     try:
-        step.run(Update(done, **faults) if averages else None, [None] if averages else None, error)
+        step.run(Update(done, **faults) if averages else None, [None] if averages else None, OwnError(error))
     except RuntimeError as failure:
         raised = failure
     return done, buckets, raised
@@ -222,7 +221,7 @@ def test_a_collective_that_fails_ends_it():
 def test_average():
     done = []
     buckets = [Bucket(str(b), done, group, b) for b, group in enumerate("aab")]
-    error = Step(buckets, [None] * 3, Transport(done, average_1=ERROR)).average([None])
+    error = Step(Transport(done, buckets, average_1=ERROR)).average([None])
     assert done == ["begin", "send 0", "send 1", "average 0", "average 1", "send 2", "average 2", "end"]
     assert error.take() is ERROR
 
@@ -231,9 +230,10 @@ def test_a_rank_that_only_takes_its_part_does_what_the_others_wait_for():
     """In a step and in an average: every message leaves, and nobody uses what arrives."""
     done = []
     buckets = [Bucket(str(b), done, group, b) for b, group in enumerate("aab")]
-    step = Step(buckets, [Log("0", done), Log("1", done), None], Transport(done))
+    buckets[0].plan, buckets[1].plan = Log("0", done), Log("1", done)
+    step = Step(Transport(done, buckets))
     with pytest.raises(RuntimeError) as caught:
-        step.run(None, (), ERROR)
+        step.run(None, (), OwnError(ERROR))
     assert caught.value is ERROR
     ours = [entry for entry in done if entry.split()[0] in ("begin", "send", "discard", "abstain", "gather")]
     assert ours == [

@@ -13,8 +13,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4 import NVFP4Tensor
-from zerofp4.engine import buckets
-from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer, build
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype"
@@ -97,6 +96,6 @@ def test_a_dtype_that_cannot_be_meant_or_comes_too_late(device, dtype):
 def test_a_torch_that_has_no_such_gradients(device, monkeypatch):
     """Said, where it is asked for."""
     older = types.SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.0", _C=torch._C)
-    monkeypatch.setattr(buckets, "torch", older)
+    monkeypatch.setattr(build, "torch", older)
     with pytest.raises(ValueError, match=r"torch 2\.0 gives p gradients of its own dtype"):
-        buckets.check_gradient_dtype(torch.float32, [nn.Parameter(torch.ones(1).bfloat16())], ["p"])
+        build.check_gradient_dtype(torch.float32, [nn.Parameter(torch.ones(1).bfloat16())], ["p"])

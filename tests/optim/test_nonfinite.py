@@ -17,7 +17,7 @@ from cases.optim import (
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.gradients import BEGINNING, first_nonfinite, from_word
+from zerofp4.optim.agreement import BEGINNING, first_nonfinite
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 VALUES = [math.nan, math.inf, -math.inf]
@@ -245,8 +245,7 @@ def test_the_first_of_a_list(device, value):
             assert first_nonfinite(gradients).item() == 0
             for i in (3, 2):
                 gradients[i][at] = value
-                assert from_word(first_nonfinite(gradients).item(), len(gradients)) == i
-    assert from_word(0.0, 5) is None
+                assert len(gradients) - first_nonfinite(gradients).item() == i
 
 
 @pytest.mark.parametrize("turned", [None, 2, 30])
@@ -259,7 +258,7 @@ def test_the_first_of_a_long_list(device, bad, turned):
     if turned is not None:
         gradients[turned] = gradients[turned].t()
     found = first_nonfinite(gradients)
-    assert from_word(found.item(), len(gradients)) == (min(bad) if bad else None)
+    assert found.item() == (len(gradients) - min(bad) if bad else 0)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -280,6 +279,6 @@ def test_the_first_that_is_infinite_once_it_is_rounded(device, sign):
 def test_what_is_infinite_in_fp32(device):
     """A gradient of another dtype than those of weights becomes FP32 before anything is done with it."""
     gradients = [torch.ones(3, device=device), torch.tensor([1.0, 1e300], device=device, dtype=torch.float64)]
-    assert from_word(first_nonfinite(gradients).item(), 2) == 1
+    assert first_nonfinite(gradients).item() == 1
     gradients[1][1] = 1e30
     assert first_nonfinite(gradients).item() == 0

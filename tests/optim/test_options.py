@@ -18,7 +18,7 @@ from torch import nn
 from zerofp4 import quantize
 from zerofp4.distributed import first_difference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.groups import HASH_BITS, OptionsHash, compared_options, show_option
+from zerofp4.optim.inner import HASH_BITS, OptionsHash, compared_options, show_option
 from zerofp4.storage import called
 
 

@@ -4,76 +4,61 @@ Neighbouring parameters of one kind make a bucket, which is sharded over all ran
 exchange, its weights one all-gather in place, and a step works on one bucket while others travel.
 """
 
-from zerofp4.engine.backward import ArrivingMeans, BackwardSchedule
+from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb
+from zerofp4.engine.backward import ArrivingMeans, BackwardSchedule, Rounds
 from zerofp4.engine.buckets import (
-    Updated,
-    Wire,
-    build_buffers,
-    check_gradient_dtype,
-    gradient_dtype,
-    make_wire,
-    set_gradient_dtype,
-)
-from zerofp4.engine.collective import CollectiveTransport
-from zerofp4.engine.flat import (
     ALIGNMENT,
-    DenseBuffer,
-    FlatBuffer,
-    PackedBuffer,
-    Sharding,
-    with_own_storage,
-)
-from zerofp4.engine.gradient_memory import (
+    Bucket,
     GradientMemory,
     Gradients,
     GradientSnapshot,
+    Sharding,
     are_sendable,
     attributes,
+    gradient_dtype,
     gradients_of,
     in_order,
     is_sendable,
+    with_own_storage,
 )
-from zerofp4.engine.hosts import Hosts, HostTransport, find_ways
+from zerofp4.engine.collective import CollectiveTransport, find_advice
+from zerofp4.engine.hosts import HostTransport
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import Peers
-from zerofp4.engine.step import Step
-from zerofp4.engine.transport import Arrived, Transport, check_gradients, describe_buckets
+from zerofp4.engine.step import Arrived, Step, Transport, check_gradients
+from zerofp4.engine.topology import Hosts, find_topology
 
 __all__ = [
     "ALIGNMENT",
     "Arrived",
     "ArrivingMeans",
     "BackwardSchedule",
+    "Bucket",
     "CollectiveTransport",
-    "DenseBuffer",
-    "FlatBuffer",
     "GradientMemory",
     "GradientSnapshot",
     "Gradients",
     "HostTransport",
     "Hosts",
     "LateGathers",
-    "PackedBuffer",
     "PeerTransport",
     "Peers",
+    "Rounds",
     "Sharding",
     "Step",
+    "Trained",
     "Transport",
-    "Updated",
-    "Wire",
     "are_sendable",
     "attributes",
-    "build_buffers",
-    "check_gradient_dtype",
+    "build_buckets",
     "check_gradients",
-    "describe_buckets",
-    "find_ways",
+    "find_advice",
+    "find_bucket_mb",
+    "find_topology",
     "gradient_dtype",
     "gradients_of",
     "in_order",
     "is_sendable",
-    "make_wire",
-    "set_gradient_dtype",
     "with_own_storage",
 ]

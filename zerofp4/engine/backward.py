@@ -5,66 +5,67 @@ slices.
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import error_text, in_phase
+from zerofp4.distributed import OwnError, Pending, error_text, in_phase
+from zerofp4.engine.assignment import Trained
+from zerofp4.engine.buckets import GradientMemory, Gradients, add_gradient_hooks, gradients_of
 from zerofp4.engine.collective import CollectiveTransport
-from zerofp4.engine.gradient_memory import (
-    GradientMemory,
-    Gradients,
-    GradientSnapshot,
-    add_gradient_hooks,
-    gradients_of,
-)
 from zerofp4.engine.peer import PeerTransport
-from zerofp4.engine.transport import check_gradients
+from zerofp4.engine.step import Transport, check_gradients
+from zerofp4.tensors import Holder
 
 BucketGradients = Mapping[int, torch.Tensor | None]
 """p.grad of the parameters of a bucket, by their position among all trainable parameters."""
+
+
+class Rounds(NamedTuple):
+    """What a rank has sent in backward passes. One turn through all buckets is a round."""
+
+    count: int = 0  # how many rounds there were, ever
+    again: bool = False  # whether one more is needed
+    broken: bool = False  # whether what was sent must not be used
 
 
 class BackwardSchedule:
     """Notices gradients as backward passes make them, and sends each bucket when it is complete.
 
     Buckets are sent in one order, each when all of its gradients are there and those before it have been
-    sent. One turn through all buckets is a round. Every rank takes part in the same number of rounds,
-    whatever passes it ran, broke off or ran under no_sync(): before each agreement of the ranks, close()
-    sends what is missing; what was sent and then dropped by zero_grad() is sent once more behind the
-    agreement, by all.
+    sent. Every rank takes part in the same number of rounds, whatever passes it ran, broke off or ran under
+    no_sync(): before each agreement of the ranks, close() sends what is missing; what was sent and then
+    dropped by zero_grad() is sent once more behind the agreement, by all.
 
     With `adds` each backward pass outside of no_sync() is a round; its gradients are added to the FP32
     slices, and p.grad is None afterwards. Without it gradients stay in p.grad, and there is one round before
     each agreement.
 
-    parameters, names: all trainable ones, and what messages call them.
-    exchange: sends gradients.
+    holder: of the trained parameters; nothing is sent any more once another optimizer has taken them over.
     early: whether buckets are sent before the end of a pass.
-    word_of: the word of a NaN or Inf in a bucket's gradients, for the agreement; only with `adds`.
-    is_reduced: whether clip_grad_norm_ has reduced what the next step uses; then nothing is sent.
+    find_word: Agreement.find_word(); only with `adds`.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
-        exchange: "PeerTransport | ArrivingMeans",
+        trained: Sequence[Trained],
+        holder: Holder,
+        transport: "PeerTransport | ArrivingMeans",
         *,
         early: bool,
         adds: bool,
-        word_of: Callable[[BucketGradients], torch.Tensor | None],
-        is_reduced: Callable[[], bool],
+        find_word: Callable[[Sequence[torch.Tensor | None], Sequence[int]], torch.Tensor | None],
     ):
-        self._parameters, self._names = list(parameters), list(names)
-        self._exchange, self._early, self._adds = exchange, early, adds
-        self._word_of, self._is_reduced = word_of, is_reduced
-        self._buckets = exchange.buckets
+        self._parameters, self._names = [one.parameter for one in trained], [one.name for one in trained]
+        self._holder = holder
+        self._transport, self._early, self._adds, self._find_word = transport, early, adds, find_word
+        self._buckets = transport.buckets
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.indices}
-        self._is_syncing = True
-        """False under no_sync()."""
-        self.rounds = 0
-        """How many have begun."""
+        self.is_reduced = False
+        """Whether clip_grad_norm_ has reduced what the next step uses: then nothing is sent."""
+        self._is_syncing = True  # False under no_sync()
+        self._rounds = 0  # how many have begun
         self._stand_in = torch.zeros((), device=self._buckets[0].device)
         """For a gradient that is only in the slices."""
         self._start_over()
@@ -73,14 +74,12 @@ class BackwardSchedule:
 
     def _start_over(self) -> None:
         """What is sent next is a new round."""
-        self._next = 0
-        """The bucket that is sent next."""
-        self._is_stale = False
-        """Whether zero_grad() has dropped what this round has sent."""
+        self._next = 0  # the bucket that is sent next
+        self._is_stale = False  # whether zero_grad() has dropped what this round has sent
         self._missing = [set(bucket.indices) for bucket in self._buckets]
         """By bucket, the parameters whose gradients are not there."""
-        self._snapshots: list[GradientSnapshot] = []
-        """By bucket, what was sent. Without `adds`."""
+        self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
+        """Without `adds`, by parameter, the gradient that was sent, and its version then."""
         self._pass: int | None = None
         """With `adds`, the backward pass whose end ends the round."""
 
@@ -93,7 +92,7 @@ class BackwardSchedule:
 
     def _mark(self, i: int, _: torch.Tensor) -> None:
         """The gradient of parameter i is there."""
-        if not self._is_syncing or self._is_stale or self._is_reduced():
+        if not self._is_syncing or self._is_stale or self.is_reduced or self._holder.is_taken_over:
             return
         self._missing[self._bucket_of[i]].discard(i)
         if self._adds and self._pass != torch._C._current_graph_task_id():
@@ -122,6 +121,7 @@ class BackwardSchedule:
         if self._adds:
             self.end_step()
         self._is_stale = not self._adds and self._next > 0
+        self._sent.clear()
         if not self._is_stale:
             self._start_over()
 
@@ -143,66 +143,61 @@ class BackwardSchedule:
             return self._word if own is None else own
         return torch.maximum(own, self._word)
 
-    def close(self, discard: bool = False) -> bool:
-        """Send every bucket of this round that has not been sent.
+    def close(self, error: OwnError, reduces: bool) -> Rounds:
+        """Send every bucket of this round that has not been sent, if ranks are to reduce gradients now.
 
-        discard: what is sent must not be used; the others wait for it.
-
-        Returns whether a round is needed behind the agreement, because what was sent are not the gradients,
-        or not all of them. Raises RuntimeError where gradients changed after they were sent, and for an error
-        in sending.
+        error: of this rank; it takes up what goes wrong here. What is sent with an error is used by nobody,
+            but the others wait for it.
         """
-        changed = None if self._adds or self._is_stale else self._find_changed()
-        if not self._adds or self._pass is not None:  # with `adds`, only a pass that broke off is incomplete
-            self._complete(discard or self._is_stale or changed is not None)
-        if self._exchange.error is not None:
-            raise RuntimeError(self._exchange.error)
-        if changed is not None:
-            raise RuntimeError(
-                f"the gradient of {changed} changed after it had begun to travel, as overlap='backward' has "
-                "it: run all backward passes before a step but the last in no_sync(), change gradients by "
-                "clip_grad_norm_ or not at all, and drop them by zero_grad() of the optimizer"
-            )
-        if self._adds:
-            return any(gradient is not None for gradient in gradients_of(self._parameters))
-        return self._is_stale
+        again = False
+        if reduces:
+            with error:
+                self._check_unchanged()
+            with error:
+                if not self._adds or self._pass is not None:  # with `adds`, else no pass broke off
+                    self._complete(discard=self._is_stale or bool(error))
+                if self._transport.error is not None:
+                    raise RuntimeError(self._transport.error)
+            # What was sent are not the gradients, or not all of them.
+            left = self._adds and any(gradient is not None for gradient in gradients_of(self._parameters))
+            again = self._is_stale or left
+        return Rounds(self._rounds, again, self._transport.error is not None)
 
-    def _find_changed(self) -> str | None:
-        """The name of a parameter whose gradient is not the one that was sent."""
-        present = gradients_of(self._parameters)
-        for snapshot, bucket in zip(self._snapshots, self._buckets, strict=False):
-            position = snapshot.first_changed([present[i] for i in bucket.indices])
-            if position is not None:
-                return self._names[bucket.indices[position]]
-        return None
+    def _check_unchanged(self) -> None:
+        """Raise RuntimeError where the gradient of a parameter is not the one that was sent."""
+        present = gradients_of([self._parameters[i] for i in self._sent])
+        for now, (i, (gradient, version)) in zip(present, self._sent.items(), strict=True):
+            if now is not gradient or (gradient is not None and gradient._version != version):
+                raise RuntimeError(
+                    f"the gradient of {self._names[i]} changed after it had begun to travel, as "
+                    "overlap='backward' has it: run all backward passes before a step but the last in "
+                    "no_sync(), change gradients by clip_grad_norm_ or not at all, and drop them by "
+                    "zero_grad() of the optimizer"
+                )
 
     # Behind the agreement
 
-    def settle(self, again: bool) -> None:
+    def resend(self, again: bool) -> None:
         """All ranks have agreed. again: to one more round."""
         self._start_over()
         if again:
             self._complete()
             self._start_over()
-        elif self._adds:
-            self._exchange.clear()
 
-    def abandon(self, rounds: int, keep: bool) -> None:
-        """No rank reduces.
-
-        rounds: of the rank that took part in most.
-        keep: with `adds`, whether the sums are right.
+    def abandon(self, rounds: Rounds) -> None:
+        """No rank reduces: take part in what other ranks have sent alone. rounds: the largest of all ranks.
+        With `adds` the sums stay unless they are broken.
         """
         self._start_over()
-        while self.rounds < rounds:
+        while self._rounds < rounds.count:
             self._complete(discard=True)
             self._start_over()
-        if not (self._adds and keep):
+        if not self._adds or rounds.broken:
             self.end_step()
 
     def end_step(self) -> None:
         """What was reduced has been used."""
-        self._exchange.drop()
+        self._transport.drop()
         self._forget_sums()
 
     def stop(self) -> None:
@@ -211,7 +206,7 @@ class BackwardSchedule:
         if not self._adds or self._pass is not None:
             self._complete(discard=True)
         self.end_step()
-        self._exchange.drain()
+        self._transport.drain()
 
     # Buckets
 
@@ -223,8 +218,7 @@ class BackwardSchedule:
     def _send_next(self, discard: bool = False) -> None:
         b, indices = self._next, self._buckets[self._next].indices
         self._next += 1
-        if b == 0:
-            self.rounds += 1
+        self._rounds += b == 0
         gradients = None
         if not discard:
             found = gradients_of([self._parameters[i] for i in indices])
@@ -232,45 +226,45 @@ class BackwardSchedule:
             if self._adds:
                 self._note(b, gradients)
             else:
-                self._snapshots.append(GradientSnapshot(found))
-        in_phase("gradients", self._exchange.send_gradients)(b, gradients)
+                self._sent |= {i: (g, 0 if g is None else g._version) for i, g in gradients.items()}
+        in_phase("gradients", self._transport.send_gradients)(b, gradients)
 
     def _note(self, b: int, gradients: BucketGradients) -> None:
         """Keep what the agreement must know of gradients that are gone by then, and set p.grad to None."""
         try:
-            check_gradients(self._exchange.transport, b, gradients, self._names)
-            self._word = self.merged_word(in_phase("scan", self._word_of)(gradients))
+            check_gradients(self._transport, b, gradients, self._names)
+            word = in_phase("scan", self._find_word)(list(gradients.values()), list(gradients))
+            self._word = self.merged_word(word)
         except Exception as error:  # the agreement tells the others
-            self._exchange.error = self._exchange.error or error_text(error)
+            self._transport.error = self._transport.error or error_text(error)
         with torch._C.DisableTorchFunctionSubclass():
             for i, gradient in gradients.items():
                 self._present[i] = self._present[i] or gradient is not None
                 self._parameters[i].grad = None
 
 
-class ArrivingMeans:
+class ArrivingMeans(Transport):
     """Averages gradients into the FP32 slices as they arrive, where a BackwardSchedule sends them by
-    collectives. A step waits for them here. Building it is collective.
+    collectives. A step waits for them in average(). Building it is collective.
 
     On a GPU a stream of its own waits for what is received and averages it, so that neither the host nor the
     backward pass waits. On the CPU only the host could wait, so that the transport has memory for all
     buckets.
 
-    transport: sends the gradients.
     adds: rounds add to the slices until drop().
     """
 
     def __init__(self, transport: CollectiveTransport, adds: bool):
-        self.transport, self._adds = transport, adds
-        self.buckets, self.dtypes, self._device = transport.buckets, transport.dtypes, transport.device
+        self._transport, self._adds = transport, adds
+        self.buckets, self.memory = transport.buckets, transport.memory
+        self.dtypes, self.sent_bytes = transport.dtypes, transport.sent_bytes
         self.adds_in_update = [False] * len(self.buckets)
+        self._device = self.buckets[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._underway = collections.deque[int]()
         """Buckets that were sent and have not been averaged, all of one round."""
-        self._has_sums = False
-        """Whether a round has begun since drop()."""
-        self._is_first = True
-        """Whether the sums begin with the present round."""
+        self._has_sums = False  # whether a round has begun since drop()
+        self._is_first = True  # whether the sums begin with the present round
         self.error: str | None = None
         """Why what this rank has sent since drop() must not be used."""
         for bucket in self.buckets:
@@ -287,7 +281,7 @@ class ArrivingMeans:
 
     def send_gradients(self, b: int, gradients: BucketGradients | None) -> None:
         """Send bucket b, the next one in order. None: the round is only to end, whatever is sent."""
-        memory = self.transport.memory[b]
+        memory = self.memory[b]
         if memory.aliased and gradients is not None:
             # The next backward pass may write here before the other stream would read: copy on this stream.
             self._take(memory, gradients)
@@ -296,13 +290,13 @@ class ArrivingMeans:
                 self._average_until(0)  # what is left of the last round, whose memory is used again
                 self._is_first = not (self._adds and self._has_sums)
                 self._has_sums = True
-            self._average_until(self.transport.places - 1)
+            self._average_until(self._transport.in_flight - 1)
             if not memory.aliased and gradients is not None:
                 self._take(memory, gradients)
                 for gradient in gradients.values():
                     if gradient is not None and self._stream is not None:  # its owner may free it before then
                         gradient.record_stream(self._stream)
-            self.transport.send_gradients(b, None)
+            self._transport.send_gradients(b, None)
             self._underway.append(b)
 
     def _take(self, memory: GradientMemory, gradients: BucketGradients) -> None:
@@ -327,22 +321,15 @@ class ArrivingMeans:
             b = self._underway.popleft()
             sums = self.buckets[b].gradients
             if self._is_first:
-                self.transport.average(b, {})
+                self._transport.average(b, {})
             else:
                 means = self._means[: sums.numel()]
-                self.transport.average(b, {}, out=means)
+                self._transport.average(b, {}, out=means)
                 sums.add_(means)
 
     def drop(self) -> None:
         """What was sent so far counts for nothing."""
         self._has_sums, self.error = False, None
-
-    def clear(self) -> None:
-        """Make the sums zeros if there was no round since drop()."""
-        if not self._has_sums:
-            self.drain()
-            for bucket in self.buckets:
-                bucket.gradients.zero_()
 
     def drain(self, count: int = 0) -> None:
         """What is queued next on the current stream finds all but the last `count` buckets averaged."""
@@ -353,17 +340,16 @@ class ArrivingMeans:
 
     # In a step
 
-    def begin(self) -> None:
-        """Nothing: backward passes have begun."""
-
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
         """As Transport.average(): waits for the means of bucket b."""
         self.drain(sum(sent > b for sent in self._underway))
         if self.error is not None:
             raise RuntimeError(self.error)
-        bucket = self.buckets[b]
-        if squares is not None and bucket.is_counted:
-            ops.add_squares([bucket.gradients[bucket.part]], squares)
+        means = self.buckets[b].gradients
+        if not self._has_sums:
+            means.zero_()
+        if squares is not None:
+            ops.add_squares([means], squares)
 
-    def end(self) -> None:
-        """Nothing: the slices are this rank's own."""
+    def gather(self, b: int) -> Pending | None:
+        return self._transport.gather(b)

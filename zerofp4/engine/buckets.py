@@ -1,83 +1,231 @@
-"""Buckets: which parameters share a flat buffer, how their gradients travel, and which rank owns a matrix
-that must stay whole.
+"""Buckets: parameters of one kind in flat memory, cut into one equal slice per rank, and their gradients.
+
+Every rank holds the model's weights whole, as views of a flat buffer. Of the FP32 masters and the averaged
+gradients a rank holds its own slice, in the same layout. So each all-gather of weights is in place: a rank
+casts its masters into its slice of the buffer, and the gather fills in the other slices.
 """
 
+import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from zerofp4.distributed import rank_and_size
-from zerofp4.engine.flat import DenseBuffer, FlatBuffer, PackedBuffer, Sharding
-from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.cast import StagedPlan
+from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
+from zerofp4.engine.peers import Peers
+from zerofp4.layout import ceil_div, round_up
+from zerofp4.shard import equal_slices, intersect, whole_slices
+from zerofp4.storage import Gate, any_dispatches, dispatches
+from zerofp4.tensors import GradientPlace, NVFP4Tensor
 
-# How gradients travel
-
-BUCKETS = 14
-BUCKET_MB = 256.0, 1024.0
-"""A model's gradients are cut into so many buckets, of at least and at most so many megabytes as they travel,
-all ranks' parts together. On two H200s a bucket costs the host half a millisecond, in which 150 MB are
-reduced, updated and published: smaller ones keep the device waiting, and in 64 of 256 MB the step of an 8B
-model took a quarter longer than in 14 of 1024 MB.
-"""
+ALIGNMENT = 256
+"""Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
+and no vector load of a kernel is shared by two weights or two ranks."""
 
 
-class Wire(NamedTuple):
-    """How gradients travel.
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage holds nothing else: torch.save writes whole storages, other
+    formats take tensors of one storage for tied weights, and share_memory_() moves a storage with all in it.
+    """
+    # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
+    with torch.inference_mode(False), torch.cuda.device_of(view):
+        return torch.from_dlpack(view)
 
-    dtype: what they are rounded to before they are added; None is their own, as their parameters have it when
-        the optimizer is built.
-    bucket_mb: megabytes of one bucket, all ranks' parts together.
-    made_in: the dtype of all gradients; None is what autograd makes them.
+
+class Sharding(NamedTuple):
+    """The ranks that a parameter is sharded over, and the ranks that hold replicas of it.
+
+    group: each element is owned by one of its ranks; None for one rank alone.
+    copy: if ranks outside of the group hold the same parameter, sharded in the same way, this rank's number
+        among the owners of the same elements; else None.
+    replicas: the owners of the same elements in other groups, and this rank: they average their gradients.
     """
 
-    dtype: torch.dtype | None
-    bucket_mb: float
-    made_in: torch.dtype | None = None
+    group: dist.ProcessGroup | None = None
+    copy: int | None = None
+    replicas: dist.ProcessGroup | None = None
 
-    def dtype_of(self, parameters: Sequence[torch.Tensor]) -> torch.dtype:
-        """What the gradients of a bucket travel as: where they have several dtypes, float32, which holds the
-        values of all.
+
+class Bucket:
+    """Parameters of one kind in flat memory, and this rank's slice of their FP32 masters and averaged
+    gradients.
+
+    indices: the positions of the parameters among all trainable ones.
+    owners: by parameter, the rank that owns all of it, in ascending order; None where parameters are cut
+        wherever a slice ends.
+    wire: what gradients are rounded to before they are added; None is what autograd makes them.
+
+    allocate() makes the memory, take_values() copies the parameters into `weights`, and bind() makes the
+    parameters views of it.
+
+    weights: what the model computes with, in a storage that nothing else has: [world_size * slice_numel], or
+        uint8 of half as many elements, the rowwise codes of NVFP4 weights.
+    masters: float32 [slice_numel]; what lies between two parameters is zero. FP32 parameters are their own
+        masters: this rank's slice of the weights, until somebody moves that.
+    plan: casts the masters of NVFP4 weights; None for other weights, which cast() rounds.
+    """
+
+    weights: torch.Tensor
+    masters: torch.Tensor
+    plan: StagedPlan | None = None
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        sharding: Sharding = Sharding(),  # noqa: B008
+        owners: Sequence[int] | None = None,
+        wire: torch.dtype | None = None,
+    ):
+        self.indices, self.parameters, self.wire = list(indices), list(parameters), wire
+        self.device = self.parameters[0].device
+        dtypes = set(map(gradient_dtype, self.parameters))
+        self.sent_as: torch.dtype = wire or (torch.float32 if len(dtypes) > 1 else next(iter(dtypes)))
+        """In which dtype gradients travel. Of several it is float32, which holds the values of all."""
+        self.keeps_gradients = dtypes == {self.sent_as}
+        """Whether gradients travel as autograd makes them."""
+        self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)
+        """Whether the parameters are NVFP4 weights; else they are of one floating dtype."""
+        self.gate = Gate() if self.is_packed else None  # of reads of codes that wait for a gather
+        self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
+        self.rank, self.world_size = rank_and_size(sharding.group)
+        self.replica, self.replica_count = rank_and_size(sharding.replicas)
+        self.is_counted = not sharding.copy
+        """Whether a norm over all ranks counts this rank's elements, not those of another copy."""
+        self.is_of_whole_matrices = owners is not None
+        sizes = [parameter.numel() for parameter in self.parameters]
+        if owners is None:
+            self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT)
+        else:
+            self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
+        self.begin, end = self.rank * self.slice_numel, (self.rank + 1) * self.slice_numel
+        self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
+        """By parameter, what this rank owns of it."""
+        most = round_up(ceil_div(self.slice_numel, self.replica_count), ALIGNMENT)
+        bounds = [min(r * most, self.slice_numel) for r in range(self.replica_count + 1)]
+        self.parts = [slice(first, last) for first, last in itertools.pairwise(bounds)]
+        """By replica, what it averages of a slice."""
+        self.part = self.parts[self.replica]
+        """What this rank averages of its slice: all of it where there are no replicas."""
+
+    @property
+    def kind(self) -> str:
+        """"nvfp4", or the name of a dtype."""
+        return "nvfp4" if self.is_packed else str(self.parameters[0].dtype).removeprefix("torch.")
+
+    @functools.cached_property
+    def gradients(self) -> torch.Tensor:
+        """float32 [slice_numel], the averaged gradients. Allocated when it is first asked for: an update that
+        averages gradients as it reads them needs none.
         """
-        dtypes = self._made_in(parameters)
-        return self.dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
+        return self._zeros()
 
-    def keeps(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether the gradients of all these travel as autograd makes them."""
-        return self._made_in(parameters) == {self.dtype_of(parameters)}
+    @functools.cached_property
+    def gradient_views(self) -> list[torch.Tensor | None]:
+        """own_views() of `gradients`."""
+        return self.own_views(self.gradients)
 
-    def _made_in(self, parameters: Sequence[torch.Tensor]) -> set[torch.dtype]:
-        return {self.made_in or gradient_dtype(parameter) for parameter in parameters}
+    def is_sharded_like(self, other: "Bucket") -> bool:
+        """Whether both are cut over the same ranks, whose collectives have one order."""
+        return self.group() is other.group() and self.replicas() is other.replicas()
 
-    def nbytes(self, parameter: torch.Tensor) -> int:
-        """Of its gradient on its way, in a bucket where all gradients have its dtype."""
-        return parameter.numel() * self.dtype_of([parameter]).itemsize
+    @property
+    def sent_bytes(self) -> int:
+        """Of the gradients that this rank sends to the ranks that own them."""
+        return (self.world_size - 1) * self.slice_numel * self.sent_as.itemsize
+
+    # Memory
+
+    def allocate(self, peers: Peers | None = None) -> None:
+        """peers: ranks that share the memory of `weights`, which makes this collective."""
+        dtype = torch.uint8 if self.is_packed else self.parameters[0].dtype
+        numel = self.world_size * self.slice_numel // (2 if self.is_packed else 1)
+        if peers is None:
+            self.weights = torch.zeros(numel, dtype=dtype, device=self.device)
+        else:
+            self.weights = peers.zeros((numel,), dtype)
+        is_float = dtype == torch.float32
+        self.masters = with_own_storage(self._own_slice(self.weights)) if is_float else self._zeros()
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
+
+    def take_values(self) -> None:
+        for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
+            view.copy_(parameter.rowwise_data if self.is_packed else parameter.data)
+
+    def bind(self) -> None:
+        for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
+            if not self.is_packed:
+                parameter.data = with_own_storage(view)
+                continue
+            parameter.rowwise_data = with_own_storage(view)
+            for _, side in parameter.record.sides():
+                side.gate = self.gate
+
+    def cast(self) -> None:
+        """Round the masters of floating weights into this rank's slice of them."""
+        own = self._own_slice(self.weights)
+        if self.masters.data_ptr() != own.data_ptr():
+            own.copy_(self.masters)
+
+    def gathered_masters(self) -> list[torch.Tensor]:
+        """Collective: the whole FP32 master of each parameter, in its shape."""
+        flat = torch.empty(self.world_size * self.slice_numel, dtype=torch.float32, device=self.device)
+        self._own_slice(flat).copy_(self.masters)
+        if self.world_size > 1:
+            all_gather_slices(flat, self.group(), stage="gathering masters")
+        return [view.clone() for view in self.whole_views(flat)]
+
+    # Views
+
+    def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
+        """This rank's part of each parameter in a tensor like `masters`; None where it owns nothing."""
+        starts = [o + s.start - self.begin for o, s in zip(self.offsets, self.shards, strict=True)]
+        return [
+            flat_slice[start : start + shard.numel] if shard.numel else None
+            for start, shard in zip(starts, self.shards, strict=True)
+        ]
+
+    def whole_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each whole parameter, in its shape, in a tensor of all ranks' slices."""
+        return [
+            flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.parameters, strict=True)
+        ]
+
+    def _weight_views(self) -> list[torch.Tensor]:
+        """Each parameter in `weights`: codes in the shape that its record gives them, or its values."""
+        if not self.is_packed:
+            return self.whole_views(self.weights)
+        return [
+            self.weights[o // 2 : (o + w.numel()) // 2].view(w.record.data_shape("rowwise"))
+            for o, w in zip(self.offsets, self.parameters, strict=True)
+        ]
+
+    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.begin : self.begin + self.slice_numel]
 
 
-def make_wire(
-    gradient_wire: torch.dtype | None,
-    bucket_mb: float | None,
-    parameters: Sequence[torch.Tensor] = (),
-    made_in: torch.dtype | None = None,
-) -> Wire:
-    """parameters: what a bucket_mb of None is made for. made_in: as in Wire.
+# Gradients of a model
 
-    Raises ValueError for arguments that cannot be meant.
+Gradients = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
+"""p.grad by the position of a parameter among all trainable ones; a mapping has those of one bucket."""
+
+_dtype, _grad, _version = map(operator.attrgetter, ("dtype", "grad", "_version"))
+
+
+def attributes(get: operator.attrgetter, tensors: Sequence[torch.Tensor]) -> list:
+    """An attribute of every tensor, without __torch_function__ of quantized ones, which costs ten times as
+    much.
     """
-    if gradient_wire is not None and gradient_wire not in WEIGHT_DTYPES:
-        raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {gradient_wire!r}")
-    wire = Wire(gradient_wire, math.nan, made_in)
-    if bucket_mb is None:
-        least, most = BUCKET_MB
-        share = sum(map(wire.nbytes, parameters)) / 2**20 / BUCKETS
-        return wire._replace(bucket_mb=min(max(share, least), most))
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb < math.inf:
-        raise ValueError(f"bucket_mb must be a positive number of megabytes, got {bucket_mb!r}")
-    return wire._replace(bucket_mb=float(bucket_mb))
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(get, tensors))
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -88,173 +236,213 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
         return getattr(parameter, "grad_dtype", parameter.dtype) or torch.float32
 
 
-def check_gradient_dtype(
-    dtype: torch.dtype | None, parameters: Sequence[torch.Tensor], names: Sequence[str]
-) -> None:
-    """Raises ValueError unless gradients of these parameters can be made in `dtype`; changes nothing."""
-    for parameter, name in zip(parameters, names, strict=True):
-        if dtype in (None, gradient_dtype(parameter)):
-            continue
-        if not hasattr(torch.Tensor, "grad_dtype"):
-            raise ValueError(
-                f"gradient_dtype={dtype}: torch {torch.__version__} gives {name} gradients of its own dtype, "
-                f"{parameter.dtype}; later versions have grad_dtype, torch 2.11 for one"
-            )
-        if parameter.grad is not None:
-            raise ValueError(
-                f"gradient_dtype={dtype}: {name} has a gradient of {parameter.grad.dtype} by now; call "
-                "zero_grad() first"
-            )
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    return attributes(_grad, parameters)
 
 
-def set_gradient_dtype(dtype: torch.dtype | None, parameters: Sequence[torch.Tensor]) -> None:
-    """From now on autograd makes and adds up the gradients of these parameters in `dtype`; None leaves them
-    as they are.
+class GradientSnapshot:
+    """Which gradients were sent or averaged, so that later changes to them are noticed."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor | None]):
+        self._gradients = list(gradients)
+        self._present = [gradient for gradient in gradients if gradient is not None]
+        self._versions = attributes(_version, self._present)
+
+    def written(self) -> bool:
+        """Whether some of them have been written to."""
+        return attributes(_version, self._present) != self._versions
+
+    def changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these are other gradients, or the same ones with other values."""
+        return not all(map(operator.is_, gradients, self._gradients)) or self.written()
+
+
+def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the memory of a gradient holds its elements in order and in this dtype."""
+    return are_sendable([gradient], [dtype])
+
+
+def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:
+    """is_sendable() of all. Every step asks this of hundreds of tensors, so the loops run in C."""
+    return (
+        list(map(_dtype, gradients)) == dtypes
+        and not any_dispatches(gradients)
+        and all(map(torch.Tensor.is_contiguous, gradients))
+        and not any(map(torch.Tensor.is_neg, gradients))
+        and not any(map(torch.Tensor._is_zerotensor, gradients))
+    )
+
+
+def in_order(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient itself if it is sendable in this dtype, else a contiguous copy."""
+    if is_sendable(gradient, dtype):
+        return gradient
+    return torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
+
+
+def add_gradient_hooks(
+    owner: Any, parameters: Sequence[torch.Tensor], method: Callable[[Any, int, torch.Tensor], None]
+) -> weakref.finalize:
+    """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The parameters
+    do not keep the owner alive: the hooks end with it, or when what this returns is called.
     """
-    for parameter in parameters:
-        if dtype not in (None, gradient_dtype(parameter)):
+    me = weakref.ref(owner)
+
+    def hook(position: int, parameter: torch.Tensor) -> None:
+        alive = me()
+        if alive is not None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                method(alive, position, parameter)
+
+    def remove(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+        for handle in handles:
+            handle.remove()
+
+    with torch._C.DisableTorchFunctionSubclass():
+        handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(hook, position))
+            for position, parameter in enumerate(parameters)
+        ]
+    ends = weakref.finalize(owner, remove, handles)
+    ends.atexit = False
+    return ends
+
+
+class GradientMemory:
+    """A flat buffer for this rank's own gradients of one bucket: one row for each rank's slice.
+
+    Where it is aliased, p.grad becomes a view of it in each backward pass, and later passes add to it there,
+    so that gradients need no packing before they are sent. The matrix product of a quantized weight writes
+    its gradient there directly (GradientPlace); a hook moves any other gradient there. A gradient with a
+    graph of its own, and one that a user assigned, stays where it is until take() copies it.
+
+    flat: [world_size, slice_numel] of any floating dtype; zeros if it is aliased.
+    aliased_storages: the addresses of all such memory of one optimizer, to which that of `flat` is added;
+        None where nothing aliases `flat`, and others may write to it between two calls of take().
+    """
+
+    def __init__(self, bucket: Bucket, flat: torch.Tensor, aliased_storages: set[int] | None = None):
+        self.flat, self._bucket, self._storages = flat, bucket, aliased_storages
+        self.aliased = aliased_storages is not None
+        self.views = bucket.whole_views(flat.view(-1))
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._gaps: list[torch.Tensor] = []
+        """What lies before, between and behind the parameters, where others write too; it travels as zeros.
+        """
+        if self.aliased:
+            aliased_storages.add(_storage_address(flat))
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad_dtype = dtype
+                self._places = list(map(GradientPlace, bucket.parameters, self.views))
+            add_gradient_hooks(self, bucket.parameters, GradientMemory._move)
+        else:
+            ends = [0, *(o + p.numel() for o, p in zip(bucket.offsets, bucket.parameters, strict=True))]
+            pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
+            self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
+
+    def check(self, gradients: Gradients, names: Sequence[str]) -> None:
+        """Raise RuntimeError for a gradient that aliases the memory of another parameter's gradient.
+
+        gradients: of all trainable parameters, or a mapping that has those of this bucket.
+        names: of all trainable parameters.
+        """
+        mine = [gradients[i] for i in self._bucket.indices]
+        for k in self._elsewhere(mine) if self.aliased else ():
+            if self._is_aliased(mine[k]):
+                name = names[self._bucket.indices[k]]
+                raise RuntimeError(
+                    f"the gradient of {name} lies in memory that gradients are sent from, but not where its "
+                    "own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
+                )
+
+    def take(self, gradients: Gradients) -> None:
+        """Copy gradients into `flat`, rounded to its dtype, unless they lie there. None counts as zeros.
+
+        gradients: as of check().
+        """
+        mine = [gradients[i] for i in self._bucket.indices]
+        missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
+        away = self._elsewhere(mine)
+        if self._gaps or missing:
+            torch._foreach_zero_(self._gaps + missing)
+        if away:
+            torch._foreach_copy_([self.views[k] for k in away], [mine[k] for k in away])
+
+    def _elsewhere(self, mine: Sequence[torch.Tensor | None]) -> list[int]:
+        """The positions of gradients that do not lie in their views. Usually there are none, which loops in C
+        find out.
+        """
+        here, away = [k for k, gradient in enumerate(mine) if gradient is not None], []
+        addresses = map(torch.Tensor.data_ptr, [mine[k] for k in here])
+        if list(addresses) != [self._addresses[k] for k in here]:
+            away = [k for k in here if mine[k].data_ptr() != self._addresses[k]]
+            here = [k for k in here if mine[k].data_ptr() == self._addresses[k]]
+        if not are_sendable([mine[k] for k in here], [self.flat.dtype] * len(here)):
+            away += [k for k in here if not is_sendable(mine[k], self.flat.dtype)]
+        return away
+
+    def _is_aliased(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient lies in such memory of any bucket, in whichever parameter's part."""
+        return not dispatches(gradient) and _storage_address(gradient) in self._storages
+
+    def _move(self, k: int, parameter: torch.Tensor) -> None:
+        """After a backward pass has accumulated p.grad: make it a view of `flat`."""
+        view, place, gradient = self.views[k], self._places[k], parameter.grad
+        if gradient is None or gradient.requires_grad or not is_sendable(gradient, view.dtype):
+            return
+        if gradient.data_ptr() != view.data_ptr():
+            # place.is_awaited(): another pass, inside of which this one ran, has begun to write to the view.
+            if place.is_awaited() or place.is_kept(gradient) or self._is_aliased(gradient):
+                return
+            view.copy_(gradient)
+            # Another object each time, with a version counter of its own: it is another gradient.
+            parameter.grad = gradient = view.data
+        place.note(gradient)
 
 
-# Which parameters share a bucket
+def _storage_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
-class Updated(NamedTuple):
-    """How the master of a parameter is updated.
+# Gradient memory of the buckets of a transport
 
-    by: the number of the optimizer that updates it. All parameters of a bucket have the same one.
-    work: what an update costs, in any unit, if it needs whole matrices; None if it takes any slice.
+
+def in_turns(
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], device: torch.device, count: int = 2
+) -> list[torch.Tensor | None]:
+    """Contiguous tensors of these shapes and dtypes, of which only `count` neighbours are used at a time, so
+    that each shares memory with the one `count` before it. None for None.
     """
+    sizes = [math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout is not None]
+    memory = torch.empty(min(count, len(sizes)), max(sizes, default=0), dtype=torch.uint8, device=device)
+    turns = itertools.cycle(memory)
+    return [
+        None if layout is None else next(turns).view(layout[1])[: math.prod(layout[0])].view(layout[0])
+        for layout in layouts
+    ]
 
-    by: int = 0
-    work: int | None = None
 
+def private_memory(buckets: Sequence[Bucket], count: int = 2, aliased: bool = True) -> list[GradientMemory]:
+    """By bucket, memory for this rank's own gradients. p.grad aliases it where gradients travel as autograd
+    makes them; other gradients are copied to memory that buckets use in turns.
 
-def build_buffers(
-    parameters: Sequence[torch.Tensor],
-    together: Sequence[int],
-    shardings: Sequence[Sharding],
-    wire: Wire,
-    updated: Sequence[Updated],
-    as_made: bool,
-    rounded_first: bool,
-) -> list[FlatBuffer]:
-    """Build one flat buffer per bucket, the same list on every rank.
-
-    The parameters of a bucket share their sharding, their optimizer and their kind (NVFP4, or a dtype), and
-    buffers are sorted by these three. In a group of one rank nothing travels: each combination is one bucket.
-
-    together: by parameter, the number of its amax group, which must lie in one bucket.
-    shardings, updated: by parameter.
-    as_made: sort buffers as a backward pass is expected to make their gradients: NVFP4 weights of the last
-        layers first. Dense buckets follow, since each spans many layers and, as a rule, the embedding.
-    rounded_first: within a sharding, put NVFP4 weights last, so that a step waits for dense weights only.
+    count: how many buckets are on their way at once.
+    aliased: whether p.grad may alias the memory.
     """
-    kinds = ("nvfp4", torch.bfloat16, torch.float16, torch.float32)
-
-    def key(i: int) -> tuple[bool, int, int]:
-        is_packed = isinstance(parameters[i], NVFP4Tensor)
-        kind = kinds.index("nvfp4" if is_packed else parameters[i].dtype)
-        return rounded_first and is_packed, updated[i].by, kind
-
-    buffers: list[FlatBuffer] = []
-    for sharding, positions in _positions(shardings).items():
-        world_size = rank_and_size(sharding.group)[1]
-        works = {i: updated[i].work for i in positions if updated[i].work is not None}
-        owners = dict(zip(works, longest_first([*works.values()], world_size), strict=True))
-        for _, indices in itertools.groupby(sorted(positions, key=key), key):
-            indices = list(indices)
-            sizes = [wire.nbytes(parameters[i]) for i in indices]
-            most = int(wire.bucket_mb * 2**20) if world_size > 1 else sum(sizes)
-            numbers = [together[i] for i in indices]
-            is_whole = indices[0] in owners
-            if is_whole:
-                buckets = in_whole_slices(sizes, [owners[i] for i in indices], numbers, most // world_size)
-            else:
-                buckets = in_buckets(sizes, numbers, most, first_last=as_made)
-            for bucket in buckets:
-                chosen = [indices[position] for position in bucket]
-                members = [parameters[i] for i in chosen]
-                kind = PackedBuffer if isinstance(members[0], NVFP4Tensor) else DenseBuffer
-                with_ranks = [owners[i] for i in chosen] if is_whole else None
-                buffers.append(kind(chosen, members, sharding, with_ranks))
-    return sorted(buffers, key=lambda b: (b.kind != "nvfp4", -min(b.indices))) if as_made else buffers
-
-
-def _positions(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
-    """The positions of each key; keys in order of first appearance."""
-    found: dict[Hashable, list[int]] = {}
-    for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
+    layouts = [((b.world_size, b.slice_numel), b.sent_as) for b in buckets]
+    stays = [aliased and bucket.keeps_gradients for bucket in buckets]
+    copied = [None if keeps else layout for keeps, layout in zip(stays, layouts, strict=True)]
+    device = buckets[0].device if buckets else None
+    turns, storages, found = in_turns(copied, device, count), set(), []
+    for bucket, (shape, dtype), turn in zip(buckets, layouts, turns, strict=True):
+        flat = torch.zeros(shape, dtype=dtype, device=device) if turn is None else turn
+        found.append(GradientMemory(bucket, flat, storages if turn is None else None))
     return found
 
 
-def in_buckets(
-    sizes: Sequence[int], together: Sequence[int], most: int, first_last: bool = False
-) -> list[list[int]]:
-    """Cut neighbouring positions into buckets of at most `most`; a larger position gets a bucket of its own.
-
-    together: positions with the same number share a bucket, where the first of them is.
-    first_last: the first bucket is sent last, with nothing left to hide its transfer. So if one bucket is not
-        enough, each is at most half of the sum of itself and all before it, down to an eighth of `most`.
-    """
-    rest = sum(sizes)
-    shrinks = first_last and rest > most
-    buckets: list[list[list[int]]] = []
-    room = 0
-    for positions in list(_positions(together).values())[:: -1 if first_last else 1]:
-        size = sum(sizes[i] for i in positions)
-        if not buckets or size > room:
-            buckets.append([])
-            room = min(most, max(rest // 2, most // 8)) if shrinks else most
-        buckets[-1].append(positions)
-        room -= size
-        rest -= size
-    if first_last:
-        buckets = [bucket[::-1] for bucket in reversed(buckets)]
-    return [[i for positions in bucket for i in positions] for bucket in buckets]
-
-
-# Whole matrices. The slices of a bucket are as long as the longest of them, so a rank that does not fill its
-# slice wastes memory and bandwidth. Owners are chosen first, over all buckets, to balance the time of
-# updates; then each bucket takes about equally much of every rank.
-
-
-def longest_first(works: Sequence[int], world_size: int) -> list[int]:
-    """Assign each job to a rank: longest job first, to the rank with the least work so far, ties by index."""
-    loads, owners = [0] * world_size, [0] * len(works)
-    for i in sorted(range(len(works)), key=lambda i: -works[i]):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += works[i]
-    return owners
-
-
-def in_whole_slices(
-    sizes: Sequence[int], owners: Sequence[int], together: Sequence[int], room: int
-) -> list[list[int]]:
-    """Put each position into the first bucket where its owner's slice has room for it.
-
-    together: positions with the same number share a bucket.
-    room: of each rank in a bucket. What is larger opens a bucket whose slices are all that large.
-
-    Returns the positions of each bucket, sorted by owner.
-    """
-    buckets: list[list[int]] = []
-    rooms: list[int] = []
-    filled: list[Counter[int]] = []  # by owner
-    for positions in _positions(together).values():
-        needed: Counter[int] = Counter()
-        for i in positions:
-            needed[owners[i]] += sizes[i]
-        for b, most in enumerate(rooms):
-            if all(filled[b][owner] + size <= most for owner, size in needed.items()):
-                break
-        else:
-            b = len(buckets)
-            buckets.append([])
-            rooms.append(max(room, *needed.values()))
-            filled.append(Counter())
-        buckets[b] += positions
-        filled[b] += needed
-    return [sorted(positions, key=lambda i: (owners[i], i)) for positions in buckets]
+def shared_memory(buckets: Sequence[Bucket], peers: Peers) -> list[GradientMemory]:
+    """By bucket, memory for this rank's own gradients that the other ranks read. Collective."""
+    storages, found = set(), []
+    for bucket in buckets:
+        flat = peers.zeros((bucket.world_size, bucket.slice_numel), bucket.sent_as)
+        found.append(GradientMemory(bucket, flat, storages if bucket.keeps_gradients else None))
+    return found

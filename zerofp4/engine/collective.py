@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from zerofp4 import ops
 from zerofp4.distributed import (
@@ -13,18 +14,16 @@ from zerofp4.distributed import (
     reduce_scatter_slices,
     start_exchange,
 )
-from zerofp4.engine.buckets import Wire
-from zerofp4.engine.flat import FlatBuffer
-from zerofp4.engine.gradient_memory import (
+from zerofp4.engine.buckets import (
+    Bucket,
     GradientMemory,
     Gradients,
     are_sendable,
     in_order,
     in_turns,
     private_memory,
-    rows_sent,
 )
-from zerofp4.engine.transport import Arrived, Transport
+from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Transport
 from zerofp4.ops import RankGradients
 
 STAGE = "averaging gradients"
@@ -45,7 +44,6 @@ class CollectiveTransport(Transport):
     received. A step reads the gradients of a bucket of one rank where they are.
 
     buckets: those of each process group side by side.
-    wire: the dtype in which gradients are sent.
     early: how many buckets are on their way at once where a BackwardSchedule sends them; None where a step
         does.
     aliased: whether p.grad may alias the memory that it is sent from.
@@ -54,43 +52,43 @@ class CollectiveTransport(Transport):
 
     def __init__(
         self,
-        buckets: Sequence[FlatBuffer],
-        wire: Wire,
+        buckets: Sequence[Bucket],
         early: int | None = None,
         aliased: bool = True,
         ordered: bool = True,
     ):
-        self.buckets, self.wire, self.places, self.device = buckets, wire, early or 2, buckets[0].device
+        self.buckets, self.in_flight, device = buckets, early or 2, buckets[0].device
         self._ordered = ordered
-        self.dtypes = [wire.dtype_of(bucket.parameters) for bucket in buckets]
-        self.sent_bytes = rows_sent(buckets, self.dtypes)
-        rounds = wire.dtype not in (None, torch.float32)
+        self.dtypes = [bucket.sent_as for bucket in buckets]
+        self.sent_bytes = [bucket.sent_bytes for bucket in buckets]
+        rounds = buckets[0].wire not in (None, torch.float32)
         travels = [bool(early or rounds or b.world_size * b.replica_count > 1) for b in buckets]
-        travelling = list(itertools.compress(buckets, travels))
-        made = iter(private_memory(travelling, wire, self.device, self.places, aliased))
+        made = iter(private_memory(list(itertools.compress(buckets, travels)), self.in_flight, aliased))
         self.memory = [next(made) if is_sent else None for is_sent in travels]
         layouts = [
-            ((b.world_size if ordered else 1, b.slice_numel), d) if b.world_size > 1 else None
-            for b, d in zip(buckets, self.dtypes, strict=True)
+            ((b.world_size if ordered else 1, b.slice_numel), b.sent_as) if b.world_size > 1 else None
+            for b in buckets
         ]
-        self._received = in_turns(layouts, self.device, self.places)
+        self._received = in_turns(layouts, device, self.in_flight)
         """By bucket, [world_size, slice_numel] for what the other ranks have of this rank's slice, or [1,
         slice_numel] for the sum; in a bucket of one rank its own gradients, or None where they are read in
         place.
         """
-        self._own_views: list[list[torch.Tensor | None] | None] = [None] * len(buckets)
-        self.adds_in_update = [wire.keeps(bucket.parameters) for bucket in buckets]
+        self._own_views: list[list[torch.Tensor | None]] = [[]] * len(buckets)
+        self.adds_in_update = [bucket.sent_as in UPDATE_DTYPES for bucket in buckets]
         for b, (bucket, memory) in enumerate(zip(buckets, self.memory, strict=True)):
-            if memory is not None:
-                self.adds_in_update[b] = ordered and bucket.world_size > 1 and bucket.replica_count == 1
-                self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
-                self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
+            if memory is None:
+                self.adds_in_update[b] &= bucket.keeps_gradients
+                continue
+            self.adds_in_update[b] &= ordered and bucket.world_size > 1 and bucket.replica_count == 1
+            self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
+            self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
         self._slices: dict[int, GradientMemory] = {}
         """By bucket whose gradients are read in place, its averaged gradients as what those are copied to."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
         """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
         needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
-        self._of_replicas = torch.empty(max(needed, default=0), dtype=torch.float32, device=self.device)
+        self._of_replicas = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
 
     def prepare(self, gradients: Gradients) -> Gradients:
         found = list(gradients)
@@ -171,7 +169,7 @@ class CollectiveTransport(Transport):
             self._average_over_replicas(bucket, out, squares)
 
     def _average_over_replicas(
-        self, bucket: FlatBuffer, means: torch.Tensor, squares: torch.Tensor | None
+        self, bucket: Bucket, means: torch.Tensor, squares: torch.Tensor | None
     ) -> None:
         """The mean of the means of each replica, in FP32 and in replica order: of 2 x 2 ranks ((g0 + g1) / 2
         + (g2 + g3) / 2) / 2. Each replica averages one part of the slice and sends it to the others.
@@ -196,7 +194,21 @@ class CollectiveTransport(Transport):
         return gather_by_collective(self.buckets[b])
 
 
-def gather_by_collective(bucket: FlatBuffer) -> Pending | None:
+def gather_by_collective(bucket: Bucket) -> Pending | None:
     if bucket.world_size == 1:
         return None
     return all_gather_slices(bucket.weights, bucket.group(), async_op=True, stage="gathering weights")
+
+
+def find_advice(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """What would make collectives of a group faster, or None."""
+    if group is None or device.type != "cuda" or dist.get_world_size(group) == 1:
+        return None
+    options = getattr(group._get_backend(device), "options", None)
+    if getattr(options, "is_high_priority_stream", True):
+        return None
+    return (
+        "NCCL's stream has the priority of the others, so that what travels waits until kernels that were "
+        "queued before it have begun all of their blocks; zerofp4.launch.init_process_group makes a group "
+        "with one of high priority, as pg_options=ProcessGroupNCCL.Options(is_high_priority_stream=True) does"
+    )

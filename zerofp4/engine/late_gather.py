@@ -1,39 +1,43 @@
 """Gathers of NVFP4 weights that go on when the step has ended, while the next forward pass runs.
 
-Every rank begins its gathers in the step, in the order of the buckets. Whoever reads codes only waits, and
-begins nothing that other ranks take part in: so ranks may read in any order, at any time.
-
-On a GPU a stream of its own waits for a gather and transposes what came; a reader's stream waits for an event
+Every rank begins its gathers in the step. Whoever reads codes only waits, so ranks may read in any order. On
+a GPU a stream of its own waits for a gather and transposes what came; a reader's stream waits for an event
 behind that, and the host for nothing. On the CPU the first reader waits for the gather and transposes.
 """
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from zerofp4.distributed import in_phase
-from zerofp4.engine.flat import PackedBuffer
-from zerofp4.engine.transport import Waitable
+from zerofp4.engine.buckets import Bucket
 from zerofp4.ops import current_stream, is_capturing
 from zerofp4.storage import Gate
+
+
+class Waitable(Protocol):
+    """A gather of weights that has begun."""
+
+    def wait(self) -> None:
+        """What is queued next on the current stream finds the slices of all ranks."""
 
 
 class LateGather:
     """The gather of one bucket's codes, behind the gate that readers of these codes pass."""
 
-    def __init__(self, gate: Gate, gather: Waitable, derive: Callable[[], None]):
-        self.gate, self._lock = gate, threading.Lock()
+    def __init__(self, gate: Gate, gather: Waitable, derive: Callable[[], None], device: torch.device):
+        self.gate, self._device, self._lock = gate, device, threading.Lock()
         self._rest: tuple[Waitable, Callable[[], None]] | None = (gather, derive)
         self.event: torch.cuda.Event | None = None
         """On a GPU, recorded behind everything."""
-        self._device: torch.device | None = None
         self._waiting: set[int] = set()
         """Streams that wait for the event already: asked at every read, and faster than the event."""
 
-    def queue(self, stream: "torch.cuda.Stream", device: torch.device) -> None:
+    def queue(self, stream: "torch.cuda.Stream") -> None:
         """Complete the gather on the stream of a GPU, behind the current one."""
-        self._device, event = device, torch.cuda.Event()
+        event = torch.cuda.Event()
         try:
             with torch.cuda.stream(stream):
                 self._complete()
@@ -75,11 +79,17 @@ class LateGather:
         self.event.wait(torch.cuda.current_stream(self._device))
         self._waiting.add(stream)
 
+    def synchronize(self) -> None:
+        """The host waits for the codes."""
+        if self.event is None:
+            self.wait()
+        else:
+            self.event.synchronize()
+
 
 class LateGathers:
-    """The gathers that are on their way into the weights of some buckets.
-
-    add() after a gather has begun; settle() before anybody writes to the weights again.
+    """The gathers that are on their way into the weights of some buckets: add() after one has begun, settle()
+    before anybody writes to the weights again.
     """
 
     def __init__(self, device: torch.device):
@@ -88,10 +98,8 @@ class LateGathers:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._pending: list[LateGather] = []
 
-    def watch(self, bucket: PackedBuffer) -> None:
-        """Tell the allocator that the weights of a bucket, as they are bound now, are written on another
-        stream.
-        """
+    def watch(self, bucket: Bucket) -> None:
+        """Tell the allocator that the weights of a bucket are written on another stream."""
         if self._stream is None:
             return
         bucket.weights.record_stream(self._stream)  # torch ignores it for codes, whose storage is their own
@@ -99,13 +107,13 @@ class LateGathers:
             for _, place in weight.record.places():
                 place.record_stream(self._stream)
 
-    def add(self, bucket: PackedBuffer, gather: Waitable, derive: Callable[[], None]) -> None:
+    def add(self, bucket: Bucket, gather: Waitable, derive: Callable[[], None]) -> None:
         """derive: derives from the codes of all ranks what else the weights of the bucket have."""
-        late = LateGather(bucket.gate, gather, derive)
+        late = LateGather(bucket.gate, gather, derive, self._device)
         self._pending.append(late)
         try:
             if self._stream is not None:
-                late.queue(self._stream, self._device)
+                late.queue(self._stream)
         finally:  # not before: a reader in another thread finds no event that is not recorded
             bucket.gate.close(late.wait)
 
@@ -117,7 +125,7 @@ class LateGathers:
 
     def synchronize(self) -> None:
         """The same, and the host waits for the device."""
-        self._end(lambda late: late.wait() if late.event is None else late.event.synchronize())
+        self._end(LateGather.synchronize)
 
     def _end(self, wait: Callable[[LateGather], None]) -> None:
         pending, self._pending = self._pending, []

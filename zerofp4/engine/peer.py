@@ -6,17 +6,10 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import error_text
-from zerofp4.engine.buckets import Wire
-from zerofp4.engine.flat import FlatBuffer
-from zerofp4.engine.gradient_memory import (
-    GradientMemory,
-    Gradients,
-    private_memory,
-    rows_sent,
-    shared_memory,
-)
-from zerofp4.engine.peers import Copies, PeerGather, Peers, halves
-from zerofp4.engine.transport import Arrived, Transport
+from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, private_memory, shared_memory
+from zerofp4.engine.peers import Copies, Peers, halves
+from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Transport
+from zerofp4.format import BLOCK
 from zerofp4.ops import PeerRows, RankGradients
 
 
@@ -44,15 +37,14 @@ class PeerTransport(Transport):
       anything behind begin(). Memory that buckets use in turns waits until its copies have left.
 
     buckets: of all ranks of peers.
-    wire: the dtype in which gradients are read or sent.
     early: whether a BackwardSchedule sends gradients.
     """
 
-    def __init__(self, buckets: Sequence[FlatBuffer], wire: Wire, peers: Peers, early: bool = False):
-        self.buckets, self.wire, self._peers, self._early = buckets, wire, peers, early
-        self.dtypes = [wire.dtype_of(bucket.parameters) for bucket in buckets]
-        self.adds_in_update = [True] * len(buckets)
-        self.sent_bytes = rows_sent(buckets, self.dtypes)
+    def __init__(self, buckets: Sequence[Bucket], peers: Peers, early: bool = False):
+        self.buckets, self._peers, self._early = buckets, peers, early
+        self.dtypes = [bucket.sent_as for bucket in buckets]
+        self.adds_in_update = [bucket.sent_as in UPDATE_DTYPES for bucket in buckets]
+        self.sent_bytes = [bucket.sent_bytes for bucket in buckets]
         self.error: str | None = None
         """Why what this rank has sent since drop() must not be used."""
         self._rows: list[PeerRows] = []
@@ -65,19 +57,20 @@ class PeerTransport(Transport):
         """By bucket, where the other ranks copy it to."""
         self._left: dict[int, torch.cuda.Event] = {}
         """By the address of own memory, the last copies that were queued from there."""
+        self._halfway = [find_halfway(bucket) for bucket in buckets]
         self._sent_halfway: dict[int, int] = {}
         """By bucket, how many elements of the slice of weights left halfway through its cast."""
         if early:
-            self.memory = private_memory(buckets, wire, peers.device)
+            self.memory = private_memory(buckets)
             for bucket, memory in zip(buckets, self.memory, strict=True):
                 self._connect(bucket, memory)
         else:
-            self.memory = shared_memory(buckets, wire, peers)
+            self.memory = shared_memory(buckets, peers)
             for bucket, memory in zip(buckets, self.memory, strict=True):
                 self._rows.append(peers.rows_like(memory.flat[peers.rank]))
                 self._own_views.append(bucket.own_views(memory.flat[peers.rank]))
 
-    def _connect(self, bucket: FlatBuffer, memory: GradientMemory) -> None:
+    def _connect(self, bucket: Bucket, memory: GradientMemory) -> None:
         """Allocate rows for what the other ranks send, and one for this rank's own where its memory is shared
         in turns. Collective.
         """
@@ -99,8 +92,7 @@ class PeerTransport(Transport):
         self._received.append(received)
 
     def prepare(self, gradients: Gradients) -> Gradients:
-        """Not with `early`: gradients have been sent."""
-        for memory in self.memory:
+        for memory in () if self._early else self.memory:
             memory.take(gradients)
         return gradients
 
@@ -161,9 +153,9 @@ class PeerTransport(Transport):
         self._peers.open()
 
     def halfway(self, b: int) -> tuple[int, int, Callable[[], None]] | None:
-        if self.buckets[b].halfway is None:
+        if self._halfway[b] is None:
             return None
-        position, row, sent = self.buckets[b].halfway
+        position, row, sent = self._halfway[b]
 
         def send() -> None:
             self._sent_halfway[b] = sent
@@ -171,5 +163,26 @@ class PeerTransport(Transport):
 
         return position, row, send
 
-    def gather(self, b: int) -> PeerGather:
+    def gather(self, b: int) -> torch.cuda.Event:
         return self._peers.start_gather(self.buckets[b].weights, self._sent_halfway.pop(b, 0))
+
+
+def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:
+    """Where a cast may stop once, so that codes are sent while the rest is cast: the position of a weight,
+    its row, or its number of rows where that is behind it, and how many elements of `weights` are before it.
+    It is the last row of tiles that begins in the first half of this rank's codes, or the end of a weight
+    where the middle is in a gap behind it. None where nothing is sent.
+    """
+    if bucket.kind != "nvfp4" or bucket.world_size == 1:
+        return None
+    middle = bucket.begin + bucket.slice_numel // 2
+    owned = [i for i, shard in enumerate(bucket.shards) if shard.numel and bucket.offsets[i] <= middle]
+    if not owned:
+        return None
+    position = owned[-1]
+    weight, offset = bucket.parameters[position], bucket.offsets[position]
+    rows, cols = weight.record.matrix
+    matrix, row = divmod(min(middle - offset, weight.numel()) // cols, rows)
+    row = matrix * rows + row // BLOCK * BLOCK
+    sent = offset + row * cols - bucket.begin
+    return (position, row, sent // 2) if sent > 0 else None

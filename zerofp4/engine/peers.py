@@ -1,105 +1,15 @@
 """Memory that the ranks of one host share: every rank reads and writes that of all others, through NVLink."""
 
-import itertools
 import math
 import os
-import socket
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import (
-    CollectiveError,
-    GroupReference,
-    attempt,
-    exchange,
-    rank_and_size,
-    timeout_seconds,
-)
-from zerofp4.ops import MAX_PEERS, Barrier, PeerRows
-
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""An environment variable of torch: with "1" two ranks may use one GPU, as tests do."""
-
-
-class Seat(NamedTuple):
-    """Where a rank runs. reachable: the indices of the GPUs whose memory its own can access. obstacle: what
-    keeps this rank from sharing memory, whatever the others are. groups: how many process groups it is in.
-    """
-
-    host: str
-    index: int
-    reachable: list[int]
-    obstacle: str | None
-    groups: int = 1
-
-
-def try_to_share(
-    share: Callable[[], "Peers"], group: dist.ProcessGroup
-) -> tuple["Peers | None", str | None]:
-    """What `share` makes on every rank of a group, or None and the first rank's reason. Collective.
-
-    A system may keep processes from each other's memory, as containers do; torch finds out in trying. (Where
-    it keeps one rank alone, the others wait in torch's rendezvous for as long as its store lets them.)
-    """
-    peers, obstacle = None, None
-    try:
-        peers = share()
-    except CollectiveError:  # no rank is left that would wait
-        raise
-    except RuntimeError as error:
-        obstacle = str(error)
-    found = exchange(obstacle, None, group, "sharing memory")
-    obstacles = [f"on rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
-    return (None, obstacles[0]) if obstacles else (peers, None)
-
-
-def seat_of(device: torch.device) -> Seat:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    groups = len(dist.distributed_c10d._world.pg_names)
-    if device.type != "cuda":
-        obstacle = f"the parameters are on {device}, and only GPUs read each other's memory"
-        return Seat(host, -1, [], obstacle, groups)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    others = [i for i in range(torch.cuda.device_count()) if i != index]
-    reachable = [i for i in others if torch.cuda.can_device_access_peer(index, i)]
-    return Seat(host, index, reachable, _torch_obstacle(device), groups)
-
-
-def _torch_obstacle(device: torch.device) -> str | None:
-    try:
-        from torch.distributed._symmetric_memory import get_backend
-    except ImportError:
-        return "this torch has no symmetric memory"
-    found = get_backend(device)
-    return None if found == "CUDA" else f"the backend of torch's symmetric memory is {found!r}, not 'CUDA'"
-
-
-def find_obstacle(seats: Sequence[Seat], ranks: range) -> str | None:
-    """Why these ranks cannot share memory, or None. seats: of all ranks."""
-    if len(ranks) > MAX_PEERS:
-        return f"{len(ranks)} ranks are more than {MAX_PEERS}"
-    for rank in ranks:
-        if seats[rank].obstacle is not None:
-            return f"on rank {rank}: {seats[rank].obstacle}"
-        if seats[rank].host != seats[ranks[0]].host:
-            return f"ranks {ranks[0]} and {rank} are on different hosts"
-    overlapping = os.environ.get(OVERLAPPING) == "1"
-    for other, rank in itertools.combinations(ranks, 2):
-        theirs, seat = seats[other], seats[rank]
-        if seat.index == theirs.index and not overlapping:
-            return (
-                f"ranks {other} and {rank} both use cuda:{seat.index} (each needs a GPU of another "
-                "number, and has to see those of the others)"
-            )
-        if seat.index != theirs.index and theirs.index not in seat.reachable:
-            return f"cuda:{seat.index} of rank {rank} cannot access the memory of cuda:{theirs.index}"
-    return None
-
+from zerofp4.distributed import GroupReference, attempt, exchange, rank_and_size, timeout_seconds
+from zerofp4.ops import Barrier, PeerRows
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Targets in the memory of other ranks, and what is copied there."""
@@ -113,17 +23,6 @@ def halves(copies: Copies) -> tuple[Copies, Copies]:
         [(target[:middle], source[:middle]) for (target, source), middle in pairs],
         [(target[middle:], source[middle:]) for (target, source), middle in pairs],
     )
-
-
-class PeerGather:
-    """Slices that are on their way to all ranks."""
-
-    def __init__(self, done: torch.cuda.Event):
-        self._done = done
-
-    def wait(self) -> None:
-        """The current stream waits until every rank's slice is here."""
-        self._done.wait()
 
 
 class Peers:
@@ -227,10 +126,12 @@ class Peers:
         self._follow()
         self._send(self._other_stream, self._copies_of(whole, 0, count))
 
-    def start_gather(self, whole: torch.Tensor, sent: int = 0) -> PeerGather:
+    def start_gather(self, whole: torch.Tensor, sent: int = 0) -> torch.cuda.Event:
         """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
-        current stream is here: by the GPUs' copy engines, beside what is computed. sent: how much of it
-        start_sending() was given.
+        current stream is here: by the GPUs' copy engines, beside what is computed. A stream that waits for
+        what this returns finds the slices of all ranks.
+
+        sent: how much of it start_sending() was given.
         """
         if sent == 0:
             sent = whole.numel() // self.size // 32 * 16
@@ -242,7 +143,7 @@ class Peers:
             self._gathers.run()
             done = torch.cuda.Event()
             done.record(self._stream)
-        return PeerGather(done)
+        return done
 
     def _follow(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))

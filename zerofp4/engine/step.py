@@ -13,40 +13,133 @@ number of buckets alone, so that ranks cannot wait for each other's collectives 
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zerofp4.cast import StagedPlan
 from zerofp4.distributed import CollectiveError, OwnError, in_phase
-from zerofp4.engine.backward import ArrivingMeans
-from zerofp4.engine.flat import FlatBuffer
-from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.transport import Arrived, Gradients, Transport, Waitable
+from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients
+from zerofp4.engine.late_gather import LateGathers, Waitable
+from zerofp4.ops import RankGradients
 
 
-class Update(Protocol):
-    """Updates the masters of one bucket after the other."""
+class Arrived(NamedTuple):
+    """The gradients of a bucket, not averaged yet, for an update that averages them as it reads them.
 
-    def adds(self, b: int) -> bool:
-        """Whether it averages the gradients of bucket b as it reads them."""
+    own: by parameter of the bucket, this rank's own gradient of what it owns, contiguous; None where it has
+        none, or owns nothing.
+    rows: the same of all ranks; None in a bucket of one rank, whose own gradient is the mean.
+    """
 
-    def __call__(self, b: int, arrived: Arrived | None) -> None:
-        """Update the masters of bucket b, and leave their amaxes.
+    own: Sequence[torch.Tensor | None]
+    rows: RankGradients | None
 
-        arrived: the gradients of all ranks; None where the means are in the bucket's `gradients`.
+
+UPDATE_DTYPES = (torch.float32, torch.bfloat16)
+"""What an update can average as it reads it."""
+
+
+class Transport(Protocol):
+    """Moves the gradients and weights of some buckets. A verb that an implementation leaves out does nothing.
+
+    A step calls prepare() before the ranks agree, then begin(), then send_gradients() of each bucket and
+    arrived() or average() of each, in the same order: at most two buckets are between both. A
+    BackwardSchedule calls send_gradients() earlier. All verbs but prepare() and halfway() are collective, and
+    what arrived() and average() raise is an error of this rank alone, whose part has taken place.
+
+    By bucket:
+    dtypes: what its gradients are sent as.
+    memory: where this rank's own gradients are sent from; None in a bucket of one rank whose gradients are
+        read in place, as the means.
+    sent_bytes: what a rank sends of its gradients in a step, or other ranks read from its memory.
+    adds_in_update: whether an update averages its gradients as it reads them, from arrived(); else average()
+        does before it.
+    """
+
+    buckets: Sequence[Bucket]
+    dtypes: Sequence[torch.dtype]
+    memory: Sequence[GradientMemory | None]
+    sent_bytes: Sequence[int]
+    adds_in_update: Sequence[bool]
+
+    def prepare(self, gradients: Gradients) -> Gradients:
+        """Do what can fail on this rank alone. Returns what the verbs below are given."""
+        return gradients
+
+    # Gradients
+
+    def begin(self) -> None:
+        """A new exchange of all buckets begins."""
+
+    def send_gradients(self, b: int, gradients: Gradients | None) -> None:
+        """Begin to send the gradients of bucket b to the ranks that own them. A missing gradient counts as
+        zeros. None in place of all sends whatever the memory holds, for discard().
         """
+
+    def arrived(self, b: int, gradients: Gradients) -> Arrived:
+        """What is queued next on the current stream may read the gradients of bucket b, until the next but
+        one bucket is sent.
+        """
+
+    def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
+        """Average bucket b into the bucket's `gradients`, float32.
+
+        squares: int64 ops.SQUARES, to which the squares of the means are added.
+        """
+
+    def discard(self, b: int) -> None:
+        """Take this rank's part in arrived() or average() of bucket b, of which nobody uses anything."""
+
+    def end(self) -> None:
+        """Every rank has read the gradients of this exchange, which may be overwritten."""
+
+    # Weights
+
+    def open_weights(self) -> None:
+        """Weights of all ranks may be overwritten from now on."""
+
+    def halfway(self, b: int) -> tuple[int, int, Callable[[], None]] | None:
+        """(position of a weight, its row, what to call): where the cast of bucket b may stop once, so that
+        the codes before that row leave while the rest is cast. None where that gains nothing.
+        """
+
+    def gather(self, b: int) -> Waitable | None:
+        """Begin to send this rank's slice of the weights of bucket b to all ranks; None if there is one."""
+
+
+def check_gradients(transport: Transport, b: int, gradients: Gradients, names: Sequence[str]) -> None:
+    """Raise TypeError for a gradient of bucket b that would lose values on its way without gradient_wire, and
+    RuntimeError for one that aliases the memory of another parameter's gradient.
+    """
+    bucket, memory = transport.buckets[b], transport.memory[b]
+    if memory is not None:
+        memory.check(gradients, names)
+    dtype = bucket.sent_as
+    if bucket.wire is not None or dtype == torch.float32:
+        return
+    for i in bucket.indices:
+        gradient = gradients[i]
+        if gradient is not None and gradient.dtype != dtype:
+            raise TypeError(
+                f"{names[i]} has a gradient of {gradient.dtype}, which would be rounded to {dtype} to be "
+                "added to those of other ranks: build the optimizer with gradient_wire=torch.float32, or "
+                f"{dtype} if that is meant"
+            )
+
+
+Update = Callable[[int, Arrived | None], None]
+"""update(b, arrived) updates the masters of bucket b, and leaves their amaxes. arrived: the gradients of all
+ranks; None where the means are in the bucket's `gradients`.
+"""
 
 
 class Step:
     """Updates masters and publishes them as weights, bucket by bucket.
 
-    buckets: those of each process group side by side.
-    plans: by bucket, what casts its masters; None where they are rounded.
-    transport: of the buckets.
-    exchange: where gradients come from that backward passes have sent, so that a step sends none.
-    late: what takes the gathers of NVFP4 weights that go on behind a step; None where a step waits for all.
+    transport: of the buckets, those of each process group side by side.
+    sends: whether a step sends gradients; False where backward passes have sent them.
+    late: takes the gathers of NVFP4 weights that go on behind a step; None where a step waits for all.
 
     [Note: an error after the agreement] What fails on this rank while the program runs is kept in `_failure`,
     and the program goes on, since the other ranks wait for this rank's part in every collective. From then on
@@ -56,65 +149,61 @@ class Step:
     at once, since nobody is left who would wait.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[FlatBuffer],
-        plans: Sequence[StagedPlan | None],
-        transport: Transport,
-        exchange: Transport | ArrivingMeans | None = None,
-        late: LateGathers | None = None,
-    ):
-        self.buckets, self.plans, self.transport = buckets, plans, transport
-        self._exchange, self._late = exchange or transport, late
-        self._sends = exchange is None
-        self._groups = _group_ranges(buckets)
-        self._gathers: list[Waitable | None] = [None] * len(buckets)
+    def __init__(self, transport: Transport, sends: bool = True, late: LateGathers | None = None):
+        self.buckets, self.transport = transport.buckets, transport
+        self._sends, self._late = sends, late
+        # Groups run one after the other: a rank never has collectives of two groups to begin whose order
+        # would depend on how many buckets each has.
+        pairs = enumerate(itertools.pairwise(self.buckets), start=1)
+        starts = [b for b, (before, bucket) in pairs if not bucket.is_sharded_like(before)]
+        self._groups = list(itertools.pairwise([0, *starts, len(self.buckets)]))
+        """(first, end) of the buckets of each process group."""
         # Of one run():
         self._update: Update | None = None
         self._gradients: Gradients | None = None
         self._failure = OwnError()
         self._flagged: set[int] = set()
         """Buckets whose amax reduction this rank has joined with a flag, so that no rank casts them."""
+        self._gathers: dict[int, Waitable | None] = {}
+        """By bucket, the gather that was begun and not waited for."""
 
     def run(
         self,
         update: Update | None = None,
         gradients: Gradients | None = None,
-        error: BaseException | None = None,
+        error: OwnError | None = None,
     ) -> None:
         """Update and publish. Collective; nothing waits for a GPU.
 
-        update: updates the masters of each bucket first; None leaves them as they are.
+        update: None leaves the masters as they are.
         gradients: what transport.prepare() returned, to be averaged; None where the means are in the buckets;
             empty where this rank only takes its part in the exchange of gradients, which nobody uses.
-        error: of this rank, which then takes part without changing anything, and raises it.
+        error: of this rank, which takes part without changing anything and raises it.
         """
-        self._update, self._gradients, self._failure = update, gradients, OwnError(error)
-        self._flagged = set()
+        self._update, self._gradients, self._failure = update, gradients, error or OwnError()
+        self._flagged, self._gathers = set(), {}
         try:
             if gradients is not None:
-                in_phase("gradients", self._exchange.begin)()
+                in_phase("gradients", self.transport.begin)()
             for first, end in self._groups:
-                self._run_group(first, end)
+                self._send_gradients(first)
+                for turn in range(first, end + 2):
+                    if turn < end:
+                        self._update_bucket(turn, is_last=turn + 1 == end)
+                    if first <= turn - 1 < end:
+                        self._cast(turn - 1)
+                    if first <= turn - 2:
+                        self._complete(turn - 2)
             self._start_late_gathers()
         except CollectiveError as gone:
             self._failure.raise_if_any(cause=gone)  # it came first, and may be why the others have gone
             raise
         finally:
-            del error  # see OwnError
             self._update = self._gradients = None
-            self._note_written()
+            # As after any update in place, a backward pass through the old values fails. Plans note theirs.
+            rounded = [bucket for bucket in self.buckets if bucket.plan is None]
+            torch.autograd.graph.increment_version([p for bucket in rounded for p in bucket.parameters])
         self._failure.raise_if_any()
-
-    def _run_group(self, first: int, end: int) -> None:
-        self._send_gradients(first)
-        for turn in range(first, end + 2):
-            if turn < end:
-                self._update_bucket(turn, is_last=turn + 1 == end)
-            if first <= turn - 1 < end:
-                self._cast(turn - 1)
-            if first <= turn - 2:
-                self._complete(turn - 2)
 
     def _send_gradients(self, b: int) -> None:
         if self._gradients is not None and self._sends:
@@ -131,7 +220,7 @@ class Step:
             in_phase("gradients", self.transport.discard)(b)
         if b == 0:
             in_phase("weights", self.transport.open_weights)()
-        plan = self.plans[b]
+        plan = self.buckets[b].plan
         if plan is None:
             return
         if self._failure:
@@ -146,16 +235,16 @@ class Step:
     def _read_and_update(self, b: int) -> None:
         arrived = None
         if self._gradients is not None:
-            if self._update.adds(b):
-                arrived = in_phase("gradients", self._exchange.arrived)(b, self._gradients)
+            if self.transport.adds_in_update[b]:
+                arrived = in_phase("gradients", self.transport.arrived)(b, self._gradients)
             else:
-                in_phase("gradients", self._exchange.average)(b, self._gradients)
+                in_phase("gradients", self.transport.average)(b, self._gradients)
         if not self._failure:
             self._update(b, arrived)
 
     def _cast(self, b: int) -> None:
         """Write scales and this rank's codes, from the reduced amaxes; the gather of codes starts."""
-        plan, is_late = self.plans[b], self._is_late(b)
+        plan, is_late = self.buckets[b].plan, self._is_late(b)
         with self._failure:
             if plan is not None and b not in self._flagged:
                 in_phase("cast", plan.finish_step)(None if is_late else self.transport.halfway(b))
@@ -166,50 +255,41 @@ class Step:
 
     def _complete(self, b: int) -> None:
         """Wait for the codes of all ranks, and transpose them."""
-        gather, self._gathers[b] = self._gathers[b], None
+        gather, plan = self._gathers.pop(b, None), self.buckets[b].plan
         if gather is not None:
             in_phase("weights", gather.wait)()
-        if self.plans[b] is not None and not self._is_late(b) and b not in self._flagged:
+        if plan is not None and not self._is_late(b) and b not in self._flagged:
             with self._failure:
-                in_phase("transpose", self.plans[b].complete)()
+                in_phase("transpose", plan.complete)()
 
     def _is_late(self, b: int) -> bool:
-        return self._late is not None and self.plans[b] is not None and self.buckets[b].world_size > 1
+        bucket = self.buckets[b]
+        return self._late is not None and bucket.plan is not None and bucket.world_size > 1
 
     def _start_late_gathers(self) -> None:
-        """Behind everything that the step waits for, since a network takes one thing after the other; the
-        gathers of the first parameters first.
-        """
-        late = sorted(
-            filter(self._is_late, range(len(self.buckets))), key=lambda b: min(self.buckets[b].indices)
-        )
+        """Behind everything that the step waits for; the gathers of the first parameters first."""
+        late = filter(self._is_late, range(len(self.buckets)))
+        late = sorted(late, key=lambda b: min(self.buckets[b].indices))
         if late and self._gradients is not None:
             # No gather that the current stream waits for says that the other ranks have read their rows.
-            in_phase("gradients", self._exchange.end)()
+            in_phase("gradients", self.transport.end)()
         for b in late:
+            bucket = self.buckets[b]
             gather = in_phase("weights", self.transport.gather)(b)
             with self._failure:
-                self._late.add(self.buckets[b], gather, self.plans[b].derive_columns)
+                self._late.add(bucket, gather, bucket.plan.derive_columns)
                 if not self._failure:
-                    self.plans[b].note_written()
-
-    def _note_written(self) -> None:
-        """As after any update in place, a backward pass through the old values fails. Plans note their
-        weights.
-        """
-        rounded = [b for b, plan in zip(self.buckets, self.plans, strict=True) if plan is None]
-        torch.autograd.graph.increment_version([p for bucket in rounded for p in bucket.parameters])
+                    bucket.plan.note_written()
 
     def average(self, gradients: Gradients, squares: torch.Tensor | None = None) -> OwnError:
         """Average the gradients of all buckets into their `gradients`. Collective.
 
-        gradients, squares: as of run() and Transport.average(); `gradients` as they are where this rank only
-            takes its part.
+        gradients, squares: as of run() and Transport.average().
         Returns what went wrong on this rank, which has taken its part in all exchanges.
         """
         error, self._gradients = OwnError(), gradients
         try:
-            in_phase("gradients", self._exchange.begin)()
+            in_phase("gradients", self.transport.begin)()
             for first, end in self._groups:
                 self._send_gradients(first)
                 for b in range(first, end):
@@ -217,20 +297,37 @@ class Step:
                         self._send_gradients(b + 1)
                     with error:
                         if gradients:
-                            in_phase("gradients", self._exchange.average)(b, gradients, squares)
+                            in_phase("gradients", self.transport.average)(b, gradients, squares)
                         else:
                             in_phase("gradients", self.transport.discard)(b)
-            in_phase("gradients", self._exchange.end)()
+            in_phase("gradients", self.transport.end)()
         finally:
             self._gradients = None
         return error
 
-
-def _group_ranges(buckets: Sequence[FlatBuffer]) -> list[tuple[int, int]]:
-    """(first, end) of the buckets of each process group.
-
-    Groups run one after the other: a rank never has collectives of two groups to begin whose order would
-    depend on how many buckets each has.
-    """
-    starts = [b for b, (a, c) in enumerate(itertools.pairwise(buckets), start=1) if not c.is_sharded_like(a)]
-    return list(itertools.pairwise([0, *starts, len(buckets)]))
+    def describe(self) -> dict[str, Any]:
+        """buckets: what lies in each, and the bytes that this rank sends for it in a step. bytes_sent: those
+        of all buckets by phase.
+        """
+        described = []
+        for b, bucket in enumerate(self.buckets):
+            size, amaxes = bucket.world_size, 0 if bucket.plan is None else bucket.plan.wire.nbytes
+            described.append(
+                {
+                    "kind": bucket.kind,
+                    "parameters": len(bucket.parameters),
+                    "ranks": size,
+                    "replicas": bucket.replica_count,
+                    "elements": sum(parameter.numel() for parameter in bucket.parameters),
+                    "whole_matrices": bucket.is_of_whole_matrices,
+                    "gradients_travel_as": str(self.transport.dtypes[b]).removeprefix("torch."),
+                    "gathered_in": None if size == 1 else "forward" if self._is_late(b) else "step",
+                    "gradients": self.transport.sent_bytes[b],
+                    # A ring sends every byte twice, but for the share of a rank.
+                    "amaxes": 2 * (size - 1) * amaxes // size,
+                    "weights": (size - 1) * bucket.weights.nbytes // size,
+                }
+            )
+        phases = ("gradients", "amaxes", "weights")
+        sent = {phase: sum(bucket[phase] for bucket in described) for phase in phases}
+        return {"buckets": described, "bytes_sent": sent}

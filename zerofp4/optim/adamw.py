@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofp4 import ops
 from zerofp4.cast import CastPlan, StagedPlan
-from zerofp4.engine import Arrived, ArrivingMeans, FlatBuffer, Transport
+from zerofp4.engine import Arrived, ArrivingMeans, Bucket, Transport
 from zerofp4.optim.groups import parameter_name
 from zerofp4.storage import check_memory, check_plain, dispatches, find_freed
 
@@ -353,7 +353,7 @@ class BucketUpdate:
     def __init__(
         self,
         inner: FusedAdamW,
-        buckets: Sequence[FlatBuffer],
+        buckets: Sequence[Bucket],
         masters: _Tensors,
         exchange: Transport | ArrivingMeans,
     ):
@@ -365,7 +365,6 @@ class BucketUpdate:
         # Of one step:
         self._options: list[Any] = []
         self._present: Sequence[bool] = ()
-        self._adds = [False] * len(buckets)
 
     def begin(
         self, *, present: Sequence[bool], in_slices: bool, factor: torch.Tensor | None, skip: torch.Tensor
@@ -378,15 +377,10 @@ class BucketUpdate:
         """
         self._options, self._present = self._inner._begin(skip, factor), present
         for b, (bucket, dtype) in enumerate(zip(self._buckets, self._exchange.dtypes, strict=True)):
-            can_add = self._exchange.adds_in_update[b] and dtype in _GRADIENT_DTYPES
-            self._adds[b] = can_add and not in_slices
-            if not self._adds[b]:
+            if in_slices or not self._exchange.adds_in_update[b]:
                 _, dtype = bucket.gradient_views, torch.float32  # which makes their memory
             part = self._inner._parts[b]
             self._inner._lay_out(part, [dtype] * len(part.listed))
-
-    def adds(self, b: int) -> bool:
-        return self._adds[b]
 
     def __call__(self, b: int, arrived: Arrived | None) -> None:
         part, (listed, members) = self._inner._parts[b], self._members[b]

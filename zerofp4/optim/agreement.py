@@ -1,4 +1,7 @@
-"""The agreement of all ranks on a step or a clip, before anything changes: one small MAX all-reduce."""
+"""The agreement of all ranks on a step or a clip, before anything changes: one small MAX all-reduce.
+
+It also says which gradient is the first with a NaN or Inf on any rank.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -16,51 +19,22 @@ from zerofp4.distributed import (
     rank_and_size,
     reduce_max,
 )
-from zerofp4.ops import is_capturing
+from zerofp4.engine import Rounds, are_sendable, is_sendable
+from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
-from zerofp4.optim.groups import OptionsHash, compared_options, show_option
+from zerofp4.optim.inner import OptionsHash, compared_options, show_option
 
 
 class Call(NamedTuple):
     """What a rank is about to do, which must be the same on every rank."""
 
-    is_clip: bool
-    """clip_grad_norm_(), not step()."""
-    averages: bool
-    """Gradients are to be averaged; False where clip_grad_norm_ has averaged them."""
-    step: int
-    """How many steps there were."""
+    is_clip: bool  # clip_grad_norm_(), not step()
+    averages: bool  # gradients are to be averaged; False where clip_grad_norm_ has averaged them
+    step: int  # how many steps there were
     max_norm: float = 0.0
     norm_type: float = 0.0
-    options: int = 0
-    """The first of OptionsHash.of(); begin() fills it in."""
-
-
-class Rounds(NamedTuple):
-    """What a rank has sent in backward passes."""
-
-    count: int = 0
-    """How many rounds of all buckets there were, ever."""
-    again: bool = False
-    """One more is needed."""
-    broken: bool = False
-    """What was sent must not be used."""
-
-
-class Outcome(NamedTuple):
-    """What the ranks have agreed on."""
-
-    present: list[bool]
-    """By trainable parameter of this rank, whether any rank that shares it has a gradient."""
-    again: bool = False
-    """Whether gradients are to be sent once more."""
-
-
-class _Unread(NamedTuple):
-    """An agreement that the host has not read. words: on the host, once the event has happened."""
-
-    words: torch.Tensor
-    event: torch.cuda.Event | None
+    options: int = 0  # the first of OptionsHash.of(), which begin() fills in
 
 
 _EQUAL = len(Call._fields) + 2
@@ -68,7 +42,11 @@ _EQUAL = len(Call._fields) + 2
 with its negative, so that the maximum of both shows whether ranks differ."""
 
 _FLAGS = 4
-"""Words behind them: again, broken, the word of a NaN or Inf, and 1 + the number of a rank with an error."""
+"""Words behind them: Rounds.again, Rounds.broken, the word of a NaN or Inf, and 1 + the number of a rank with
+an error."""
+
+FOUND_INF = 0.5
+"""The word of a found_inf that a user gave the optimizer of the masters: below those of all parameters."""
 
 
 class Agreement:
@@ -77,34 +55,51 @@ class Agreement:
 
         presence of gradients, by slot | _EQUAL words | their negatives | _FLAGS words
 
-    slots: one position in the vector for each trainable parameter of any rank.
-    device: where the vector is reduced.
-    group: all ranks that step together.
+    The word of a NaN or Inf stands for the first parameter whose gradient holds one: the larger the word, the
+    earlier the parameter; 0 for none. It stays on the device; skipped_steps() and first_nonfinite() wait.
 
-    [Note: when the host hears of an agreement] begin() waits for nothing. The update reads `refused` and the
+    slots: one position in the vector for each trainable parameter of any rank.
+    group: all ranks that step together.
+    on_nonfinite: "skip" or "raise".
+    wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
+        becomes infinite by it counts, in a world of any size.
+
+    [Note: when the host reads an agreement] begin() waits for nothing. The update reads `refused` and the
     words of presence() on the device, and changes nothing where the ranks do not take the step. read() waits,
     and raises what the ranks found, on every rank. Where no host needs the outcome, read() is the first thing
     in the first collective call of the next step, before it joins a collective: so calls stay paired. Where a
     host needs it, read() follows at once.
     """
 
-    def __init__(self, slots: Slots, device: torch.device, group: dist.ProcessGroup | None):
-        self.slots, self._device = slots, device
+    def __init__(
+        self,
+        slots: Slots,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        on_nonfinite: str,
+        wire: torch.dtype | None,
+    ):
+        self.slots, self._device, self._on_nonfinite, self._wire = slots, device, on_nonfinite, wire
         self._count = len(slots.labels)
         self._group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
-        self.calls = 0
-        """How many agreements there were."""
+        self.calls = 0  # how many agreements there were
         self.rounds = Rounds()
-        """Of the agreement that was read last: the most rounds of a rank, and whether any is broken."""
+        """Of the agreement that was read last: the largest of all ranks."""
         self._vector = torch.zeros(self._count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
-        self.nonfinite = self._vector[-2]
-        """The word of a NaN or Inf in the gradients of any rank."""
         self.refused = torch.zeros((), dtype=torch.float32, device=device)
         """1 where the ranks do not take the step."""
-        self._options_hash = OptionsHash(device)
         self._present = torch.zeros(self._count, dtype=torch.float64, device=device)
-        self._unread: list[_Unread] = []
+        self._unread: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        """Agreements that the host has not read: words on the host, once the event has happened."""
+        self._options_hash = OptionsHash(device)
+        self._words = [self._count - slot for slot in slots.own]  # by trainable parameter of this rank
+        self._word_of_all = self._vector[-2]
+        self._first = torch.zeros((), dtype=torch.float64, device=device)
+        """The word of a NaN or Inf on any rank, when gradients were averaged last."""
+        self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
+        """1 where that is not 0. The update reads it on the device."""
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
 
     def begin(
         self,
@@ -113,7 +108,7 @@ class Agreement:
         error: OwnError,
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
-        rounds: Rounds = Rounds(),  # noqa: B008
+        rounds: Rounds,
     ) -> None:
         """One MAX all-reduce, of several ranks. Collective.
 
@@ -140,7 +135,7 @@ class Agreement:
             last = self._count + _EQUAL - 1
             self._vector[last], self._vector[last + _EQUAL] = tensors, -tensors
         if nonfinite is not None:
-            self.nonfinite.copy_(nonfinite)
+            self._word_of_all.copy_(nonfinite)
         is_clip = call is not None and call.is_clip
         reduce_max(self._vector, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
         pairs = self._vector[self._count : -_FLAGS].view(2, _EQUAL)
@@ -148,7 +143,9 @@ class Agreement:
         if not is_capturing(self._device):
             self._unread.append(self._to_host())
 
-    def _ballot(self, present, call, error, rounds) -> list[float]:
+    def _ballot(
+        self, present: Sequence[bool], call: Call | None, error: OwnError, rounds: Rounds
+    ) -> list[float]:
         there, equal = [0.0] * self._count, [0.0] * _EQUAL
         if not error:
             for slot, is_present in zip(self.slots.own, present, strict=True):
@@ -159,23 +156,24 @@ class Agreement:
         flags = float(rounds.again), float(rounds.broken), 0.0, failed
         return [*there, *equal, *(-word for word in equal), *flags]
 
-    def _to_host(self) -> _Unread:
+    def _to_host(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         if self._device.type != "cuda":
-            return _Unread(self._vector.clone(), None)
+            return self._vector.clone(), None
         words = torch.empty_like(self._vector, device="cpu", pin_memory=True)
         words.copy_(self._vector, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return _Unread(words, event)
+        return words, event
 
     def read(
         self,
         param_groups: Sequence[dict] | None = None,
         error: OwnError | None = None,
         earlier: bool = True,
-    ) -> Outcome | None:
-        """Wait for the agreements that were not read, and return what the last one found; None without one.
-        Local, unless options differ.
+    ) -> list[bool] | None:
+        """Wait for the agreements that were not read. Returns, of the last one, by trainable parameter of
+        this rank whether any rank that shares it has a gradient; None without one. Local, unless options
+        differ.
 
         param_groups: the agreements count as read, and ranks are asked which option differs; None is to look.
         error: what this rank raises where no rank takes the step; None is for a new RuntimeError.
@@ -183,7 +181,7 @@ class Agreement:
 
         Raises RuntimeError, the same on every rank, where no rank takes the step.
         """
-        outcome, unread = None, self._unread
+        present, unread = None, self._unread
         if param_groups is not None:
             self._unread = []
         for words, event in unread:
@@ -195,21 +193,20 @@ class Agreement:
                 prefix = "of the last step, which no rank has taken: " if earlier else ""
                 # Marked: a closure that calls clip_grad_norm_ must not bring it to another agreement.
                 raise raised_by_all(error.take() if error else RuntimeError(prefix + problem))
-            again = bool(found[-_FLAGS])
-            outcome = Outcome([bool(found[slot]) for slot in self.slots.own], again)
-        return outcome
+            present = [bool(found[slot]) for slot in self.slots.own]
+        return present
 
-    def reduces_gradients(self) -> bool:
-        """Whether the ranks without an error reduce gradients in the call that was agreed on last. Waits for
-        the device. A rank with an error asks, so that it joins the same collectives.
+    def call_of_others(self) -> Call:
+        """What the ranks without an error do in the call that was agreed on last. Waits for the device. A
+        rank with an error asks, so that it joins the same collectives.
         """
         words, event = self._unread[-1]
         if event is not None:
             event.synchronize()
-        return bool(Call(*words[self._count :][: len(Call._fields)].tolist()).averages)
+        return Call(*words[self._count :][: len(Call._fields)].tolist())
 
     def drop_unread(self) -> None:
-        """Nobody is to hear of earlier agreements."""
+        """Nobody is to learn of earlier agreements."""
         self._unread = []
         self.refused.zero_()
 
@@ -255,12 +252,12 @@ class Agreement:
 
     # What updates read on the device
 
-    def presence(self, i: int) -> torch.Tensor | None:
+    def presence(self, i: int) -> torch.Tensor:
         """float64 [1], by trainable parameter: 0 where no rank has a gradient, or admit() found that all are
-        to be left alone; None in a world of one.
+        to be left alone.
         """
         slot = self.slots.own[i]
-        return self._present[slot : slot + 1] if self.world_size > 1 else None
+        return self._present[slot : slot + 1]
 
     def admit(self, skip: torch.Tensor) -> None:
         """Write the words of presence(), zeros where skip, float32 [], is not 0. On the device."""
@@ -269,6 +266,66 @@ class Agreement:
     def has_other_parameters_elsewhere(self) -> bool:
         """Whether there is a rank that trains other parameters than this one. The same on every rank."""
         return len(self.slots.labels) > len(self.slots.own)
+
+    # NaN and Inf
+
+    def find_word(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        indices: Sequence[int] | None = None,
+        found_inf: torch.Tensor | None = None,
+        when: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The word of this rank's gradients, on the device; None without gradients. Waits for nothing.
+
+        indices: which trainable parameters the gradients are of; None for all.
+        found_inf: what a user gave the optimizer of the masters.
+        when: int64 [2] on the device: where both are 0, there is no NaN or Inf, and the gradients are not
+            looked at for it.
+        """
+        words = self._words if indices is None else [self._words[i] for i in indices]
+        word = first_nonfinite(gradients, self._wire, words, when)
+        if found_inf is None:
+            return word
+        given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF
+        return given if word is None else torch.maximum(word.double(), given)
+
+    def accept_nonfinite(self, own: torch.Tensor | None) -> None:
+        """Take over the word of all ranks, as the gradients are averaged that it is of. own: that of this
+        rank, which counts in a world of one.
+
+        Raises FloatingPointError for a NaN or Inf with on_nonfinite="raise", which waits for the device. Not
+        while a CUDA graph is captured, whose update reads `nonfinite`.
+        """
+        word = own if self.world_size == 1 else self._word_of_all
+        if word is None:
+            self._first.zero_()
+        else:
+            self._first.copy_(word)
+        self.nonfinite.copy_(self._first != 0)
+        if self._on_nonfinite == "raise" and not is_capturing(self._device):
+            name = self.first_nonfinite()
+            if name is not None:
+                raise raised_by_all(
+                    FloatingPointError(
+                        f"the gradient of {name} holds a NaN or Inf on some rank, and on_nonfinite is "
+                        "'raise'; no rank takes this step"
+                    )
+                )
+
+    def count_step(self) -> None:
+        """A step ends, skipped or not."""
+        self._skipped.add_(self.nonfinite)
+
+    def skipped_steps(self) -> int:
+        return int(self._skipped.item())
+
+    def first_nonfinite(self) -> str | None:
+        """What messages call the first parameter with a NaN or Inf; None if there is none."""
+        word = self._first.item()
+        if word == FOUND_INF:
+            return "the optimizer of the masters, which was given a found_inf"
+        return self.slots.labels[self._count - int(word)] if word else None
 
 
 def _find_difference(lowest: Call, highest: Call) -> str | None:
@@ -290,3 +347,55 @@ def _find_difference(lowest: Call, highest: Call) -> str | None:
         if low != high:
             return f"{name} must be the same on every rank, got from {low} to {high}"
     return None
+
+
+# NaN and Inf
+
+BEGINNING = 16
+"""So many gradients are handed to a GPU first, which reads them while the host looks at the others."""
+
+
+def first_nonfinite(
+    gradients: Sequence[torch.Tensor | None],
+    rounded_to: torch.dtype | None = None,
+    words: Sequence[int] | None = None,
+    when: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """int32 [] on the gradients' device: the word of the first gradient with a NaN or Inf, once it is rounded
+    to a dtype, None for its own; 0 where there is none. None without gradients. Waits for nothing.
+
+    words: of each gradient, the larger the earlier; None is from their number down to 1.
+    when: as of ops.find_nonfinite().
+    """
+    pairs = zip(words or range(len(gradients), 0, -1), gradients, strict=True)
+    present = [(word, g) for word, g in pairs if g is not None and g.numel()]
+    if not present:
+        return None
+    found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
+    for some in filter(None, (present[:BEGINNING], present[BEGINNING:])):
+        plain, others = some, {}
+        tensors = [g for _, g in some]
+        dtypes = [g.dtype for g in tensors]
+        if rounded_to or not (set(dtypes) <= set(WEIGHT_DTYPES) and are_sendable(tensors, dtypes)):
+            plain = []
+            for word, g in some:
+                to = plain if _keeps_its_values(g, rounded_to) else others.setdefault(g.dtype, [])
+                to.append((word, g))
+        find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)
+        for own, rest in others.items():
+            dtype = rounded_to or (own if own in WEIGHT_DTYPES else torch.float32)
+            # The largest element is finite in that dtype if all are.
+            largest = torch.stack(torch._foreach_norm([g for _, g in rest], float("inf")))
+            # In the arguments of a kernel: a replayed CUDA graph may find memory of the host changed.
+            bad = torch.zeros(len(rest), dtype=torch.int32, device=largest.device)
+            torch._foreach_add_(bad.unbind(), [word for word, _ in rest])
+            found = torch.maximum(found, bad.masked_fill_(largest.to(dtype).isfinite(), 0).max())
+    return found
+
+
+def _keeps_its_values(gradient: torch.Tensor, rounded_to: torch.dtype | None) -> bool:
+    """Whether find_nonfinite can look at it: its bytes, and rounding makes nothing infinite."""
+    dtype = gradient.dtype
+    if dtype not in WEIGHT_DTYPES or not is_sendable(gradient, dtype):
+        return False
+    return rounded_to is None or torch.finfo(rounded_to).max >= torch.finfo(dtype).max

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
-from zerofp4.engine import Updated, check_gradient_dtype, gradient_dtype, make_wire
+from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
@@ -57,63 +57,33 @@ class Checked:
             {key: value for key, value in param_group.items() if key not in FOR_BUILDING}
             for param_group in param_groups
         ]
-        positions = [(g, i) for g, own in enumerate(self.param_groups) for i in range(len(own["params"]))]
-        self.parameters = [self.param_groups[g]["params"][i] for g, i in positions]
-        self.names = [parameter_name(g, i, self.param_groups[g]) for g, i in positions]
+        groups = enumerate(self.param_groups)
+        self._positions = [(g, i) for g, own in groups for i in range(len(own["params"]))]
+        """By parameter, its group and its position there."""
+        self.parameters = [self.param_groups[g]["params"][i] for g, i in self._positions]
+        self.names = [parameter_name(g, i, self.param_groups[g]) for g, i in self._positions]
         """What messages call the parameters."""
         _check_parameters(self.parameters, self.names)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
-        own = [one.defaults for one in tried if type(one) is optimizer_class]
-        self.defaults = own[0] if own else tried[0].defaults
+        of_class = [one.defaults for one in tried if type(one) is optimizer_class]
+        self.defaults = of_class[0] if of_class else tried[0].defaults
         """Options of the optimizer's own class."""
-        self.trainable, self.trainable_names, self.shardings, self.updated = [], [], [], []
-        """By trainable parameter."""
-        numbers, members = class_numbers(self.classes), []
-        for (g, i), p, name in zip(positions, self.parameters, self.names, strict=True):
-            work = None
-            if p.requires_grad:
-                work = matrix_work(self.classes[g], p, name, tried[g].param_groups[0].get("ns_steps", 1))
-                self.trainable.append(p)
-                self.trainable_names.append(name)
-                self.shardings.append(self.places[g].sharding)
-                self.updated.append(Updated(numbers[g], work))
-            members.append(self._member(g, i, name, work))
-        if amax_groups and not any(isinstance(p, NVFP4Tensor) for p in self.trainable):
-            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
-        leaders = self._find_amax_leaders()
-        check_gradient_dtype(communication.gradient_dtype, self.trainable, self.trainable_names)
+        self.trained = self._find_trained(tried)
+        trainable, names = [one.parameter for one in self.trained], [one.name for one in self.trained]
+        check_gradient_dtype(communication.gradient_dtype, trainable, names)
         self.hosts = find_hosts(communication.hosts, group)
-        if any(sharding.group is not group for sharding in self.shardings):
-            self._check_own_groups()
-        self.transport, self.why_collective = communication.transport, None
+        self.transport, self.why_collective = self._choose_transport(group)
         """The transport to try, and why it is "collective" if nobody asked for that."""
-        if self.transport != "collective" and any(place.sharding.group is not group for place in self.places):
-            self.transport = "collective"
-            self.why_collective = "parameter groups name a process_group of some ranks"
-            if communication.transport == "peer":  # shares memory with all ranks that step together
-                raise ValueError(
-                    f'transport="peer" cannot be where {self.why_collective}: "collective" works everywhere'
-                )
-        elif self.transport == "auto" and communication.adds_to_slices:
-            self.transport = "collective"
-            self.why_collective = "accumulate='sharded' adds up every backward pass"
-        elif self.transport == "auto" and not communication.is_ordered:
-            self.transport = "collective"
-            self.why_collective = "reduction='reduce_scatter' is a collective"
-        self.wire = make_wire(
-            communication.gradient_wire, communication.bucket_mb, self.trainable, communication.gradient_dtype
-        )
+        made_as = communication.gradient_wire or communication.gradient_dtype
+        bucket_mb = communication.bucket_mb or find_bucket_mb(trainable, made_as)
         if not communication.is_ordered:
             self._check_sums()
-        self.held = take_over(masters_from, self.trainable, self.trainable_names, group, self.shardings)
+        shardings = [one.sharding for one in self.trained]
+        self.held = take_over(masters_from, trainable, names, group, shardings)
         """Masters of an earlier optimizer, by id(parameter)."""
-        trained = [k for k, p in enumerate(self.parameters) if p.requires_grad]
-        for k, leader in zip(trained, leaders, strict=True):
-            members[k] = members[k]._replace(
-                together=positions[trained[leader]], is_handed=id(self.parameters[k]) in self.held
-            )
+        trained = {id(one.parameter): one for one in self.trained}
         self.announcement = Announcement(
-            members=members,
+            members=[self._announce(k, trained.get(id(p))) for k, p in enumerate(self.parameters)],
             ranks=[place.ranks for place in self.places],
             copies=[place.copies for place in self.places],
             common={
@@ -122,65 +92,94 @@ class Checked:
                 "hosts": str(self.hosts and self.hosts.shape),
                 **communication.compared(),
             },
-            bucket_mb=self.wire.bucket_mb,
+            bucket_mb=bucket_mb,
         )
 
-    def _check_own_groups(self) -> None:
-        """Raise ValueError for what parameters that are sharded over some ranks do not support."""
-        what = None
-        if self.hosts is not None:
-            what = "hosts are"
-        elif self.communication.sends_early:
-            what = f"{self.communication.early_options} is"
-        if what is not None:
-            raise ValueError(f"{what} not supported where parameter groups name a process_group of their own")
-
-    def _check_sums(self) -> None:
-        """Raise TypeError for gradients that cannot be added up in the dtype in which they are sent."""
-        for p, name in zip(self.trainable, self.trainable_names, strict=True):
-            if self.wire.dtype_of([p]) == torch.float16:
-                raise TypeError(
-                    f"{name} has gradients of torch.float16, whose sums may overflow: "
-                    'reduction="reduce_scatter" needs gradient_wire=torch.float32 or torch.bfloat16'
-                )
-
-    def _find_amax_leaders(self) -> list[int]:
-        """By trainable parameter, the number of the first in its amax group.
+    def _find_trained(self, tried: Sequence[torch.optim.Optimizer]) -> list[Trained]:
+        """The trainable parameters. tried: by parameter group.
 
         Raises ValueError for weights that share an amax but neither a process group nor an optimizer: they
         could not share a bucket.
         """
-        first: dict[int, int] = {}
-        numbers = amax_group_numbers(self.trainable, self.amax_groups)
-        leaders = [first.setdefault(number, i) for i, number in enumerate(numbers)]
-        for i, leader in enumerate(leaders):
-            name, other = self.trainable_names[i], self.trainable_names[leader]
-            if self.updated[i].by != self.updated[leader].by:
+        numbers, found = class_numbers(self.classes), []
+        for (g, _), p, name in zip(self._positions, self.parameters, self.names, strict=True):
+            if p.requires_grad:
+                work = matrix_work(self.classes[g], p, name, tried[g].param_groups[0].get("ns_steps", 1))
+                found.append(Trained(p, name, self.places[g].sharding, numbers[g], work))
+        weights = [one.parameter.record for one in found if isinstance(one.parameter, NVFP4Tensor)]
+        if self.amax_groups and not weights:
+            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
+        amax_numbers = iter(number_groups(weights, self.amax_groups))
+        leaders: dict[int, int] = {}  # by number of an amax group
+        for i, one in enumerate(found):
+            leader = i
+            if isinstance(one.parameter, NVFP4Tensor):
+                leader = leaders.setdefault(next(amax_numbers), i)
+            first, found[i] = found[leader], one._replace(leader=leader)
+            if one.by != first.by:
                 raise ValueError(
-                    f"amax_groups: {other} and {name} share an amax, but not their optimizer_class"
+                    f"amax_groups: {first.name} and {one.name} share an amax, but not their optimizer_class"
                 )
-            if self.shardings[i] != self.shardings[leader]:
+            if one.sharding != first.sharding:
                 raise ValueError(
-                    f"amax_groups put {other} and {name} together, which are in other process groups"
+                    f"amax_groups put {first.name} and {one.name} together, which are in other process groups"
                 )
-        return leaders
+        return found
 
-    def _member(self, g: int, i: int, label: str, work: int | None) -> "Member":
-        """Describe parameter i of group g. work: as in Updated."""
-        group, inner, sharding = self.param_groups[g], self.classes[g], self.places[g].sharding
-        p, names = group["params"][i], group.get("param_names")
+    def _choose_transport(self, group: dist.ProcessGroup | None) -> tuple[str, str | None]:
+        """The transport to try, and why it is "collective" if nobody asked for that.
+
+        Raises ValueError for options that parameters which are sharded over some ranks do not support.
+        """
+        options, why = self.communication, None
+        if any(place.sharding.group is not group for place in self.places):
+            why = "parameter groups name a process_group of some ranks"
+            if self.hosts is not None or options.sends_early:
+                what = f"{options.early_options} is" if self.hosts is None else "hosts are"
+                raise ValueError(
+                    f"{what} not supported where parameter groups name a process_group of their own"
+                )
+            if options.transport == "peer":  # shares memory with all ranks that step together
+                raise ValueError(f'transport="peer" cannot be where {why}: "collective" works everywhere')
+        elif options.adds_to_slices:
+            why = "accumulate='sharded' adds up every backward pass"
+        elif not options.is_ordered:
+            why = "reduction='reduce_scatter' is a collective"
+        if why is None or options.transport == "collective":
+            return options.transport, None
+        return "collective", why
+
+    def _check_sums(self) -> None:
+        """Raise TypeError for gradients that cannot be added up in the dtype in which they are sent."""
+        options = self.communication
+        for one in self.trained:
+            sent_as = options.gradient_wire or options.gradient_dtype or gradient_dtype(one.parameter)
+            if sent_as == torch.float16:
+                raise TypeError(
+                    f"{one.name} has gradients of torch.float16, whose sums may overflow: "
+                    'reduction="reduce_scatter" needs gradient_wire=torch.float32 or torch.bfloat16'
+                )
+
+    def _announce(self, k: int, trained: Trained | None) -> "Member":
+        """Parameter k. trained: None for a frozen one."""
+        p, (g, i) = self.parameters[k], self._positions[k]
+        names, sharding = self.param_groups[g].get("param_names"), self.places[g].sharding
         kind = f"{kind_of(p)} in group {g}"
-        if inner.name != self.classes[0].name:
-            kind += f" of {inner.name}"
-        if not p.requires_grad:
+        if self.classes[g].name != self.classes[0].name:
+            kind += f" of {self.classes[g].name}"
+        if trained is None:
             kind += ", frozen"
         if gradient_dtype(p) != p.dtype:
             kind += f", gradients {gradient_dtype(p)}"
-        if work is not None:
-            kind += f", updated whole in {work} operations"
+        if trained is not None and trained.work is not None:
+            kind += f", updated whole in {trained.work} operations"
+        if trained is not None and self.trained[trained.leader] is not trained:
+            kind += f", in amax_groups with {self.trained[trained.leader].name}"
+        if id(p) in self.held:
+            kind += ", of masters_from"
         if sharding.replicas is not None:
             kind += f" in {dist.get_world_size(sharding.group)} parts"
-        return Member(g, label, own_name(names[i]) if names else None, kind, p.requires_grad)
+        return Member(g, self.names[k], own_name(names[i]) if names else None, kind, trained is not None)
 
 
 def kind_of(parameter: torch.Tensor) -> str:
@@ -189,16 +188,33 @@ def kind_of(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}"
 
 
-def amax_group_numbers(
-    parameters: Sequence[torch.Tensor], amax_groups: Sequence[Sequence[torch.Tensor]] | None
-) -> list[int]:
-    """Number the amax groups: by parameter, the group that it is in, alone or with others.
+def check_gradient_dtype(
+    dtype: torch.dtype | None, parameters: Sequence[torch.Tensor], names: Sequence[str]
+) -> None:
+    """Raises ValueError unless gradients of these parameters can be made in `dtype`; changes nothing."""
+    for parameter, name in zip(parameters, names, strict=True):
+        if dtype in (None, gradient_dtype(parameter)):
+            continue
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise ValueError(
+                f"gradient_dtype={dtype}: torch {torch.__version__} gives {name} gradients of its own dtype, "
+                f"{parameter.dtype}; later versions have grad_dtype, torch 2.11 for one"
+            )
+        if parameter.grad is not None:
+            raise ValueError(
+                f"gradient_dtype={dtype}: {name} has a gradient of {parameter.grad.dtype} by now; call "
+                "zero_grad() first"
+            )
 
-    Raises TypeError or ValueError for groups that a cast plan of all NVFP4 weights would refuse.
+
+def set_gradient_dtype(dtype: torch.dtype | None, parameters: Sequence[torch.Tensor]) -> None:
+    """From now on autograd makes and adds up the gradients of these parameters in `dtype`; None leaves them
+    as they are.
     """
-    of_weights = number_groups([p.record for p in parameters if isinstance(p, NVFP4Tensor)], amax_groups)
-    numbers, others = iter(of_weights), itertools.count(len(of_weights))
-    return [next(numbers if isinstance(p, NVFP4Tensor) else others) for p in parameters]
+    for parameter in parameters:
+        if dtype not in (None, gradient_dtype(parameter)):
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad_dtype = dtype
 
 
 def _check_communication(communication: Any, defaults: dict[str, Any]) -> None:
@@ -263,8 +279,6 @@ class Member(NamedTuple):
     label: what error messages call it.
     name: its name in checkpoints; None without one.
     kind: what ranks that share it must have in common.
-    together: the group and position of the first parameter of its amax group; None for a frozen parameter.
-    is_handed: whether an earlier optimizer hands over its master.
     """
 
     group: int
@@ -272,8 +286,6 @@ class Member(NamedTuple):
     name: str | None
     kind: str
     is_trainable: bool
-    together: tuple[int, int] | None = None
-    is_handed: bool = False
 
 
 class Announcement(NamedTuple):
@@ -321,12 +333,10 @@ def _check_ranks(by_rank: Sequence[Announcement]) -> None:
         )
     for g, key in itertools.product(range(counts[0]), ("process_group", "replicated_over")):
         named = [(rank.ranks if key == "process_group" else rank.copies)[g] for rank in by_rank]
-        if sum(map(len, set(named))) == len(by_rank):
-            continue  # each rank is in one of them, so none is in two
-        pairs = ((r, other) for r, ranks in enumerate(named) for other in ranks)
-        r, other = next((r, other) for r, other in pairs if named[other] != named[r])
-        what = f"{key} of param_groups[{g}]"
-        _raise_different(what, r, f"ranks {list(named[r])}", other, f"ranks {list(named[other])}")
+        for r, other in ((r, other) for r, ranks in enumerate(named) for other in ranks):
+            if named[other] != named[r]:
+                what = f"{key} of param_groups[{g}]"
+                _raise_different(what, r, f"ranks {list(named[r])}", other, f"ranks {list(named[other])}")
 
 
 def _check_members(by_rank: Sequence[Announcement], ranks: Ranks) -> None:
@@ -342,13 +352,6 @@ def _check_members(by_rank: Sequence[Announcement], ranks: Ranks) -> None:
                 f"{len(kinds[other])}" + _of(ranks, len(by_rank))
             )
         _raise_different(lists[0][i].label, ranks[0], kinds[0][i], ranks[other], kinds[other][i])
-    for what, values in (
-        ("masters_from hands over", [[i for i, m in enumerate(own) if m.is_handed] for own in lists]),
-        ("amax_groups put together", [[m.together for m in own if m.is_trainable] for own in lists]),
-    ):
-        for r, value in zip(ranks, values, strict=True):
-            if value != values[0]:
-                _raise_different(f"what {what}", ranks[0], values[0], r, value)
 
 
 def _check_copies(by_rank: Sequence[Announcement]) -> None:
@@ -357,19 +360,18 @@ def _check_copies(by_rank: Sequence[Announcement]) -> None:
     """
     for r, rank in enumerate(by_rank):
         for g, (ranks, copies) in enumerate(zip(rank.ranks, rank.copies, strict=True)):
-            first, other = copies[0], ranks[0]
-            kinds, theirs = ([m.kind for m in by_rank[x].members if m.group == g] for x in (r, first))
+            kinds, theirs = ([m.kind for m in by_rank[x].members if m.group == g] for x in (r, copies[0]))
             if kinds != theirs:
                 raise ValueError(
-                    f"param_groups[{g}] is replicated_over ranks {list(copies)}, but rank {first} has "
+                    f"param_groups[{g}] is replicated_over ranks {list(copies)}, but rank {copies[0]} has "
                     f"{theirs} there and rank {r} {kinds}"
                 )
-            of_other = by_rank[other].copies[g]
-            if copies.index(r) != of_other.index(other):
+            position, other = copies.index(r), by_rank[ranks[0]].copies[g].index(ranks[0])
+            if position != other:
                 raise ValueError(
-                    f"param_groups[{g}] is sharded over ranks {list(ranks)}, of which rank {other} has place "
-                    f"{of_other.index(other)} in its replicated_over, {list(of_other)}, and rank {r} place "
-                    f"{copies.index(r)} in {list(copies)}: all must have the same"
+                    f"param_groups[{g}] is sharded over ranks {list(ranks)}, of which rank {ranks[0]} has "
+                    f"place {other} in its replicated_over and rank {r} place {position}: all must have the "
+                    "same"
                 )
 
 

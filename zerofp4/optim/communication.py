@@ -1,11 +1,12 @@
 """Communication: how gradients and weights travel between the ranks of a ZeroFP4Optimizer."""
 
 import dataclasses
+import math
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofp4.engine import make_wire
+from zerofp4.format import WEIGHT_DTYPES
 
 TRANSPORTS = ("auto", "collective", "peer")
 REDUCTIONS = ("ordered", "reduce_scatter")
@@ -53,9 +54,13 @@ class Communication:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        make_wire(self.gradient_wire, self.bucket_mb)  # raises
-        if self.bucket_mb is not None:
-            object.__setattr__(self, "bucket_mb", float(self.bucket_mb))  # 1 and 1.0 are the same
+        wire, mb = self.gradient_wire, self.bucket_mb
+        if wire is not None and wire not in WEIGHT_DTYPES:
+            raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {wire!r}")
+        if mb is not None:
+            if isinstance(mb, bool) or not isinstance(mb, int | float) or not 0 < mb < math.inf:
+                raise ValueError(f"bucket_mb must be a positive number of megabytes, got {mb!r}")
+            object.__setattr__(self, "bucket_mb", float(mb))  # 1 and 1.0 are the same
         if not (self.hosts is None or isinstance(self.hosts, DeviceMesh)):
             raise TypeError(f"hosts must be None or a DeviceMesh, got {type(self.hosts).__name__}")
         has_hosts = self.hosts is not None and 1 not in self.hosts.mesh.shape

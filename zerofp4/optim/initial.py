@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import Stage
-from zerofp4.engine import FlatBuffer, Sharding
+from zerofp4.engine import Bucket, Sharding
 from zerofp4.optim.piece import Piece, gathered_range
 from zerofp4.shard import intersect
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, note_master
@@ -54,7 +54,7 @@ def take_over(
     return taken
 
 
-def initialize_masters(buffers: Sequence[FlatBuffer], held: Mapping[int, Piece]) -> None:
+def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Piece]) -> None:
     """Fill the masters of all buckets, chunk by chunk. Collective.
 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
@@ -80,7 +80,7 @@ def initialize_masters(buffers: Sequence[FlatBuffer], held: Mapping[int, Piece])
             note_master(parameter)
 
 
-def _initial_chunk(source: torch.Tensor | None, first: int, size: int, buffer: FlatBuffer) -> torch.Tensor:
+def _initial_chunk(source: torch.Tensor | None, first: int, size: int, buffer: Bucket) -> torch.Tensor:
     """Elements [first, first + size) of rank 0's value, float32, on every rank. source: on rank 0 only."""
     values = torch.empty(size, dtype=torch.float32, device=buffer.device)
     if source is not None:

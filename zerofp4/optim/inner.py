@@ -1,13 +1,14 @@
-"""The torch optimizers that update the masters: which class updates which masters, and what it must see."""
+"""The torch optimizers that update the masters, and the options of their parameter groups."""
 
+import hashlib
 import inspect
 import math
+import numbers
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-from zerofp4.optim.groups import are_unchanged, check_finite, options
 
 NOT_ELEMENTWISE = {
     "Adafactor": "its second moments are sums over rows and columns of a matrix: whole_matrices=True gives "
@@ -298,3 +299,111 @@ def give_gradients(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) 
     for master, gradient in masters:
         if master.grad is not gradient:
             master.grad = gradient
+
+
+# Options
+
+MUST_BE_FINITE = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "rho")
+"""Options of torch's classes that reach every master of a group."""
+
+HASH_BITS = 48
+"""A float64 holds a hash of this many bits exactly."""
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""An odd factor, as an int64: products with it and with its powers stay distinct modulo 2**64."""
+
+
+def options(group: dict) -> dict:
+    """The entries of a parameter group that the group of its masters has, too."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def are_unchanged(param_groups: Sequence[dict], copies: Sequence[dict]) -> bool:
+    """Whether every entry of the groups is the same object as in earlier shallow copies of them.
+
+    Each step asks this of each group, so the loop over options runs in C.
+    """
+    return len(param_groups) == len(copies) and all(
+        group.keys() == before.keys() and all(map(operator.is_, group.values(), before.values()))
+        for group, before in zip(param_groups, copies, strict=True)
+    )
+
+
+def check_finite(param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a NaN or Inf in MUST_BE_FINITE.
+
+    Tensors on a GPU are not checked: the host would have to wait for them.
+    """
+    for g, group in enumerate(param_groups):
+        for name in filter(group.__contains__, MUST_BE_FINITE):
+            value = group[name]
+            if type(value) is float and math.isfinite(value):  # without a Python call: every step asks
+                continue
+            if not all(map(_may_be_finite, _items(value))):
+                raise ValueError(f"param_groups[{g}]['{name}'] must be finite, got {value!r}")
+
+
+def _may_be_finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu" or bool(value.isfinite().all())
+    return not isinstance(value, numbers.Real) or math.isfinite(value)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def compared_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
+    """The options that ranks must have in common: names and values, numbers, tensors, or lists of these.
+
+    Sorted by name.
+    """
+    found = {
+        f"param_groups[{g}]['{name}']": value
+        for g, group in enumerate(param_groups)
+        for name, value in options(group).items()
+        if all(isinstance(item, numbers.Real | torch.Tensor) for item in _items(value))
+    }
+    return sorted(found.items(), key=operator.itemgetter(0))
+
+
+def show_option(value: Any) -> str:
+    """One of compared_options() as text. Waits for the device of a tensor."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(show_option, value))})"
+    return f"a tensor of {value.tolist()}" if isinstance(value, torch.Tensor) else str(float(value))
+
+
+class OptionsHash:
+    """Hashes of compared_options(). They cost a step little where no option was replaced since the last one.
+
+    device: where the values of tensors are hashed.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._copies: list[dict] = []
+        """The groups that the next two belong to."""
+        self._on_host = 0
+        self._tensors: list[torch.Tensor] = []
+
+    def of(self, param_groups: Sequence[dict]) -> tuple[int, torch.Tensor | None]:
+        """The hash of numbers, and that of the values of tensors, each of HASH_BITS.
+
+        The second is a float64 [] on the device, for which the host does not wait; None without tensors.
+        """
+        if not are_unchanged(param_groups, self._copies):
+            items = [(name, i) for name, value in compared_options(param_groups) for i in _items(value)]
+            values = [(name, None if torch.is_tensor(i) else float(i)) for name, i in items]
+            digest = hashlib.sha256(repr(values).encode()).digest()
+            self._on_host = int.from_bytes(digest[: HASH_BITS // 8], "big")
+            self._tensors = [item.detach() for _, item in items if torch.is_tensor(item)]
+            self._copies = list(map(dict, param_groups))
+        return self._on_host, self._hash_tensors() if self._tensors else None
+
+    def _hash_tensors(self) -> torch.Tensor:
+        moved = [t.to(self._device, torch.float64, non_blocking=True).reshape(-1) for t in self._tensors]
+        words = (torch.cat(moved) + 0.0).view(torch.int64)  # -0.0 is 0.0
+        factors = torch.full_like(words, _ODD).cumprod(0)  # modulo 2**64
+        word = ((words ^ (words >> 32)) * factors).sum()  # the low bits of a number like 1.0 are zeros
+        return ((word ^ (word >> 32)) & ((1 << HASH_BITS) - 1)).double()

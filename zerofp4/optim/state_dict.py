@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerofp4.distributed import CollectiveError
-from zerofp4.optim.groups import options
 from zerofp4.optim.initial import initial_values
-from zerofp4.optim.inner import InnerClass, InnerOptimizers
+from zerofp4.optim.inner import InnerClass, InnerOptimizers, options
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece, gathered
 from zerofp4.optim.seal import Saves, SealedTuple, make_id
 from zerofp4.shard import Shard

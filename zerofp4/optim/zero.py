@@ -31,49 +31,49 @@ from zerofp4.engine import (
     HostTransport,
     LateGathers,
     PeerTransport,
+    Rounds,
     Step,
+    Transport,
     check_gradients,
-    describe_buckets,
-    find_ways,
+    find_advice,
+    find_topology,
     in_order,
-    set_gradient_dtype,
 )
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
-from zerofp4.optim.agreement import Agreement, Call, Outcome, Rounds
+from zerofp4.optim.agreement import Agreement, Call
 from zerofp4.optim.build import (
-    Announcement,
     Checked,
     check_announcements,
     find_slots,
+    set_gradient_dtype,
 )
 from zerofp4.optim.communication import Communication
-from zerofp4.optim.gradients import NonfiniteGradients, clip_arguments, global_norm
-from zerofp4.optim.groups import check_finite
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
-from zerofp4.optim.inner import InnerOptimizers, give_gradients, has_hooks
+from zerofp4.optim.inner import InnerOptimizers, check_finite, give_gradients, has_hooks
+from zerofp4.optim.norm import clip_arguments, global_norm
 from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
-from zerofp4.tensors import NVFP4Tensor, had_master
+from zerofp4.tensors import had_master
 
 
 class _Ready(NamedTuple):
     """What this rank brings to the agreement of a step or a clip.
 
-    word: which of `gradients` holds the first NaN or Inf (NonfiniteGradients), on the device; None where
+    word: which of `gradients` holds the first NaN or Inf (Agreement), on the device; None where
         nothing was looked at.
     to_average: what the transport has made of them; None where clip_grad_norm_ has averaged them.
-    update: of one bucket after the other; None where all masters are updated at once.
+    loss: what a closure has returned.
     """
 
     call: Call
     gradients: Gradients
     word: torch.Tensor | None
     to_average: Gradients | None
-    update: BucketUpdate | None = None
+    loss: Any = None
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -83,9 +83,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
     gathers the weights in place: 4-bit codes for NVFP4 weights. Building, step() and clip_grad_norm_() are
     collective. What one rank finds wrong before an update changes nothing, and raises on every rank: with
-    NCCL on the others in their next step.
-    The masters are the truth: they begin as rank 0's values, and from then on the weights follow them, so
-    load a model first.
+    NCCL on the others in their next step. The masters are the truth: they begin as rank 0's values, and from
+    then on the weights follow them, so load a model first.
 
     params: parameters or groups of them, as for any torch optimizer, the same on every rank that they are
         sharded over; named_parameters() for checkpoints by name. A group may carry `optimizer_class`,
@@ -107,6 +106,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     sets the attributes `found_inf` and, unless its unscale_() was called, `grad_scale`.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         params: Any,
@@ -122,13 +122,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     ):
         self._built = False
         self.broken: RuntimeError | None = None
-        """Why the masters of this rank may be of two steps, else None: an error or an interrupt came behind
-        the agreement of a step, of a clip or of a load. step(), clip_grad_norm_() and saving raise from then
-        on, until load_state_dict() has brought all masters.
+        """Why the masters of this rank may be of two steps: an error or an interrupt came behind the
+        agreement of a step, a clip or a load. step(), clip_grad_norm_() and saving raise until
+        load_state_dict() has brought all masters.
         """
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         """All ranks that step together."""
+        rank, self.world_size = rank_and_size(group)
         arguments = {
             "optimizer_class": optimizer_class,
             "defaults": defaults,
@@ -143,67 +144,36 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*told, strict=True)
         check_announcements(announced)  # from here on the same on every rank
-        self._on_nonfinite, self.communication = on_nonfinite, communication
         if masters_from is not None and masters_from._schedule is not None:
             masters_from._schedule.stop()
-        with torch.no_grad():
-            self._make(checked, announced, token, group)
-        self._built = True
-
-    def _check(self, params: Any, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> Checked:
-        """What this rank can check alone; the parameters stay as they are."""
-        super().__init__(params, {})
-        checked = Checked(self.param_groups, group, **arguments)
-        self.param_groups, self.defaults = checked.param_groups, checked.defaults
-        return checked
-
-    def _make(
-        self,
-        checked: Checked,
-        announced: Sequence[Announcement],
-        token: str,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        """Everything that the optimizer is made of, and the first weights. Collective."""
-        rank, self.world_size = rank_and_size(group)
-        self._parameters, self._names = checked.parameters, checked.names
+        # Memory: weights, masters, state
+        self._on_nonfinite, self.communication = on_nonfinite, communication
+        self._parameters, device = checked.parameters, checked.parameters[0].device
         """All parameters, frozen ones too."""
-        device = self._parameters[0].device
-        may_use_hosts = not self.communication.sends_early
-        ways = find_ways(checked.transport, checked.hosts, group, device, may_use_hosts)
-        self._peers, self._hosts, obstacle = ways
+        may_use_hosts = not communication.sends_early
+        topology = find_topology(checked.transport, checked.hosts, group, device, may_use_hosts)
+        self._peers, self._hosts, obstacle = topology
         self._why_collective = obstacle if self.world_size == 1 else checked.why_collective or obstacle
-        set_gradient_dtype(self.communication.gradient_dtype, checked.trainable)
-        self._wire = checked.wire._replace(bucket_mb=max(other.bucket_mb for other in announced))
-        late = LateGathers(device) if self.communication.overlaps_forward else None
-        self._shards = ShardedParameters(
-            self.param_groups,
-            self._names,
-            shardings=checked.shardings,
-            updated=checked.updated,
-            amax_groups=checked.amax_groups,
-            wire=self._wire,
-            peers=self._peers if self._hosts is None else None,
-            as_made=self.communication.overlaps_backward,
-            late=late,
-        )
-        pairs = zip(checked.trainable, checked.trainable_names, strict=True)
-        lost = [name for p, name in pairs if id(p) not in checked.held and had_master(p)]
-        initialize_masters(self._shards.buffers, checked.held)
+        shares_all = self._peers is not None and self._hosts is None
+        self._transport_name = "none" if self.world_size == 1 else "peer" if shares_all else "collective"
+        trainable = [one.parameter for one in checked.trained]
+        begun = [one for one in checked.trained if id(one.parameter) not in checked.held]
+        lost = [one.name for one in begun if had_master(one.parameter)]
+        set_gradient_dtype(communication.gradient_dtype, trainable)
+        self._bucket_mb = max(other.bucket_mb for other in announced)
+        late = LateGathers(device) if communication.overlaps_forward else None
+        self._shards = ShardedParameters(checked, self._bucket_mb, self._peers if shares_all else None, late)
+        initialize_masters(self._shards.buckets, checked.held)
         for param_group, place in zip(self.param_groups, checked.places, strict=True):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
                     broadcast_frozen(parameter, place.sharding)
-        masters = zip(map(id, checked.trainable), self._shards.optimized, strict=True)
+        masters = zip(map(id, trainable), self._shards.optimized, strict=True)
         self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
         """The optimizers of the masters, in the order in which their classes come first in the groups."""
-        slots = find_slots(announced, rank)
-        self._agreement = Agreement(slots, device, group)
-        presence = [self._agreement.presence(i) for i in range(len(checked.trainable))]
-        self._shards.take_amaxes_from(self.inners.all, presence)
-        me = weakref.ref(self)  # neither checkpoints nor hooks of parameters keep an optimizer alive
+        me = weakref.ref(self)
         self._saved = SavedState(
-            param_groups=lambda: me().param_groups,
+            param_groups=lambda: me().param_groups,  # checkpoints do not keep an optimizer alive
             shards=self._shards,
             inners=self.inners,
             classes=checked.classes,
@@ -212,27 +182,38 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             token=token,
         )
         self.state = self._saved
-        self._nonfinite = NonfiniteGradients(self._on_nonfinite, slots, device, self._wire.dtype)
-        self._make_transport(group)
-        self._update = self._make_update()
-        """Updates the masters of one bucket after the other; None where all are updated at once."""
-        self._step = Step(self._shards.buffers, self._shards.plans, self._transport, self._exchange, late)
+        # What a step runs
+        slots = find_slots(announced, rank)
+        self._agreement = Agreement(slots, device, group, on_nonfinite, communication.gradient_wire)
+        self._offer_parts()
+        self._transport, self._schedule = self._make_transport(group)
+        is_local = all(memory is None for memory in self._transport.memory)
+        self._averages_nothing = self.world_size == 1 and is_local and self._schedule is None
+        """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
+        self._why_at_once = self._find_why_at_once()
+        """Why all masters are updated at once; None where they are updated bucket by bucket."""
+        self._update: BucketUpdate | None = None
+        if self._why_at_once is None:
+            buckets, masters = self._shards.buckets, self._shards.masters
+            self._update = BucketUpdate(self.inners.all[0], buckets, masters, self._transport)
+        self._step = Step(self._transport, sends=self._schedule is None, late=late)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
         """What an update reads on the device: 1 where this step changes nothing.
 
-        [Note: flags on the device] _skip is the maximum of _nonfinite.found (a NaN or Inf in any rank's
+        [Note: flags on the device] _skip is the maximum of _agreement.nonfinite (a NaN or Inf in any rank's
         gradients), _agreement.refused (a rank found an error, or ranks differ) and _peers.failed (a rank did
         not come to a barrier). A barrier may set _peers.failed in the middle of a step, so where ranks share
         memory FusedAdamW reads that one, and the other two in the words of presence. found_inf is what users
         read: _skip, or 1 where the cast of a bucket found a NaN or Inf in masters.
         """
+        self._defers = self._can_defer(group)
+        """Whether the host leaves agreements to the device."""
+        # From one call to the next
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
         self._reduced: GradientSnapshot | None = None
         """The gradients that clip_grad_norm_ has averaged for the next step."""
         self._factor: torch.Tensor | None = None
         """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
-        self._defers = self._can_defer(group)
-        """Whether the host leaves agreements to the device."""
         self._took_next_step = False
         """Whether clip_grad_norm_ failed on this rank alone, which has then already taken its part in the
         step() that the other ranks call next.
@@ -247,63 +228,64 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._shards.settle()
         if lost:
             _warn_of_lost_masters(lost)
+        self._built = True
 
-    def _make_transport(self, group: dist.ProcessGroup | None) -> None:
-        """Set _transport, and _exchange and _schedule where backward passes send gradients, else None."""
-        buckets, wire, adds = self._shards.buffers, self._wire, self.communication.adds_to_slices
-        early = self.communication.overlaps_backward and self.world_size > 1
-        self._exchange = self._schedule = None
+    def _check(self, params: Any, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> Checked:
+        """What this rank can check alone; the parameters stay as they are."""
+        super().__init__(params, {})
+        checked = Checked(self.param_groups, group, **arguments)
+        self.param_groups, self.defaults = checked.param_groups, checked.defaults
+        return checked
+
+    def _make_transport(self, group: dist.ProcessGroup | None) -> tuple[Transport, BackwardSchedule | None]:
+        """The transport, and what sends gradients in backward passes; None where a step sends them."""
+        shards, options = self._shards, self.communication
+        early, adds = options.overlaps_backward and self.world_size > 1, options.adds_to_slices
         if self._hosts is not None:
-            self._transport = HostTransport(buckets, group, wire, self._hosts, self._peers)
-        elif self._peers is not None:
-            self._transport = PeerTransport(buckets, wire, self._peers, early)
-            self._exchange = self._transport if early else None
+            return HostTransport(shards.buckets, group, self._hosts, self._peers), None
+        if self._peers is not None:
+            transport = PeerTransport(shards.buckets, self._peers, early)
         else:
-            # On a CPU only the host could wait for a bucket in a backward pass.
-            places = len(buckets) if buckets[0].device.type == "cpu" else 2
-            places = places if early or adds else None
-            self._transport = CollectiveTransport(
-                buckets, wire, early=places, aliased=not adds, ordered=self.communication.is_ordered
+            in_flight = None
+            if early or adds:  # on a CPU only the host could wait for a bucket in a backward pass
+                in_flight = len(shards.buckets) if self.found_inf.device.type == "cpu" else 2
+            transport = CollectiveTransport(
+                shards.buckets, early=in_flight, aliased=not adds, ordered=options.is_ordered
             )
-            self._exchange = ArrivingMeans(self._transport, adds) if early or adds else None
-        is_local = all(memory is None for memory in self._transport.memory)
-        self._averages_nothing = self.world_size == 1 and is_local and not adds
-        """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
-        if self._exchange is None:
-            return
-        me = weakref.ref(self)
-        self._schedule = BackwardSchedule(
-            self._shards.parameters,
-            self._shards.names,
-            self._exchange,
-            early=early,
-            adds=adds,
-            word_of=lambda gradients: me()._nonfinite.word(list(gradients.values()), list(gradients)),
-            is_reduced=lambda: me()._reduced is not None or me()._shards.holder.is_taken_over,
+            transport = transport if in_flight is None else ArrivingMeans(transport, adds)
+        if not (early or adds):
+            return transport, None
+        find_word = self._agreement.find_word
+        return transport, BackwardSchedule(
+            shards.trained, shards.holder, transport, early=early, adds=adds, find_word=find_word
         )
+
+    def _offer_parts(self) -> None:
+        """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
+        optimized, present = self._shards.optimized, {}
+        if self.world_size > 1:
+            words = [self._agreement.presence(i) for i in range(len(optimized))]
+            present = {m: word for masters, word in zip(optimized, words, strict=True) for m in masters}
+        for number, inner in enumerate(self.inners.all):
+            if isinstance(inner, FusedAdamW):
+                mine = [b for b in self._shards.buckets if self._shards.updated_by(b) == number]
+                parts = [([m for i in b.indices for m in optimized[i]], b.plan) for b in mine]
+                inner.offer_parts(parts, present)
+
+    def _find_why_at_once(self) -> str | None:
+        for inner in self.inners.all:
+            if type(inner) is not FusedAdamW:
+                return f"{type(inner).__name__} updates all masters at once, and FusedAdamW can in buckets"
+        has_matrices = any(bucket.is_of_whole_matrices for bucket in self._shards.buckets)
+        return "whole matrices are updated all at once" if has_matrices else None
 
     def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
         """Whether no host needs to know what the ranks agree on. The same on every rank."""
         if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
             return False
-        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buffers)
+        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buckets)
         can_skip = self._update is not None and self._on_nonfinite == "skip"
         return can_skip and self._schedule is None and not has_replicas
-
-    def _make_update(self) -> BucketUpdate | None:
-        if self._why_at_once() is not None:
-            return None
-        exchange = self._exchange or self._transport
-        return BucketUpdate(self.inners.all[0], self._shards.buffers, self._shards.masters, exchange)
-
-    def _why_at_once(self) -> str | None:
-        """Why all masters are updated at once; None where they are updated bucket by bucket."""
-        other = next((one for one in self.inners.all if type(one) is not FusedAdamW), None)
-        if other is not None:
-            return f"{type(other).__name__} updates all masters at once, and FusedAdamW can in buckets"
-        if any(bucket.is_of_whole_matrices for bucket in self._shards.buffers):
-            return "whole matrices are updated all at once"
-        return None
 
     # A step
 
@@ -318,123 +300,90 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         ValueError for an lr, betas, eps, weight_decay or momentum that is not finite (the host does not read
         a tensor on a GPU); FloatingPointError, with on_nonfinite="raise", for gradients with a NaN or Inf.
 
-        A CUDA graph of several ranks may capture it where masters are updated in buckets (describe()), after
-        an eager step with gradients of the same parameters; every rank captures and replays alike.
-        RuntimeError says what cannot be captured. In a replay a NaN or Inf skips the step on every rank,
-        whatever on_nonfinite is.
+        A CUDA graph of several ranks may capture it where masters are updated in buckets, after an eager step
+        with gradients of the same parameters. In a replay a NaN or Inf skips the step on every rank, whatever
+        on_nonfinite is.
         """
-        capturing = self.world_size > 1 and is_capturing(self.found_inf.device)
-        if capturing:
+        if self._is_capturing():
             self._check_can_capture(closure)
         if self._took_next_step:
             self._took_next_step = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
-        self._begin_call()
-        loss, ready, error, calls = None, None, OwnError(), self._agreement.calls
-        try:
-            self._raise_earlier_error()
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            ready = self._prepare_step()
-        except BaseException as failure:  # whatever it is, an interrupt too: the other ranks must hear of it
-            # A clip_grad_norm_ in the closure has told the others already; of a collective that failed nobody
-            # is left to hear; and NCCL ends no group of which a collective was captured in a graph that never
-            # came to be.
-            in_clip = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
-            if in_clip or capturing or isinstance(failure, CollectiveError):
-                self._took_next_step = False
-                raise
-            error = OwnError(failure)
-        outcome = self._agree(ready, error)
+        ready, error = self._prepare(self._prepare_step, closure)
+        present = self._agree(ready, error)
         if error:
-            self._sit_out(error)
+            self._sit_out(error, self._agreement.call_of_others().averages)
         if ready.call.averages:
-            self._hear(ready.word)
+            self._agreement.accept_nonfinite(ready.word)
         try:
-            if self._must_skip():
-                self.found_inf.fill_(1)
-            elif ready.update is None:
-                self._update_at_once(ready.to_average, outcome.present)
-            else:
-                self._publish(ready.update, ready.to_average)
-                self.inners.pull_options(self.param_groups)
-        except BaseException as failure:
-            self._break("step()", failure)
-            raise
+            with self._breaking("step()"):
+                if self._must_skip():
+                    self.found_inf.fill_(1)
+                elif self._update is None:
+                    self._update_at_once(ready.to_average, present)
+                else:
+                    self._publish(self._update, ready.to_average)
+                    self.inners.pull_options(self.param_groups)
         finally:
-            self._reduced = self._factor = None
+            self._forget_clipped()
             if self._schedule is not None:
                 self._schedule.end_step()
-            self._nonfinite.count()
+            self._agreement.count_step()
             self._saved.steps += 1
-        return loss
+        return ready.loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Average the gradients, and scale them so that their norm over all parameters is at most max_norm.
         Collective.
 
-        Returns the norm before that, float32 []; the bits of a 2-norm of the same gradients do not depend on
-        the number of ranks. step() uses the scaled gradients, or skips them where they hold a NaN or Inf. In
-        a world of one they stay in p.grad, and are scaled as step() reads them: nobody may write there before
-        it.
+        Returns the norm before that, float32 []; a 2-norm of the same gradients has the same bits in a world
+        of any size. step() uses the scaled gradients, or skips them where they hold a NaN or Inf. In a world
+        of one they stay in p.grad, where nobody may write before step(), which scales them as it reads them.
 
-        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError and
-        FloatingPointError as step() does.
+        Raises ValueError unless max_norm is 0 or more and norm_type positive, else as step().
         """
-        if self.world_size > 1 and is_capturing(self.found_inf.device):
+        if self._is_capturing():
             raise RuntimeError(
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
             )
         self._took_next_step = False
-        self._begin_call()
-        ready, error, numbers = None, OwnError(), (0.0, 2.0)
-        try:
-            self._raise_earlier_error()
-            numbers = clip_arguments(max_norm, norm_type)
-            ready = self._prepare_clip(*numbers)
-        except CollectiveError:  # nobody is left who would hear of it
-            raise
-        except BaseException as failure:  # whatever it is, the other ranks must hear of it
-            error = OwnError(failure)
+        ready, error = self._prepare(self._prepare_clip, max_norm, norm_type)
         self._agree(ready, error)
         if error:
-            self._sit_out_clip(error, numbers[1])
+            self._sit_out_clip(error)
         call, word = ready.call, ready.word
         means = list(self._means(ready.to_average))  # views, which average() fills
-        if self._counts_in_squares(call.norm_type):
+        if self._averages_nothing and call.norm_type == 2.0:
             self._squares.zero_()
             ops.add_squares(means, self._squares)
             if call.averages:
                 found = self._squares[:, -2:].sum(0)  # how many NaNs and Infs there were
                 word = self._word(ready.gradients, found)
         if call.averages:
-            self._reduced = self._factor = None
+            self._forget_clipped()
             if not self._averages_nothing:
                 self._squares.zero_()
                 error = self._step.average(ready.to_average, self._squares)
-            self._hear(word)
-        group, device = self.process_group(), self.found_inf.device
-        total = in_phase("norm", global_norm)(means, call.norm_type, group, device, self._squares)
-        try:
+            self._agreement.accept_nonfinite(word)
+        total = self._norm(means, call.norm_type)
+        with self._breaking("clip_grad_norm_()"):  # with an error the others have a norm that is of no use
             error.raise_if_any()
-        except Exception as failure:  # the others have a norm that is of no use
-            self._break("clip_grad_norm_()", failure)
-            raise
         if call.averages:
             in_slices = self.communication.adds_to_slices  # and not in p.grad any more
             self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else ready.gradients)
+            if self._schedule is not None:
+                self._schedule.is_reduced = True
         if self._factor is not None:
             total = total * self._factor
         factor = (call.max_norm / (total + 1e-6)).clamp(max=1.0)
-        factor.masked_fill_(self._nonfinite.found != 0, 1.0)
+        factor.masked_fill_(self._agreement.nonfinite != 0, 1.0)
         self._factor = factor if self._factor is None else self._factor * factor
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
-        self._reduced = self._factor = None
+        self._forget_clipped()
         self._took_next_step = False
         if self._schedule is not None:
             self._schedule.drop()
@@ -450,27 +399,40 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Before the agreement
 
-    def _begin_call(self) -> None:
-        """Raise what the ranks found in the step before, on every rank and before it joins a collective
-        ([Note: when the host hears of an agreement]). Let weights follow masters that were loaded.
+    def _prepare(self, prepare: Callable[..., _Ready], *arguments: Any) -> tuple[_Ready | None, OwnError]:
+        """Do all of a step or a clip that can fail on this rank alone: what prepare() returns, or the error
+        of this rank, which the other ranks must know of.
+
+        Raises what the ranks found in the step before, on every rank and before it joins a collective.
+        [Note: when the host reads an agreement]
         """
         if self._reduced is None:  # else clip_grad_norm_ of this step has asked
             self._agreement.read(self.param_groups)
         if not self._weights_follow:
-            try:
+            with self._breaking("following load_state_dict()"):
                 self._publish()
-            except BaseException as failure:
-                self._break("following load_state_dict()", failure)
-                raise
             self._weights_follow = True
+        calls = self._agreement.calls
+        try:
+            if self._peers is not None:
+                OwnError(self._peers.take_error()).raise_if_any()
+            self._raise_if_broken()
+            return prepare(*arguments), OwnError()
+        except BaseException as failure:  # an interrupt, too
+            # A clip_grad_norm_ in a closure has told the others already; of a collective that failed nobody
+            # is left to know; and NCCL ends no group of which a collective was captured in a graph that never
+            # came to be.
+            in_closure = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
+            if in_closure or isinstance(failure, CollectiveError) or self._is_capturing():
+                self._took_next_step = False
+                raise
+            return None, OwnError(failure)
 
-    def _raise_earlier_error(self) -> None:
-        if self._peers is not None:
-            OwnError(self._peers.take_error()).raise_if_any()
-        self._raise_if_broken()
-
-    def _prepare_step(self) -> _Ready:
-        """Do all of a step that can fail on this rank alone, before the ranks agree."""
+    def _prepare_step(self, closure: Callable[[], Any] | None) -> _Ready:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         averages = self._reduced is None
         gradients = self._collect_gradients()
         self._unscale(gradients)
@@ -484,9 +446,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         call = Call(is_clip=False, averages=averages, step=self._saved.steps)
         self.inners.push_options(self.param_groups)
-        update = self._begin_update(gradients)
-        to_average = self._prepare(gradients) if averages or self._averages_nothing else None
-        return _Ready(call, gradients, word, to_average, update)
+        self._begin_update(gradients)
+        to_average = self._transport.prepare(gradients) if averages or self._averages_nothing else None
+        return _Ready(call, gradients, word, to_average, loss)
 
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
@@ -505,8 +467,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError(f"step() cannot divide gradients by the scale of GradScaler: {obstacle}")
         torch._foreach_mul_(present, scale.double().reciprocal().float())
 
-    def _prepare_clip(self, max_norm: float, norm_type: float) -> _Ready:
-        """Do all of a clip that can fail on this rank alone, before the ranks agree."""
+    def _prepare_clip(self, max_norm: Any, norm_type: Any) -> _Ready:
+        max_norm, norm_type = clip_arguments(max_norm, norm_type)
         gradients = self._collect_gradients()
         self._shards.check_unchanged(self.param_groups)
         if self._reduced is not None and self._reduced.written():
@@ -515,51 +477,40 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "p.grad, so call zero_grad() before the next backward pass"
             )
         averages = self._reduced is None or self._reduced.changed(gradients)
-        looks = averages and not self._counts_in_squares(norm_type)
+        # The sums of squares of gradients in p.grad say if there is a NaN or Inf.
+        looks = averages and not (self._averages_nothing and norm_type == 2.0)
         word = self._word(gradients) if looks else None
         call = Call(True, averages, self._saved.steps, max_norm, norm_type)
-        if not self._averages_nothing:
-            _ = self._shards.gradients  # makes their memory
-        return _Ready(call, gradients, word, self._prepare(gradients))
-
-    def _counts_in_squares(self, norm_type: float) -> bool:
-        """Whether the sums of squares say if there is a NaN or Inf, so that clip_grad_norm_ need not look."""
-        return self._averages_nothing and norm_type == 2.0
+        for bucket in () if self._averages_nothing else self._shards.buckets:
+            _ = bucket.gradients  # makes their memory
+        return _Ready(call, gradients, word, self._transport.prepare(gradients))
 
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
         try:
             gradients = self._shards.read_gradients()
-            for b in range(len(self._shards.buffers)):
+            for b in range(len(self._shards.buckets)):
                 check_gradients(self._transport, b, gradients, self._shards.names)
         except Exception:
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
         return gradients if self._schedule is None else self._schedule.merged(gradients)
 
-    def _prepare(self, gradients: Gradients) -> Gradients:
-        """The gradients as the transport takes them; those that backward passes have sent as they are."""
-        return gradients if self._schedule is not None else self._transport.prepare(gradients)
-
     def _word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The word of a NaN or Inf in this rank's gradients. A graph of a world of one does not look for one
-        where the optimizer of the masters cannot read it.
-
-        when: as of NonfiniteGradients.word().
-        """
+        """The word of a NaN or Inf in this rank's gradients. when: as of Agreement.find_word()."""
         if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
-            return None
+            return None  # the optimizer of the masters cannot read it
         given = self.inners.found_inf(), self._scaler_found_inf
         flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
         found_inf = sum(flags) if flags else None
-        word = in_phase("scan", self._nonfinite.word)(gradients, found_inf=found_inf, when=when)
+        word = in_phase("scan", self._agreement.find_word)(gradients, found_inf=found_inf, when=when)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
-    def _begin_update(self, gradients: Gradients) -> BucketUpdate | None:
+    def _begin_update(self, gradients: Gradients) -> None:
         """Do all of an update that can fail on this rank alone, or need memory."""
         if self._update is None:
             _ = self._shards.optimized_gradients  # makes their memory
-            return None
+            return
         if has_hooks(self.inner):
             raise RuntimeError(
                 "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
@@ -572,91 +523,80 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             factor=None if self._reduced is None else self._factor,
             skip=self._skip if self._peers is None or is_capturing(self._skip.device) else self._peers.failed,
         )
-        return self._update
 
-    def _agree(self, ready: _Ready | None, error: OwnError) -> Outcome | None:
-        """None where the host does not wait for the outcome. Raises where it does, and the ranks refuse.
-
-        ready: None with an error.
+    def _agree(self, ready: _Ready | None, error: OwnError) -> list[bool] | None:
+        """By trainable parameter, whether any rank has a gradient; None where the host does not wait for the
+        outcome. Raises where it does, and the ranks refuse. ready: None with an error.
         """
         call, gradients, word = (None, (), None) if ready is None else ready[:3]
-        schedule, rounds = self._schedule, Rounds()
+        present, rounds, schedule = [g is not None for g in gradients], Rounds(), self._schedule
         if schedule is not None:
-            averages, again = self._reduced is None if call is None else call.averages, False
-            if averages:
-                with error:
-                    again = schedule.close(discard=bool(error))
-            rounds = Rounds(schedule.rounds, again, self._exchange.error is not None)
-        outcome = Outcome([gradient is not None for gradient in gradients], rounds.again)
+            rounds = schedule.close(error, reduces=self._reduced is None if call is None else call.averages)
+        agreement = self._agreement
         try:
             if self.world_size == 1:
-                self._agreement.rounds = rounds
+                agreement.rounds = rounds
                 error.raise_if_any()
             else:
-                ballot = outcome.present, call, error, word, self.param_groups, rounds
-                in_phase("vote", self._agreement.begin)(*ballot)
-                if self._defers or is_capturing(self.found_inf.device):
+                ballot = present, call, error, word, self.param_groups, rounds
+                in_phase("vote", agreement.begin)(*ballot)
+                if self._defers or self._is_capturing():
                     return None
-                outcome = self._agreement.read(self.param_groups, error, earlier=False)
+                present = agreement.read(self.param_groups, error, earlier=False)
         except Exception:
             error.take()
             if schedule is not None:
-                told = self._agreement.rounds
-                schedule.abandon(told.count, keep=not told.broken)
+                schedule.abandon(agreement.rounds)
             raise
         if schedule is not None:
-            schedule.settle(outcome.again)
-        return outcome
+            schedule.resend(agreement.rounds.again)
+        return present
 
     # Behind it
 
-    def _sit_out(self, error: OwnError, averages: bool | None = None) -> NoReturn:
+    def _sit_out(self, error: OwnError, averages: bool) -> NoReturn:
         """Take this rank's part in a step that it cannot take, and raise why. Masters stay as they are on
-        every rank, and weights follow them. [Note: when the host hears of an agreement]
+        every rank, and weights follow them. [Note: when the host reads an agreement]
 
-        averages: whether the ranks exchange gradients; None is to look at what the others said.
+        averages: whether the other ranks exchange gradients.
         """
-        averages = self._agreement.reduces_gradients() if averages is None else averages
         try:
             with error:  # what fails for the same reason is not raised in its place
                 self._publish(None, () if averages else None)
         finally:
-            self._reduced = self._factor = None
+            self._forget_clipped()
             self._saved.steps += 1
         error.raise_if_any()
 
-    def _sit_out_clip(self, error: OwnError, norm_type: float) -> NoReturn:
+    def _sit_out_clip(self, error: OwnError) -> NoReturn:
         """Take this rank's part in a clip_grad_norm_ that it cannot take, and in the step() that the other
         ranks call next, and raise why.
         """
-        if self._agreement.reduces_gradients():
-            self._step.average((), None)
+        call = self._agreement.call_of_others()
         self._squares.zero_()
-        device = self.found_inf.device
-        in_phase("norm", global_norm)((), norm_type, self.process_group(), device, self._squares)
+        if call.averages:
+            self._step.average((), None)
+        self._norm((), call.norm_type or 2.0)
         self._took_next_step = True
-        ballot = [], None, OwnError(RuntimeError()), None, self.param_groups
-        in_phase("vote", self._agreement.begin)(*ballot)
-        # A closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
-        self._sit_out(OwnError(raised_by_all(error.take())), averages=False)
+        # Marked: a closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
+        error = OwnError(raised_by_all(error.take()))
+        self._agree(None, error)
+        self._sit_out(error, averages=False)  # they have reduced theirs in this clip; waits for nothing
 
-    def _hear(self, word: torch.Tensor | None) -> None:
-        """Take over what the ranks found of NaN and Inf, and raise it with on_nonfinite="raise": then nothing
-        is used up, and the gradients stay for the caller to look at. word: what this rank found.
-        """
-        self._nonfinite.hear(word if self.world_size == 1 else self._agreement.nonfinite)
-        self._nonfinite.raise_if_asked()
+    def _norm(self, means: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        group, device = self.process_group(), self.found_inf.device
+        return in_phase("norm", global_norm)(means, norm_type, group, device, self._squares)
 
     def _must_skip(self) -> bool:
         """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
         if self.inners.heed_found_inf() or is_capturing(self._skip.device):
             return False
-        return bool(self._nonfinite.found.item())
+        return bool(self._agreement.nonfinite.item())
 
     def _means(self, gradients: Gradients) -> Iterator[torch.Tensor]:
         """This rank's part of the averaged gradients, 1D; what several ranks have, one of them counts."""
         if not self._averages_nothing:
-            yield from (bucket.gradients[bucket.part] for bucket in self._shards.buffers if bucket.is_counted)
+            yield from (bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted)
             return
         for gradient in gradients:
             if gradient is not None:
@@ -669,12 +609,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if not error:
             with error:
                 in_phase("update", self._step_inners)(present)
-        self._publish(error=error.take())
+        self._publish(error=error)
 
     def _step_inners(self, present: Sequence[bool]) -> None:
         factor = None if self._reduced is None else self._factor
         if factor is not None and not self.inners.read_clip_factor():
-            torch._foreach_mul_([bucket.gradients for bucket in self._shards.buffers], factor)
+            torch._foreach_mul_([bucket.gradients for bucket in self._shards.buckets], factor)
             factor = None
         rows = zip(self._shards.optimized, self._shards.optimized_gradients, present, strict=True)
         for masters, gradients, there in rows:
@@ -687,9 +627,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _set_skip(self) -> None:
         """Write _skip, and the words that say which parameters are updated. [Note: flags on the device]"""
         if self._peers is None:
-            self._skip.copy_(self._nonfinite.found)
+            self._skip.copy_(self._agreement.nonfinite)
         else:
-            torch.maximum(self._nonfinite.found, self._peers.failed, out=self._skip)
+            torch.maximum(self._agreement.nonfinite, self._peers.failed, out=self._skip)
         if self.world_size > 1:
             self._skip.copy_(torch.maximum(self._skip, self._agreement.refused))
             self._agreement.admit(self._skip)
@@ -698,7 +638,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self,
         update: BucketUpdate | None = None,
         gradients: Gradients | None = None,
-        error: BaseException | None = None,
+        error: OwnError | None = None,
     ) -> None:
         """Run the program of a step: update the masters if asked to, cast them, and gather the weights."""
         try:
@@ -707,21 +647,34 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.settle()
             self._set_skip()
             self.found_inf.copy_(self._skip)
-            if update is None:
-                self._shards.drop_outdated_amaxes()
+            fused = [inner for inner in self.inners.all if isinstance(inner, FusedAdamW)]
+            if update is None and any(inner.amaxes_outdated() for inner in fused):
+                for plan in self._shards.plans:
+                    plan.begin_update()  # takes back the amaxes that the update left
             self._step.run(update, gradients, error)
         finally:
-            del error  # see OwnError
             self._shards.accept_values()
+
+    def _forget_clipped(self) -> None:
+        """What clip_grad_norm_ has averaged is used up, or not to be used."""
+        self._reduced = self._factor = None
+        if self._schedule is not None:
+            self._schedule.is_reduced = False
 
     # Behind an error
 
-    def _break(self, call: str, error: BaseException) -> None:
-        """Keeps the error's text, not the error, whose traceback has frames that hold this."""
-        self.broken = RuntimeError(
-            f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
-        )
-        self._saved.unsound = f"{self.broken}: it must not be saved"
+    @contextlib.contextmanager
+    def _breaking(self, call: str) -> Iterator[None]:
+        """What is raised inside leaves the optimizer broken."""
+        try:
+            yield
+        except BaseException as error:
+            # Its text is kept, not the error, whose traceback has frames that hold this.
+            self.broken = RuntimeError(
+                f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
+            )
+            self._saved.unsound = f"{self.broken}: it must not be saved"
+            raise
 
     def _raise_if_broken(self) -> None:
         if self.broken is not None:
@@ -732,9 +685,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # In a CUDA graph
 
+    def _is_capturing(self) -> bool:
+        return self.world_size > 1 and is_capturing(self.found_inf.device)
+
     def _check_can_capture(self, closure: Callable[[], Any] | None) -> None:
         """Raise RuntimeError for a step of several ranks that a CUDA graph cannot capture."""
-        obstacle = self._why_at_once()
+        obstacle = self._why_at_once
         if closure is not None:
             obstacle = "what a closure computes is not known before"
         elif self._reduced is not None:
@@ -753,8 +709,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """In the form of torch.optim: `state` by number and `param_groups`. Not collective, no copies.
 
         Every rank has the same keys. A tensor has the parameter's shape and knows which elements of it are on
-        this rank; torch.distributed.checkpoint saves and loads it in a world of any size (page on
-        checkpoints), full_tensor(), which is collective, gathers it, torch.save writes this rank's part.
+        this rank: torch.distributed.checkpoint saves and loads it in a world of any size, full_tensor()
+        gathers it (collective), torch.save writes this rank's part.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -771,8 +727,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Gather the whole state on one rank, for frameworks that save the optimizer there alone: Trainer,
         accelerate, Lightning, which calls this itself. Collective, as ZeroRedundancyOptimizer's.
 
-        The next state_dict() on that rank has whole tensors on the CPU, unless a step or a load comes before.
-        A rank of any world loads them. The rank needs memory for the masters and the state of all ranks.
+        The next state_dict() on that rank has whole tensors on the CPU, unless a step or a load comes before;
+        a rank of any world loads them.
 
         to: the rank in process_group. Raises ValueError for a rank that is not there, and where ranks train
         different parameters; RuntimeError where the optimizer is `broken` on a rank.
@@ -813,47 +769,41 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         Parameters that have moved get the memory of the optimizer again, as by refresh().
 
-        Raises ValueError (TypeError for what is no dict) with the names of what does not fit, or where the
-        ranks bring states of different steps or what two saves wrote, on every rank and before anything has
-        changed. The same where a master would stay and a parameter has moved or the optimizer is `broken`.
+        Raises ValueError (TypeError for what is no dict), on every rank and before anything has changed, for
+        what does not fit, states of different steps, what two saves wrote, and where a master would stay and
+        a parameter has moved or the optimizer is `broken`.
         """
         before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
         try:
-            self._shards.check_groups(self.param_groups)
-            self._shards.check_can_refresh()
-            for hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = hook(self, state_dict) or state_dict
-            loaded, saves = read_state_dict(self._saved, state_dict, self._shards.written(), moved)
-            steps = int(state_dict.get("steps", 0))
-        except Exception as failure:  # whatever it is, every rank raises it
-            error = OwnError(load_error(failure))
-        except BaseException:
-            self.inners.restore(before)
-            raise
-        try:
+            try:
+                self._shards.check_groups(self.param_groups)
+                self._shards.check_can_refresh()
+                for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                    state_dict = hook(self, state_dict) or state_dict
+                loaded, saves = read_state_dict(self._saved, state_dict, self._shards.written(), moved)
+                steps = int(state_dict.get("steps", 0))
+            except Exception as failure:  # whatever it is, every rank raises it
+                error = OwnError(load_error(failure))
             save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
             steps = steps if save_id is None else steps_of(save_id)
         except BaseException:
             self.inners.restore(before)
             raise
-        try:
+        with self._breaking("load_state_dict()"):
             if moved is not None:
-                self._shards.refresh()
+                self.refresh()
             self.inners.pull_options(self.param_groups)
             for master, values in zip(self._shards.masters, loaded, strict=True):
                 if master is not None and values is not None:
                     master.copy_(values)
             self._saved.steps, self._saved.token = steps, token
-            self._reduced = self._factor = None
+            self._forget_clipped()
             self._took_next_step = False
             self._agreement.drop_unread()
             self._publish()
             self._shards.settle()
-        except BaseException as failure:
-            self._break("load_state_dict()", failure)
-            raise
         self._weights_follow, self.broken, self._saved.unsound = False, None, None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -873,13 +823,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
         """
-        return self._shards.gathered_bytes()
+        sharded = [bucket for bucket in self._shards.buckets if bucket.world_size > 1]
+        return {
+            "nvfp4": sum(bucket.weights.nbytes for bucket in sharded if bucket.is_packed),
+            "high_precision": sum(bucket.weights.nbytes for bucket in sharded if not bucket.is_packed),
+            "bf16_equivalent": 2 * sum(p.numel() for bucket in sharded for p in bucket.parameters),
+        }
 
     def _handed_masters(self) -> tuple[dict[int, Piece], set[int]]:
         """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
-        ids of parameters that somebody has written to since the last step.
-
-        Raises ValueError where it has no masters to hand over, or gradients that would be lost.
+        ids of parameters that somebody has written to since the last step. Raises ValueError.
         """
         if self.broken is not None:
             raise ValueError(f"masters_from is of no more use: {self.broken}")
@@ -907,27 +860,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """What it holds, and its parameter groups as torch shows them, without the names of parameters."""
         if not self._built:
             return f"{type(self).__name__}(not built)"
-        trained, total = self._shards.parameters, len(self._parameters)
-        packed = sum(isinstance(parameter, NVFP4Tensor) for parameter in trained)
+        trained, buckets = len(self._shards.parameters), self._shards.buckets
+        frozen = len(self._parameters) - trained
+        packed = sum(len(bucket.parameters) for bucket in buckets if bucket.is_packed)
         classes = ", ".join(type(optimizer).__name__ for optimizer in self.inners.all)
         own = sum(shard.numel for shard in self._shards.shards)
         lines = [
             f"{type(self).__name__} (",
-            f"parameters: {packed} NVFP4, {len(trained) - packed} others, {total - len(trained)} frozen",
+            f"parameters: {packed} NVFP4, {trained - packed} others, {frozen} frozen",
             f"masters: {own} elements on this rank, by {classes}",
-            f"world size: {self.world_size}, transport: {self._transport_name}, "
-            f"buckets: {len(self._shards.buffers)}",
+            f"world size: {self.world_size}, transport: {self._transport_name}, buckets: {len(buckets)}",
             *([] if self.broken is None else [f"broken: {self.broken}"]),
         ]
         for g, group in enumerate(self.param_groups):
             shown = sorted(group.keys() - {"params", "param_names"})
             lines += [f"Parameter Group {g}", *(f"    {key}: {group[key]}" for key in shown)]
         return "\n".join([*lines, ")"])
-
-    @property
-    def _transport_name(self) -> str:
-        shared = "collective" if self._peers is None or self._hosts is not None else "peer"
-        return shared if self.world_size > 1 else "none"
 
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.
@@ -939,35 +887,30 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         "step", "forward" or None. bytes_sent: by this rank in a step, by phase. shared_bytes: memory that
         other ranks can access. advice: what would make it faster.
         """
-        obstacle = self._why_at_once()
-        shards = self._shards
-        described = describe_buckets(shards.buffers, shards.plans, self._transport, self.process_group())
-        for bucket, buffer in zip(described["buckets"], shards.buffers, strict=True):
-            bucket["optimizer"] = type(self.inners.all[shards.updated[buffer.indices[0]].by]).__name__
-            late = self.communication.overlaps_forward and buffer.kind == "nvfp4"
-            bucket["gathered_in"] = None if buffer.world_size == 1 else "forward" if late else "step"
+        described = self._step.describe()
+        for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
+            entry["optimizer"] = type(self.inners.all[self._shards.updated_by(bucket)]).__name__
         return {
             "transport": self._transport_name,
             "why_collective": self._why_collective,
             "hosts": None if self._hosts is None else self._hosts.shape,
             "reduction": self.communication.reduction,
-            "in_buckets": obstacle is None,
-            "obstacle": obstacle,
+            "in_buckets": self._why_at_once is None,
+            "obstacle": self._why_at_once,
             "overlap": self.communication.overlap,
             "accumulate": self.communication.accumulate,
             "world_size": self.world_size,
-            "bucket_mb": self._wire.bucket_mb,
+            "bucket_mb": self._bucket_mb,
             "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
+            "advice": find_advice(self.process_group(), self.found_inf.device),
             **described,
         }
 
     @torch.no_grad()
     def check(self) -> None:
-        """Wait for what the last step() has queued, and raise what has gone wrong there. Not collective.
-
-        Raises RuntimeError where no rank took the last step, a rank kept the others from writing or did not
-        come to a barrier of the GPUs, where a parameter, a master or a buffer has moved, or where the
-        optimizer is `broken`.
+        """Wait for what the last step() has queued, and raise RuntimeError where no rank took it, a rank kept
+        the others from writing or did not come to a barrier of the GPUs, a parameter, a master or a buffer
+        has moved, or the optimizer is `broken`. Not collective.
 
         With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
         its replays behind a step.
@@ -981,14 +924,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def refresh(self) -> None:
         """Go on after parameters, masters or found_inf have moved (share_memory_(), .data assigned): the
-        parameters get the memory of the optimizer's buffers again, with its values. What was assigned
-        meanwhile is dropped. Not collective.
+        parameters get the memory of the optimizer's buffers again, with its values. Not collective.
 
         Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
         or kind than it was built with, and RuntimeError where another ZeroFP4Optimizer was built over these
         parameters since.
         """
         self._shards.refresh()
+        self._offer_parts()
 
     @property
     def found_inf(self) -> torch.Tensor:
@@ -1008,13 +951,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because of gradients with a NaN or Inf. Waits for the device."""
-        return self._nonfinite.skipped
+        return self._agreement.skipped_steps()
 
     def first_nonfinite(self) -> str | None:
         """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
         or clip_grad_norm_ last looked; None if there was none. Waits for the device in a world of one.
         """
-        return self._nonfinite.first_name
+        return self._agreement.first_nonfinite()
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""

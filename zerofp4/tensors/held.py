@@ -19,7 +19,7 @@ class Holder:
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
         self._ids = set(map(id, parameters))
-        self._replaced: list[torch.Tensor] = []
+        self.replaced: list[torch.Tensor] = []
         """Those that a module has given up since the last find_replaced()."""
         self.is_taken_over = False
         """Whether another optimizer was built over any of the parameters."""
@@ -36,13 +36,13 @@ class Holder:
         """A parameter that was replaced in its module and is in no other. Looks at every object of the
         interpreter once a module has given up one.
         """
-        if not self._replaced:
+        if not self.replaced:
             return None
         modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
         present = {id(p) for module in modules for p in vars(module).get("_parameters", {}).values()}
-        found = next((p for p in self._replaced if id(p) not in present), None)
+        found = next((p for p in self.replaced if id(p) not in present), None)
         if found is None:
-            self._replaced.clear()
+            self.replaced.clear()
         return found
 
 
@@ -57,7 +57,7 @@ def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> Non
     if old is not None and old is not parameter:
         for holder in list(_holders):
             if holder.holds(old):
-                holder._replaced.append(old)
+                holder.replaced.append(old)
 
 
 def check_not_held(named: Sequence[tuple[str, torch.Tensor]], apart_from: Sequence[object] = ()) -> None:

@@ -234,5 +234,5 @@ def test_describe_counts_what_travels(world):
     """Half of the bytes for weights of bfloat16, whose bucket has one dtype."""
     weights = [p for p in parameters_of(world) if isinstance(p, zerofp4.NVFP4Tensor)]
     optimizer = ZeroFP4Optimizer([p for p in weights if p.dtype == torch.bfloat16], FusedAdamW)
-    words = sum(plan.reduced.numel() for plan in optimizer._shards.plans)
+    words = sum(bucket.plan.reduced.numel() for bucket in optimizer._shards.buckets)
     assert optimizer.describe()["bytes_sent"]["amaxes"] == 2 * words

@@ -16,7 +16,7 @@ import zerofp4
 from distributed.engine.overlap_cases import SMALL, Net, make
 from zerofp4 import NVFP4Tensor
 from zerofp4.distributed import all_gather_slices
-from zerofp4.engine import CollectiveTransport, PackedBuffer
+from zerofp4.engine import Bucket, CollectiveTransport
 
 
 class LateGather:
@@ -24,7 +24,7 @@ class LateGather:
     it: who reads without that finds codes of the step before. (Ranks must wait for them in one order.)
     """
 
-    def __init__(self, buffer: PackedBuffer, begun: list[PackedBuffer]):
+    def __init__(self, buffer: Bucket, begun: list[Bucket]):
         self._buffer, self._begun = buffer, begun
         self._cast = torch.cuda.current_stream().record_event() if buffer.device.type == "cuda" else None
 
@@ -37,14 +37,14 @@ class LateGather:
 
 
 @contextlib.contextmanager
-def late_gathers() -> Iterator[list[PackedBuffer]]:
+def late_gathers() -> Iterator[list[Bucket]]:
     """Gathers of codes that begin in here are such; of which buffers somebody has waited for, in order."""
-    begun: list[PackedBuffer] = []
+    begun: list[Bucket] = []
     gather_now = CollectiveTransport.gather
 
     def gather(transport, b):
         bucket = transport.buckets[b]
-        return LateGather(bucket, begun) if isinstance(bucket, PackedBuffer) else gather_now(transport, b)
+        return LateGather(bucket, begun) if bucket.is_packed else gather_now(transport, b)
 
     with mock.patch.object(CollectiveTransport, "gather", gather):
         yield begun

@@ -16,7 +16,7 @@ from distributed.engine.file_peers import FilePeers
 from distributed.engine.overlap_cases import SMALL, TINY, loss_of, make
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
-from zerofp4.engine.hosts import Ways
+from zerofp4.engine.topology import Topology
 from zerofp4.optim import zero
 
 FEW = 0.01
@@ -31,9 +31,9 @@ def run(world, check, late, **options):
     group = dist.new_group(backend="gloo")
 
     def find(transport, hosts, given, *_):
-        return Ways(None if transport == "collective" else FilePeers(given, late), None, None)
+        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
 
-    with mock.patch.object(zero, "find_ways", find):
+    with mock.patch.object(zero, "find_topology", find):
         check(alone, transport="peer", process_group=group, **options)
 
 

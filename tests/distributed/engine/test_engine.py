@@ -157,7 +157,7 @@ def test_describe(world):
 def test_ranks_must_group_alike(world):
     parameters = parameters_of(world)
     groups = [[parameters[0], parameters[2 if world.rank else 4]]]
-    with pytest.raises(ValueError, match="what amax_groups put together is"):
+    with pytest.raises(ValueError, match=r"\[2\].* in group 0 on rank 0 and .*, in amax_groups with"):
         ZeroFP4Optimizer(parameters, amax_groups=groups)
 
 
@@ -166,7 +166,7 @@ def test_a_step_in_which_one_rank_alone_raises_breaks_its_optimizer(world):
     """The others, which have found nothing wrong, hear of it in the next step."""
     parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
     checkpoint = copy.deepcopy(optimizer.state_dict())
-    plan = optimizer._shards._casts[-1]
+    plan = optimizer._shards.plans[-1]
     set_gradients(parameters, make_gradients(parameters, world.rank))
     if world.rank == 1:
         complete = plan.complete
@@ -199,7 +199,7 @@ def test_gradients_take_no_memory_until_they_are_clipped(world):
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, step))
         optimizer.step()
-        for buffer, dtype in zip(optimizer._shards.buffers, optimizer._transport.dtypes, strict=True):
-            assert buffer.has_gradients == (dtype not in dtypes)
+        for buffer, dtype in zip(optimizer._shards.buckets, optimizer._transport.dtypes, strict=True):
+            assert ("gradients" in vars(buffer)) == (dtype not in dtypes)
     optimizer.clip_grad_norm_(1.0)
-    assert all(buffer.has_gradients for buffer in optimizer._shards.buffers)
+    assert all("gradients" in vars(buffer) for buffer in optimizer._shards.buckets)

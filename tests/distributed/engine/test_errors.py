@@ -22,7 +22,7 @@ from distributed.optim.cases import (
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.cast.staged import StepStatus
-from zerofp4.engine import GradientMemory, flat
+from zerofp4.engine import Bucket, GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -73,7 +73,7 @@ ABSTAINED = "another rank could not take part in the cast"
 def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
     """Of moments, or of the slice that gradients are reduced to."""
     error = torch.OutOfMemoryError("no memory today")
-    for owner, name, clip in ((torch, "zeros_like", False), (flat.FlatBuffer, "_zeros", True)):
+    for owner, name, clip in ((torch, "zeros_like", False), (Bucket, "_zeros", True)):
         parameters, optimizer = build(world)
         masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
         with on_rank_1(world, owner, name, error, call=2):
@@ -129,8 +129,9 @@ def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
     """The weights of that bucket stay, on every rank, and the optimizer is broken until a load."""
     parameters, optimizer = build(world, gradient_wire=torch.float16)
     checkpoint = copy.deepcopy(optimizer.state_dict())
-    plan, part, last = optimizer._shards.plans[1], optimizer.inner._parts[1], optimizer._shards.buffers[-1]
-    before = [p.rowwise_data.clone() for p in optimizer._shards.buffers[1].parameters]
+    buckets, part = optimizer._shards.buckets, optimizer.inner._parts[1]
+    plan, last = buckets[1].plan, buckets[-1]
+    before = [p.rowwise_data.clone() for p in buckets[1].parameters]
     owner, name, call = {
         "update": (part, "run", 1),
         "amaxes": (plan, "start_step", 1),
@@ -148,7 +149,7 @@ def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
     if told or world.rank == 1:
         assert_told(world, raised, error, ABSTAINED)
     if what != "rounding":
-        for p, codes in zip(optimizer._shards.buffers[1].parameters, before, strict=True):
+        for p, codes in zip(buckets[1].parameters, before, strict=True):
             assert_bytes_equal(p.rowwise_data, codes, f"{what}: codes")
     assert_broken(world, optimizer, checkpoint, parameters, told)
 

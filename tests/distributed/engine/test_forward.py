@@ -183,8 +183,8 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
     """Weights from that bucket on keep their bytes on every rank; all gathers arrive, and a load goes on."""
     net, optimizer = make(world, overlap="forward", bucket_mb=TINY)
     checkpoint, shards = copy.deepcopy(optimizer.state_dict()), optimizer._shards
-    chosen = shards.plans.index(next(plan for plan in shards.plans if plan is not None))
-    plan, members = shards.plans[chosen], shards.buffers[chosen].parameters
+    bucket = next(bucket for bucket in shards.buckets if bucket.is_packed)
+    plan, members = bucket.plan, bucket.parameters
     if world.rank == 1:
         refuse_one_step(plan)
     before = [buffer.clone() for buffer in model_bytes(members)]

@@ -21,10 +21,8 @@ from distributed.engine.file_peers import FilePeers
 from distributed.optim.cases import as_if_captured, assert_same_on_all_ranks, model_bytes, parameters_of
 from distributed.optim.group_cases import CLASSES, OPTIONS, check_order_of_addition, gradients_of, mesh_of
 from distributed.run import on_ranks
-from zerofp4.engine import GradientMemory, Peers
-from zerofp4.engine import hosts as found_hosts
-from zerofp4.engine.hosts import Hosts, hosts_of
-from zerofp4.engine.peers import Seat, seat_of
+from zerofp4.engine import GradientMemory, Peers, topology
+from zerofp4.engine.topology import Hosts, Location, find_hosts, find_topology, locate
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 SHAPE = (2, 2)
@@ -38,8 +36,8 @@ def sharing_memory(world, shares: bool = True) -> Iterator[None]:
         return
 
     with (
-        mock.patch.object(found_hosts, "find_obstacle", lambda *_: None),
-        mock.patch.object(found_hosts, "Peers", lambda group, _: FilePeers(group, late=True)),
+        mock.patch.object(topology, "find_obstacle", lambda *_: None),
+        mock.patch.object(topology, "Peers", lambda group, _: FilePeers(group, late=True)),
     ):
         yield
 
@@ -231,10 +229,10 @@ def test_hosts_that_cannot_be_meant(world):
 def on_hosts(world, names: str) -> Iterator[None]:
     """As if each rank ran on the host of its letter."""
 
-    def seat(device):
-        return seat_of(device)._replace(host=names[world.rank])
+    def at(device):
+        return locate(device)._replace(host=names[world.rank])
 
-    with mock.patch.object(found_hosts, "seat_of", seat):
+    with mock.patch.object(topology, "locate", at):
         yield
 
 
@@ -276,10 +274,10 @@ def test_ranks_of_a_host_that_was_found_share_memory(world):
 
     with (
         on_hosts(world, "aabb"),
-        mock.patch.object(found_hosts, "find_obstacle", lambda *_: None),
-        mock.patch.object(found_hosts, "Peers", share),
+        mock.patch.object(topology, "find_obstacle", lambda *_: None),
+        mock.patch.object(topology, "Peers", share),
     ):
-        ways = [found_hosts.find_ways("auto", None, dist.group.WORLD, world.device) for _ in range(3)]
+        ways = [find_topology("auto", None, dist.group.WORLD, world.device) for _ in range(3)]
     assert [way.hosts for way in ways] == [Hosts(2, 2)] * 3
     assert [way.peers and way.peers.size for way in ways] == [2, 2, None]
     assert ways[-1].why_collective == "on rank 3: no permission"
@@ -301,7 +299,7 @@ def test_ranks_of_a_host_that_torch_cannot_group(world, kind):
             pytest.skip("this torch sorts the ranks of every group")
         group = dist.new_group([0, 1, 3, 2], sort_ranks=False)
     with on_hosts(world, "aabb"), sharing_memory(world):
-        ways = found_hosts.find_ways("auto", None, group, world.device)
+        ways = find_topology("auto", None, group, world.device)
     assert ways.peers is None and ways.hosts == Hosts(2, 2)
     said = r"are in \d+ and \d+ process groups|in this order"
     assert re.search(said, ways.why_collective), ways.why_collective
@@ -322,5 +320,5 @@ def test_ranks_of_a_host_that_torch_cannot_group(world, kind):
 )
 def test_hosts_of_names(names, shape):
     """Only ranks that are numbered host by host, as many on each, have a sum by hosts."""
-    found = hosts_of([Seat(name, 0, [], None) for name in names])
+    found = find_hosts([Location(name, 0, [], None) for name in names])
     assert (found and found.shape) == shape

@@ -85,13 +85,13 @@ def test_buckets_begin_in_backward_passes(world):
     kinds = [bucket["kind"] for bucket in optimizer.describe()["buckets"]]
     quantized = kinds.count("nvfp4")
     assert kinds[:quantized] == ["nvfp4"] * quantized
-    begun, send = [], optimizer._exchange.send_gradients
+    begun, send = [], optimizer._transport.send_gradients
 
     def counted(b, gradients):
         begun.append(b)
         send(b, gradients)
 
-    optimizer._exchange.send_gradients = counted
+    optimizer._transport.send_gradients = counted
     torch.autograd.grad(loss_of(net, world, 0), list(net.parameters()))
     with optimizer.no_sync():
         loss_of(net, world, 0).backward()

@@ -20,14 +20,14 @@ from distributed.engine.overlap_cases import SMALL, TINY
 from distributed.engine.overlap_checks import on_gpu as early_check
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks
-from zerofp4.engine import hosts
-from zerofp4.engine.peers import Seat, find_obstacle
+from zerofp4.engine import topology
+from zerofp4.engine.topology import Location, find_obstacle, find_topology
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="fewer than two GPUs, of which one has two ranks to check"
 )
-FINE = Seat("a", 0, [1, 2], None)
+FINE = Location("a", 0, [1, 2], None)
 CHECKS = {
     "barriers": (peer_checks.barriers, {}),
     "fused": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.003}),
@@ -193,27 +193,27 @@ def test_auto_without_the_permission_to_share_memory(world):
             raise RuntimeError("no permission")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "seat_of", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
-        patch.setattr(hosts, "Peers", share)
-        found = hosts.find_ways("auto", None, dist.group.WORLD, world.device)
+        patch.setattr(topology, "locate", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
+        patch.setattr(topology, "Peers", share)
+        found = find_topology("auto", None, dist.group.WORLD, world.device)
         assert found == (None, None, "on rank 1: no permission")
         arguments = "peer", None, dist.group.WORLD, world.device
-        message = raised_everywhere(world, ValueError, hosts.find_ways, *arguments)
+        message = raised_everywhere(world, ValueError, find_topology, *arguments)
         assert 'transport="peer" cannot be: on rank 1: no permission' in message
 
 
 @pytest.mark.parametrize(
-    ("seats", "message"),
+    ("locations", "message"),
     [
-        ([FINE, Seat("a", 1, [0], None)], None),
-        ([FINE, Seat("b", 1, [0], None)], "ranks 0 and 1 are on different hosts"),
-        ([FINE, Seat("a", 0, [1], None)], "ranks 0 and 1 both use cuda:0"),
-        ([FINE, Seat("a", 1, [], None)], "cuda:1 of rank 1 cannot access the memory of cuda:0"),
-        ([FINE, Seat("a", 1, [0], None), Seat("a", 2, [1], None)], "cuda:2 of rank 2 cannot access"),
-        ([FINE, Seat("a", 1, [0], "this torch has none")], "on rank 1: this torch has none"),
+        ([FINE, Location("a", 1, [0], None)], None),
+        ([FINE, Location("b", 1, [0], None)], "ranks 0 and 1 are on different hosts"),
+        ([FINE, Location("a", 0, [1], None)], "ranks 0 and 1 both use cuda:0"),
+        ([FINE, Location("a", 1, [], None)], "cuda:1 of rank 1 cannot access the memory of cuda:0"),
+        ([FINE, Location("a", 1, [0], None), Location("a", 2, [1], None)], "cuda:2 of rank 2 cannot access"),
+        ([FINE, Location("a", 1, [0], "this torch has none")], "on rank 1: this torch has none"),
         ([FINE] * 17, "17 ranks are more than 16"),
     ],
 )
-def test_who_can_share_memory(seats, message):
-    found = find_obstacle(seats, range(len(seats)))
+def test_who_can_share_memory(locations, message):
+    found = find_obstacle(locations, range(len(locations)))
     assert (found is None) if message is None else (message in found)

@@ -21,7 +21,7 @@ from distributed.optim.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.engine.buckets import longest_first
+from zerofp4.engine.assignment import longest_first
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import Shard
 

@@ -282,7 +282,7 @@ def test_masters_are_handed_over_to_another_layout(world):
     source = optimizer if world.rank == 0 else None
     alone = dist.new_group([world.rank], use_local_synchronization=True)
     for options, message in [
-        ({"masters_from": source}, r"what masters_from hands over is \[0, 1, .*\] on rank 0 and \[\] on"),
+        ({"masters_from": source}, r"\[0\] is .*, of masters_from on rank 0 and .* in group 0 on"),
         ({"masters_from": optimizer, "process_group": alone}, "masters_from must shard its masters over the"),
     ]:
         with pytest.raises(ValueError, match=message):

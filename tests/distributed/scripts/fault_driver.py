@@ -27,7 +27,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4 import distributed
-from zerofp4.engine import collective, gradient_memory
+from zerofp4.engine import GradientMemory, collective
 from zerofp4.launch import World
 from zerofp4.optim import Communication, ZeroFP4Optimizer, piece, state_dict, zero
 
@@ -65,7 +65,7 @@ def failing(function: Callable, kind: str, call: int) -> Callable:
 def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optimizer) -> None:
     """In the middle of the stage: the first bucket of gradients travels, the first pieces are written."""
     targets = {
-        "reduce": (gradient_memory.GradientMemory, "take", 2),
+        "reduce": (GradientMemory, "take", 2),
         "norm": (zero, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
         "gather": (collective.CollectiveTransport, "gather", 1),

@@ -1,0 +1,206 @@
+"""Topology: which ranks are on one host, and whether they can share memory."""
+
+import itertools
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zerofp4.distributed import (
+    CollectiveError,
+    GroupReference,
+    attempt,
+    exchange,
+    rank_and_size,
+    timeout_seconds,
+)
+from zerofp4.engine.peers import Peers
+from zerofp4.ops import MAX_PEERS
+
+
+class Hosts(NamedTuple):
+    """The hosts of a process group: consecutive ranks on each, the same number everywhere.
+
+    count, size: how many hosts, and how many ranks on each.
+    within: the ranks of this rank's host; None unless a DeviceMesh was given.
+    """
+
+    count: int
+    size: int
+    within: GroupReference | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.count, self.size
+
+    def position(self, rank: int) -> tuple[int, int]:
+        """The host of a rank, and its local rank there."""
+        return divmod(rank, self.size)
+
+    def ranks_of(self, host: int) -> range:
+        return range(host * self.size, (host + 1) * self.size)
+
+
+class Topology(NamedTuple):
+    """What the ranks of a group have in common.
+
+    peers: the ranks of this host, if they share memory.
+    hosts: None where gradients are added up over all ranks at once.
+    why_collective: why the ranks of a host share no memory.
+    """
+
+    peers: Peers | None
+    hosts: Hosts | None
+    why_collective: str | None
+
+
+def find_topology(
+    transport: str,
+    hosts: Hosts | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    may_use_hosts: bool = True,
+) -> Topology:
+    """Let the ranks of each host share memory, if transport allows it and they can. Collective.
+
+    transport: "auto", "collective" or "peer". "auto" groups ranks by host name if no hosts are given;
+    may_use_hosts=False turns that off.
+
+    Raises ValueError on every rank if transport is "peer" and ranks cannot share memory.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        return Topology(None, None, "a world of one has nobody to share memory with")
+    if transport == "collective":
+        return Topology(None, hosts, "it was asked for")
+    locations = exchange(*attempt(locate, device), group, "comparing where ranks run")
+    if hosts is None and transport == "auto" and may_use_hosts:
+        hosts = find_hosts(locations)
+    local = hosts or Hosts(1, size, GroupReference(group))
+    found = [find_obstacle(locations, local.ranks_of(host)) for host in range(local.count)]
+    if local.within is None:
+        found += [_find_group_obstacle(locations, local.ranks_of(host)) for host in range(local.count)]
+    peers, obstacle = None, next(filter(None, found), None)
+    if obstacle is None:
+        try:  # a system may keep processes from each other's memory, as containers do
+            peers = Peers(_group_of_host(local, rank, group, device), device)
+        except CollectiveError:  # no rank is left that would wait
+            raise
+        except RuntimeError as error:
+            obstacle = str(error)
+        told = enumerate(exchange(obstacle, None, group, "sharing memory"))
+        obstacle = next((f"on rank {r}: {text}" for r, text in told if text is not None), None)
+        peers = peers if obstacle is None else None
+    if transport == "peer" and obstacle is not None:
+        raise ValueError(f'transport="peer" cannot be: {obstacle}; "collective" works everywhere')
+    return Topology(peers, hosts, obstacle)
+
+
+class Location(NamedTuple):
+    """Where a rank runs. reachable: the indices of the GPUs whose memory its own can access. obstacle: what
+    keeps this rank from sharing memory, whatever the others are. groups: how many process groups it is in.
+    """
+
+    host: str
+    index: int
+    reachable: list[int]
+    obstacle: str | None
+    groups: int = 1
+
+
+def locate(device: torch.device) -> Location:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    groups = len(dist.distributed_c10d._world.pg_names)
+    if device.type != "cuda":
+        obstacle = f"the parameters are on {device}, and only GPUs read each other's memory"
+        return Location(host, -1, [], obstacle, groups)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    others = [i for i in range(torch.cuda.device_count()) if i != index]
+    reachable = [i for i in others if torch.cuda.can_device_access_peer(index, i)]
+    return Location(host, index, reachable, _torch_obstacle(device), groups)
+
+
+def _torch_obstacle(device: torch.device) -> str | None:
+    try:
+        from torch.distributed._symmetric_memory import get_backend
+    except ImportError:
+        return "this torch has no symmetric memory"
+    found = get_backend(device)
+    return None if found == "CUDA" else f"the backend of torch's symmetric memory is {found!r}, not 'CUDA'"
+
+
+def find_hosts(locations: Sequence[Location]) -> Hosts | None:
+    """None for one host, for one rank on each, and unless each host has as many ranks, consecutive ones."""
+    runs = [len(list(run)) for _, run in itertools.groupby(locations, key=lambda location: location.host)]
+    is_regular = len(set(runs)) == 1 and len({location.host for location in locations}) == len(runs)
+    return Hosts(len(runs), runs[0]) if is_regular and len(runs) > 1 and runs[0] > 1 else None
+
+
+def find_obstacle(locations: Sequence[Location], ranks: range) -> str | None:
+    """Why these ranks cannot share memory. locations: of all ranks."""
+    if len(ranks) > MAX_PEERS:
+        return f"{len(ranks)} ranks are more than {MAX_PEERS}"
+    for rank in ranks:
+        if locations[rank].obstacle is not None:
+            return f"on rank {rank}: {locations[rank].obstacle}"
+        if locations[rank].host != locations[ranks[0]].host:
+            return f"ranks {ranks[0]} and {rank} are on different hosts"
+    overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as torch has it
+    for other, rank in itertools.combinations(ranks, 2):
+        theirs, mine = locations[other], locations[rank]
+        if mine.index == theirs.index and not overlapping:
+            return (
+                f"ranks {other} and {rank} both use cuda:{mine.index} (each needs a GPU of another "
+                "number, and has to see those of the others)"
+            )
+        if mine.index != theirs.index and theirs.index not in mine.reachable:
+            return f"cuda:{mine.index} of rank {rank} cannot access the memory of cuda:{theirs.index}"
+    return None
+
+
+def _find_group_obstacle(locations: Sequence[Location], ranks: range) -> str | None:
+    """Why torch cannot make a group of these ranks alone: it names such a group by the number of groups that
+    a rank is in, and ranks that use different names wait for each other until the timeout.
+    """
+    first = ranks[0]
+    for rank in ranks:
+        if locations[rank].groups != locations[first].groups:
+            return (
+                f"ranks {first} and {rank} of a host are in {locations[first].groups} and "
+                f"{locations[rank].groups} process groups, so torch cannot make one of that host: give "
+                "Communication(hosts=) a mesh"
+            )
+    return None
+
+
+_groups_of_hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""By the default process group: those of some of its ranks on this host, made once for all optimizers."""
+
+
+def _group_of_host(
+    hosts: Hosts, rank: int, group: dist.ProcessGroup, device: torch.device
+) -> dist.ProcessGroup:
+    """The group of this rank's host. Raises RuntimeError if it has the ranks in another order."""
+    everyone, seconds = dist.get_process_group_ranks(group), timeout_seconds(group, device)
+    named = tuple(everyone[r] for r in hosts.ranks_of(hosts.position(rank)[0]))
+    if hosts.within is not None:
+        within = hosts.within()
+    else:
+        made = _groups_of_hosts.setdefault(dist.group.WORLD, {})
+        key = named, dist.get_backend(group), seconds
+        if key not in made:
+            # Only this host's ranks call this, so the group must not synchronize with the world.
+            made[key] = dist.new_group(
+                named, timedelta(seconds=seconds), key[1], use_local_synchronization=True
+            )
+        within = made[key]
+    if tuple(dist.get_process_group_ranks(within)) != named:
+        raise RuntimeError(f"the group of this host does not have global ranks {named} in this order")
+    return within

@@ -1,0 +1,77 @@
+"""The norm of the gradients of all ranks, for clip_grad_norm_."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofp4 import ops
+from zerofp4.distributed import Stage, reduce_max
+from zerofp4.engine import ALIGNMENT
+
+NORM = "finding the norm of the gradients"
+"""The stage of global_norm()."""
+
+
+def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Both as floats; raises ValueError for what is no number or cannot be a limit or a norm."""
+    numbers = []
+    for name, value, rule in (("max_norm", max_norm, "0 or more"), ("norm_type", norm_type, "positive")):
+        try:
+            number = float(value)
+        except Exception:  # a value's own __float__ may raise anything
+            raise ValueError(f"{name} must be a number, {rule}, got {value!r}") from None
+        if not (number > 0 or (number == 0 and name == "max_norm")):
+            raise ValueError(f"{name} must be {rule}, got {value!r}")
+        numbers.append(abs(number))  # -0.0 is 0
+    return numbers[0], numbers[1]
+
+
+def global_norm(
+    means: Iterable[torch.Tensor],
+    p: float,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    squares: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
+
+    means: those that this rank counts, 1D, contiguous, cut at multiples of ALIGNMENT elements of a parameter
+    or at its end. group: of all ranks that step together. squares: the sums that ops.average left of them.
+    The 2-norm is that of exact sums of short ones, and does not depend on the number of ranks. For others
+    FP32 sums are kept short and added up in float64: one long FP32 sum is off by percents for 10**8 elements.
+    Those take a launch for each mean, or two: a rank alone has one for each gradient.
+    """
+    if p == 2.0:
+        if squares is None:
+            squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
+            ops.add_squares(list(means), squares)
+        words = squares.sum(0)
+        if group is not None:
+            with Stage(NORM, group):
+                dist.all_reduce(words, group=group)
+        return ops.norm_of_squares(words)
+    rows = [torch.linalg.vector_norm(short, p, dim=1, dtype=torch.float32) for short in _short_rows(means)]
+    norms = torch.cat([*rows, torch.zeros(1, device=device)]).double()
+    if p != math.inf:
+        total = norms.pow(p).sum()
+        if group is not None:
+            with Stage(NORM, group):
+                dist.all_reduce(total, group=group)
+        return total.pow(1 / p).float()
+    largest = norms.max()
+    # Not every backend's MAX keeps a NaN, so it travels as a flag.
+    pair = torch.stack([largest.where(~largest.isnan(), 0.0), largest.isnan().double()])
+    reduce_max(pair, group, NORM)
+    return pair[0].where(pair[1] == 0, math.nan).float()
+
+
+def _short_rows(means: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Matrices of at most ALIGNMENT columns."""
+    for mean in means:
+        whole = mean.numel() // ALIGNMENT * ALIGNMENT
+        yield from (
+            part for part in (mean[:whole].view(-1, ALIGNMENT), mean[whole:].view(1, -1)) if part.numel()
+        )
