@@ -1,6 +1,7 @@
 """A tensor of which a rank holds a flat range, and which torch.distributed.checkpoint saves and loads so."""
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -24,6 +25,10 @@ ONE_PART = (
     "torch.save writes one rank's part of the optimizer's state: call consolidate_state_dict() of the "
     "optimizer on every rank before a save on one rank, or save with torch.distributed.checkpoint"
 )
+
+
+_operators = threading.local()
+"""`run` is true while this thread calls an operator of a piece."""
 
 
 class Home:
@@ -71,8 +76,8 @@ class Piece(torch.Tensor):
     the whole tensor where it is all here, else they raise RuntimeError.
 
     [Note: a DTensor in name] torch's full state dicts gather nothing but DTensors. So isinstance() takes a
-    piece of several ranks for one, and it has the methods that torch then calls. It is no subclass, since
-    torch 2.11 runs the operators of a subclass without its __torch_dispatch__.
+    piece of several ranks for one, and it has the methods that torch then calls. Operators take it for what
+    it is, since those of torch 2.11 read what only a DTensor has before they ask for its __torch_dispatch__.
     """
 
     values: torch.Tensor
@@ -87,7 +92,13 @@ class Piece(torch.Tensor):
     boxes: dict[tuple[int, ...], Rectangle]
     """The rectangles that the last save or load has asked for, by their offsets."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        before, _operators.run = getattr(_operators, "run", False), True
+        try:
+            return torch._C._disabled_torch_function_impl(function, types, arguments, options or {})
+        finally:
+            _operators.run = before
 
     @staticmethod
     def __new__(
@@ -216,7 +227,10 @@ class Piece(torch.Tensor):
         home = self.about.home
         return home is not None and not home.group.refers_to(None)
 
-    __class__ = property(lambda self: DTensor if self._is_sharded() else Piece)
+    @property
+    def __class__(self) -> type:
+        return DTensor if self._is_sharded() and not getattr(_operators, "run", False) else Piece
+
     device_mesh = property(lambda self: self.about.home.mesh)
     placements = property(lambda self: (Replicate(),))  # who distributes a whole tensor leaves it whole
 

@@ -127,7 +127,9 @@ def assert_broken(world, optimizer, checkpoint, parameters, others_are_too):
 @pytest.mark.parametrize("what", ["update", "amaxes", "gradients", "rounding"])
 def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
     """The weights of that bucket stay, on every rank, and the optimizer is broken until a load."""
-    parameters, optimizer = build(world, gradient_wire=torch.float16)
+    # Between GPUs that share memory gradients are taken before the agreement.
+    transport = "collective" if what == "gradients" else "auto"
+    parameters, optimizer = build(world, gradient_wire=torch.float16, transport=transport)
     checkpoint = copy.deepcopy(optimizer.state_dict())
     buckets, part = optimizer._shards.buckets, optimizer.inner._parts[1]
     plan, last = buckets[1].plan, buckets[-1]

@@ -117,7 +117,7 @@ def test_the_others_hear_of_an_error_in_the_next_step(world, break_it, calls):
 @pytest.mark.parametrize("call", ["step", "clip"])
 def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call):
     """They have reduced their gradients in that clip, and it has not: else each would wait for the other."""
-    model = build(world, gradient_wire=torch.float16)
+    model = build(world, gradient_wire=torch.float16, transport="collective")
     parameters, optimizer = model
     saved = copy.deepcopy(optimizer.state_dict())
     set_gradients(parameters, gradients_of(world, parameters, 0))
