@@ -51,6 +51,7 @@ def go_on(world, folder, step):
     """Ten steps of examples/resume.py."""
     with pytest.MonkeyPatch.context() as patch:
         assert run_in_group(patch, "resume", folder)["state"]["step"] == step
+    gc.collect()
 
 
 @on_ranks(1, 2)
