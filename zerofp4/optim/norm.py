@@ -30,42 +30,35 @@ def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 
 def global_norm(
-    means: Iterable[torch.Tensor],
-    p: float,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    squares: torch.Tensor | None = None,
+    means: Iterable[torch.Tensor], p: float, group: dist.ProcessGroup | None, squares: torch.Tensor
 ) -> torch.Tensor:
     """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
 
     means: those that this rank counts, 1D, contiguous, cut at multiples of ALIGNMENT elements of a parameter
-    or at its end. group: of all ranks that step together. squares: the sums that ops.average left of them.
-    The 2-norm is that of exact sums of short ones, and does not depend on the number of ranks. For others
-    FP32 sums are kept short and added up in float64: one long FP32 sum is off by percents for 10**8 elements.
-    Those take a launch for each mean, or two: a rank alone has one for each gradient.
+        or at its end.
+    group: of all ranks that step together.
+    squares: the sums that ops.average left of the means, for the 2-norm. It does not depend on the number of
+        ranks. For other norms FP32 sums are kept short and added up in float64: one long FP32 sum is off by
+        percents for 10**8 elements.
     """
     if p == 2.0:
-        if squares is None:
-            squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-            ops.add_squares(list(means), squares)
-        words = squares.sum(0)
-        if group is not None:
-            with Stage(NORM, group):
-                dist.all_reduce(words, group=group)
-        return ops.norm_of_squares(words)
+        return ops.norm_of_squares(_add_up(squares.sum(0), group))
     rows = [torch.linalg.vector_norm(short, p, dim=1, dtype=torch.float32) for short in _short_rows(means)]
-    norms = torch.cat([*rows, torch.zeros(1, device=device)]).double()
+    norms = torch.cat([*rows, torch.zeros(1, device=squares.device)]).double()
     if p != math.inf:
-        total = norms.pow(p).sum()
-        if group is not None:
-            with Stage(NORM, group):
-                dist.all_reduce(total, group=group)
-        return total.pow(1 / p).float()
+        return _add_up(norms.pow(p).sum(), group).pow(1 / p).float()
     largest = norms.max()
     # Not every backend's MAX keeps a NaN, so it travels as a flag.
     pair = torch.stack([largest.where(~largest.isnan(), 0.0), largest.isnan().double()])
     reduce_max(pair, group, NORM)
     return pair[0].where(pair[1] == 0, math.nan).float()
+
+
+def _add_up(words: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is not None:
+        with Stage(NORM, group):
+            dist.all_reduce(words, group=group)
+    return words
 
 
 def _short_rows(means: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -366,7 +366,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._squares.zero_()
                 error = self._step.average(ready.to_average, self._squares)
             self._agreement.accept_nonfinite(word)
-        total = self._norm(means, call.norm_type)
+        total = in_phase("norm", global_norm)(means, call.norm_type, self.process_group(), self._squares)
         with self._breaking("clip_grad_norm_()"):  # with an error the others have a norm that is of no use
             error.raise_if_any()
         if call.averages:
@@ -576,16 +576,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._squares.zero_()
         if call.averages:
             self._step.average((), None)
-        self._norm((), call.norm_type or 2.0)
+        in_phase("norm", global_norm)((), call.norm_type or 2.0, self.process_group(), self._squares)
         self._took_next_step = True
         # Marked: a closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
         error = OwnError(raised_by_all(error.take()))
         self._agree(None, error)
         self._sit_out(error, averages=False)  # they have reduced theirs in this clip; waits for nothing
-
-    def _norm(self, means: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        group, device = self.process_group(), self.found_inf.device
-        return in_phase("norm", global_norm)(means, norm_type, group, device, self._squares)
 
     def _must_skip(self) -> bool:
         """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
