@@ -149,7 +149,7 @@ OTHERS = {
         1077.0,
     ),
     "mxfp8": (zerofp4.quantize_mxfp8, "MXFP8, rows", 34 * 32 + 34, 1024.0),
-    "float8": (lambda x: x.to(torch.float8_e4m3fn), "float8_e4m3fn", 34 * 32, 448.0),
+    "float8": (lambda x: x.clamp(max=448).to(torch.float8_e4m3fn), "float8_e4m3fn", 34 * 32, 448.0),
     "nan": (lambda x: x.where(x > -9, math.nan).double(), "fp64", 8 * 34 * 32, "nan"),
     "negative": (lambda x: -x, "fp32", 4 * 34 * 32, 1077.0),
     "integers": (lambda x: x.long(), "int64", 8 * 34 * 32, None),
