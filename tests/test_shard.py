@@ -12,10 +12,12 @@ from zerofp4.shard import (
     byte_range,
     check_bounds,
     cut,
+    cut_blocks,
     equal_slices,
     find_gap,
     find_overlap,
     intersect,
+    owned_blocks,
     rectangles,
     whole_slices,
 )
@@ -34,6 +36,25 @@ def test_check_bounds():
         check_bounds("master_weights[3]", Shard(4097, 512), "'w'", 4096)
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         check_bounds("master_weights[3]", Shard(-1, 2), "'w'", 4096)
+
+
+@given(st.integers(1, 5), st.integers(1, 25).map(lambda half: 2 * half), st.data())
+def test_blocks_of_a_shard_are_those_of_its_elements(rows, cols, data):
+    """Of elements that are numbered with their blocks, one by one."""
+    numbers, members = [], {}
+    for row in range(rows):
+        for col in range(cols):
+            numbers.append(row * math.ceil(cols / 16) + col // 16)
+            members.setdefault(numbers[-1], []).append(len(numbers) - 1)
+    start, end = sorted(data.draw(st.lists(st.integers(0, rows * cols), min_size=2, max_size=2)))
+    shard = Shard(start, end - start)
+    first, last = owned_blocks(shard, cols)
+    assert list(range(first, last)) == [b for b, elements in members.items() if start <= elements[0] < end]
+    partly = [b for b, e in members.items() if 0 < sum(start <= i < end for i in e) < len(e)]
+    found = cut_blocks(shard, cols)
+    assert sorted({b for b in found if b is not None}) == partly
+    assert found[0] in (None, numbers[start] if shard.numel else None)
+    assert found[1] in (None, numbers[end - 1] if shard.numel else None)
 
 
 def test_overlap_and_gap():

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
 
 
@@ -25,6 +26,36 @@ def byte_range(shard: Shard) -> tuple[int, int]:
     A byte at an odd boundary holds a code of the neighbouring shard too.
     """
     return shard.start // 2, (shard.end + 1) // 2 if shard.numel else shard.start // 2
+
+
+def row_block(element: int, cols: int) -> tuple[int, bool]:
+    """The 1x16 block of a flat element of [M, cols], numbered along the rows, and whether the block begins
+    with it. The last block of a row may be shorter; the element past the last one begins a block.
+    """
+    row, col = divmod(element, cols)
+    return row * ceil_div(cols, BLOCK) + col // BLOCK, col % BLOCK == 0
+
+
+def owned_blocks(shard: Shard, cols: int) -> tuple[int, int]:
+    """[first, last) of the 1x16 blocks whose first element the shard has: each block belongs to one shard."""
+    first, begins = row_block(shard.start, cols)
+    last, ends = row_block(shard.end, cols)
+    return first + (not begins), last + (not ends)
+
+
+def cut_blocks(shard: Shard, cols: int) -> tuple[int | None, int | None]:
+    """The 1x16 blocks in which the shard begins and ends, where it has only a part of them; else None.
+
+    Both are the same block where the shard lies inside one.
+    """
+    if not shard.numel:
+        return None, None
+    first, begins = row_block(shard.start, cols)
+    last, ends = row_block(shard.end, cols)
+    last = last - 1 if ends else last
+    if first == last and not (begins and ends):
+        return first, first
+    return None if begins else first, None if ends else last
 
 
 def check_bounds(what: str, shard: Shard, weight_name: str, weight_numel: int) -> None:

@@ -6,9 +6,12 @@ import pytest
 import torch
 from cases.golden import GOLDEN, MODES, cases_of, check_golden, golden_input
 from helpers import assert_bytes_equal
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zerofp4 import reference
 from zerofp4.format import E2M1_VALUES, FLOAT32_MAX
+from zerofp4.shard import Shard, byte_range, cut_blocks, owned_blocks
 
 
 @pytest.mark.parametrize(("case", "mode"), [(case, mode) for mode in MODES for case in cases_of(mode)])
@@ -138,6 +141,40 @@ def test_shards_together_equal_the_whole(shape):
         reference.partial_cast(master[a:b], a, shape, torch.bfloat16, tile_amax, amax, codes)
     assert_bytes_equal(data, whole.rowwise_data, "codes")
     assert_bytes_equal(reference.block_scale(tile_amax, amax), whole.rowwise_scale, "scales")
+
+
+@given(
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 40).map(lambda half: 2 * half)),
+    cuts=st.lists(st.integers(0, 10**4), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_shards_of_1x16_blocks_together_equal_the_whole(shape, cuts, dtype, seed):
+    """1 to 4 ranks, any cut, empty shards. Ranks tell each other the amax and those of blocks that a cut goes
+    through, nothing else; the scale of a block is that of the rank with its first element.
+    """
+    numel, cols = shape[0] * shape[1], shape[1]
+    master = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    whole = reference.quantize(master.view(shape).to(dtype), 1)
+    bounds = [0, *sorted(cut % (numel + 1) for cut in cuts), numel]
+    shards = [Shard(a, b - a) for a, b in itertools.pairwise(bounds)]
+    parts = [reference.partial_amax(master[s.start : s.end], s.start, shape, dtype, 1) for s in shards]
+    amax = torch.stack([amax for _, amax in parts]).amax(0)
+    words = {block: 0.0 for shard in shards for block in cut_blocks(shard, cols) if block is not None}
+    for blocks, _ in parts:
+        words = {block: max(word, blocks.flatten()[block].item()) for block, word in words.items()}
+    data, scale = torch.full_like(whole.rowwise_data, 0xA5), torch.zeros_like(whole.rowwise_scale)
+    for shard, (blocks, _) in zip(shards, parts, strict=True):
+        for block in cut_blocks(shard, cols):
+            if block is not None:
+                blocks.flatten()[block] = words[block]
+        codes = data.view(-1)[slice(*byte_range(shard))]
+        own = master[shard.start : shard.end]
+        scales = reference.partial_cast(own, shard.start, shape, dtype, blocks, amax, codes, 1)
+        first, last = owned_blocks(shard, cols)
+        scale.view(torch.uint8).flatten()[first:last] = scales.view(torch.uint8).flatten()[first:last]
+    assert_bytes_equal(data, whole.rowwise_data, "codes")
+    assert_bytes_equal(scale, whole.rowwise_scale, "scales")
 
 
 # Matrices whose products are known

@@ -20,11 +20,13 @@ def place_shard(master: torch.Tensor, start: int, shape: torch.Size, dtype: torc
 
 
 def partial_amax(
-    master: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype
+    master: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype, block_rows: int = BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tile amaxes [ceil(M/16), ceil(K/16)] and amax [1] of a 1D shard; what it does not own counts as 0."""
+    """Block amaxes [ceil(M/block_rows), ceil(K/16)] and amax [1] of a 1D shard; what it does not own counts
+    as 0.
+    """
     placed = place_shard(master, start, shape, dtype)
-    return block_amax(placed, BLOCK), magnitude(placed).amax().reshape(1)
+    return block_amax(placed, block_rows), magnitude(placed).amax().reshape(1)
 
 
 def partial_cast(
@@ -32,19 +34,23 @@ def partial_cast(
     start: int,
     shape: torch.Size,
     dtype: torch.dtype,
-    tile_amax: torch.Tensor,
+    amax_of_blocks: torch.Tensor,
     amax: torch.Tensor,
     shard_data: torch.Tensor,
-) -> None:
+    block_rows: int = BLOCK,
+) -> torch.Tensor:
     """Write the codes of a 1D shard into shard_data, the uint8 bytes byte_range(shard) of the packed weight.
+    Returns the scales of all blocks.
 
-    tile_amax and amax are those of the whole weight. A nibble of the first or last byte that belongs to
-    another shard keeps its value.
+    amax is that of the whole weight, and so are the amaxes of the blocks that the shard has elements of. A
+    nibble of the first or last byte that belongs to another shard keeps its value.
     """
     shard = Shard(start, master.numel())
     placed = place_shard(master, start, shape, dtype)
-    codes = encode(placed, block_scale(tile_amax, amax), amax, BLOCK).flatten()
+    scale = block_scale(amax_of_blocks, amax)
+    codes = encode(placed, scale, amax, block_rows).flatten()
     first, _ = byte_range(shard)
     nibbles = unpack(shard_data)
     nibbles[start - 2 * first : shard.end - 2 * first] = codes[shard.start : shard.end]
     shard_data.copy_(pack(nibbles))
+    return scale
