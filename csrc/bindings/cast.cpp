@@ -10,7 +10,8 @@ WeightDescriptor weight_descriptor(uintptr_t master, int64_t start, int64_t nume
                                    int master_dtype, int weight_dtype, uintptr_t codes, uintptr_t amax,
                                    uintptr_t columnwise_amax, const Addresses& rowwise_scale,
                                    const Addresses& columnwise_scale, int64_t tile_offset,
-                                   int64_t amax_offset) {
+                                   int64_t amax_offset, int block_rows, int64_t own_offset,
+                                   const std::array<int64_t, 2>& cut_offsets) {
     WeightDescriptor weight{};
     weight.master = pointer<const void>(master);
     weight.start = start;
@@ -28,6 +29,9 @@ WeightDescriptor weight_descriptor(uintptr_t master, int64_t start, int64_t nume
     }
     weight.tile_offset = tile_offset;
     weight.amax_offset = amax_offset;
+    weight.block_rows = block_rows;
+    weight.own_offset = own_offset;
+    for (int i = 0; i < 2; ++i) weight.cut_offsets[i] = cut_offsets[i];
     return weight;
 }
 
@@ -41,7 +45,8 @@ void bind_cast(py::module_& m) {
     py::class_<WeightDescriptor>(m, "WeightDescriptor")
         .def(py::init(&weight_descriptor), py::kw_only(), "master"_a, "start"_a, "numel"_a, "rows"_a,
              "cols"_a, "master_dtype"_a, "weight_dtype"_a, "codes"_a, "amax"_a, "columnwise_amax"_a,
-             "rowwise_scale"_a, "columnwise_scale"_a, "tile_offset"_a, "amax_offset"_a);
+             "rowwise_scale"_a, "columnwise_scale"_a, "tile_offset"_a, "amax_offset"_a, "block_rows"_a,
+             "own_offset"_a, "cut_offsets"_a);
     py::class_<TransposeDescriptor>(m, "TransposeDescriptor")
         .def(py::init(&transpose_descriptor), "input"_a, "output"_a, "rows"_a, "cols"_a);
 

@@ -34,7 +34,12 @@ void partition(bool on_cpu, std::vector<WeightDescriptor>& weights, CastTable& t
     table.strip_units = table.scale_units = 0;
     for (WeightDescriptor& weight : weights) {
         weight.scale_begin = table.scale_units;
-        table.scale_units += ceil_div(scale_squares(weight), on_cpu ? 1 : kWarpSquares);
+        const int64_t squares = scale_squares(weight);
+        // Where scales come with the codes, a unit has the amax to write.
+        if (weight.tile_offset >= 0) table.scale_units += ceil_div(squares, on_cpu ? 1 : kWarpSquares);
+        if (weight.tile_offset < 0 && squares > 0) ++table.scale_units;
+        table.has_tiles = table.has_tiles || weight.block_rows == kBlock;
+        table.has_rows = table.has_rows || weight.block_rows == 1;
         table.strip_units = partition_strips(weight, table.strip_units);
     }
     table.weights = weights.data();

@@ -268,8 +268,8 @@ def test_bad_weights():
     master = [torch.zeros(256)]
     plain = [torch.zeros(16, 16)]
     refused(TypeError, r"model_weights\[0\] must be an NVFP4Tensor, got Tensor", plain, master, [0])
-    rows = zerofp4.quantize(torch.zeros(16, 16), block=(1, 16))
-    refused(ValueError, r"must have block \(16, 16\)", [rows], master, [0])
+    rows = zerofp4.quantize(torch.zeros(16, 16), block=(1, 16), columnwise=True)
+    refused(ValueError, r"has block \(1, 16\) and a columnwise copy", [rows], master, [0])
     columnwise = zerofp4.quantize(torch.zeros(16, 16), rowwise=False, columnwise=True)
     with pytest.raises(ValueError, match="has no rowwise data"):
         zerofp4.CastPlan([columnwise], master, [0])

@@ -1,5 +1,5 @@
 """Drawn casts by 1 to 4 ranks, which are simulated: each has its own stages, masters and buffers, a maximum
-of their vectors stands for the all-reduce, and the codes that they own are put together.
+of their vectors stands for the all-reduce, and the codes and scales that they own are put together.
 """
 
 from __future__ import annotations
@@ -13,39 +13,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofp4 import ops, reference
+from zerofp4.cast.reduced_vector import ReducedVector
+from zerofp4.cast.request import CastRequest
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
-from zerofp4.layout import ceil_div
-from zerofp4.shard import Shard, byte_range
+from zerofp4.shard import Shard, byte_range, owned_blocks
 
 LARGEST_WORLD = 4
 
 
 @st.composite
 def weights(draw):
-    """(shape, dtype, kind of values, bounds of the ranks' shards, the amax group)"""
+    """(shape, dtype, kind of values, bounds of the ranks' shards, rows of a block, the amax group)"""
     rows, cols = draw(st.integers(1, 50)), 2 * draw(st.integers(1, 80))
     cuts = draw(st.lists(st.integers(0, rows * cols), min_size=3, max_size=3))
     dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(KINDS))
-    return (rows, cols), dtype, kind, cuts, draw(st.integers(0, 2))
+    return (rows, cols), dtype, kind, cuts, draw(st.sampled_from([BLOCK, 1])), draw(st.integers(0, 2))
 
 
 class Rank:
     """What one rank owns of all weights, in an order of ranks that each weight may have another of."""
 
-    def __init__(self, device, drawn, whole, shards, tiles, master_dtype):
-        groups, first = 3, ops.HEADER_WORDS
-        offsets = list(itertools.accumulate(tiles, initial=first + groups))
-        self.reduced = torch.full((offsets[-1],), torch.nan, device=device)
+    def __init__(self, device, drawn, whole, rank_shards, rank, master_dtype):
+        shards = rank_shards[rank]
         self.found_inf = torch.zeros(1, device=device)
-        self.items = []
-        for i, (shape, dtype, _, _, group) in enumerate(drawn):
-            record = poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS)
+        records, masters, self.codes = [], [], []
+        for i, (shape, dtype, _, _, block_rows, _) in enumerate(drawn):
+            options = {} if block_rows == BLOCK else {"block": (1, BLOCK), "columnwise": False}
+            records.append(poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS, **options))
             begin, end = byte_range(shards[i])
-            codes = torch.full((end - begin,), POISON, dtype=torch.uint8, device=device)
-            master = whole[i].flatten()[shards[i].start : shards[i].end].to(device, master_dtype)
-            piece = ops.MasterPiece(master, shards[i], shape, dtype, offsets[i], first + group)
-            self.items.append(ops.CastItem(record, piece, codes))
+            self.codes.append(torch.full((end - begin,), POISON, dtype=torch.uint8, device=device))
+            masters.append(whole[i].flatten()[shards[i].start : shards[i].end].to(device, master_dtype))
+        groups = [group for *_, group in drawn]
+        request = CastRequest(records, records, masters, shards, self.codes, groups, "skip", self.found_inf)
+        vector = ReducedVector(records, groups, rank_shards, device)
+        self.reduced = vector.words.fill_(torch.nan)
+        self.items = vector.items(request)
         self.stages = ops.CastStages(self.items, self.reduced, hash=5, found_inf=self.found_inf)
+        self.post = ops.PostStage(records)
 
 
 def shards_of(cuts: list[int], world_size: int, numel: int, turn: int) -> list[Shard]:
@@ -58,7 +62,7 @@ def put_together(ranks: list[Rank], index: int, shape) -> torch.Tensor:
     """The packed codes of a weight: of each rank only the nibbles that it owns."""
     nibbles = torch.full((shape[0] * shape[1],), 0xFF, dtype=torch.uint8)
     for rank in ranks:
-        shard, codes = rank.items[index].piece.shard, rank.items[index].codes.cpu()
+        shard, codes = rank.items[index].piece.shard, rank.codes[index].cpu()
         mine = torch.stack([codes & 15, codes >> 4], 1).flatten()
         skipped = shard.start % 2
         nibbles[shard.start : shard.end] = mine[skipped : skipped + shard.numel]
@@ -67,6 +71,15 @@ def put_together(ranks: list[Rank], index: int, shape) -> torch.Tensor:
         assert torch.isin(beside, both).all(), "another rank's nibble was written"
     low, high = nibbles.view(-1, 2).unbind(1)
     return (low | high << 4).view(shape[0], shape[1] // 2)
+
+
+def gather_scales(ranks: list[Rank], index: int, cols: int) -> None:
+    """Every rank gets the scales of a weight's blocks of 1x16 from the ranks that own the blocks."""
+    scales = [rank.items[index].record.rowwise_scale.view(torch.uint8).view(-1) for rank in ranks]
+    for rank, scale in zip(ranks, scales, strict=True):
+        first, last = owned_blocks(rank.items[index].piece.shard, cols)
+        for other in scales:
+            other[first:last] = scale[first:last]
 
 
 @given(
@@ -80,14 +93,12 @@ def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_s
         draw_values(seed + i, shape[0] * shape[1], kind).to(master_dtype).float().view(shape)
         for i, (shape, _, kind, *_) in enumerate(drawn)
     ]
-    tiles = [ceil_div(shape[0], BLOCK) * ceil_div(shape[1], BLOCK) for shape, *_ in drawn]
     shards = [
         shards_of(cuts, world_size, shape[0] * shape[1], seed + i)
-        for i, (shape, _, _, cuts, _) in enumerate(drawn)
+        for i, (shape, _, _, cuts, *_) in enumerate(drawn)
     ]
-    ranks = [
-        Rank(device, drawn, whole, [of[r] for of in shards], tiles, master_dtype) for r in range(world_size)
-    ]
+    by_rank = list(map(list, zip(*shards, strict=True)))
+    ranks = [Rank(device, drawn, whole, by_rank, r, master_dtype) for r in range(world_size)]
     for rank in ranks:
         rank.stages.begin()
         rank.stages.amax()
@@ -96,9 +107,14 @@ def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_s
         rank.reduced.copy_(largest)
         rank.stages.scale()
         rank.stages.cast()
+    for i, (shape, *_, block_rows, _) in enumerate(drawn):
+        if block_rows == 1:
+            gather_scales(ranks, i, shape[1])
+    for rank in ranks:
+        rank.post.run()
     rounded = [values.to(dtype) for values, (_, dtype, *_) in zip(whole, drawn, strict=True)]
     amaxes = [reference.magnitude(values).amax() for values in rounded]
-    for i, (shape, *_, group) in enumerate(drawn):
+    for i, (shape, *_, block_rows, group) in enumerate(drawn):
         members = [amaxes[j] for j, other in enumerate(drawn) if other[-1] == group]
         amax = torch.stack(members).amax().reshape(1)
         what = f"weight {i} of {world_size} ranks"
@@ -106,11 +122,12 @@ def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_s
             for rank in ranks:
                 item = rank.items[i]
                 assert rank.found_inf.item() == 1
-                assert (item.codes == POISON).all() and (item.record.amax.view(torch.uint8) == POISON).all()
+                for untouched in (rank.codes[i], item.record.amax, item.record.rowwise_scale):
+                    assert (untouched.view(torch.uint8) == POISON).all()
             continue
-        q = reference.quantize(rounded[i], amax=amax)
+        q = reference.quantize(rounded[i], block_rows, amax)
         assert_bytes_equal(put_together(ranks, i, shape), q.rowwise_data, f"{what}: codes")
-        expected = expected_buffers(q, shape, BLOCK)
+        expected = expected_buffers(q, shape, block_rows)
         for r, rank in enumerate(ranks):
             for name, buffer in rank.items[i].record.buffers():
                 if not name.endswith("_data"):

@@ -72,7 +72,7 @@ def test_gathers_and_transposes_like_the_last_one_are_not_checked_again(device, 
     weights[1].rowwise_data = weights[1].rowwise_data.clone()
     cast(weights, masters, starts)
     zerofp4.post_all_gather_processing(weights)
-    assert checks.weights == 3 and len(weights[0].record.attachments["transpose_plans"]) == 1
+    assert checks.weights == 3 and len(weights[0].record.attachments["post_plans"]) == 1
     check_transposes(weights, masters)
 
 

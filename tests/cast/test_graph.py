@@ -95,7 +95,7 @@ def test_a_captured_plan_outlives_its_place_among_the_plans_kept(capture, captur
     cast(weights, masters, starts)
     zerofp4.post_all_gather_processing(weights)
     kept = weights[0].record.attachments
-    plans = [weakref.ref(kept[kind][0]) for kind in ("cast_plans", "transpose_plans")]
+    plans = [weakref.ref(kept[kind][0]) for kind in ("cast_plans", "post_plans")]
     capture(captured)
     cast(weights, masters, starts)
     zerofp4.post_all_gather_processing(weights)
@@ -232,7 +232,7 @@ def test_replays_of_functions_outlive_their_arguments(count):
             weight.rowwise_data = weight.rowwise_data.clone()
         run([torch.randn_like(value) for value in values])
     for weight in weights:
-        for kind in ("cast_plans", "transpose_plans"):
+        for kind in ("cast_plans", "post_plans"):
             weight.record.attachments.pop(kind, None)
     poison = [torch.full((n,), torch.nan, device="cuda") for n in (64, 256, 1024, 9792, 20000) * 50]
     graph.replay()

@@ -21,6 +21,9 @@ from zerofp4.shard import Shard
 
 # A weight of one tile, ragged edges, K not a multiple of 16 or 64, one row pair wide as a strip.
 SHAPES = [(2, 2), (16, 16), (34, 288), (130, 66), (2, 1000), (64, 128)]
+ODD_SHAPES = [(1, 2), (3, 16), (33, 50), (7, 1000), (65, 128), (131, 66)]
+"""Of weights that have rows only."""
+
 EXPERTS = [(3, 18, 50), (16, 48), (1, 2, 2), (3, 2, 1000), (5, 16, 16), (2, 34, 18)]
 """Stacks of ragged matrices, a plain one among them."""
 
@@ -28,6 +31,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 WIRES = {"bfloat16": DTYPES[:1], "float32": DTYPES}
 """The dtypes of weights by the dtype in which the amaxes of their plan travel."""
+
+TILES, ROWS = (16, 16), (1, 16)
+"""Scaling blocks."""
 
 SPLITS = ("even", "odd", "last", "flat", "tile")
 
@@ -57,17 +63,19 @@ def split(numel: int, world_size: int, how: str, seed: int) -> list[Shard]:
 
 
 class Model:
-    """Shapes in dtypes by turns, the whole masters (equal on all ranks) and this rank's shards of them. Ranks
-    keep different sides and layouts, since scales never travel.
+    """Shapes in dtypes and blocks by turns, the whole masters (equal on all ranks) and this rank's shards of
+    them. Ranks keep different sides and layouts, since these never travel.
     """
 
-    def __init__(self, world, how: str, *, shapes=SHAPES, seed: int = 0, dtypes=DTYPES):
+    def __init__(self, world, how: str, *, shapes=SHAPES, seed: int = 0, dtypes=DTYPES, blocks=(TILES,)):
         self.rank = world.rank
         self.weights, self.whole, self.shards, self.masters = [], [], [], []
         generator = torch.Generator().manual_seed(seed)
         for i, shape in enumerate(shapes):
             layouts = SCALE_LAYOUTS if (i + self.rank) % 2 else ("compact",)
-            options = {"columnwise": (i + self.rank) % 3 > 0, "scale_layouts": layouts}
+            block = blocks[i % len(blocks)]
+            columnwise = block == TILES and (i + self.rank) % 3 > 0
+            options = {"block": block, "columnwise": columnwise, "scale_layouts": layouts}
             weight = zerofp4.empty(shape, dtype=dtypes[i % len(dtypes)], device=world.device, **options)
             for _, buffer in weight.record.buffers():
                 buffer.view(torch.uint8).fill_(0xA5)
@@ -132,11 +140,13 @@ class Model:
         for i, (weight, values, amax) in enumerate(zip(self.weights, rounded, amaxes, strict=True)):
             if i in skip:
                 continue
-            specified = reference.quantize if values.dim() == 2 else reference.quantize_experts
-            codes = specified(values, amax=amax).rowwise_data
+            if values.dim() == 2:
+                codes = reference.quantize(values, weight.block[0], amax).rowwise_data
+            else:
+                codes = reference.quantize_experts(values, amax).rowwise_data
             assert_bytes_equal(weight.rowwise_data, codes, f"weight {i}: codes")
             options = {"columnwise": weight.columnwise_data is not None, "scale_layouts": SCALE_LAYOUTS}
-            expected = zerofp4.quantize(values, amax=amax, **options).record
+            expected = zerofp4.quantize(values, block=weight.block, amax=amax, **options).record
             for name, buffer in weight.record.buffers():
                 assert_bytes_equal(buffer, expected.buffer(name), f"weight {i}: {name}")
 

@@ -11,13 +11,19 @@ from hypothesis import strategies as st
 from zerofp4 import ops, reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div
-from zerofp4.shard import Shard, byte_range
+from zerofp4.shard import Shard, byte_range, cut_blocks, row_block
 
 
 class ShardCase:
-    """One weight and a shard of it, with the tensors that the stages work on, all poisoned."""
+    """One weight and a shard of it, with the tensors that the stages work on, all poisoned. After the header
+    the reduced vector has the amax of the weight, then those of its tiles; of blocks of 1x16 its own amax and
+    those of the blocks in which the shard begins and ends, whether it has all of them or not.
+    """
 
-    def __init__(self, device, shape, start, numel, dtype, kind, seed, master_dtype=torch.float32):
+    def __init__(
+        self, device, shape, start, numel, dtype, kind, seed, master_dtype=torch.float32, block_rows=BLOCK
+    ):
+        self.block_rows = block_rows
         self.shape, self.dtype, self.shard = shape, dtype, Shard(start, numel)
         self.whole = draw_values(seed, shape[0] * shape[1], kind)
         if master_dtype == torch.bfloat16:
@@ -25,11 +31,12 @@ class ShardCase:
         # A view at an element offset: masters are aligned to no more than one element.
         owned = torch.cat([torch.zeros(seed % 4), self.whole[start : start + numel]])
         self.master = owned.to(device, master_dtype)[seed % 4 :]
-        self.record = poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS)
+        options = {"block": (block_rows, BLOCK), "columnwise": block_rows == BLOCK and shape[0] % 2 == 0}
+        self.record = poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS, **options)
         first, last = byte_range(self.shard)
         self.codes = torch.full((last - first,), POISON, dtype=torch.uint8, device=device)
-        tiles = ceil_div(shape[0], BLOCK) * ceil_div(shape[1], BLOCK)
-        self.reduced = torch.full((ops.HEADER_WORDS + 1 + tiles,), torch.nan, device=device)
+        self.words = ceil_div(shape[0], BLOCK) * ceil_div(shape[1], BLOCK) if block_rows == BLOCK else 3
+        self.reduced = torch.full((ops.HEADER_WORDS + 1 + self.words,), torch.nan, device=device)
         self.found_inf = torch.zeros(1, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         item = self.item(ops.HEADER_WORDS + 1, ops.HEADER_WORDS)
@@ -37,19 +44,38 @@ class ShardCase:
             [item], self.reduced, hash=77, found_inf=self.found_inf, status=self.status
         )
 
-    def item(self, tile_offset: int, amax_offset: int) -> ops.CastItem:
-        places = (self.record.matrix, self.record.dtype, tile_offset, amax_offset)
-        return ops.CastItem(self.record, ops.MasterPiece(self.master, self.shard, *places), self.codes)
+    def item(self, offset: int, amax_offset: int) -> ops.CastItem:
+        """offset: of the words behind the amax."""
+        places = (self.record.matrix, self.record.dtype, offset, amax_offset)
+        piece = ops.MasterPiece(self.master, self.shard, *places)
+        if self.block_rows == 1:
+            cut = [-1 if b is None else offset + 1 + i for i, b in enumerate(self.cut)]
+            piece = piece._replace(tile_offset=-1, own_offset=offset, cut_offsets=tuple(cut))
+        return ops.CastItem(self.record, piece, self.codes)
 
     @property
-    def tile_amax(self) -> torch.Tensor:
-        return self.reduced[ops.HEADER_WORDS + 1 :].view(
-            ceil_div(self.shape[0], BLOCK), ceil_div(self.shape[1], BLOCK)
-        )
+    def cut(self) -> tuple[int | None, int | None]:
+        return cut_blocks(self.shard, self.shape[1])
 
-    @property
-    def amax(self) -> torch.Tensor:
-        return self.reduced[ops.HEADER_WORDS : ops.HEADER_WORDS + 1]
+    def words_of(self, block_amax: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+        """What belongs behind the header."""
+        if self.block_rows == BLOCK:
+            return torch.cat([amax, block_amax.flatten()])
+        blocks = block_amax.flatten()
+        cut = [amax.new_zeros(1) if b is None else blocks[b : b + 1] for b in self.cut]
+        return torch.cat([amax, amax, *cut])
+
+    def written_scales(self, scale: torch.Tensor) -> torch.Tensor:
+        """Of the compact scales, with the others as they were: those of all blocks that the shard has an
+        element of.
+        """
+        if self.block_rows == BLOCK:
+            return scale
+        expected = torch.full_like(scale.view(torch.uint8), POISON)
+        if self.shard.numel:
+            first, last = (row_block(e, self.shape[1])[0] for e in (self.shard.start, self.shard.end - 1))
+            expected.flatten()[first : last + 1] = scale.view(torch.uint8).flatten()[first : last + 1]
+        return expected.view(scale.dtype)
 
 
 @st.composite
@@ -60,10 +86,12 @@ def shard_cases(draw):
     return (rows, cols), start, numel, draw(st.sampled_from(DTYPES)), draw(st.sampled_from(KINDS))
 
 
+PADDED = [f"rowwise_scale_{layout}" for layout in SCALE_LAYOUTS[1:]]
 MASTER_DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.threads
+@pytest.mark.parametrize("block_rows", [BLOCK, 1])
 @given(case=shard_cases(), seed=st.integers(0, 2**32 - 1), master_dtype=st.sampled_from(MASTER_DTYPES))
 @example(case=((16, 16), 17, 3, torch.bfloat16, "normal"), seed=0, master_dtype=torch.float32)
 @example(case=((16, 400), 131, 1, torch.bfloat16, "normal"), seed=1, master_dtype=torch.float32)
@@ -73,20 +101,18 @@ MASTER_DTYPES = [torch.float32, torch.bfloat16]
 @example(case=((80, 1028), 1027, 70003, torch.bfloat16, "normal"), seed=2, master_dtype=torch.float32)
 @example(case=((600, 2200), 5001, 1300000, torch.bfloat16, "normal"), seed=1, master_dtype=torch.float32)
 @example(case=((2200, 600), 5002, 1300001, torch.bfloat16, "normal"), seed=0, master_dtype=torch.float32)
-def test_stages_on_a_shard(device, case, seed, master_dtype):
+def test_stages_on_a_shard(device, block_rows, case, seed, master_dtype):
     shape, start, numel, dtype, kind = case
-    c = ShardCase(device, shape, start, numel, dtype, kind, seed, master_dtype)
+    c = ShardCase(device, shape, start, numel, dtype, kind, seed, master_dtype, block_rows)
     c.stages.begin()
     c.stages.amax()
-    tile_amax, amax = reference.partial_amax(c.master.float(), start, shape, dtype)
+    own = reference.partial_amax(c.master.float(), start, shape, dtype, block_rows)
     assert c.reduced[: ops.HEADER_WORDS].tolist() == [0, 77, 0, 0, -77, 0, 0, 0]
-    assert_bytes_equal(c.tile_amax, tile_amax, "tile amax")
-    assert_bytes_equal(c.amax, amax, "amax")
+    assert_bytes_equal(c.reduced[ops.HEADER_WORDS :], c.words_of(*own), "amaxes")
     # What an all-reduce would do: the other ranks' parts of the weight.
     whole = c.whole.to(device)
-    tile_amax, amax = reference.partial_amax(whole, 0, shape, dtype)
-    c.tile_amax.copy_(tile_amax)
-    c.amax.copy_(amax)
+    block_amax, amax = reference.partial_amax(whole, 0, shape, dtype, block_rows)
+    c.reduced[ops.HEADER_WORDS :] = c.words_of(block_amax, amax)
     c.stages.scale()
     c.stages.cast()
     assert c.status.item() == 0
@@ -97,11 +123,16 @@ def test_stages_on_a_shard(device, case, seed, master_dtype):
         return
     assert c.found_inf.item() == 0
     expected_codes = torch.full_like(c.codes, POISON)
-    reference.partial_cast(c.master.float(), start, shape, dtype, tile_amax, amax, expected_codes)
+    blocks = block_amax, amax, expected_codes, block_rows
+    reference.partial_cast(c.master.float(), start, shape, dtype, *blocks)
     assert_bytes_equal(c.codes, expected_codes, "codes")
-    expected = expected_buffers(reference.quantize(whole.view(shape).to(dtype)), shape, BLOCK)
+    quantized = reference.quantize(whole.view(shape).to(dtype), block_rows)
+    expected = expected_buffers(quantized, shape, block_rows)
+    expected["rowwise_scale"] = c.written_scales(quantized.rowwise_scale)
     for name, buffer in c.record.buffers():
-        if not name.endswith("_data"):
+        if block_rows == 1 and name in PADDED:
+            assert (buffer.view(torch.uint8) == POISON).all(), "padded before all scales are there"
+        elif not name.endswith("_data"):
             assert_bytes_equal(buffer, expected[name], name)
 
 
@@ -132,26 +163,29 @@ def test_begin_with_an_error_flags_the_vector(device):
 @pytest.mark.threads
 @pytest.mark.cpu_kernel
 def test_many_weights_in_one_plan(device):
-    """Sizes from one tile to many, empty shards, shared amax words: each weight as if it were alone."""
+    """Sizes from one tile to many, both kinds of blocks, empty shards, shared amax words: each weight as if
+    it were alone.
+    """
     shapes = [(2, 2), (130, 66), (16, 16), (64, 1000), (48, 48), (256, 256), (34, 30)] * 20
     rng = np.random.default_rng(0)
     cases, items, total = [], [], ops.HEADER_WORDS + len(shapes)
     for i, shape in enumerate(shapes):
         numel = shape[0] * shape[1]
         start, end = sorted(rng.integers(0, numel + 1, 2).tolist()) if i % 4 else (0, 0)
-        c = ShardCase(device, shape, start, end - start, DTYPES[i % 3], "normal", i)
+        block_rows = 1 if i % 5 in (1, 3) else BLOCK
+        c = ShardCase(device, shape, start, end - start, DTYPES[i % 3], "normal", i, block_rows=block_rows)
         cases.append(c)
         items.append(c.item(total, ops.HEADER_WORDS + i // 2))
-        total += c.tile_amax.numel()
+        total += c.words
     reduced = torch.full((total,), torch.nan, device=device)
     stages = ops.CastStages(items, reduced)
     stages.begin()
     stages.amax()
-    for i, (c, item) in enumerate(zip(cases, items, strict=True)):
-        tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
-        assert_bytes_equal(
-            reduced[item.piece.tile_offset :][: tile_amax.numel()], tile_amax.flatten(), f"tile amax {i}"
-        )
+    total = ops.HEADER_WORDS + len(shapes)
+    for i, c in enumerate(cases):
+        own = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype, c.block_rows)
+        assert_bytes_equal(reduced[total : total + c.words], c.words_of(*own)[1:], f"amaxes {i}")
+        total += c.words
     for g in range((len(shapes) + 1) // 2):
         members = cases[2 * g : 2 * g + 2]
         amaxes = [reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)[1] for c in members]
@@ -159,14 +193,13 @@ def test_many_weights_in_one_plan(device):
     stages.scale()
     stages.cast()
     for i, (c, item) in enumerate(zip(cases, items, strict=True)):
-        tile_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)
+        block_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype, c.block_rows)
         amax = reduced[item.piece.amax_offset].reshape(1)
         expected = torch.full_like(c.codes, POISON)
-        reference.partial_cast(c.master, c.shard.start, c.shape, c.dtype, tile_amax, amax, expected)
+        blocks = block_amax, amax, expected, c.block_rows
+        scale = reference.partial_cast(c.master, c.shard.start, c.shape, c.dtype, *blocks)
         assert_bytes_equal(c.codes, expected, f"codes {i}")
-        assert_bytes_equal(
-            c.record.buffer("rowwise_scale"), reference.block_scale(tile_amax, amax), f"scale {i}"
-        )
+        assert_bytes_equal(c.record.buffer("rowwise_scale"), c.written_scales(scale), f"scale {i}")
 
 
 def test_transposes_of_memory_that_moves_and_comes_back(device):

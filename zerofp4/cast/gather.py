@@ -20,15 +20,15 @@ from zerofp4.cast.plan_cache import (
     weights_fingerprint,
 )
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
+from zerofp4.cast.scales import gathered_buffers, gathered_shards
 from zerofp4.cast.signature import check_same_weights, describe
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, attempt
 from zerofp4.ops import (
     GATHER_OTHER,
     GATHER_PRESENT,
     Addresses,
-    TransposeStage,
+    PostStage,
     target_of,
-    transpose_pairs,
 )
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
@@ -50,11 +50,11 @@ class _GatherPlan:
 
 
 @dataclasses.dataclass
-class _TransposePlan:
+class _PostPlan:
     """What post_all_gather_processing keeps with the first weight of a list."""
 
     records: list[NVFP4Storage]
-    stage: TransposeStage
+    stage: PostStage
     addresses: Addresses
     fingerprint: list | None = None
     group: GroupReference = dataclasses.field(default_factory=lambda: GroupReference(None))
@@ -66,7 +66,8 @@ def all_gather_nvfp4(
     shard_numels: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give every rank the codes of all shards of all weights, in one all-gather of packed bytes.
+    """Give every rank the codes of all shards of all weights, in one all-gather of packed bytes, and the
+    compact scales of weights in blocks of 1x16.
 
     Rank-local start_offsets[i] and shard_numels[i] say what this rank owns of weight i (None and 0 for
     nothing); the shards of the group must cover every weight exactly once, at any offset. A byte at an odd
@@ -105,7 +106,7 @@ def _gather_checked(
         if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
             fits = not error and parsed[1] == plan.shards
             if not error:  # else there may be no codes to gather
-                plan.gather.bind_if_moved([record.rowwise.data for record in plan.records])
+                plan.gather.bind_if_moved(gathered_buffers(plan.records))
                 plan.addresses = weights_addresses(plan.records)
             if plan.gather.run(GATHER_PRESENT if fits else GATHER_OTHER, error):
                 return plan
@@ -141,37 +142,38 @@ def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> _
     rank_shards = [[Shard(*shard) for shard in of_rank] for _, of_rank in gathered]
     names = [name for name, *_ in gathered[0][0]]
     distributed.check_ownership(names, [record.shape.numel() for record in records], rank_shards)
-    buffers = [record.rowwise.data for record in records]
     device = records[0].device if records else torch.device("cpu")
-    gather = PackedGather(buffers, rank_shards, group, device)
+    parts = [gathered_shards(records, of_rank) for of_rank in rank_shards]
+    gather = PackedGather(gathered_buffers(records), parts, group, device)
     return _GatherPlan(records, shards, gather, weights_addresses(records))
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """Columnwise data of every weight that has a columnwise buffer, from its gathered codes. One launch.
+    """Columnwise data of every weight that has a columnwise buffer, from its gathered codes; expanded and
+    swizzled scales of every weight in blocks of 1x16 that has such buffers, from its compact ones. A launch
+    for each of both.
 
-    The columnwise scales are there already: the cast writes both sides. The weights' autograd versions
+    All scales of 16x16 blocks are there already: the cast writes both sides. The weights' autograd versions
     advance. A CUDA graph that a call is captured in uses the weights' buffers of that call in every replay;
     they are kept alive with the first weight.
 
-    Raises TypeError or ValueError for anything but a list of distinct 2D-scaled weights on one device.
+    Raises TypeError or ValueError for anything but a list of distinct weights on one device that can be cast.
     """
     fingerprint = attempt(weights_fingerprint, model_weights)[0]
-    plans = attached(model_weights, "transpose_plans")
+    plans = attached(model_weights, "post_plans")
     plan = find(plans, fingerprint, None)
     if plan is None:
         check_lists(model_weights=model_weights)
         records = check_weights(model_weights)
-        pairs = transpose_pairs(records)
         plan = next((p for p in plans if same_weights(model_weights, p.records)), None)
         if plan is None:
-            plan = _TransposePlan(records, TransposeStage(pairs), weights_addresses(records))
+            plan = _PostPlan(records, PostStage(records), weights_addresses(records))
         else:
-            plan.stage.bind(pairs)
+            plan.stage.bind(records)
             plan.addresses = weights_addresses(records)
         plan.fingerprint = fingerprint
     plan.stage.run()
-    if plan.stage.captured:
+    if plan.stage.was_captured:
         pin(plan)
     advance_versions(model_weights)
     keep(plans, plan)

@@ -1,14 +1,16 @@
 """The vector that a step reduces over the ranks: which words of it are the amaxes of which weight."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from zerofp4.cast.request import CastRequest
+from zerofp4.cast.scales import scales_travel
 from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import ERROR_WORD, HASH_WORD, HEADER_WORDS, CastItem, MasterPiece
-from zerofp4.shard import Shard, byte_range, intersect
+from zerofp4.shard import Shard, byte_range, cut_blocks, intersect
 from zerofp4.storage import NVFP4Storage
 
 _VECTOR_WORDS = 4
@@ -21,40 +23,71 @@ _NO_HASH = -1.0
 """In a hash word of such a rank: below what any rank has there that takes part or has an error."""
 
 
+class _Words(NamedTuple):
+    """Of one matrix: [first, last) are its own amaxes. Those of its tiles; or, where scales travel, that of
+    the whole, then those of the blocks that a boundary of shards cuts. group: the word of its amax group.
+    """
+
+    first: int
+    last: int
+    group: int
+
+
 class ReducedVector:
-    """Header words, one amax per amax group, then the tile amaxes of each weight. A stack of E matrices is E
+    """Header words, one amax per amax group, then the amaxes of each weight. A stack of E matrices is E
     weights here, and an amax group of stacks E groups.
 
-    records, amax_groups: by weight, as in CastRequest.
+    records, amax_groups: by weight, as in CastRequest. rank_shards: [rank][weight].
     words: float32, zeros at first.
     """
 
-    def __init__(self, records: Sequence[NVFP4Storage], amax_groups: Sequence[int], device: torch.device):
-        self._offsets: list[list[tuple[int, int]]] = [[] for _ in records]
-        """By weight, for each of its matrices: the words of its first tile's amax, and of its group's."""
+    def __init__(
+        self,
+        records: Sequence[NVFP4Storage],
+        amax_groups: Sequence[int],
+        rank_shards: Sequence[Sequence[Shard]],
+        device: torch.device,
+    ):
+        self._words: list[list[_Words]] = [[] for _ in records]
+        """By weight, of each of its matrices."""
+        self._cut: list[list[int]] = []
+        """By weight, the blocks of 1x16 that a boundary of shards cuts, in order."""
         first, self._groups_end = {}, HEADER_WORDS
         for record, group in zip(records, amax_groups, strict=True):
             if group not in first:
                 first[group], self._groups_end = self._groups_end, self._groups_end + record.amax_shape[0]
         total = round_up(self._groups_end, _VECTOR_WORDS)
-        for record, group, offsets in zip(records, amax_groups, self._offsets, strict=True):
+        for i, (record, group) in enumerate(zip(records, amax_groups, strict=True)):
             rows, cols = record.matrix
-            tiles = round_up(ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK), _VECTOR_WORDS)
+            cut: set[int | None] = set()
+            if scales_travel(record):
+                cut = {block for shards in rank_shards for block in cut_blocks(shards[i], cols)} - {None}
+                count = 1 + len(cut)
+            else:
+                count = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
+            self._cut.append(sorted(cut))
             for e in range(record.amax_shape[0]):
-                offsets.append((total, first[group] + e))
-                total += tiles
+                self._words[i].append(_Words(total, total + count, first[group] + e))
+                total += round_up(count, _VECTOR_WORDS)
         self.words = torch.zeros(total, dtype=torch.float32, device=device)
 
     def items(self, request: CastRequest) -> list[CastItem]:
         """What this rank owns of each matrix, and the matrix's words, for the stages of a plan."""
         items = []
-        for i, (record, offsets) in enumerate(zip(request.records, self._offsets, strict=True)):
+        for i, (record, words) in enumerate(zip(request.records, self._words, strict=True)):
             shard, master, codes = request.shards[i], request.masters[i], request.codes(i)
             if record.experts is not None:
-                items += _expert_items(record, shard, master, codes, offsets)
-            else:
-                piece = MasterPiece(master, shard, record.matrix, record.dtype, *offsets[0])
-                items.append(CastItem(record, piece, codes))
+                items += _expert_items(record, shard, master, codes, words)
+                continue
+            piece = MasterPiece(master, shard, record.matrix, record.dtype, words[0].first, words[0].group)
+            if scales_travel(record):
+                own = words[0].first
+                first, last = (
+                    -1 if block is None else own + 1 + self._cut[i].index(block)
+                    for block in cut_blocks(shard, record.matrix[1])
+                )
+                piece = piece._replace(tile_offset=-1, own_offset=own, cut_offsets=(first, last))
+            items.append(CastItem(record, piece, codes))
         return items
 
     def has_nonfinite(self) -> bool:
@@ -63,10 +96,12 @@ class ReducedVector:
 
     def nonfinite_matrices(self) -> list[tuple[int, int]]:
         """(weight, matrix of it) of those with a NaN or Inf on any rank."""
-        places = [(i, e) for i, offsets in enumerate(self._offsets) for e in range(len(offsets))]
-        begins = [tile_offset for offsets in self._offsets for tile_offset, _ in offsets]
-        spans = zip(places, begins, [*begins[1:], self.words.numel()], strict=True)
-        return [place for place, first, last in spans if self.words[first:last].isinf().any()]
+        return [
+            (i, e)
+            for i, matrices in enumerate(self._words)
+            for e, words in enumerate(matrices)
+            if self.words[words.first : words.last].isinf().any()
+        ]
 
     def decline(self) -> None:
         """Of a vector with an error in its header, make one that asks for another plan."""
@@ -86,7 +121,7 @@ def _expert_items(
     shard: Shard,
     master: torch.Tensor | None,
     codes: torch.Tensor | None,
-    offsets: list[tuple[int, int]],
+    words: Sequence[_Words],
 ) -> list[CastItem]:
     """An item for each matrix of a stack, with what the shard has of it. The matrices have even sizes: no
     byte of codes belongs to two of them.
@@ -104,6 +139,6 @@ def _expert_items(
             first_byte, last_byte = byte_range(Shard(begin, own.numel))
             behind = byte_range(shard)[0]
             own_codes = codes[first_byte - behind : last_byte - behind]
-        piece = MasterPiece(own_master, own, (rows, cols), record.dtype, *offsets[e])
+        piece = MasterPiece(own_master, own, (rows, cols), record.dtype, words[e].first, words[e].group)
         items.append(CastItem(matrix, piece, own_codes))
     return items

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerofp4.cast.scales import scales_travel
 from zerofp4.format import BLOCK
 from zerofp4.shard import Shard, byte_range, check_bounds
 from zerofp4.storage import (
@@ -100,13 +101,28 @@ def check_lists(**lists: Sequence | None) -> None:
             raise ValueError(f"{name} has {len(values)} entries for {count} model_weights")
 
 
-def check_castable(name: str, record: NVFP4Storage, *, has_codes: bool = True) -> None:
+def check_castable(name: str, record: NVFP4Storage) -> None:
+    """Raises ValueError for a weight that ZeroFP4Optimizer and Megatron cannot cast masters into: they gather
+    codes, and no scales.
+    """
+    if scales_travel(record):
+        raise ValueError(
+            f"{name} must have block (16, 16) here, got {record.block}: CastPlan and "
+            "cast_master_weights_to_nvfp4 cast into it"
+        )
+    _check_weight(name, record, has_codes=True)
+
+
+def _check_weight(name: str, record: NVFP4Storage, *, has_codes: bool) -> None:
     """Raises ValueError for a weight that masters cannot be cast into: what may be cast is said here.
 
     has_codes: whether the codes go to the weight itself, and not to buffers of shards.
     """
-    if record.block != (BLOCK, BLOCK):
-        raise ValueError(f"{name} must have block (16, 16) to be cast from shards, got {record.block}")
+    if record.block != (BLOCK, BLOCK) and record.columnwise is not None:
+        raise ValueError(
+            f"{name} has block {record.block} and a columnwise copy, which does not follow from its rows: "
+            "make it with columnwise=False"
+        )
     if record.four_over_six is not None:
         raise ValueError(
             f"{name} is quantized with {record.four_over_six}, which a cast from shards cannot do: "
@@ -130,7 +146,7 @@ def check_weights(model_weights: Sequence[Any], *, has_codes: bool = True) -> li
             record.check()
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{name}: {error}") from None
-        check_castable(name, record, has_codes=has_codes)
+        _check_weight(name, record, has_codes=has_codes)
         if record.device != (records[0].device if records else record.device):
             raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
         data = record.rowwise.data
@@ -290,7 +306,7 @@ def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
     """
     records = check_weights(request.weights, has_codes=request.shard_codes is None)
     for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):
-        for what in ("shape", "dtype", "device"):
+        for what in ("shape", "dtype", "block", "device"):
             if getattr(old, what) != getattr(new, what):
                 raise ValueError(
                     f"{names[i]} must keep its {what} {getattr(old, what)}, now has {getattr(new, what)}: "

@@ -16,6 +16,7 @@ class Description(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
+    block: tuple[int, int]
 
 
 class Signature(NamedTuple):
@@ -33,7 +34,9 @@ class Signature(NamedTuple):
 
 
 def describe(records: Sequence[NVFP4Storage]) -> list[Description]:
-    return [Description(weight_name(i, r), tuple(r.shape), str(r.dtype)) for i, r in enumerate(records)]
+    return [
+        Description(weight_name(i, r), tuple(r.shape), str(r.dtype), r.block) for i, r in enumerate(records)
+    ]
 
 
 def signature_of(request: CastRequest, number: int) -> Signature:
@@ -62,11 +65,12 @@ def check_same_weights(descriptions: Sequence[Sequence[Description]]) -> None:
     if i is None:
         raise ValueError(f"rank 0 has {len(first)} model_weights, rank {rank} has {len(other)}")
     mine, theirs = Description(*first[i]), Description(*other[i])
-    if mine[1:] != theirs[1:]:
-        raise ValueError(
-            f"{mine.name} must be the same on all ranks, but has shape {mine.shape} and dtype {mine.dtype} "
-            f"on rank 0, {theirs.shape} and {theirs.dtype} on rank {rank}"
-        )
+    for what in Description._fields[1:]:
+        if getattr(mine, what) != getattr(theirs, what):
+            raise ValueError(
+                f"{mine.name} must be the same on all ranks, but has {what} {getattr(mine, what)} on rank 0 "
+                f"and {getattr(theirs, what)} on rank {rank}"
+            )
     raise ValueError(
         f"model_weights must be in the same order on all ranks, but {mine.name} of rank 0 is "
         f"{theirs.name} on rank {rank}"

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from zerofp4 import distributed
 from zerofp4.cast.reduced_vector import ReducedVector
 from zerofp4.cast.request import CastRequest, check_refresh, matrix_name
+from zerofp4.cast.scales import gathered_buffers, gathered_shards, scales_travel
 from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
 from zerofp4.ops import (
@@ -24,11 +25,10 @@ from zerofp4.ops import (
     CastStages,
     GatherHeader,
     MasterPiece,
-    TransposeStage,
+    PostStage,
     current_stream,
     is_capturing,
     target_of,
-    transpose_pairs,
 )
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
@@ -56,9 +56,9 @@ class StagedPlan:
     request, error: what attempt(check_request, ...) returned; an error on any rank is raised on all of them.
     group: process group, or None in a world of one.
 
-    reduced: float32 vector that a step reduces by maximum over the ranks: header words, one amax per amax
-    group (E for one of stacks), then the tile amaxes of each weight. wire: what travels of it, the same
-    values in bfloat16 where all weights are bfloat16, else `reduced` itself.
+    reduced: float32 vector that a step reduces by maximum over the ranks: the words of a ReducedVector.
+    wire: what travels of it, the same values in bfloat16 where all weights are bfloat16, else `reduced`
+    itself.
     """
 
     def __init__(self, request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None):
@@ -82,7 +82,9 @@ class StagedPlan:
             distributed.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
         self._into_weights = all(signature.into_weights for signature in signatures)
         """Whether every rank's codes go to the weights, and not to fsdp_shard_model_weights."""
-        self._vector = ReducedVector(request.records, request.amax_groups, request.device)
+        self._vector = ReducedVector(
+            request.records, request.amax_groups, self._rank_shards, request.device
+        )
         self.reduced = self.wire = self._vector.words
         if self._sharded and {record.dtype for record in request.records} == {torch.bfloat16}:
             # Masters are rounded to the weights' dtype before anything else, so that an amax is a bfloat16
@@ -104,7 +106,7 @@ class StagedPlan:
             status=self._status.word,
         )
         self._stages.begin()  # a gather before the first step finds nothing wrong with it
-        self._transposes = TransposeStage(transpose_pairs(request.records))
+        self._post = PostStage(request.records)
         self._gather: PackedGather | None = None
         """Made by the first all_gather()."""
         self.addresses = self._present_addresses()
@@ -134,7 +136,14 @@ class StagedPlan:
     def master_pieces(self) -> list[MasterPiece]:
         """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
         pieces of the experts of a weight follow one another, and lie one behind the other in its master.
+
+        Raises ValueError for a weight in blocks of 1x16, whose amaxes no optimizer leaves.
         """
+        for name, record in zip(self._names, self.records, strict=True):
+            if scales_travel(record):
+                raise ValueError(
+                    f"{name} has block {record.block}: an optimizer leaves the amaxes of 16x16 blocks only"
+                )
         items = self._vector.items(self._request)
         return [item.piece for item in items if item.piece.shard.numel]
 
@@ -342,11 +351,10 @@ class StagedPlan:
         numels = [record.shape.numel() for record in self.records]
         distributed.check_ownership(self._names, numels, self._rank_shards)
         header = GatherHeader(self.reduced, self._hash, self._status.word)
-        shards, device = self._rank_shards, self._request.device
-        return PackedGather(self._rowwise_codes(), shards, self.group(), device, header)
-
-    def _rowwise_codes(self) -> list[torch.Tensor]:
-        return [record.rowwise.data for record in self.records]
+        shards = [gathered_shards(self.records, of_rank) for of_rank in self._rank_shards]
+        return PackedGather(
+            gathered_buffers(self.records), shards, self.group(), self._request.device, header
+        )
 
     def complete(self) -> None:
         """CastPlan.post() of a caller that has looked at all addresses before the step, and saw nobody since
@@ -357,7 +365,7 @@ class StagedPlan:
 
     def derive_columns(self) -> None:
         """The first half of complete(): what is queued, for which others need not wait here."""
-        self._transposes.run()
+        self._post.run()
 
     def note_written(self) -> None:
         """The other half: a backward pass through the old values fails from now on."""
@@ -381,9 +389,9 @@ class StagedPlan:
 
     def _take_addresses(self) -> None:
         self._stages.bind(self._vector.items(self._request), self.found_inf)
-        self._transposes.bind(transpose_pairs(self.records))
+        self._post.bind(self.records)
         if self._gather is not None:
-            self._gather.bind(self._rowwise_codes())
+            self._gather.bind(gathered_buffers(self.records))
         self.addresses = self._present_addresses()
 
     def _present_addresses(self, *, hold: bool = True) -> Addresses:

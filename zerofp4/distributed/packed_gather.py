@@ -24,9 +24,10 @@ from zerofp4.storage import addresses_of
 class PackedGather:
     """Gathers packed codes in place: every rank's shard of every weight to every rank, in one collective.
 
-    The shards [rank][weight] must cover every weight exactly once, at any offset. Each rank packs the bytes
+    The shards [rank][buffer] must cover every buffer exactly once, at any offset. Each rank packs the bytes
     it has a code in into its slot of a staging buffer, which is padded to the longest; a byte at an odd
-    boundary comes from two ranks, a nibble from each. Buffers are uint8 [M, K/2], one per weight.
+    boundary comes from two ranks, a nibble from each. Buffers are contiguous uint8, two codes a byte, one per
+    weight; bytes that are no codes count as two.
 
     header: of the plan whose steps write the codes, for queue().
     """
@@ -78,7 +79,7 @@ class PackedGather:
             self.bind(buffers)
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Take the weights' codes from and to these buffers from now on.
+        """Gather from and to these buffers from now on.
 
         Nothing has changed when it raises (RuntimeError, while a CUDA graph is captured).
         """

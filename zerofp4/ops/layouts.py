@@ -127,6 +127,17 @@ def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[tor
     return out
 
 
+def padded_scale_list(
+    scales: Sequence[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int], str]], device: torch.device
+) -> tuple[_C.ScaleLayoutList, int] | None:
+    """The native list that fills padded scales from compact ones, and its number of items; None of none.
+
+    scales: (compact, padded, matrix as in _change_layouts, layout).
+    """
+    words = [word for c, p, matrix, layout in scales for word in _words([c], [p], [matrix], layout)]
+    return (_native(words, True, device), len(words) // FIELDS) if words else None
+
+
 class ScaleChange:
     """What change_scales made of a list of scales, made again where it is: all that the host does is to ask
     whether storage has moved.

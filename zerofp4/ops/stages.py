@@ -19,6 +19,7 @@ from zerofp4.ops.device import (
     scale_addresses,
     target_of,
 )
+from zerofp4.ops.layouts import padded_scale_list
 from zerofp4.ops.peers import PeerRows
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage, address_of, addresses_by_dtype, addresses_of
@@ -53,6 +54,12 @@ class MasterPiece(NamedTuple):
     dtype: torch.dtype
     tile_offset: int
     amax_offset: int
+    own_offset: int = -1
+    cut_offsets: tuple[int, int] = (-1, -1)
+    """Of a weight in blocks of 1x16, which has no tiles (tile_offset -1): the words of its own amax, raised
+    as the group's is, and of the amaxes of the blocks in which the shard begins and ends, -1 where it has all
+    of that block.
+    """
 
 
 class CastItem(NamedTuple):
@@ -83,6 +90,9 @@ def _weight_descriptor(item: CastItem) -> _C.WeightDescriptor:
         columnwise_scale=scale_addresses("columnwise_scale", record.columnwise),
         tile_offset=piece.tile_offset,
         amax_offset=piece.amax_offset,
+        block_rows=record.block[0],
+        own_offset=piece.own_offset,
+        cut_offsets=piece.cut_offsets,
     )
 
 
@@ -154,11 +164,11 @@ class CastStages:
         self._plan.amax(self.target())
 
     def scale(self) -> None:
-        """Every scale buffer and amax of every weight, from the reduced vector."""
+        """Every amax, and every scale of 16x16 blocks, of every weight, from the reduced vector."""
         self._plan.scale(self.target())
 
     def cast(self) -> None:
-        """Codes of the owned elements."""
+        """Codes of the owned elements, and the compact scales of their 1x16 blocks."""
         self._plan.cast(self.target())
 
     def begin_amax(self, target: _C.Target) -> None:
@@ -230,6 +240,67 @@ class TransposeStage:
             self._table.hold()
             self.captured.update((t.data_ptr(), t.detach()) for pair in self._pairs for t in pair)
         self._plan.run(self._table.target())
+
+
+class PaddedScaleStage:
+    """The expanded and swizzled scales of weights in blocks of 1x16, from their compact ones, which a gather
+    has completed: one launch for all, on the current stream.
+
+    captured: as of TransposeStage.
+    """
+
+    def __init__(self, records: Sequence[NVFP4Storage], device: torch.device):
+        self.device = device
+        self.captured: dict[int, torch.Tensor] = {}
+        self._table = DescriptorTable(device)
+        self.bind(records)
+
+    def bind(self, records: Sequence[NVFP4Storage]) -> None:
+        """Take the addresses of the same records anew; as CastStages.bind."""
+        scales = [
+            (record.rowwise.scales["compact"], scale, (*record.matrix, 1), layout)
+            for record in records
+            if record.block[0] == 1
+            for layout, scale in record.rowwise.scales.items()
+            if layout != "compact"
+        ]
+        found = padded_scale_list(scales, self.device)
+        native, count = (None, 0) if found is None else found
+        self._table.load(native, count > _C.ARGUMENT_ITEMS)
+        self._list = native
+        self._tensors = [scale for pair in scales for scale in pair[:2]]
+
+    def run(self) -> None:
+        if self._list is None:
+            return
+        if is_capturing(self.device):
+            self._table.hold()
+            self.captured.update((scale.data_ptr(), scale.detach()) for scale in self._tensors)
+        self._list.run(self._table.target())
+
+
+class PostStage:
+    """What completes weights whose codes, and scales that travel, have been gathered: columnwise codes and
+    padded scales, a launch each.
+    """
+
+    def __init__(self, records: Sequence[NVFP4Storage]):
+        self._transposes = TransposeStage(transpose_pairs(records))
+        self._scales = PaddedScaleStage(records, records[0].device if records else torch.device("cpu"))
+
+    def bind(self, records: Sequence[NVFP4Storage]) -> None:
+        """Take the addresses of the same records anew; as CastStages.bind."""
+        self._transposes.bind(transpose_pairs(records))
+        self._scales.bind(records)
+
+    def run(self) -> None:
+        self._transposes.run()
+        self._scales.run()
+
+    @property
+    def was_captured(self) -> bool:
+        """Whether a CUDA graph that was captured uses the weights."""
+        return bool(self._transposes.captured or self._scales.captured)
 
 
 # Optimizer steps
@@ -316,7 +387,7 @@ class _Split:
 def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
     numel = item.master.numel()
     whole = MasterPiece(None, Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
-    _, shard, (rows, cols), dtype, tile_offset, amax_offset = item.pieces[0] if item.pieces else whole
+    _, shard, (rows, cols), dtype, tile_offset, amax_offset, *_ = item.pieces[0] if item.pieces else whole
     return _C.AdamWDescriptor(
         master=address_of("master", item.master),
         exp_avg=address_of("exp_avg", item.exp_avg),

@@ -1,5 +1,6 @@
 """Quantized tensors: autograd and torch over records, and the functions that make them."""
 
+from zerofp4.tensors.arguments import weight_columns
 from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.gradient_places import GradientPlace, gradient_place
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
@@ -37,4 +38,5 @@ __all__ = [
     "register_handler",
     "swizzle_scales",
     "unswizzle_scales",
+    "weight_columns",
 ]

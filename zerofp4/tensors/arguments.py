@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.storage import SIDES, check_plain, scale_name
+from zerofp4.format import BLOCK, WEIGHT_DTYPES
+from zerofp4.storage import SIDES, check_block, check_plain, scale_name
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -46,6 +46,20 @@ def kernel_input(x: torch.Tensor) -> torch.Tensor:
     if x.requires_grad:
         x = x.detach()
     return x.resolve_neg().contiguous()
+
+
+def weight_columns(block: tuple[int, int], columnwise: bool | None) -> bool:
+    """Whether a weight in such blocks, into which masters are cast, has a columnwise copy. Raises ValueError
+    for blocks that NVFP4 has not, and for a copy that a cast cannot write.
+    """
+    check_block(block)
+    has_tiles = tuple(block) == (BLOCK, BLOCK)
+    if columnwise and not has_tiles:
+        raise ValueError(
+            f"columnwise=True needs block (16, 16): in block {tuple(block)} the columnwise copy of a weight "
+            "does not follow from its rows"
+        )
+    return has_tiles if columnwise is None else columnwise
 
 
 def check_out(

@@ -10,7 +10,7 @@ from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix, stacked_matrices
 from zerofp4.storage import NVFP4Storage, allocate, check_block, side_of
 from zerofp4.tensors import nvfp4_values
-from zerofp4.tensors.arguments import check_generator, check_values, detached
+from zerofp4.tensors.arguments import check_generator, check_values, detached, weight_columns
 from zerofp4.tensors.initial_value import INIT_VAL, initial_value
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
 from zerofp4.tensors.straight_through import with_tangent
@@ -128,17 +128,21 @@ def empty(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    columnwise: bool = True,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    columnwise: bool | None = None,
     scale_layouts: Sequence[str] = ("compact",),
 ) -> NVFP4Tensor:
-    """A weight to cast into, with 16x16 blocks; it holds zeros until then.
+    """A weight to cast into; it holds zeros until then.
 
-    shape: [N, K], or [E, N, K] for E experts, each a weight of its own with its own amax.
+    shape: [N, K], or in blocks of 16x16 [E, N, K] for E experts, each a weight of its own with its own amax.
+    block: (16, 16), or (1, 16), in which serving engines read weights.
+    columnwise: whether it has the transposed copy, too. None: in blocks of 16x16.
 
-    Raises TypeError for a dtype that cannot be quantized, ValueError for a shape that NVFP4 cannot hold.
+    Raises TypeError for a dtype that cannot be quantized, ValueError for a shape that NVFP4 cannot hold and
+    for a columnwise copy in blocks of 1x16, which does not follow from the rows that a cast writes.
     """
     device = torch.get_default_device() if device is None else torch.device(device)
-    options = {"columnwise": columnwise, "scale_layouts": scale_layouts}
-    record = allocate(shape, dtype=dtype, device=device, **options)
+    options = {"columnwise": weight_columns(block, columnwise), "scale_layouts": scale_layouts}
+    record = allocate(shape, dtype=dtype, device=device, block=block, **options)
     record.zero()
     return NVFP4Tensor(record)

@@ -54,7 +54,12 @@ struct ShardGeometry {
 struct WeightDescriptor : ShardGeometry {
     const void* master;  // the owned elements; null when there are none
     DType master_dtype;
-    int32_t master_padding;
+    int32_t block_rows;  // of a scaling block: 16, or 1
+    // Of blocks of 1x16, whose amaxes stay on the rank that owns their elements (tile_offset is negative):
+    // where the weight's own amax goes in the reduced vector, and those of the blocks in which the shard
+    // begins and ends; negative where the shard has all of that block.
+    int64_t own_offset;
+    int64_t cut_offsets[2];
     uint8_t* codes;  // the byte that holds element `start`, that is byte start / 2 of the packed weight
     float* amax;     // float[1], or null
     float* columnwise_amax;                    // float[1], or null
@@ -70,6 +75,7 @@ struct CastTable {
     int64_t strip_units;
     int64_t cast_begin, cast_end;  // of these the cast takes; on a GPU cast_begin is a thread block's first
     int64_t scale_units;
+    bool has_tiles, has_rows;    // whether there are weights with such blocks
     const int32_t* strip_items;  // CUDA: by thread block, the weight that its first strip belongs to
     const int32_t* scale_items;  // the same for the scale stage
     float* reduced;              // header words, group amaxes, tile amaxes
@@ -120,6 +126,24 @@ ZEROFP4_HD ColumnRange owned_columns(const ShardGeometry& weight, int64_t row) {
     const int64_t begin = weight.start - row * weight.cols;
     const int64_t end = begin + weight.numel;
     return {begin > 0 ? begin : 0, end < weight.cols ? end : weight.cols};
+}
+
+// A 1x16 block: flat elements [begin, end) of the weight.
+struct RowBlock {
+    int64_t begin;
+    int64_t end;
+};
+
+// The one with the element (row, col).
+ZEROFP4_HD RowBlock row_block(const ShardGeometry& weight, int64_t row, int64_t col) {
+    const int64_t first = col / kBlock * kBlock, last = first + kBlock;
+    return {row * weight.cols + first, row * weight.cols + (last < weight.cols ? last : weight.cols)};
+}
+
+// Those in which a shard that is not empty begins (i = 0) and ends (i = 1).
+ZEROFP4_HD RowBlock boundary_block(const ShardGeometry& weight, int i) {
+    const int64_t element = i == 0 ? weight.start : weight.start + weight.numel - 1;
+    return row_block(weight, element / weight.cols, element % weight.cols);
 }
 
 }  // namespace zerofp4

@@ -42,6 +42,23 @@ float patch_amax(const CastTable& table, const WeightDescriptor& weight, const P
                          [&](int64_t t) { return tile_amax(view.data + t * kBlock, view.stride); });
 }
 
+// Of the blocks that other ranks have a part of, that of the owned elements.
+template <class T>
+void publish_cut_blocks(const CastTable& table, const WeightDescriptor& weight) {
+    for (int i = 0; i < 2; ++i) {
+        if (weight.cut_offsets[i] < 0) continue;
+        const RowBlock block = boundary_block(weight, i);
+        const int64_t first = block.begin > weight.start ? block.begin - weight.start : 0;
+        const int64_t last = least(block.end - weight.start, weight.numel);
+        uint32_t bits = 0;
+        for (int64_t k = first; k < last; ++k) {
+            const T element = element_at(static_cast<const T*>(weight.master), k);
+            bits = larger(bits, magnitude_bits(load_float(element)));
+        }
+        table.reduced[weight.cut_offsets[i]] = rounded_magnitude(from_bits(bits), weight.weight_dtype);
+    }
+}
+
 template <class T>
 void amax_of_units(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
     float amax = 0.0f;
@@ -50,6 +67,8 @@ void amax_of_units(const CastTable& table, const WeightDescriptor& weight, int64
         amax = found > amax ? found : amax;
     }
     raise_to(table.reduced + weight.amax_offset, amax);
+    if (weight.own_offset >= 0) raise_to(table.reduced + weight.own_offset, amax);
+    if (begin == 0) publish_cut_blocks<T>(table, weight);
 }
 
 }  // namespace

@@ -54,6 +54,7 @@ void scale_groups(const CastTable& table, const WeightDescriptor& weight, int64_
         if (weight.amax) *weight.amax = amax;
         if (weight.columnwise_amax) *weight.columnwise_amax = amax;
     }
+    if (weight.tile_offset < 0) return;  // the cast makes its scales
     const TensorScale tensor = tensor_scale(amax);
     const int64_t tile_rows = ceil_div(weight.rows, kBlock), tile_cols = ceil_div(weight.cols, kBlock);
     const int64_t groups_per_row = ceil_div(tile_cols, kScaleTiles);

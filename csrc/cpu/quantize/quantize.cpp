@@ -8,7 +8,7 @@
 #include "cpu/format/codes.h"
 #include "cpu/format/scale_square.h"
 #include "cpu/kernels.h"
-#include "cpu/quantize/block_scales.h"
+#include "cpu/strip/block_scales.h"
 #include "cpu/quantize/parts.h"
 #include "cpu/quantize/random.h"
 

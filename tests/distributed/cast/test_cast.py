@@ -14,18 +14,34 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from distributed import cases
-from distributed.cases import DTYPES, EXPERTS, SHAPES, SPLITS, WIRES, Model, cast_and_gather, finish
+from distributed.cases import (
+    DTYPES,
+    EXPERTS,
+    ODD_SHAPES,
+    ROWS,
+    SHAPES,
+    SPLITS,
+    TILES,
+    WIRES,
+    Model,
+    cast_and_gather,
+    finish,
+)
 from distributed.optim.cases import parameters_of
 from distributed.run import on_ranks
 from zerofp4 import ops, reference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.shard import row_block
 
 MODELS = {
-    "plain": (SHAPES, DTYPES, [[0, 2], [1, 5]]),
-    "experts": (EXPERTS, DTYPES, [[0, 3]]),
-    "experts in bfloat16": (EXPERTS, WIRES["bfloat16"], [[0, 3]]),
+    "plain": (SHAPES, DTYPES, [TILES], [[0, 2], [1, 5]]),
+    "experts": (EXPERTS, DTYPES, [TILES], [[0, 3]]),
+    "experts in bfloat16": (EXPERTS, WIRES["bfloat16"], [TILES], [[0, 3]]),
+    "rows": (ODD_SHAPES, DTYPES, [ROWS], [[0, 2], [1, 5]]),
+    "rows in bfloat16": (SHAPES, WIRES["bfloat16"], [ROWS], [[0, 2], [1, 5]]),
+    "both blocks": (SHAPES, DTYPES, [TILES, ROWS], [[0, 2, 3], [1, 4]]),
 }
-"""Shapes, dtypes, and amax groups of a plan."""
+"""Shapes, dtypes, blocks, and amax groups of a plan."""
 
 
 @on_ranks(1, 2, 3, 4)
@@ -33,8 +49,8 @@ MODELS = {
 @pytest.mark.parametrize("which", MODELS)
 def test_every_byte_is_that_of_the_whole(world, how, which):
     """By the functions, then by a plan with amax groups."""
-    shapes, dtypes, groups = MODELS[which]
-    model = Model(world, how, shapes=shapes, dtypes=dtypes)
+    shapes, dtypes, blocks, groups = MODELS[which]
+    model = Model(world, how, shapes=shapes, dtypes=dtypes, blocks=blocks)
     cast_and_gather(model)
     model.check()
     # Again with other values: the plans are there now, the masters have moved.
@@ -70,9 +86,12 @@ def test_one_all_reduce_a_step(world):
 
 
 @on_ranks(2, 3)
-def test_fsdp_shard_model_weights(world):
-    """Codes into shard buffers of exactly the shard's bytes; rowwise_data stays as it was."""
-    model = Model(world, "odd")
+@pytest.mark.parametrize("blocks", [TILES, ROWS])
+def test_fsdp_shard_model_weights(world, blocks):
+    """Codes into shard buffers of exactly the shard's bytes; rowwise_data stays as it was. The scales of
+    tiles are all there, those of blocks of 1x16 where the shard has elements.
+    """
+    model = Model(world, "odd", blocks=[blocks])
     before = [weight.rowwise_data.clone() for weight in model.weights]
     options = {"dtype": torch.uint8, "device": world.device}
     sizes = [(shard.end + 1) // 2 - shard.start // 2 for _, shard in model.own()]
@@ -84,22 +103,28 @@ def test_fsdp_shard_model_weights(world):
             continue
         whole, expected = model.whole[i].to(weight.dtype), torch.full_like(buffer, 0xA5)
         matrix = whole.shape, weight.dtype
-        tiles, amax = reference.partial_amax(whole.float().flatten(), 0, *matrix)
-        reference.partial_cast(model.masters[i], model.starts[i], *matrix, tiles, amax, expected)
+        amaxes = reference.partial_amax(whole.float().flatten(), 0, *matrix, blocks[0])
+        parts = *amaxes, expected, blocks[0]
+        scale = reference.partial_cast(model.masters[i], model.starts[i], *matrix, *parts).view(torch.uint8)
         assert_bytes_equal(buffer, expected, f"shard {i}")
-        assert_bytes_equal(weight.rowwise_scale, reference.block_scale(tiles, amax), f"scale {i}")
+        if blocks == ROWS:
+            start, end = model.starts[i], model.starts[i] + model.numels[i]
+            first, last = (row_block(element, whole.shape[1])[0] for element in (start, end - 1))
+            scale.view(-1)[:first] = scale.view(-1)[last + 1 :] = 0xA5
+        assert_bytes_equal(weight.rowwise_scale.view(torch.uint8), scale, f"scale {i}")
     with pytest.raises(ValueError, match="fsdp_shard_model_weights: gather those"):
         model.plan(fsdp_shard_model_weights=buffers).all_gather()
 
 
 @on_ranks(1, 2, 3, time_limit=30)
+@pytest.mark.parametrize("blocks", [TILES, ROWS])
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
-def test_nonfinite_master_on_one_rank_is_skipped_on_all(world, wire, bad):
+def test_nonfinite_master_on_one_rank_is_skipped_on_all(world, bad, wire, blocks):
     """3.4e38 is finite in float32 and infinite in bfloat16. The group of the bad weight keeps everything. A
     found_inf is a rank's own business: with a new one on some ranks no plan is built anew.
     """
-    model = Model(world, "odd", dtypes=WIRES[wire])
+    model = Model(world, "odd", dtypes=WIRES[wire], blocks=[blocks])
     groups = [model.weights[3:5]]
     cast_and_gather(model, amax_groups=groups)
     before = [(n, b.clone()) for i in (3, 4) for n, b in model.weights[i].record.buffers()]
@@ -138,10 +163,12 @@ def test_an_expert_that_is_not_finite_on_one_rank_is_skipped_on_all(world):
 
 
 @on_ranks(1, 2, 3)
-def test_nonfinite_master_on_one_rank_raises_on_all(world):
-    model = Model(world, "odd")
+@pytest.mark.parametrize("blocks", [TILES, ROWS])
+def test_nonfinite_master_on_one_rank_raises_on_all(world, blocks):
+    """With the name of the weight alone, and not of those that it shares an amax with."""
+    model = Model(world, "odd", blocks=[blocks])
     model.weights[3].record.name = "layers.3"
-    plan = model.plan(on_nonfinite="raise")
+    plan = model.plan(on_nonfinite="raise", amax_groups=[model.weights[2:4]])
     if world.rank == world.world_size - 1:
         model.masters[3][0] = float("nan")
     message = cases.raised_everywhere(world, FloatingPointError, plan.step)
@@ -194,6 +221,15 @@ def test_plans_of_a_group_that_was_destroyed_are_dropped(world):
     cast_and_gather(model)
     model.check()
     assert held() is None
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("how", SPLITS)
+def test_rows_leave_few_words_in_the_vector(world, how):
+    """The amax of a weight, those of the blocks that a boundary of shards cuts, and its group's."""
+    plan = Model(world, how, blocks=[ROWS]).plan()
+    most = 1 + 1 + 2 * world.world_size
+    assert plan.staged.reduced.numel() <= ops.HEADER_WORDS + len(SHAPES) * (most + 3)
 
 
 # The reduced vector on its way: bfloat16 of a plan of bfloat16 weights, and not a bit is lost

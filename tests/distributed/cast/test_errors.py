@@ -10,7 +10,16 @@ import torch
 from helpers import assert_bytes_equal
 
 import zerofp4
-from distributed.cases import WIRES, Model, cast_and_gather, finish, raised_by, raised_everywhere
+from distributed.cases import (
+    ROWS,
+    TILES,
+    WIRES,
+    Model,
+    cast_and_gather,
+    finish,
+    raised_by,
+    raised_everywhere,
+)
 from distributed.run import on_ranks
 from zerofp4.cast.signature import plan_hash
 
@@ -30,8 +39,10 @@ def go_on(model: Model, plan: zerofp4.CastPlan) -> None:
 
 
 DISAGREEMENTS = {
-    "shape": "model_weights[0] 'q' must be the same on all ranks, but has shape (32, 16) and dtype "
-    "torch.bfloat16 on rank 0, (16, 32) and torch.bfloat16 on rank 1",
+    "shape": "model_weights[0] 'q' must be the same on all ranks, but has shape (32, 16) on rank 0 and "
+    "(16, 32) on rank 1",
+    "block": "model_weights[0] 'q' must be the same on all ranks, but has block (16, 16) on rank 0 and "
+    "(1, 16) on rank 1",
     # Every byte would be wrong, and every length right.
     "order": "model_weights must be in the same order on all ranks, but model_weights[0] 'q' of rank 0 is "
     "model_weights[0] 'k' on rank 1",
@@ -46,7 +57,8 @@ DISAGREEMENTS = {
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree(world, what):
     shape, options = (16, 32) if world.rank == 1 and what == "shape" else (32, 16), {}
-    weights = [zerofp4.empty(shape, device=world.device) for _ in "qk"]
+    block = ROWS if world.rank == 1 and what == "block" else TILES
+    weights = [zerofp4.empty(shape, block=block, device=world.device) for _ in "qk"]
     for weight, name in zip(weights, "qk", strict=True):
         weight.record.name = name
     if world.rank == 1:

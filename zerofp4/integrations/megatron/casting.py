@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from zerofp4.cast import cast_master_weights_to_nvfp4, post_all_gather_processing
+from zerofp4.cast import cast_master_weights_to_nvfp4, check_castable, post_all_gather_processing
 from zerofp4.storage import called
 from zerofp4.tensors import NVFP4Tensor
 
@@ -83,6 +83,8 @@ def _cast(
     start_offsets: list[int | None],
     group: dist.ProcessGroup,
 ) -> None:
+    for i, weight in enumerate(weights):
+        check_castable(called(f"weight {i}", weight), weight.record)
     attachments = weights[0].record.attachments
     watch = attachments.get(_WATCH)
     if watch is None:
