@@ -35,6 +35,31 @@ __device__ __forceinline__ float tile_amax(const WeightDescriptor& weight, const
     return tile_amax_of(weight.weight_dtype, bits);
 }
 
+// The amaxes of what is owned of the blocks in which the shard begins and ends, where other ranks have parts
+// of them, too: half a warp each.
+__device__ __forceinline__ void publish_cut_blocks(float* reduced, const WeightDescriptor& weight) {
+    const int half = lane_index() / kBlock;
+    const RowBlock block = boundary_block(weight, half);
+    const int64_t element = block.begin + lane_index() % kBlock, index = element - weight.start;
+    uint32_t bits = 0;
+    if (element < block.end && index >= 0 && index < weight.numel) {
+        with_dtype(weight.master_dtype, [&](auto t) {
+            const auto* master = in_global(static_cast<const decltype(t)*>(weight.master));
+            bits = magnitude_bits(load_float(master[index]));
+        });
+    }
+    bits = most_of_lanes<kBlock>(bits);
+    const int64_t offset = weight.cut_offsets[half];
+    if (lane_index() % kBlock == 0 && offset >= 0)
+        reduced[offset] = round_to(weight.weight_dtype, amax_of_bits(bits));
+}
+
+// Raises the words of a weight that a warp leaves.
+__device__ __forceinline__ void raise_words(float* reduced, const WeightDescriptor& weight, float amax) {
+    raise_group(reduced + weight.amax_offset, amax);
+    if (weight.own_offset >= 0) raise_group(reduced + weight.own_offset, amax);
+}
+
 template <bool kSingle>
 __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
     partial_amax_kernel(const __grid_constant__ CastTable table,
@@ -42,23 +67,27 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
     wait_for_previous_kernel();
     ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(
         table.weights, table.count, table.strip_units, table.strip_items + blockIdx.x, single);
-    float* group = nullptr;
-    float group_amax = 0.0f;  // of this lane's tiles
+    const WeightDescriptor* left = nullptr;
+    float left_amax = 0.0f;  // of this lane's elements of it
     const Share share = block_share<kShareStrips<kSingle>>(table.strip_units);
     for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
         const bool moved = cursor.seek(unit);
         const WeightDescriptor& weight = cursor.item();
         if (moved) {
-            if (group != nullptr) raise_group(group, group_amax);
-            group = table.reduced + weight.amax_offset;
-            group_amax = 0.0f;
+            if (left != nullptr) raise_words(table.reduced, *left, left_amax);
+            left = &weight;
+            left_amax = 0.0f;
         }
         const Strip strip = strip_of(weight, unit);
         const float amax = tile_amax(weight, strip);
-        group_amax = amax > group_amax ? amax : group_amax;
-        if (weight.tile_offset >= 0) publish_tile(table.reduced, weight, strip.row, strip.col, amax);
+        left_amax = amax > left_amax ? amax : left_amax;
+        if (weight.tile_offset >= 0) {
+            publish_tile(table.reduced, weight, strip.row, strip.col, amax);
+        } else if (unit == weight.strip_begin) {
+            publish_cut_blocks(table.reduced, weight);
+        }
     }
-    if (group != nullptr) raise_group(group, group_amax);
+    if (left != nullptr) raise_words(table.reduced, *left, left_amax);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Masters to packed codes, with the scales of the reduced amaxes. Only bytes and nibbles of the shard are
-// written.
+// Masters to packed codes: tiles with the scales of the reduced amaxes, blocks of 1x16 with scales of their
+// own, which are written, too. Only bytes and nibbles of the shard are written.
 
 #include "common/args/cast.h"
 #include "common/scale.h"
@@ -31,16 +31,17 @@ __device__ __forceinline__ void store_owned(uint8_t* p, uint32_t pair, bool owns
     }
 }
 
-// Encodes rows [row, row + kStepRows) of this lane. Columns and row lengths are even: a pair of codes starts
-// at an even element, whichever element the shard starts with.
-__device__ __forceinline__ void cast_step(const WeightDescriptor& weight, const Strip& strip, int64_t row,
-                                          StepValues& values, float encode) {
-    round_step(weight.weight_dtype, values);
+// Encodes rows [row, row + kStepRows) of this lane, row r times encode_of_row(r). Columns and row lengths are
+// even: a pair of codes starts at an even element, whichever element the shard starts with.
+template <typename EncodeOfRow>
+__device__ __forceinline__ void encode_step(const WeightDescriptor& weight, const Strip& strip, int64_t row,
+                                            const StepValues& values, const EncodeOfRow& encode_of_row) {
     const int64_t element = row * weight.cols + strip.col;
     uint8_t* codes = in_global(weight.codes) + (element / 2 - weight.start / 2);
     const int64_t pitch = weight.cols / 2;
 #pragma unroll
     for (int r = 0; r < kStepRows; ++r) {
+        const float encode = encode_of_row(r);
         const uint32_t four = convert_four(
             {values[r][0] * encode, values[r][1] * encode, values[r][2] * encode, values[r][3] * encode});
         uint8_t* p = codes + r * pitch;
@@ -62,7 +63,99 @@ __device__ __forceinline__ float reduced_amax(const CastTable& table, const Weig
     return table.reduced[weight.tile_offset + strip.tile_row() * tile_columns + strip.tile_column()];
 }
 
-template <bool kSingle>
+// Tiles, 4 lanes each.
+__device__ __forceinline__ void cast_tiles(const CastTable& table, const WeightDescriptor& weight,
+                                           const Strip& strip, const TensorScale& tensor) {
+    // The first loads are under way before anything waits.
+    StepValues values;
+    load_step<true>(weight, strip, strip.row, values);
+    const float amax = reduced_amax(table, weight, strip);
+    const float encode = encode_of(rounded_scale(amax, tensor).value, tensor);
+    const auto encode_of_row = [encode](int) { return encode; };
+    round_step(weight.weight_dtype, values);
+    encode_step(weight, strip, strip.row, values, encode_of_row);
+#pragma unroll 1
+    for (int step = kStepRows; step < kBlock; step += kStepRows) {
+        load_step<true>(weight, strip, strip.row + step, values);
+        round_step(weight.weight_dtype, values);
+        encode_step(weight, strip, strip.row + step, values, encode_of_row);
+    }
+}
+
+// Of a step the rows whose blocks one of a block's 4 lanes has, the first, fifth, ... or the second, sixth,
+// ... of them.
+constexpr int kLaneRows = kStepRows / kTileLanes;
+
+// The largest magnitudes of this lane's block of its rows.
+__device__ __forceinline__ void row_amaxes(const StepValues& values, float (&amaxes)[kLaneRows]) {
+    static_assert(kStepRows == 8 && kTileLanes == 4);
+    uint32_t most[kStepRows];
+#pragma unroll
+    for (int r = 0; r < kStepRows; ++r) {
+        most[r] = max(max(magnitude_bits(values[r][0]), magnitude_bits(values[r][1])),
+                      max(magnitude_bits(values[r][2]), magnitude_bits(values[r][3])));
+    }
+    // Each lane keeps one of two neighbouring values and gives the other away, twice.
+#pragma unroll
+    for (int mask = 1, count = kStepRows / 2; mask < kTileLanes; mask *= 2, count /= 2) {
+        const bool second = lane_index() & mask;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const uint32_t keep = second ? most[2 * i + 1] : most[2 * i];
+            const uint32_t give = second ? most[2 * i] : most[2 * i + 1];
+            most[i] = max(keep, __shfl_xor_sync(kAllLanes, give, mask));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) amaxes[i] = from_bits(most[i]);
+}
+
+// Blocks of 1x16, 4 lanes each. Rows [row, row + kStepRows).
+template <bool kMasked>
+__device__ __forceinline__ void cast_row_step(const CastTable& table, const WeightDescriptor& weight,
+                                              const Strip& strip, int64_t row, StepValues& values,
+                                              const TensorScale& tensor) {
+    round_step(weight.weight_dtype, values);
+    float amaxes[kLaneRows], encodes[kLaneRows];
+    row_amaxes(values, amaxes);
+    const int64_t columns = ceil_div(weight.cols, kBlock), column = strip.tile_column();
+    const int64_t first_row = row + lane_index() % kTileLanes;
+    uint8_t* scales = in_global(weight.rowwise_scale[kCompact]) + first_row * columns + column;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+        bool has_part = true;
+        if constexpr (kMasked) {
+            const RowBlock block = row_block(weight, first_row + i * kTileLanes, strip.col);
+            const int64_t begin = block.begin - weight.start, end = block.end - weight.start;
+            has_part = column < columns && end > 0 && begin < weight.numel;
+            if (has_part && (begin < 0 || end > weight.numel))
+                amaxes[i] = table.reduced[weight.cut_offsets[begin < 0 ? 0 : 1]];
+        }
+        const E4M3Magnitude scale = rounded_scale(amaxes[i], tensor);
+        encodes[i] = encode_of(scale.value, tensor);
+        if (has_part) scales[i * kTileLanes * columns] = static_cast<uint8_t>(scale.byte);
+    }
+    encode_step(weight, strip, row, values, [&encodes](int r) {
+        return __shfl_sync(kAllLanes, encodes[r / kTileLanes], r % kTileLanes, kTileLanes);
+    });
+}
+
+__device__ __forceinline__ void cast_rows(const CastTable& table, const WeightDescriptor& weight,
+                                          const Strip& strip, const TensorScale& tensor) {
+#pragma unroll 1
+    for (int step = 0; step < kBlock; step += kStepRows) {
+        StepValues values;
+        load_step<true>(weight, strip, strip.row + step, values);
+        if (strip.access == Access::kMasked) {
+            cast_row_step<true>(table, weight, strip, strip.row + step, values, tensor);
+        } else {
+            cast_row_step<false>(table, weight, strip, strip.row + step, values, tensor);
+        }
+    }
+}
+
+// kRows: weights in blocks of 1x16, else those in tiles; the others are left to another launch.
+template <bool kSingle, bool kRows>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     partial_cast_kernel(const __grid_constant__ CastTable table,
                         const __grid_constant__ WeightDescriptor single) {
@@ -80,21 +173,15 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
         const WeightDescriptor& weight = cursor.item();
         if (moved) {
             const float amax = group_amax(table, weight);
-            skipped = is_skipped(amax);
+            skipped = is_skipped(amax) || (weight.block_rows == 1) != kRows;
             tensor = tensor_scale(amax);
         }
         if (skipped) continue;
         const Strip strip = strip_of(weight, unit);
-        // The first loads are under way before anything waits.
-        StepValues values;
-        load_step<true>(weight, strip, strip.row, values);
-        const float amax = reduced_amax(table, weight, strip);
-        const float encode = encode_of(rounded_scale(amax, tensor).value, tensor);
-        cast_step(weight, strip, strip.row, values, encode);
-#pragma unroll 1
-        for (int step = kStepRows; step < kBlock; step += kStepRows) {
-            load_step<true>(weight, strip, strip.row + step, values);
-            cast_step(weight, strip, strip.row + step, values, encode);
+        if constexpr (kRows) {
+            cast_rows(table, weight, strip, tensor);
+        } else {
+            cast_tiles(table, weight, strip, tensor);
         }
     }
 }
@@ -103,11 +190,12 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
 
 void partial_cast(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
     const int64_t units = table.cast_end - table.cast_begin;
-    if (units == 0) return;
     const bool single = table.count == 1;
-    const auto kernel = single ? partial_cast_kernel<true> : partial_cast_kernel<false>;
-    const int share = single ? kShareStrips<true> : kShareStrips<false>;
-    launch("partial_cast", kernel, ceil_div(units, share), stream, table, host[0]);
+    const int64_t blocks = ceil_div(units, single ? kShareStrips<true> : kShareStrips<false>);
+    const auto tiles = single ? partial_cast_kernel<true, false> : partial_cast_kernel<false, false>;
+    const auto rows = single ? partial_cast_kernel<true, true> : partial_cast_kernel<false, true>;
+    if (table.has_tiles) launch("partial_cast", tiles, blocks, stream, table, host[0]);
+    if (table.has_rows) launch("partial_cast", rows, blocks, stream, table, host[0]);
 }
 
 }  // namespace zerofp4::cuda

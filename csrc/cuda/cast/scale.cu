@@ -60,6 +60,7 @@ __device__ __forceinline__ void scale_unit(const CastTable& table, const WeightD
     }
     if (first && weight.amax) *weight.amax = amax;
     if (first && weight.columnwise_amax) *weight.columnwise_amax = amax;
+    if (weight.tile_offset < 0) return;  // the cast makes its scales
 
     const int64_t tile_rows = ceil_div(weight.rows, kBlock);
     const int64_t tile_columns = ceil_div(weight.cols, kBlock);
