@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.tensors import NVFP4Tensor
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -75,7 +75,11 @@ class ConversionReport:
 
 
 def choose_weights(
-    model: nn.Module, filter_fn: FilterFn | None, *, tensor_parallel: bool = False
+    model: nn.Module,
+    filter_fn: FilterFn | None,
+    *,
+    tensor_parallel: bool = False,
+    block: tuple[int, int] = (BLOCK, BLOCK),
 ) -> tuple[ConversionReport, list[Chosen]]:
     """The weights that convert_model would convert, and a report of all others. Changes nothing.
 
@@ -90,6 +94,8 @@ def choose_weights(
         tied = [other for other in owners[_address(parameter)] if other != name]
         is_head = id(module) in heads
         reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
+        if reason is None and block[0] == 1:
+            reason = _why_not_rows(module, parameter)
         report.shares[name] = _numel(parameter) / max(total, 1)
         if reason is None:
             chosen.append(Chosen(_called(module, module_name, parameter_name), module, parameter_name))
@@ -226,6 +232,15 @@ def _why_not_quantized(parameter: nn.Parameter, dimensions: int, tied: list[str]
     if parameter.dim() != dimensions or parameter.shape[-2] % 2 or parameter.shape[-1] % 2:
         return f"a weight of shape {tuple(parameter.shape)} does not have two even sizes"
     return f"it is tied to {tied[0]}" if tied else None
+
+
+def _why_not_rows(module: nn.Module, parameter: nn.Parameter) -> str | None:
+    """Why a parameter that is converted in blocks of 16x16 is not in blocks of 1x16."""
+    if parameter.dim() != 2:
+        return "it is a stack of matrices, which have one amax in blocks of 1x16"
+    if linear_forward(module) is not nn.Linear.forward:
+        return "blocks of 1x16 lie along the inputs of a layer, and its weight is [inputs, outputs]"
+    return None
 
 
 def _why_not_chosen(filter_fn: FilterFn | None, module: nn.Module, name: str) -> str | None:

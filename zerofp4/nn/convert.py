@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from zerofp4 import ops
+from zerofp4.format import BLOCK
 from zerofp4.nn.choice import (
     CONV1D,
     SHARDED,
@@ -16,7 +17,7 @@ from zerofp4.nn.choice import (
     is_layer,
     linear_forward,
 )
-from zerofp4.tensors import INIT_VAL, check_not_held, quantize
+from zerofp4.tensors import INIT_VAL, check_not_held, quantize, weight_columns
 
 LAYERS: dict[type[nn.Module] | str, Callable[[nn.Module], None]] = {}
 """By type of module, or CONV1D, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
@@ -33,9 +34,14 @@ weights that were chosen are converted. Both write to the report.
 
 
 def convert_model(
-    model: nn.Module, filter_fn: FilterFn | None = None, *, layers: bool = False, columnwise: bool = True
+    model: nn.Module,
+    filter_fn: FilterFn | None = None,
+    *,
+    layers: bool = False,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    columnwise: bool | None = None,
 ) -> ConversionReport:
-    """Replace the weights of linear layers, in place, by NVFP4 parameters in 16x16 blocks.
+    """Replace the weights of linear layers, in place, by NVFP4 parameters.
 
     Converted are the weights of modules whose forward is that of nn.Linear, or of transformers' Conv1D, which
     keeps its weight [in, out]; of a dtype that NVFP4 can hold, with two even sizes, not tied to another
@@ -62,9 +68,14 @@ def convert_model(
     could make them one layer, since that forward would have to call it in place of the two: they stay, which
     costs nothing, as the fused layers make the same passes over memory.
 
+    block: (16, 16), or (1, 16), the blocks along the inputs in which serving engines read weights. These have
+    rows only, 0.56 bytes an element: no stacks of experts and no Conv1D are converted, and inside autocast
+    they take NVFP4Recipe(weight_block=(1, 16), backward="dequantized"). ZeroFP4Optimizer does not take them
+    yet; CastPlan does.
+
     columnwise: keep the transposed copy too, which the gradients of quantized products read. Without it a
     weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
-    made from the rows each time.
+    made from the rows each time. None: in blocks of 16x16.
 
     Experts in one parameter [E, N, K], with N and K even, are converted, too, each with an amax of its own:
     the weight of a stacked zerofp4.nn.GroupedLinear as that of a linear layer; the parameter of another
@@ -73,11 +84,14 @@ def convert_model(
     get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
     clear_high_precision_init_val() frees it: what a master weight should start from.
 
-    Raises RuntimeError, before anything is changed, when a weight to convert is on the meta device, or held
-    by an optimizer or DistributedDataParallel, which would go on with the parameter that is replaced: convert
-    the model first. Warns where parameters were sharded before, as none of those is converted.
+    Raises ValueError for other blocks, and for columnwise=True in blocks of 1x16, where that copy does not
+    follow from the rows; RuntimeError when a weight to convert is on the meta device, or held by an optimizer
+    or DistributedDataParallel, which would go on with the parameter that is replaced: convert the model
+    first. Both before anything is changed. Warns where parameters were sharded before, as none of those is
+    converted.
     """
-    report, chosen = choose_weights(model, filter_fn)
+    columns = weight_columns(block, columnwise)
+    report, chosen = choose_weights(model, filter_fn, block=block)
     for choice in chosen:
         if choice.parameter.is_meta:
             what = f"the weight of {choice.name!r}"
@@ -87,7 +101,7 @@ def convert_model(
     fusions = [find(model, filter_fn, report, chosen) for find in FUSIONS] if asked else []
     for choice in chosen:
         name, module, parameter_name = choice
-        setattr(module, parameter_name, primary_parameter(choice.parameter, name, columnwise))
+        setattr(module, parameter_name, primary_parameter(choice.parameter, name, columns, block))
         report.converted.append(name)
         make_layer = LAYERS.get(_kind(module)) if layers else None
         if make_layer is not None:
@@ -124,11 +138,13 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
         )
 
 
-def primary_parameter(weight: nn.Parameter, name: str, columnwise: bool = True) -> nn.Parameter:
+def primary_parameter(
+    weight: nn.Parameter, name: str, columnwise: bool = True, block: tuple[int, int] = (BLOCK, BLOCK)
+) -> nn.Parameter:
     """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one."""
     # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
     layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
-    tensor = quantize(weight, columnwise=columnwise, scale_layouts=layouts)
+    tensor = quantize(weight, block=block, columnwise=columnwise, scale_layouts=layouts)
     tensor.record.name = name or None
     tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
     converted = nn.Parameter(tensor, weight.requires_grad)

@@ -45,8 +45,11 @@ def record_of_buffers(primary: list[torch.Tensor | None], dtype: torch.dtype, e4
     """Of the buffers of a primary weight, in the order of BUFFERS."""
     buffers = {name: buffer for name, buffer in zip(BUFFERS, primary, strict=True) if buffer is not None}
     *lines, half = buffers["rowwise_data"].shape
+    # A stack's scales are stacked, too; a matrix of one row is the same in both kinds of blocks.
+    has_rows = buffers["rowwise_scale"].shape[-2] == lines[-1]
     chosen = None if e4m3_max == E4M3_MAX else FourOverSix(e4m3_max)
-    record = NVFP4Storage(torch.Size((*lines, 2 * half)), dtype, (BLOCK, BLOCK), four_over_six=chosen)
+    block = (1 if has_rows else BLOCK, BLOCK)
+    record = NVFP4Storage(torch.Size((*lines, 2 * half)), dtype, block, four_over_six=chosen)
     for name, side in sides_of(buffers).items():
         setattr(record, name, side)
     return record

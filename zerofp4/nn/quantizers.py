@@ -129,6 +129,11 @@ def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
             f"weight_block {recipe.weight_block} of the recipe needs a high-precision parameter, but weight "
             f"is an NVFP4Tensor with block {weight.record.block}"
         )
+    if weight.record.block[0] == 1 and recipe.backward == "quantized":
+        raise ValueError(
+            f"weight is an NVFP4Tensor with block {weight.record.block}, which has no columns for a "
+            "quantized backward pass: use NVFP4Recipe(backward='dequantized')"
+        )
 
 
 def with_columns(record: Storage) -> Storage:

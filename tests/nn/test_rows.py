@@ -1,0 +1,164 @@
+"""Models whose weights are in blocks of 1x16."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from torch import nn
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.nn import NVFP4Recipe, autocast
+
+RECIPE = NVFP4Recipe(weight_block=(1, 16), backward="dequantized")
+
+
+class Conv1D(nn.Module):
+    """The layer of that name in transformers: its weight is [in, out]."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 32, 32))
+
+
+def mlp(device, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 50)).to(device, dtype)
+
+
+def values(rows):
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+
+
+def gradients(model, x, around=None):
+    x = x.clone().requires_grad_()
+    if around is None:
+        y = model(x)
+    else:
+        with around:
+            y = model(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad, [p.grad for p in model.parameters()]
+
+
+def test_report_and_bytes(device):
+    model = nn.ModuleDict({"linear": nn.Linear(50, 34), "conv": Conv1D(32, 64), "experts": Experts()})
+    model.to(device)
+    before = model["linear"].weight.detach().clone()
+    report = zerofp4.convert_model(model, lambda module, name: True, block=(1, 16))
+    weight = model["linear"].weight
+    assert report.converted == ["linear"] and weight.block == (1, 16) and weight.columnwise_data is None
+    assert report.skipped == {
+        "conv.weight": "blocks of 1x16 lie along the inputs of a layer, and its weight is [inputs, outputs]",
+        "experts.weight": "it is a stack of matrices, which have one amax in blocks of 1x16",
+    }
+    expected = reference.quantize(before, 1)
+    assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, "codes")
+    assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, "scale")
+    assert torch.equal(weight.get_high_precision_init_val(), before.cpu())
+    assert sum(b.nbytes for _, b in weight.record.buffers()) == 34 * 25 + 34 * 4 + 4
+
+
+def test_it_trains_like_one_with_dequantized_weights(device):
+    model = mlp(device, torch.float32)
+    zerofp4.convert_model(model, block=(1, 16))
+    plain = mlp(device, torch.float32)
+    plain.load_state_dict(model.state_dict())
+    x = values(8).to(device)
+    y, grad_x, grads = gradients(model, x)
+    expected, expected_x, expected_grads = gradients(plain, x)
+    assert_bytes_equal(y, expected, "outputs")
+    # The sums of a gradient run in another order.
+    for mine, other in zip([grad_x, *grads], [expected_x, *expected_grads], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.heavy)])
+def test_layers_by_a_recipe(device, compiled):
+    """As those with high-precision weights, which the same recipe quantizes."""
+    converted, plain = mlp(device), mlp(device)
+    zerofp4.convert_model(converted, layers=True, block=(1, 16))
+    for i in (0, 2):
+        made = zerofp4.nn.Linear(plain[i].in_features, plain[i].out_features, device=device)
+        plain[i] = made.to(torch.bfloat16)
+    plain.load_state_dict(mlp(device).state_dict())
+    x = values(32).to(device, torch.bfloat16)
+    run = torch.compile(converted) if compiled else converted
+    found = gradients(run, x, autocast(RECIPE))
+    expected = gradients(plain, x, autocast(RECIPE))
+    assert_bytes_equal(found[0], expected[0], "outputs")
+    for mine, other in zip([found[1], *found[2]], [expected[1], *expected[2]], strict=True):
+        assert_bytes_equal(mine, other, "a gradient")
+
+
+def test_a_quantized_backward_pass_is_refused(device):
+    model = mlp(device)
+    zerofp4.convert_model(model, layers=True, block=(1, 16))
+    x = values(32).to(device, torch.bfloat16)
+    with (
+        autocast(NVFP4Recipe(weight_block=(1, 16))),
+        pytest.raises(ValueError, match="has no columns for a quantized backward pass"),
+    ):
+        model(x)
+    with autocast(NVFP4Recipe()), pytest.raises(ValueError, match="needs a high-precision parameter"):
+        model(x)
+
+
+def test_masters_are_cast_into_it(device):
+    model = mlp(device)
+    zerofp4.convert_model(model, block=(1, 16))
+    weights = [model[0].weight, model[2].weight]
+    masters = [w.get_high_precision_init_val().float().flatten().to(device) for w in weights]
+    before = [weight.clone() for weight in weights]
+    plan = zerofp4.CastPlan(weights, masters, [0, 0])
+    for factor in (1, -3):
+        for master in masters:
+            master.mul_(factor)
+        plan.step()
+        plan.post()
+        for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
+            expected = zerofp4.quantize(master.view(weight.shape).bfloat16(), block=(1, 16))
+            assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, f"codes {i}")
+            assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, f"scale {i}")
+            if factor == 1:
+                assert_bytes_equal(weight.rowwise_data, before[i].rowwise_data, f"codes {i}")
+
+
+def test_copies_and_state_dicts_have_its_bytes(device):
+    model, other = mlp(device), mlp(device)
+    zerofp4.convert_model(model, block=(1, 16))
+    zerofp4.convert_model(other, block=(1, 16))
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    other.load_state_dict(model.state_dict())
+    for copied in (other, copy.deepcopy(model)):
+        for i in (0, 2):
+            mine, its = model[i].weight.record, copied[i].weight.record
+            assert its.block == (1, 16)
+            for (name, buffer), (_, found) in zip(mine.buffers(), its.buffers(), strict=True):
+                assert_bytes_equal(found, buffer, f"{i}.{name}")
+
+
+def test_what_convert_model_refuses():
+    model = mlp("cpu")
+    for options, message in (
+        ({"block": (1, 16), "columnwise": True}, r"columnwise=True needs block \(16, 16\)"),
+        ({"block": (1, 32)}, r"block must be \(16, 16\) or \(1, 16\), got \(1, 32\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zerofp4.convert_model(model, **options)
+    assert not any(isinstance(p, zerofp4.NVFP4Tensor) for p in model.parameters())
