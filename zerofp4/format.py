@@ -40,9 +40,9 @@ class FourOverSix:
     only 256 leaves room for 1.5 times that scale.
     error: "mae", the sum of absolute errors, or "mse", that of squares.
 
-    quantize, Quantizer, quantize_dequantize and NVFP4Recipe take every combination. quantize_grouped raises
-    ValueError: quantize each group by itself. So do casts of sharded masters and ZeroFP4Optimizer, for a
-    weight that was quantized this way: a rank sees parts of tiles, and the choice needs whole ones.
+    quantize, Quantizer, quantize_dequantize, NVFP4Recipe, empty, convert_model and casts of sharded masters
+    take every combination. The choice needs a whole block: a cast raises ValueError where a shard has a part
+    of one. So do quantize_grouped (quantize each group by itself) and ZeroFP4Optimizer.
 
     Raises ValueError for any other value.
     """

@@ -10,8 +10,8 @@ WeightDescriptor weight_descriptor(uintptr_t master, int64_t start, int64_t nume
                                    int master_dtype, int weight_dtype, uintptr_t codes, uintptr_t amax,
                                    uintptr_t columnwise_amax, const Addresses& rowwise_scale,
                                    const Addresses& columnwise_scale, int64_t tile_offset,
-                                   int64_t amax_offset, int block_rows, int64_t own_offset,
-                                   const std::array<int64_t, 2>& cut_offsets) {
+                                   int64_t amax_offset, int block_rows, int e4m3_max, bool squared_error,
+                                   int64_t own_offset, const std::array<int64_t, 2>& cut_offsets) {
     WeightDescriptor weight{};
     weight.master = pointer<const void>(master);
     weight.start = start;
@@ -30,6 +30,8 @@ WeightDescriptor weight_descriptor(uintptr_t master, int64_t start, int64_t nume
     weight.tile_offset = tile_offset;
     weight.amax_offset = amax_offset;
     weight.block_rows = block_rows;
+    weight.e4m3_max = e4m3_max;
+    weight.squared_error = squared_error;
     weight.own_offset = own_offset;
     for (int i = 0; i < 2; ++i) weight.cut_offsets[i] = cut_offsets[i];
     return weight;
@@ -46,7 +48,7 @@ void bind_cast(py::module_& m) {
         .def(py::init(&weight_descriptor), py::kw_only(), "master"_a, "start"_a, "numel"_a, "rows"_a,
              "cols"_a, "master_dtype"_a, "weight_dtype"_a, "codes"_a, "amax"_a, "columnwise_amax"_a,
              "rowwise_scale"_a, "columnwise_scale"_a, "tile_offset"_a, "amax_offset"_a, "block_rows"_a,
-             "own_offset"_a, "cut_offsets"_a);
+             "e4m3_max"_a, "squared_error"_a, "own_offset"_a, "cut_offsets"_a);
     py::class_<TransposeDescriptor>(m, "TransposeDescriptor")
         .def(py::init(&transpose_descriptor), "input"_a, "output"_a, "rows"_a, "cols"_a);
 
@@ -62,6 +64,7 @@ void bind_cast(py::module_& m) {
         .def("cast", &CastPlan::cast, NoGil())
         .def("cast_before", &CastPlan::cast_before, NoGil())
         .def("cast_from", &CastPlan::cast_from, NoGil())
+        .def("spread_scales", &CastPlan::spread_scales, NoGil())
         .def("begin_amax", &CastPlan::begin_amax, NoGil())
         .def("scale_cast", &CastPlan::scale_cast, NoGil());
     py::class_<TransposePlan>(m, "TransposePlan")

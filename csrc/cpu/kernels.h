@@ -21,6 +21,7 @@ struct Kernels {
     void (*partial_amax)(const CastTable&, int threads);
     void (*fused_scale)(const CastTable&, int threads);
     void (*partial_cast)(const CastTable&, int threads);
+    void (*spread_scales)(const CastTable&, int threads);
     void (*transpose)(const TransposeTable&, int threads);
     void (*gather_pack)(const GatherTable&, int32_t state, int threads);
     void (*gather_unpack)(const GatherTable&, int threads);

@@ -12,6 +12,7 @@
     DO(partial_amax)     \
     DO(fused_scale)      \
     DO(partial_cast)     \
+    DO(spread_scales)    \
     DO(transpose)        \
     DO(gather_pack)      \
     DO(gather_unpack)    \

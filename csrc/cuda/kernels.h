@@ -32,6 +32,7 @@ struct Kernels {
     void (*partial_amax)(const CastTable&, const WeightDescriptor* host, cudaStream_t stream);
     void (*fused_scale)(const CastTable&, const WeightDescriptor* host, cudaStream_t stream);
     void (*partial_cast)(const CastTable&, const WeightDescriptor* host, cudaStream_t stream);
+    void (*spread_scales)(const CastTable&, const WeightDescriptor* host, cudaStream_t stream);
     void (*transpose)(const TransposeTable&, const TransposeDescriptor* host, cudaStream_t stream);
     void (*gather_pack)(const GatherTable&, int32_t state, cudaStream_t stream);
     void (*gather_unpack)(const GatherTable&, cudaStream_t stream);

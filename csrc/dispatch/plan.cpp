@@ -38,8 +38,7 @@ void partition(bool on_cpu, std::vector<WeightDescriptor>& weights, CastTable& t
         // Where scales come with the codes, a unit has the amax to write.
         if (weight.tile_offset >= 0) table.scale_units += ceil_div(squares, on_cpu ? 1 : kWarpSquares);
         if (weight.tile_offset < 0 && squares > 0) ++table.scale_units;
-        table.has_tiles = table.has_tiles || weight.block_rows == kBlock;
-        table.has_rows = table.has_rows || weight.block_rows == 1;
+        table.has_kind[kind_of(weight)] = true;
         table.strip_units = partition_strips(weight, table.strip_units);
     }
     table.weights = weights.data();
@@ -122,6 +121,14 @@ void CastPlan::cast_strips(const Target& target, int64_t begin, int64_t end) con
     dispatch(
         target, [&](const cpu::Kernels& k, int threads) { k.partial_cast(table, threads); },
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.partial_cast(table, weights_.data(), stream); });
+}
+
+void CastPlan::spread_scales(const Target& target) const {
+    dispatch(
+        target, [&](const cpu::Kernels& k, int threads) { k.spread_scales(table_, threads); },
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            k.spread_scales(table_, weights_.data(), stream);
+        });
 }
 
 void CastPlan::begin_amax(const Target& target) const {

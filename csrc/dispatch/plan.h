@@ -42,6 +42,10 @@ class CastPlan {
     void cast_before(const Target& target, int64_t weight, int64_t row) const;
     void cast_from(const Target& target, int64_t weight, int64_t row) const;
 
+    // Every scale of weights in tiles from their compact rowwise ones, which other ranks made: no stage of a
+    // step.
+    void spread_scales(const Target& target) const;
+
     // Two stages in one call: what a step does before and after the reduction.
     void begin_amax(const Target& target) const;
     void scale_cast(const Target& target) const;

@@ -34,6 +34,45 @@ def check_transposes(weights, masters):
         assert_bytes_equal(weight.columnwise_data, expected.columnwise_data, f"columnwise codes {i}")
 
 
+TILES, ROWS = (16, 16), (1, 16)
+KIND_SHAPES = [(34, 288), (33, 50), (1, 2), (3, 16), (130, 1000)]
+
+
+def make_kinds(device, shapes=None, blocks=(ROWS,), choices=(None,), dtype=torch.bfloat16):
+    """As make, of weights in these blocks and with these choices of four over six, by turns."""
+    shapes = KIND_SHAPES if shapes is None else shapes
+    options = {"dtype": dtype, "device": device, "scale_layouts": SCALE_LAYOUTS}
+    weights = []
+    for i, shape in enumerate(shapes):
+        kind = {"block": blocks[i % len(blocks)], "four_over_six": choices[i % len(choices)]}
+        weights.append(zerofp4.empty(shape, **kind, **options))
+    masters = [torch.randn(weight.numel(), device=device) for weight in weights]
+    return weights, masters, [0] * len(weights)
+
+
+def check_kinds(weights, masters, amax=None):
+    """Every buffer is that of quantizing the master."""
+    for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
+        values = master.float().view(weight.shape).to(weight.dtype)
+        choice = {"four_over_six": weight.four_over_six}
+        if values.dim() == 2:
+            specified = reference.quantize(values, weight.block[0], amax, **choice)
+        else:
+            specified = reference.quantize_experts(values, amax, **choice)
+        assert_bytes_equal(weight.rowwise_data, specified.rowwise_data, f"codes {i}")
+        assert_bytes_equal(weight.rowwise_scale, specified.rowwise_scale, f"scale {i}")
+        options = {"columnwise": weight.columnwise_data is not None, "scale_layouts": SCALE_LAYOUTS}
+        expected = zerofp4.quantize(values, block=weight.block, amax=amax, **options, **choice).record
+        for name, buffer in weight.record.buffers():
+            assert_bytes_equal(buffer, expected.buffer(name), f"weight {i}: {name}")
+
+
+def run(plan):
+    plan.step()
+    plan.all_gather()
+    plan.post()
+
+
 def leave_amaxes(plan, pieces) -> None:
     """What a fused optimizer does, by hand."""
     plan.staged.begin_update()

@@ -15,19 +15,26 @@ from hypothesis import strategies as st
 from zerofp4 import ops, reference
 from zerofp4.cast.reduced_vector import ReducedVector
 from zerofp4.cast.request import CastRequest
-from zerofp4.format import BLOCK, SCALE_LAYOUTS
-from zerofp4.shard import Shard, byte_range, owned_blocks
+from zerofp4.cast.scales import gathered_buffers, gathered_shards
+from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
+from zerofp4.shard import Shard, byte_range
 
 LARGEST_WORLD = 4
+CHOICES = [None, None, FourOverSix(), FourOverSix(448, "mse")]
 
 
 @st.composite
 def weights(draw):
-    """(shape, dtype, kind of values, bounds of the ranks' shards, rows of a block, the amax group)"""
+    """(shape, dtype, kind of values, bounds of the ranks' shards, block, four over six, the amax group)"""
     rows, cols = draw(st.integers(1, 50)), 2 * draw(st.integers(1, 80))
     cuts = draw(st.lists(st.integers(0, rows * cols), min_size=3, max_size=3))
     dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(KINDS))
-    return (rows, cols), dtype, kind, cuts, draw(st.sampled_from([BLOCK, 1])), draw(st.integers(0, 2))
+    block_rows, choice = draw(st.sampled_from([BLOCK, 1])), draw(st.sampled_from(CHOICES))
+    if choice is not None and block_rows == BLOCK:  # whoever chooses has whole tiles, or blocks
+        cuts = [cut // (BLOCK * cols) * BLOCK * cols for cut in cuts]
+    elif choice is not None:
+        cuts = [cut // cols * cols + cut % cols // BLOCK * BLOCK for cut in cuts]
+    return (rows, cols), dtype, kind, cuts, block_rows, choice, draw(st.integers(0, 2))
 
 
 class Rank:
@@ -37,8 +44,9 @@ class Rank:
         shards = rank_shards[rank]
         self.found_inf = torch.zeros(1, device=device)
         records, masters, self.codes = [], [], []
-        for i, (shape, dtype, _, _, block_rows, _) in enumerate(drawn):
+        for i, (shape, dtype, _, _, block_rows, choice, _) in enumerate(drawn):
             options = {} if block_rows == BLOCK else {"block": (1, BLOCK), "columnwise": False}
+            options["four_over_six"] = choice
             records.append(poisoned_like(shape, dtype, device, scale_layouts=SCALE_LAYOUTS, **options))
             begin, end = byte_range(shards[i])
             self.codes.append(torch.full((end - begin,), POISON, dtype=torch.uint8, device=device))
@@ -73,13 +81,19 @@ def put_together(ranks: list[Rank], index: int, shape) -> torch.Tensor:
     return (low | high << 4).view(shape[0], shape[1] // 2)
 
 
-def gather_scales(ranks: list[Rank], index: int, cols: int) -> None:
-    """Every rank gets the scales of a weight's blocks of 1x16 from the ranks that own the blocks."""
-    scales = [rank.items[index].record.rowwise_scale.view(torch.uint8).view(-1) for rank in ranks]
-    for rank, scale in zip(ranks, scales, strict=True):
-        first, last = owned_blocks(rank.items[index].piece.shard, cols)
-        for other in scales:
-            other[first:last] = scale[first:last]
+def gather_scales(ranks: list[Rank]) -> None:
+    """Every rank gets the scales that travel from the ranks that own their blocks."""
+    for rank in ranks:
+        records = [item.record for item in rank.items]
+        parts = gathered_shards(records, [item.piece.shard for item in rank.items])[len(records) :]
+        for i, (scale, part) in enumerate(zip(_travelling(rank), parts, strict=True)):
+            for other in ranks:
+                own = slice(part.start // 2, part.end // 2)
+                _travelling(other)[i].view(-1)[own] = scale.view(-1)[own]
+
+
+def _travelling(rank: Rank) -> list[torch.Tensor]:
+    return gathered_buffers([item.record for item in rank.items])[len(rank.items) :]
 
 
 @given(
@@ -107,14 +121,12 @@ def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_s
         rank.reduced.copy_(largest)
         rank.stages.scale()
         rank.stages.cast()
-    for i, (shape, *_, block_rows, _) in enumerate(drawn):
-        if block_rows == 1:
-            gather_scales(ranks, i, shape[1])
+    gather_scales(ranks)
     for rank in ranks:
         rank.post.run()
     rounded = [values.to(dtype) for values, (_, dtype, *_) in zip(whole, drawn, strict=True)]
     amaxes = [reference.magnitude(values).amax() for values in rounded]
-    for i, (shape, *_, block_rows, group) in enumerate(drawn):
+    for i, (shape, *_, block_rows, choice, group) in enumerate(drawn):
         members = [amaxes[j] for j, other in enumerate(drawn) if other[-1] == group]
         amax = torch.stack(members).amax().reshape(1)
         what = f"weight {i} of {world_size} ranks"
@@ -125,7 +137,7 @@ def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_s
                 for untouched in (rank.codes[i], item.record.amax, item.record.rowwise_scale):
                     assert (untouched.view(torch.uint8) == POISON).all()
             continue
-        q = reference.quantize(rounded[i], block_rows, amax)
+        q = reference.quantize(rounded[i], block_rows, amax, four_over_six=choice)
         assert_bytes_equal(put_together(ranks, i, shape), q.rowwise_data, f"{what}: codes")
         expected = expected_buffers(q, shape, block_rows)
         for r, rank in enumerate(ranks):

@@ -62,12 +62,37 @@ def split(numel: int, world_size: int, how: str, seed: int) -> list[Shard]:
     return shards
 
 
+def whole_blocks(shards: list[Shard], record) -> list[Shard]:
+    """Shards with the boundaries moved down to those of blocks, or rows of tiles."""
+    rows, cols = record.matrix
+
+    def moved(element: int) -> int:
+        row, col = divmod(element, cols)
+        if record.block == ROWS:
+            return row * cols + col // 16 * 16
+        return (row // rows * rows + row % rows // 16 * 16) * cols
+
+    ends = [(moved(shard.start), moved(shard.end)) for shard in shards]
+    return [Shard(a, b - a) if b > a else Shard(0, 0) for a, b in ends]
+
+
 class Model:
     """Shapes in dtypes and blocks by turns, the whole masters (equal on all ranks) and this rank's shards of
     them. Ranks keep different sides and layouts, since these never travel.
     """
 
-    def __init__(self, world, how: str, *, shapes=SHAPES, seed: int = 0, dtypes=DTYPES, blocks=(TILES,)):
+    def __init__(
+        self,
+        world,
+        how: str,
+        *,
+        shapes=SHAPES,
+        seed: int = 0,
+        dtypes=DTYPES,
+        blocks=(TILES,),
+        choices=(None,),
+    ):
+        """choices: four over six, by turns; shards then have whole blocks, whatever `how` cuts."""
         self.rank = world.rank
         self.weights, self.whole, self.shards, self.masters = [], [], [], []
         generator = torch.Generator().manual_seed(seed)
@@ -75,14 +100,17 @@ class Model:
             layouts = SCALE_LAYOUTS if (i + self.rank) % 2 else ("compact",)
             block = blocks[i % len(blocks)]
             columnwise = block == TILES and (i + self.rank) % 3 > 0
+            choice = choices[i % len(choices)]
             options = {"block": block, "columnwise": columnwise, "scale_layouts": layouts}
+            options["four_over_six"] = choice
             weight = zerofp4.empty(shape, dtype=dtypes[i % len(dtypes)], device=world.device, **options)
             for _, buffer in weight.record.buffers():
                 buffer.view(torch.uint8).fill_(0xA5)
             whole = torch.randn(shape, generator=generator) * 10.0 ** (i - 2)
             self.weights.append(weight)
             self.whole.append(whole.to(world.device))
-            self.shards.append(split(whole.numel(), world.world_size, how, seed + i))
+            shards = split(whole.numel(), world.world_size, how, seed + i)
+            self.shards.append(shards if choice is None else whole_blocks(shards, weight.record))
         self.cut()
 
     def own(self) -> list[tuple[torch.Tensor, Shard]]:
@@ -140,13 +168,14 @@ class Model:
         for i, (weight, values, amax) in enumerate(zip(self.weights, rounded, amaxes, strict=True)):
             if i in skip:
                 continue
+            choice = {"four_over_six": weight.four_over_six}
             if values.dim() == 2:
-                codes = reference.quantize(values, weight.block[0], amax).rowwise_data
+                codes = reference.quantize(values, weight.block[0], amax, **choice).rowwise_data
             else:
-                codes = reference.quantize_experts(values, amax).rowwise_data
+                codes = reference.quantize_experts(values, amax, **choice).rowwise_data
             assert_bytes_equal(weight.rowwise_data, codes, f"weight {i}: codes")
             options = {"columnwise": weight.columnwise_data is not None, "scale_layouts": SCALE_LAYOUTS}
-            expected = zerofp4.quantize(values, block=weight.block, amax=amax, **options).record
+            expected = zerofp4.quantize(values, block=weight.block, amax=amax, **options, **choice).record
             for name, buffer in weight.record.buffers():
                 assert_bytes_equal(buffer, expected.buffer(name), f"weight {i}: {name}")
 

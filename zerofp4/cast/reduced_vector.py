@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from zerofp4.cast.request import CastRequest
-from zerofp4.cast.scales import scales_travel
 from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import ERROR_WORD, HASH_WORD, HEADER_WORDS, CastItem, MasterPiece
@@ -60,11 +59,10 @@ class ReducedVector:
         for i, (record, group) in enumerate(zip(records, amax_groups, strict=True)):
             rows, cols = record.matrix
             cut: set[int | None] = set()
-            if scales_travel(record):
+            if record.block[0] == 1:
                 cut = {block for shards in rank_shards for block in cut_blocks(shards[i], cols)} - {None}
-                count = 1 + len(cut)
-            else:
-                count = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
+            tiles = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
+            count = 1 + len(cut) if record.scales_travel else tiles
             self._cut.append(sorted(cut))
             for e in range(record.amax_shape[0]):
                 self._words[i].append(_Words(total, total + count, first[group] + e))
@@ -79,14 +77,13 @@ class ReducedVector:
             if record.experts is not None:
                 items += _expert_items(record, shard, master, codes, words)
                 continue
-            piece = MasterPiece(master, shard, record.matrix, record.dtype, words[0].first, words[0].group)
-            if scales_travel(record):
-                own = words[0].first
+            piece = _piece(record, master, shard, words[0])
+            if record.block[0] == 1:
                 first, last = (
-                    -1 if block is None else own + 1 + self._cut[i].index(block)
+                    -1 if block is None else words[0].first + 1 + self._cut[i].index(block)
                     for block in cut_blocks(shard, record.matrix[1])
                 )
-                piece = piece._replace(tile_offset=-1, own_offset=own, cut_offsets=(first, last))
+                piece = piece._replace(cut_offsets=(first, last))
             items.append(CastItem(record, piece, codes))
         return items
 
@@ -116,6 +113,12 @@ class ReducedVector:
         return hash_word == _NO_HASH if error_word == _DECLINED else None
 
 
+def _piece(record: NVFP4Storage, master: torch.Tensor | None, shard: Shard, words: _Words) -> MasterPiece:
+    """Of one matrix, without the blocks that boundaries cut."""
+    own, tiles = (words.first, -1) if record.scales_travel else (-1, words.first)
+    return MasterPiece(master, shard, record.matrix, record.dtype, tiles, words.group, own)
+
+
 def _expert_items(
     record: NVFP4Storage,
     shard: Shard,
@@ -139,6 +142,5 @@ def _expert_items(
             first_byte, last_byte = byte_range(Shard(begin, own.numel))
             behind = byte_range(shard)[0]
             own_codes = codes[first_byte - behind : last_byte - behind]
-        piece = MasterPiece(own_master, own, (rows, cols), record.dtype, words[e].first, words[e].group)
-        items.append(CastItem(matrix, piece, own_codes))
+        items.append(CastItem(matrix, _piece(matrix, own_master, own, words[e]), own_codes))
     return items

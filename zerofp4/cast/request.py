@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofp4.cast.scales import scales_travel
+from zerofp4.cast.scales import check_whole_blocks
 from zerofp4.format import BLOCK
 from zerofp4.shard import Shard, byte_range, check_bounds
 from zerofp4.storage import (
@@ -105,9 +105,14 @@ def check_castable(name: str, record: NVFP4Storage) -> None:
     """Raises ValueError for a weight that ZeroFP4Optimizer and Megatron cannot cast masters into: they gather
     codes, and no scales.
     """
-    if scales_travel(record):
+    if record.block != (BLOCK, BLOCK):
         raise ValueError(
             f"{name} must have block (16, 16) here, got {record.block}: CastPlan and "
+            "cast_master_weights_to_nvfp4 cast into it"
+        )
+    if record.four_over_six is not None:
+        raise ValueError(
+            f"{name} is quantized with {record.four_over_six}, which is not supported here: CastPlan and "
             "cast_master_weights_to_nvfp4 cast into it"
         )
     _check_weight(name, record, has_codes=True)
@@ -122,11 +127,6 @@ def _check_weight(name: str, record: NVFP4Storage, *, has_codes: bool) -> None:
         raise ValueError(
             f"{name} has block {record.block} and a columnwise copy, which does not follow from its rows: "
             "make it with columnwise=False"
-        )
-    if record.four_over_six is not None:
-        raise ValueError(
-            f"{name} is quantized with {record.four_over_six}, which a cast from shards cannot do: "
-            "it sees a part of a tile, and the choice needs the error of all of it"
         )
     if record.rowwise is None or (has_codes and record.rowwise.data is None):
         raise ValueError(f"{name} has no rowwise data to cast into")
@@ -168,7 +168,9 @@ def _described(weight: Any) -> str:
 
 
 def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, numel: int) -> Shard:
-    """A shard of numel elements from start, inside its weight; an empty one for None."""
+    """A shard of numel elements from start, inside its weight, of which it has whole blocks if it must; an
+    empty one for None.
+    """
     if start is None:
         if numel:
             raise ValueError(f"{what}: start_offset is None, but the shard has {numel} elements")
@@ -177,6 +179,7 @@ def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, n
         raise TypeError(f"{what}: start_offset must be an int or None, got {type(start).__name__}")
     shard = Shard(operator.index(start), numel)
     check_bounds(what, shard, name, record.shape.numel())
+    check_whole_blocks(what, name, record, shard)
     return shard if numel else Shard(0, 0)
 
 
@@ -306,7 +309,7 @@ def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
     """
     records = check_weights(request.weights, has_codes=request.shard_codes is None)
     for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):
-        for what in ("shape", "dtype", "block", "device"):
+        for what in ("shape", "dtype", "block", "four_over_six", "device"):
             if getattr(old, what) != getattr(new, what):
                 raise ValueError(
                     f"{names[i]} must keep its {what} {getattr(old, what)}, now has {getattr(new, what)}: "

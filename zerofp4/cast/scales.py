@@ -1,23 +1,20 @@
-"""Scales that travel: in blocks of 1x16 a scale is known to the rank that owns its elements alone, so that
-its byte is gathered with the codes.
+"""Scales that travel: in blocks of 1x16, and with four over six, a scale is known to the rank alone that owns
+its block, so that its byte is gathered with the codes.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from zerofp4.shard import Shard, owned_blocks
+from zerofp4.format import BLOCK
+from zerofp4.layout import ceil_div
+from zerofp4.shard import Shard, cut_blocks, intersect, owned_blocks
 from zerofp4.storage import NVFP4Storage
-
-
-def scales_travel(record: NVFP4Storage) -> bool:
-    """Whether the compact scales of a weight are gathered, and not computed by every rank."""
-    return record.block[0] == 1
 
 
 def gathered_buffers(records: Sequence[NVFP4Storage]) -> list[torch.Tensor]:
     """What a gather completes: the codes of all weights, then the scales that travel, as bytes."""
-    scales = [r.rowwise.scales["compact"].view(torch.uint8) for r in records if scales_travel(r)]
+    scales = [r.rowwise.scales["compact"].view(torch.uint8) for r in records if r.scales_travel]
     return [*(record.rowwise.data for record in records), *scales]
 
 
@@ -25,10 +22,40 @@ def gathered_shards(records: Sequence[NVFP4Storage], shards: Sequence[Shard]) ->
     """A rank's part of each of gathered_buffers(), from its shards of the weights: in codes, of which a byte
     holds two, and so does that of a scale here.
     """
-    scales = [_scale_shard(r, s) for r, s in zip(records, shards, strict=True) if scales_travel(r)]
+    scales = [_scale_shard(r, s) for r, s in zip(records, shards, strict=True) if r.scales_travel]
     return [*shards, *scales]
 
 
 def _scale_shard(record: NVFP4Storage, shard: Shard) -> Shard:
-    first, last = owned_blocks(shard, record.matrix[1])
+    rows, cols = record.matrix
+    if record.block[0] == 1:
+        first, last = owned_blocks(shard, cols)
+    else:
+        # Whole rows of tiles, as check_whole_blocks has seen; each matrix of a stack has tiles of its own.
+        first, last = (
+            (row // rows * ceil_div(rows, BLOCK) + row % rows // BLOCK) * ceil_div(cols, BLOCK)
+            for row in (shard.start // cols, shard.end // cols)
+        )
     return Shard(2 * first, 2 * (last - first))
+
+
+def check_whole_blocks(what: str, name: str, record: NVFP4Storage, shard: Shard) -> None:
+    """Raises ValueError where a shard has a part of a block, or tile, of a weight with four over six: whoever
+    chooses its scale must see all of it.
+    """
+    if record.four_over_six is None or not shard.numel:
+        return
+    rows, cols = record.matrix
+    for e in range(record.experts or 1):
+        own = intersect(e * rows * cols, rows * cols, shard.start, shard.end)
+        if record.block[0] == 1:
+            unit, is_whole = f"blocks of 16 along its rows of {cols}", cut_blocks(own, cols) == (None, None)
+        else:
+            tiles = BLOCK * cols
+            unit = f"rows of tiles, {tiles} elements"
+            is_whole = own.start % tiles == 0 and (own.end % tiles == 0 or own.end == rows * cols)
+        if not is_whole:
+            raise ValueError(
+                f"{what}: elements {shard.start} to {shard.end - 1} are not whole {unit}, of {name}, whose "
+                f"scales {record.four_over_six} chooses: cut it between these"
+            )

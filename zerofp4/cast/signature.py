@@ -17,6 +17,7 @@ class Description(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     block: tuple[int, int]
+    four_over_six: str
 
 
 class Signature(NamedTuple):
@@ -35,7 +36,8 @@ class Signature(NamedTuple):
 
 def describe(records: Sequence[NVFP4Storage]) -> list[Description]:
     return [
-        Description(weight_name(i, r), tuple(r.shape), str(r.dtype), r.block) for i, r in enumerate(records)
+        Description(weight_name(i, r), tuple(r.shape), str(r.dtype), r.block, str(r.four_over_six))
+        for i, r in enumerate(records)
     ]
 
 

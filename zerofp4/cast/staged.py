@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from zerofp4 import distributed
 from zerofp4.cast.reduced_vector import ReducedVector
 from zerofp4.cast.request import CastRequest, check_refresh, matrix_name
-from zerofp4.cast.scales import gathered_buffers, gathered_shards, scales_travel
+from zerofp4.cast.scales import gathered_buffers, gathered_shards
 from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
 from zerofp4.ops import (
@@ -137,12 +137,13 @@ class StagedPlan:
         """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
         pieces of the experts of a weight follow one another, and lie one behind the other in its master.
 
-        Raises ValueError for a weight in blocks of 1x16, whose amaxes no optimizer leaves.
+        Raises ValueError for a weight whose scales travel, and whose amaxes no optimizer leaves.
         """
         for name, record in zip(self._names, self.records, strict=True):
-            if scales_travel(record):
+            if record.scales_travel:
                 raise ValueError(
-                    f"{name} has block {record.block}: an optimizer leaves the amaxes of 16x16 blocks only"
+                    f"{name} has block {record.block} and four_over_six {record.four_over_six}: an optimizer "
+                    "leaves the amaxes of 16x16 blocks without four over six only"
                 )
         items = self._vector.items(self._request)
         return [item.piece for item in items if item.piece.shard.numel]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from zerofp4 import ops
-from zerofp4.format import BLOCK
+from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.nn.choice import (
     CONV1D,
     SHARDED,
@@ -40,6 +40,7 @@ def convert_model(
     layers: bool = False,
     block: tuple[int, int] = (BLOCK, BLOCK),
     columnwise: bool | None = None,
+    four_over_six: FourOverSix | None = None,
 ) -> ConversionReport:
     """Replace the weights of linear layers, in place, by NVFP4 parameters.
 
@@ -77,6 +78,9 @@ def convert_model(
     weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
     made from the rows each time. None: in blocks of 16x16.
 
+    four_over_six: of two scales for each block the one with the smaller error, now and in casts; by CastPlan,
+    as ZeroFP4Optimizer does not take such weights yet.
+
     Experts in one parameter [E, N, K], with N and K even, are converted, too, each with an amax of its own:
     the weight of a stacked zerofp4.nn.GroupedLinear as that of a linear layer; the parameter of another
     module, unless that is torch's own, only where filter_fn(module, the parameter's name) is true.
@@ -91,6 +95,7 @@ def convert_model(
     converted.
     """
     columns = weight_columns(block, columnwise)
+    options = {"block": block, "four_over_six": four_over_six}
     report, chosen = choose_weights(model, filter_fn, block=block)
     for choice in chosen:
         if choice.parameter.is_meta:
@@ -101,7 +106,7 @@ def convert_model(
     fusions = [find(model, filter_fn, report, chosen) for find in FUSIONS] if asked else []
     for choice in chosen:
         name, module, parameter_name = choice
-        setattr(module, parameter_name, primary_parameter(choice.parameter, name, columns, block))
+        setattr(module, parameter_name, primary_parameter(choice.parameter, name, columns, **options))
         report.converted.append(name)
         make_layer = LAYERS.get(_kind(module)) if layers else None
         if make_layer is not None:
@@ -139,12 +144,18 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
 
 
 def primary_parameter(
-    weight: nn.Parameter, name: str, columnwise: bool = True, block: tuple[int, int] = (BLOCK, BLOCK)
+    weight: nn.Parameter,
+    name: str,
+    columnwise: bool = True,
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    four_over_six: FourOverSix | None = None,
 ) -> nn.Parameter:
     """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one."""
     # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
     layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
-    tensor = quantize(weight, block=block, columnwise=columnwise, scale_layouts=layouts)
+    options = {"columnwise": columnwise, "scale_layouts": layouts}
+    tensor = quantize(weight, block=block, four_over_six=four_over_six, **options)
     tensor.record.name = name or None
     tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
     converted = nn.Parameter(tensor, weight.requires_grad)

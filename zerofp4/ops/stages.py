@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
+from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div
 from zerofp4.ops.device import (
     DTYPE_CODES,
@@ -56,9 +57,9 @@ class MasterPiece(NamedTuple):
     amax_offset: int
     own_offset: int = -1
     cut_offsets: tuple[int, int] = (-1, -1)
-    """Of a weight in blocks of 1x16, which has no tiles (tile_offset -1): the words of its own amax, raised
-    as the group's is, and of the amaxes of the blocks in which the shard begins and ends, -1 where it has all
-    of that block.
+    """Of a weight whose scales travel, and whose tiles or blocks have no words (tile_offset -1): the words of
+    its own amax, raised as the group's is, and of the amaxes of the 1x16 blocks in which the shard begins and
+    ends, -1 where it has all of that block.
     """
 
 
@@ -91,6 +92,8 @@ def _weight_descriptor(item: CastItem) -> _C.WeightDescriptor:
         tile_offset=piece.tile_offset,
         amax_offset=piece.amax_offset,
         block_rows=record.block[0],
+        e4m3_max=0 if record.four_over_six is None else record.four_over_six.e4m3_max,
+        squared_error=record.four_over_six is not None and record.four_over_six.error == "mse",
         own_offset=piece.own_offset,
         cut_offsets=piece.cut_offsets,
     )
@@ -164,11 +167,13 @@ class CastStages:
         self._plan.amax(self.target())
 
     def scale(self) -> None:
-        """Every amax, and every scale of 16x16 blocks, of every weight, from the reduced vector."""
+        """Every amax of every weight, and every scale but of weights whose scales travel, from the reduced
+        vector.
+        """
         self._plan.scale(self.target())
 
     def cast(self) -> None:
-        """Codes of the owned elements, and the compact scales of their 1x16 blocks."""
+        """Codes of the owned elements, and where scales travel, the compact ones of their blocks."""
         self._plan.cast(self.target())
 
     def begin_amax(self, target: _C.Target) -> None:
@@ -242,9 +247,10 @@ class TransposeStage:
         self._plan.run(self._table.target())
 
 
-class PaddedScaleStage:
-    """The expanded and swizzled scales of weights in blocks of 1x16, from their compact ones, which a gather
-    has completed: one launch for all, on the current stream.
+class GatheredScaleStage:
+    """All other scales of weights whose scales travel, from their compact rowwise ones, which a gather has
+    completed: the padded ones of blocks of 1x16, and both sides' of tiles, a launch for each kind, on the
+    current stream.
 
     captured: as of TransposeStage.
     """
@@ -252,41 +258,54 @@ class PaddedScaleStage:
     def __init__(self, records: Sequence[NVFP4Storage], device: torch.device):
         self.device = device
         self.captured: dict[int, torch.Tensor] = {}
-        self._table = DescriptorTable(device)
+        self._tables = DescriptorTable(device), DescriptorTable(device)
         self.bind(records)
 
     def bind(self, records: Sequence[NVFP4Storage]) -> None:
         """Take the addresses of the same records anew; as CastStages.bind."""
-        scales = [
-            (record.rowwise.scales["compact"], scale, (*record.matrix, 1), layout)
-            for record in records
-            if record.block[0] == 1
-            for layout, scale in record.rowwise.scales.items()
+        matrices = [matrix for record in records if record.scales_travel for matrix in record.matrices()]
+        rows, tiles = ([m for m in matrices if m.block[0] == block_rows] for block_rows in (1, BLOCK))
+        padded = [
+            (matrix.rowwise.scales["compact"], scale, (*matrix.matrix, 1), layout)
+            for matrix in rows
+            for layout, scale in matrix.rowwise.scales.items()
             if layout != "compact"
         ]
-        found = padded_scale_list(scales, self.device)
-        native, count = (None, 0) if found is None else found
-        self._table.load(native, count > _C.ARGUMENT_ITEMS)
-        self._list = native
-        self._tensors = [scale for pair in scales for scale in pair[:2]]
+        found = padded_scale_list(padded, self.device)
+        padding, count = (None, 0) if found is None else found
+        spreading = self._spreading(tiles) if tiles else None
+        self._tables[0].load(padding, count > _C.ARGUMENT_ITEMS)
+        self._tables[1].load(spreading, len(tiles) > 1)
+        self._padding, self._spreading_plan = padding, spreading
+        self._scales = [scale for m in matrices for _, side in m.sides() for scale in side.scales.values()]
+
+    def _spreading(self, tiles: Sequence[NVFP4Storage]) -> _C.CastPlan:
+        nothing = Shard(0, 0)
+        items = [CastItem(m, MasterPiece(None, nothing, m.matrix, m.dtype, 0, 0), None) for m in tiles]
+        nowhere = {"reduced": 0, "reduced_numel": 0, "hash": 0.0, "found_inf": 0, "status": 0}
+        return _C.CastPlan(
+            on_cpu=self.device.type == "cpu", weights=list(map(_weight_descriptor, items)), **nowhere
+        )
 
     def run(self) -> None:
-        if self._list is None:
-            return
         if is_capturing(self.device):
-            self._table.hold()
-            self.captured.update((scale.data_ptr(), scale.detach()) for scale in self._tensors)
-        self._list.run(self._table.target())
+            for table in self._tables:
+                table.hold()
+            self.captured.update((scale.data_ptr(), scale.detach()) for scale in self._scales)
+        if self._padding is not None:
+            self._padding.run(self._tables[0].target())
+        if self._spreading_plan is not None:
+            self._spreading_plan.spread_scales(self._tables[1].target())
 
 
 class PostStage:
-    """What completes weights whose codes, and scales that travel, have been gathered: columnwise codes and
-    padded scales, a launch each.
+    """What completes weights whose codes, and scales that travel, have been gathered: columnwise codes, and
+    the other scales.
     """
 
     def __init__(self, records: Sequence[NVFP4Storage]):
         self._transposes = TransposeStage(transpose_pairs(records))
-        self._scales = PaddedScaleStage(records, records[0].device if records else torch.device("cpu"))
+        self._scales = GatheredScaleStage(records, records[0].device if records else torch.device("cpu"))
 
     def bind(self, records: Sequence[NVFP4Storage]) -> None:
         """Take the addresses of the same records anew; as CastStages.bind."""

@@ -82,6 +82,13 @@ class NVFP4Storage(Storage):
         return NVFP4Storage, self.shape, self.block, self.hadamard, self.random_signs, self.e4m3_max
 
     @property
+    def scales_travel(self) -> bool:
+        """Whether a rank that has a part of the values, and the amax of all, knows scales of its own blocks
+        only: then a cast from shards gathers the compact rowwise scales. Else every rank computes all.
+        """
+        return self.block[0] == 1 or self.four_over_six is not None
+
+    @property
     def experts(self) -> int | None:
         """E of a stack [E, N, K] in blocks of 16x16; None for one matrix."""
         return self.shape[0] if len(self.shape) == 3 and self.block[0] == BLOCK else None

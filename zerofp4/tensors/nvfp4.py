@@ -130,6 +130,7 @@ def empty(
     device: torch.device | str | None = None,
     block: tuple[int, int] = (BLOCK, BLOCK),
     columnwise: bool | None = None,
+    four_over_six: FourOverSix | None = None,
     scale_layouts: Sequence[str] = ("compact",),
 ) -> NVFP4Tensor:
     """A weight to cast into; it holds zeros until then.
@@ -137,12 +138,15 @@ def empty(
     shape: [N, K], or in blocks of 16x16 [E, N, K] for E experts, each a weight of its own with its own amax.
     block: (16, 16), or (1, 16), in which serving engines read weights.
     columnwise: whether it has the transposed copy, too. None: in blocks of 16x16.
+    four_over_six: how casts choose its scales, of two for each block.
 
     Raises TypeError for a dtype that cannot be quantized, ValueError for a shape that NVFP4 cannot hold and
     for a columnwise copy in blocks of 1x16, which does not follow from the rows that a cast writes.
     """
     device = torch.get_default_device() if device is None else torch.device(device)
+    ops.choice_arguments(four_over_six)
     options = {"columnwise": weight_columns(block, columnwise), "scale_layouts": scale_layouts}
-    record = allocate(shape, dtype=dtype, device=device, block=block, **options)
+    options |= {"block": block, "four_over_six": four_over_six}
+    record = allocate(shape, dtype=dtype, device=device, **options)
     record.zero()
     return NVFP4Tensor(record)

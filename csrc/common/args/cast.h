@@ -4,6 +4,7 @@
 
 #include "common/dtype.h"
 #include "common/layout.h"
+#include "common/scale.h"
 
 namespace zerofp4 {
 
@@ -55,9 +56,12 @@ struct WeightDescriptor : ShardGeometry {
     const void* master;  // the owned elements; null when there are none
     DType master_dtype;
     int32_t block_rows;  // of a scaling block: 16, or 1
-    // Of blocks of 1x16, whose amaxes stay on the rank that owns their elements (tile_offset is negative):
-    // where the weight's own amax goes in the reduced vector, and those of the blocks in which the shard
-    // begins and ends; negative where the shard has all of that block.
+    // Four over six, as FourOverSix has it; 0 where it is not wanted.
+    int32_t e4m3_max;
+    int32_t squared_error;
+    // Where scales are known to the rank alone that owns a block (tile_offset is negative): where the
+    // weight's own amax goes in the reduced vector, and those of the 1x16 blocks in which the shard begins
+    // and ends; negative where the shard has all of that block.
     int64_t own_offset;
     int64_t cut_offsets[2];
     uint8_t* codes;  // the byte that holds element `start`, that is byte start / 2 of the packed weight
@@ -68,6 +72,24 @@ struct WeightDescriptor : ShardGeometry {
     int64_t scale_begin;                       // first unit of the scale stage
 };
 
+// How the cast finds the scales of a weight: tiles from the reduced amaxes; 1x16 blocks, and blocks and tiles
+// of four over six, from their elements.
+enum CastKind : int32_t { kTiles = 0, kRows = 1, kChosenTiles = 2, kChosenRows = 3, kCastKinds = 4 };
+
+ZEROFP4_HD CastKind kind_of(const WeightDescriptor& weight) {
+    const bool rows = weight.block_rows == 1;
+    return weight.e4m3_max > 0 ? rows ? kChosenRows : kChosenTiles : rows ? kRows : kTiles;
+}
+
+// A shard has whole blocks or tiles of a weight that is quantized so.
+ZEROFP4_HD FourOverSix choice_of(const WeightDescriptor& weight) {
+    return {static_cast<float>(weight.e4m3_max), weight.squared_error};
+}
+
+ZEROFP4_HD TensorScale tensor_scale_of(const WeightDescriptor& weight, float amax) {
+    return tensor_scale(amax, weight.e4m3_max > 0 ? static_cast<float>(weight.e4m3_max) : kE4M3Max);
+}
+
 // Everything a stage needs, passed by value.
 struct CastTable {
     const WeightDescriptor* weights;  // `count` of them, on the device that runs the stage
@@ -75,7 +97,7 @@ struct CastTable {
     int64_t strip_units;
     int64_t cast_begin, cast_end;  // of these the cast takes; on a GPU cast_begin is a thread block's first
     int64_t scale_units;
-    bool has_tiles, has_rows;    // whether there are weights with such blocks
+    bool has_kind[kCastKinds];   // whether there are such weights
     const int32_t* strip_items;  // CUDA: by thread block, the weight that its first strip belongs to
     const int32_t* scale_items;  // the same for the scale stage
     float* reduced;              // header words, group amaxes, tile amaxes

@@ -1,4 +1,5 @@
-// partial_cast: the packed codes of the owned part of every weight, and the scales of 1x16 blocks.
+// partial_cast: the packed codes of the owned part of every weight, and the scales of blocks that are known
+// here alone.
 
 #include "common/scale.h"
 #include "cpu/format/codes.h"
@@ -71,9 +72,11 @@ void take_cut_blocks(const CastTable& table, const WeightDescriptor& weight, con
     }
 }
 
+// Blocks of 1x16, and tiles of four over six.
 template <class T, class W>
-void cast_rows(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
-    const Scaling scaling = make_scaling(group_amax(table, weight), {});
+void cast_blocks(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
+    const Scaling scaling = make_scaling(group_amax(table, weight), choice_of(weight));
+    const bool tiles = weight.block_rows == kBlock;
     const int64_t blocks_per_row = ceil_div(weight.cols, kBlock);
     for (int64_t unit = begin; unit < end; ++unit) {
         const Patch patch = patch_of_unit(weight, unit);
@@ -81,18 +84,19 @@ void cast_rows(const CastTable& table, const WeightDescriptor& weight, int64_t b
         Values values;
         load_rounded<T, W>(view_master(weight, patch, buffer), values);
         uint32_t amax[kPatchBlocks];
-        row_amaxes(values, amax);
+        tiles ? tile_amaxes(values, amax) : row_amaxes(values, amax);
         take_cut_blocks(table, weight, patch, amax);
         BlockScales blocks;
-        nearest_scales(amax, scaling, blocks);
+        row_scales(values, amax, tiles, scaling, blocks);
         for (int64_t r = 0; r < patch.rows; ++r) {
             const ColumnRange owned = owned_in_patch(weight, patch, patch.row + r);
             if (owned.begin >= owned.end) continue;
             float encode[kStripColumns];
             spread(blocks.encode + r * kPatchTiles, encode);
             write_codes<float>(weight, patch, r, owned, values + r * kStripColumns, encode);
-            const int64_t first = owned.begin / kBlock;
-            uint8_t* scale = weight.rowwise_scale[kCompact] + (patch.row + r) * blocks_per_row;
+            if (tiles && r > 0) continue;  // the tile's scale is there
+            const int64_t first = owned.begin / kBlock, line = (patch.row + r) / weight.block_rows;
+            uint8_t* scale = weight.rowwise_scale[kCompact] + line * blocks_per_row;
             copy_bytes<kPatchTiles>(scale + patch.col / kBlock + first, blocks.byte + r * kPatchTiles + first,
                                     ceil_div(owned.end, kBlock) - first);
         }
@@ -109,8 +113,8 @@ void partial_cast(const CastTable& table, int threads) {
             with_dtype(weight.weight_dtype, [&](auto w) {
                 using T = decltype(t);
                 using W = decltype(w);
-                if (weight.block_rows == kBlock) return cast_tiles<T, W>(table, weight, begin, end);
-                cast_rows<T, W>(table, weight, begin, end);
+                if (kind_of(weight) == kTiles) return cast_tiles<T, W>(table, weight, begin, end);
+                cast_blocks<T, W>(table, weight, begin, end);
             });
         });
     };

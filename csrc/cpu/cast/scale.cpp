@@ -1,4 +1,5 @@
 // fused_scale: the scale bytes of every tile of every weight, in every layout and orientation with a buffer.
+// spread_scales: the same from compact rowwise ones.
 
 #include "common/scale.h"
 
@@ -35,12 +36,39 @@ Group group_scales(const float* tile_amax, int64_t row, int64_t col, int64_t til
     return group;
 }
 
+// The same from compact scales.
+Group group_scales(const uint8_t* compact, int64_t row, int64_t col, int64_t tile_rows, int64_t tile_cols) {
+    Group group{};
+    for (int64_t i = 0; i < kScaleTiles && row + i < tile_rows; ++i) {
+        copy_bytes<kScaleTiles>(group.byte[i], compact + (row + i) * tile_cols + col,
+                                least(kScaleTiles, tile_cols - col));
+    }
+    return group;
+}
+
 Group transposed(const Group& group) {
     Group result;
     for (int i = 0; i < kScaleTiles; ++i) {
         for (int j = 0; j < kScaleTiles; ++j) result.byte[j][i] = group.byte[i][j];
     }
     return result;
+}
+
+// Groups [begin, end) of a weight; make(row, col, tile_rows, tile_cols) gives that of the tiles from there
+// on.
+template <class Make>
+void write_groups(const WeightDescriptor& weight, int64_t begin, int64_t end, const Make& make) {
+    const int64_t tile_rows = ceil_div(weight.rows, kBlock), tile_cols = ceil_div(weight.cols, kBlock);
+    const int64_t groups_per_row = ceil_div(tile_cols, kScaleTiles);
+    for (int64_t unit = begin; unit < end; ++unit) {
+        const int64_t row = unit / groups_per_row * kScaleTiles, col = unit % groups_per_row * kScaleTiles;
+        const Group rowwise = make(row, col, tile_rows, tile_cols);
+        const Group columnwise = transposed(rowwise);
+        write_layouts({rowwise.byte, kTileShift, row * kBlock, weight.rows, col, tile_cols},
+                      weight.rowwise_scale);
+        write_layouts({columnwise.byte, kTileShift, col * kBlock, weight.cols, row, tile_rows},
+                      weight.columnwise_scale);
+    }
 }
 
 void scale_groups(const CastTable& table, const WeightDescriptor& weight, int64_t begin, int64_t end) {
@@ -56,18 +84,17 @@ void scale_groups(const CastTable& table, const WeightDescriptor& weight, int64_
     }
     if (weight.tile_offset < 0) return;  // the cast makes its scales
     const TensorScale tensor = tensor_scale(amax);
-    const int64_t tile_rows = ceil_div(weight.rows, kBlock), tile_cols = ceil_div(weight.cols, kBlock);
-    const int64_t groups_per_row = ceil_div(tile_cols, kScaleTiles);
-    for (int64_t unit = begin; unit < end; ++unit) {
-        const int64_t row = unit / groups_per_row * kScaleTiles, col = unit % groups_per_row * kScaleTiles;
-        const Group rowwise =
-            group_scales(table.reduced + weight.tile_offset, row, col, tile_rows, tile_cols, tensor);
-        const Group columnwise = transposed(rowwise);
-        write_layouts({rowwise.byte, kTileShift, row * kBlock, weight.rows, col, tile_cols},
-                      weight.rowwise_scale);
-        write_layouts({columnwise.byte, kTileShift, col * kBlock, weight.cols, row, tile_rows},
-                      weight.columnwise_scale);
-    }
+    const float* tiles = table.reduced + weight.tile_offset;
+    write_groups(weight, begin, end, [&](int64_t row, int64_t col, int64_t tile_rows, int64_t tile_cols) {
+        return group_scales(tiles, row, col, tile_rows, tile_cols, tensor);
+    });
+}
+
+void spread_groups(const WeightDescriptor& weight, int64_t begin, int64_t end) {
+    const uint8_t* compact = weight.rowwise_scale[kCompact];
+    write_groups(weight, begin, end, [&](int64_t row, int64_t col, int64_t tile_rows, int64_t tile_cols) {
+        return group_scales(compact, row, col, tile_rows, tile_cols);
+    });
 }
 
 }  // namespace
@@ -81,6 +108,13 @@ void fused_scale(const CastTable& table, int threads) {
     parallel_items(table.weights, table.count, &WeightDescriptor::scale_begin, table.scale_units, threads,
                    kGroupGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
                        scale_groups(table, weight, begin, end);
+                   });
+}
+
+void spread_scales(const CastTable& table, int threads) {
+    parallel_items(table.weights, table.count, &WeightDescriptor::scale_begin, table.scale_units, threads,
+                   kGroupGrain, [&](const WeightDescriptor& weight, int64_t begin, int64_t end) {
+                       spread_groups(weight, begin, end);
                    });
 }
 

@@ -83,10 +83,10 @@ inline void chosen_scales(const Values& x, const uint32_t (&amax)[kPatchBlocks],
     set_scales(six, scaling, blocks);
 }
 
-// Blocks along the rows, row by row; where a block is a tile, its scale is that of each of its rows.
-inline void row_scales(const Values& values, bool tiles, const Scaling& scaling, BlockScales& blocks) {
-    uint32_t amax[kPatchBlocks];
-    tiles ? tile_amaxes(values, amax) : row_amaxes(values, amax);
+// Blocks along the rows, row by row, whose amaxes are known; where a block is a tile, its scale is that of
+// each of its rows.
+inline void row_scales(const Values& values, const uint32_t (&amax)[kPatchBlocks], bool tiles,
+                       const Scaling& scaling, BlockScales& blocks) {
     if (scaling.choice.e4m3_max > 0.0f) {
         Values transposed;
         transpose_runs(values, transposed);
@@ -94,6 +94,12 @@ inline void row_scales(const Values& values, bool tiles, const Scaling& scaling,
     } else {
         nearest_scales(amax, scaling, blocks);
     }
+}
+
+inline void row_scales(const Values& values, bool tiles, const Scaling& scaling, BlockScales& blocks) {
+    uint32_t amax[kPatchBlocks];
+    tiles ? tile_amaxes(values, amax) : row_amaxes(values, amax);
+    row_scales(values, amax, tiles, scaling, blocks);
 }
 
 // Blocks down the columns.

@@ -1,9 +1,8 @@
-// Masters to packed codes: tiles with the scales of the reduced amaxes, blocks of 1x16 with scales of their
-// own, which are written, too. Only bytes and nibbles of the shard are written.
+// Masters to packed codes: tiles with the scales of the reduced amaxes, others with scales that are found
+// here and written, too. Only bytes and nibbles of the shard are written.
 
 #include "common/args/cast.h"
-#include "common/scale.h"
-#include "cuda/format/convert.cuh"
+#include "cuda/format/four_over_six.cuh"
 #include "cuda/strip/master_strip.cuh"
 
 namespace zerofp4::cuda {
@@ -154,8 +153,43 @@ __device__ __forceinline__ void cast_rows(const CastTable& table, const WeightDe
     }
 }
 
-// kRows: weights in blocks of 1x16, else those in tiles; the others are left to another launch.
-template <bool kSingle, bool kRows>
+// Rounds a block to the weight's dtype.
+__device__ __forceinline__ void round_block(DType dtype, float (&x)[kBlock]) {
+    if (dtype == DType::kBFloat16) round_all<BFloat16>(x);
+    if (dtype == DType::kFloat16) round_all<Float16>(x);
+}
+
+// Four over six, of blocks of 1x16 or of tiles that the shard has whole: a lane takes a block of a row, half
+// a warp those of 16 rows. The strip's columns are done 32 at a time.
+template <bool kOfTiles>
+__device__ __forceinline__ void cast_chosen(const WeightDescriptor& weight, const Strip& strip, float amax,
+                                            const TensorScale& tensor) {
+    const int64_t row = strip.row + lane_index() % kHalf, columns = ceil_div(weight.cols, kBlock);
+    const int64_t first_column = (strip.col - lane_index() * kLaneColumns) / kBlock + lane_index() / kHalf;
+#pragma unroll 1
+    for (int turn = 0; turn < kStripColumns / kBlock; turn += 2) {
+        const int64_t column = first_column + turn;
+        const RowBlock block = row_block(weight, row, column * kBlock);
+        const int64_t index = block.begin - weight.start;
+        const bool owned = row < weight.rows && column < columns && index >= 0 && index < weight.numel;
+        const int count = owned ? static_cast<int>(block.end - block.begin) : 0;
+        float x[kBlock];
+        with_dtype(weight.master_dtype, [&](auto t) {
+            load_elements(in_global(static_cast<const decltype(t)*>(weight.master)) + index, count, x);
+        });
+        round_block(weight.weight_dtype, x);
+        BlockCodes codes;
+        const uint32_t scale = four_over_six<kOfTiles>(x, amax, tensor, choice_of(weight), codes);
+        if (!owned) continue;
+        store8(in_global(weight.codes) + (block.begin / 2 - weight.start / 2), codes, count / 2);
+        if (kOfTiles && row % kBlock != 0) continue;
+        const int64_t line = kOfTiles ? row / kBlock : row;
+        in_global(weight.rowwise_scale[kCompact])[line * columns + column] = static_cast<uint8_t>(scale);
+    }
+}
+
+// Weights of one kind; the others are left to other launches.
+template <bool kSingle, CastKind kKind>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     partial_cast_kernel(const __grid_constant__ CastTable table,
                         const __grid_constant__ WeightDescriptor single) {
@@ -166,36 +200,46 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     ItemCursor<WeightDescriptor, &WeightDescriptor::strip_begin, kSingle> cursor(
         table.weights, table.count, table.strip_units, table.strip_items + block, single);
     bool skipped = false;
+    float amax = 0.0f;
     TensorScale tensor = {};
     const Share share = block_share<kShare>(table.cast_end, block);
     for (int64_t unit = share.begin + warp_index(); unit < share.end; unit += kWarps) {
         const bool moved = cursor.seek(unit);
         const WeightDescriptor& weight = cursor.item();
         if (moved) {
-            const float amax = group_amax(table, weight);
-            skipped = is_skipped(amax) || (weight.block_rows == 1) != kRows;
-            tensor = tensor_scale(amax);
+            amax = group_amax(table, weight);
+            skipped = is_skipped(amax) || kind_of(weight) != kKind;
+            tensor = tensor_scale_of(weight, amax);
         }
         if (skipped) continue;
         const Strip strip = strip_of(weight, unit);
-        if constexpr (kRows) {
+        if constexpr (kKind == kTiles) {
+            cast_tiles(table, weight, strip, tensor);
+        } else if constexpr (kKind == kRows) {
             cast_rows(table, weight, strip, tensor);
         } else {
-            cast_tiles(table, weight, strip, tensor);
+            cast_chosen<kKind == kChosenTiles>(weight, strip, amax, tensor);
         }
     }
+}
+
+template <CastKind kKind>
+void cast_kind(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
+    if (!table.has_kind[kKind]) return;
+    const bool single = table.count == 1;
+    const auto kernel = single ? partial_cast_kernel<true, kKind> : partial_cast_kernel<false, kKind>;
+    const int share = single ? kShareStrips<true> : kShareStrips<false>;
+    const int64_t blocks = ceil_div(table.cast_end - table.cast_begin, share);
+    launch("partial_cast", kernel, blocks, stream, table, host[0]);
 }
 
 }  // namespace
 
 void partial_cast(const CastTable& table, const WeightDescriptor* host, cudaStream_t stream) {
-    const int64_t units = table.cast_end - table.cast_begin;
-    const bool single = table.count == 1;
-    const int64_t blocks = ceil_div(units, single ? kShareStrips<true> : kShareStrips<false>);
-    const auto tiles = single ? partial_cast_kernel<true, false> : partial_cast_kernel<false, false>;
-    const auto rows = single ? partial_cast_kernel<true, true> : partial_cast_kernel<false, true>;
-    if (table.has_tiles) launch("partial_cast", tiles, blocks, stream, table, host[0]);
-    if (table.has_rows) launch("partial_cast", rows, blocks, stream, table, host[0]);
+    cast_kind<kTiles>(table, host, stream);
+    cast_kind<kRows>(table, host, stream);
+    cast_kind<kChosenTiles>(table, host, stream);
+    cast_kind<kChosenRows>(table, host, stream);
 }
 
 }  // namespace zerofp4::cuda

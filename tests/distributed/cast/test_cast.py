@@ -29,19 +29,23 @@ from distributed.cases import (
 )
 from distributed.optim.cases import parameters_of
 from distributed.run import on_ranks
-from zerofp4 import ops, reference
+from zerofp4 import FourOverSix, ops, reference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import row_block
 
 MODELS = {
-    "plain": (SHAPES, DTYPES, [TILES], [[0, 2], [1, 5]]),
-    "experts": (EXPERTS, DTYPES, [TILES], [[0, 3]]),
-    "experts in bfloat16": (EXPERTS, WIRES["bfloat16"], [TILES], [[0, 3]]),
-    "rows": (ODD_SHAPES, DTYPES, [ROWS], [[0, 2], [1, 5]]),
-    "rows in bfloat16": (SHAPES, WIRES["bfloat16"], [ROWS], [[0, 2], [1, 5]]),
-    "both blocks": (SHAPES, DTYPES, [TILES, ROWS], [[0, 2, 3], [1, 4]]),
+    "plain": (SHAPES, DTYPES, [TILES], [None], [[0, 2], [1, 5]]),
+    "experts": (EXPERTS, DTYPES, [TILES], [None], [[0, 3]]),
+    "experts in bfloat16": (EXPERTS, WIRES["bfloat16"], [TILES], [None], [[0, 3]]),
+    "rows": (ODD_SHAPES, DTYPES, [ROWS], [None], [[0, 2], [1, 5]]),
+    "rows in bfloat16": (SHAPES, WIRES["bfloat16"], [ROWS], [None], [[0, 2], [1, 5]]),
+    "both blocks": (SHAPES, DTYPES, [TILES, ROWS], [None], [[0, 2, 3], [1, 4]]),
+    "chosen tiles": (SHAPES, DTYPES, [TILES], [FourOverSix()], [[0, 2], [1, 5]]),
+    "chosen rows": (ODD_SHAPES, WIRES["bfloat16"], [ROWS], [FourOverSix(448, "mse")], [[0, 2], [1, 5]]),
+    "chosen experts": (EXPERTS, DTYPES, [TILES], [FourOverSix(256, "mse")], [[0, 3]]),
+    "all kinds": (SHAPES, DTYPES, [TILES, TILES, ROWS], [None, FourOverSix()], [[0, 1, 2, 3, 4]]),
 }
-"""Shapes, dtypes, blocks, and amax groups of a plan."""
+"""Shapes, dtypes, blocks, four over six, and amax groups of a plan."""
 
 
 @on_ranks(1, 2, 3, 4)
@@ -49,8 +53,8 @@ MODELS = {
 @pytest.mark.parametrize("which", MODELS)
 def test_every_byte_is_that_of_the_whole(world, how, which):
     """By the functions, then by a plan with amax groups."""
-    shapes, dtypes, blocks, groups = MODELS[which]
-    model = Model(world, how, shapes=shapes, dtypes=dtypes, blocks=blocks)
+    shapes, dtypes, blocks, choices, groups = MODELS[which]
+    model = Model(world, how, shapes=shapes, dtypes=dtypes, blocks=blocks, choices=choices)
     cast_and_gather(model)
     model.check()
     # Again with other values: the plans are there now, the masters have moved.

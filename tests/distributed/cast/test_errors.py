@@ -19,6 +19,7 @@ from distributed.cases import (
     finish,
     raised_by,
     raised_everywhere,
+    split,
 )
 from distributed.run import on_ranks
 from zerofp4.cast.signature import plan_hash
@@ -43,6 +44,8 @@ DISAGREEMENTS = {
     "(16, 32) on rank 1",
     "block": "model_weights[0] 'q' must be the same on all ranks, but has block (16, 16) on rank 0 and "
     "(1, 16) on rank 1",
+    "four_over_six": "model_weights[0] 'q' must be the same on all ranks, but has four_over_six None on rank "
+    "0 and FourOverSix(e4m3_max=256, error='mae') on rank 1",
     # Every byte would be wrong, and every length right.
     "order": "model_weights must be in the same order on all ranks, but model_weights[0] 'q' of rank 0 is "
     "model_weights[0] 'k' on rank 1",
@@ -58,7 +61,8 @@ DISAGREEMENTS = {
 def test_ranks_that_disagree(world, what):
     shape, options = (16, 32) if world.rank == 1 and what == "shape" else (32, 16), {}
     block = ROWS if world.rank == 1 and what == "block" else TILES
-    weights = [zerofp4.empty(shape, block=block, device=world.device) for _ in "qk"]
+    choice = zerofp4.FourOverSix() if world.rank == 1 and what == "four_over_six" else None
+    weights = [zerofp4.empty(shape, block=block, four_over_six=choice, device=world.device) for _ in "qk"]
     for weight, name in zip(weights, "qk", strict=True):
         weight.record.name = name
     if world.rank == 1:
@@ -87,6 +91,24 @@ def test_ranks_that_step_different_plans(world, wire, other):
     if other is None:
         finish(plans[0])
         model.check()
+
+
+@on_ranks(2, 3, time_limit=30)
+@pytest.mark.parametrize("blocks", [TILES, ROWS])
+def test_a_cut_through_a_block_whose_scale_is_chosen(world, blocks):
+    """All ranks raise what the first such rank finds, and nobody writes."""
+    model = Model(world, "odd", shapes=[(32, 16), (64, 48)], blocks=[blocks], choices=[zerofp4.FourOverSix()])
+    model.weights[1].record.name = "layers.1"
+    model.shards[1] = split(64 * 48, world.world_size, "odd", 0)
+    model.cut()
+    before = model.snapshot()
+    for call in (model.plan, model.cast, model.gather):
+        message = raised_everywhere(world, ValueError, call)
+        what = "master_weights[1]" if call != model.gather else "shard 1"
+        unit = "rows of tiles, 768 elements" if blocks == TILES else "blocks of 16 along its rows of 48"
+        assert f"{what}: elements 0 to {model.shards[1][0].end - 1} are not whole {unit}" in message
+        assert "model_weights[1] 'layers.1', whose scales FourOverSix(" in message
+    model.check_untouched(before)
 
 
 WRONG = {"amax_groups": torch.zeros(3), "manual_post_all_gather_processing": False}

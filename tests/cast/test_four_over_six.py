@@ -1,0 +1,159 @@
+"""Casts into weights with four over six, in a world of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.cast import ROWS, TILES, check_kinds, make_kinds, run
+from helpers import assert_bytes_equal, needs_gpu
+
+import zerofp4
+from zerofp4 import FourOverSix
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+CHOICES = [FourOverSix(256, "mae"), FourOverSix(256, "mse"), FourOverSix(448, "mae"), FourOverSix(448, "mse")]
+SHAPES = {TILES: [(34, 288), (16, 16), (2, 2), (130, 1000)], ROWS: [(33, 288), (3, 16), (1, 2), (131, 1000)]}
+
+
+@pytest.mark.parametrize("block", [TILES, ROWS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_plan_and_functions(device, choice, dtype, block):
+    weights, masters, starts = make_kinds(device, SHAPES[block], [block], [choice], dtype)
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    for _ in range(2):
+        run(plan)
+        check_kinds(weights, masters)
+        for master in masters:
+            master.mul_(-2).add_(0.5)
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+    zerofp4.all_gather_nvfp4(weights, starts, [m.numel() for m in masters])
+    zerofp4.post_all_gather_processing(weights)
+    check_kinds(weights, masters)
+
+
+def test_all_kinds_in_one_plan(device):
+    """With an amax in common; and stacks of experts, each of which chooses for itself."""
+    shapes = [(34, 288), (64, 64), (130, 1000), (3, 18, 50), (2, 32, 32)]
+    weights, masters, starts = make_kinds(
+        device, shapes, [TILES, ROWS, ROWS, TILES, TILES], [None, *CHOICES[1:]]
+    )
+    run(zerofp4.CastPlan(weights, masters, starts))
+    check_kinds(weights, masters)
+    run(zerofp4.CastPlan(weights[:3], masters[:3], starts[:3], amax_groups=[weights[:3]]))
+    amax = torch.stack([weight.amax for weight in weights[:3]]).amax(0)
+    check_kinds(weights[:3], masters[:3], amax)
+
+
+def test_bfloat16_masters_at_any_alignment(device):
+    for offset in (0, 1, 2):
+        weights, masters, starts = make_kinds(device, [(34, 50), (48, 64)], [ROWS, TILES], CHOICES[:1])
+        masters = [torch.cat([m.new_zeros(offset), m]).bfloat16()[offset:] for m in masters]
+        run(zerofp4.CastPlan(weights, masters, starts))
+        check_kinds(weights, masters)
+
+
+def test_a_shard_of_whole_blocks_touches_nothing_else(device):
+    """Of tiles the second row of them, of 1x16 blocks all but the first and the last."""
+    whole = torch.randn(40, 40, device=device)
+    for block, start, end in ((TILES, 16 * 40, 32 * 40), (ROWS, 16, 40 * 40 - 8)):
+        weight = zerofp4.empty((40, 40), block=block, four_over_six=CHOICES[0], device=device)
+        for buffer in (weight.rowwise_data, weight.rowwise_scale.view(torch.uint8)):
+            buffer.fill_(0xA5)
+        master = whole.flatten()[start:end].clone()
+        zerofp4.cast_master_weights_to_nvfp4([weight], [master], [start])
+        values = torch.zeros_like(whole).flatten()
+        values[start:end] = master
+        values = values.view(40, 40).to(weight.dtype)
+        expected = zerofp4.quantize(values, block=block, four_over_six=CHOICES[0])
+        codes, scale = expected.rowwise_data.flatten(), expected.rowwise_scale.view(torch.uint8).flatten()
+        first, last = (3, 6) if block == TILES else (1, len(scale) - 1)
+        codes[: start // 2] = codes[end // 2 :] = scale[:first] = scale[last:] = 0xA5
+        assert_bytes_equal(weight.rowwise_data.flatten(), codes, "codes")
+        assert_bytes_equal(weight.rowwise_scale.view(torch.uint8).flatten(), scale, "scales")
+
+
+def test_what_is_not_finite_is_skipped(device):
+    weights, masters, starts = make_kinds(device, [(34, 288), (32, 64)], [TILES, ROWS], CHOICES[:1])
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    run(plan)
+    before = [[buffer.clone() for _, buffer in weight.record.buffers()] for weight in weights]
+    for master in masters:
+        master.mul_(2)[5] = torch.inf
+    run(plan)
+    assert plan.found_inf.item() == 1
+    for weight, kept in zip(weights, before, strict=True):
+        for (name, buffer), old in zip(weight.record.buffers(), kept, strict=True):
+            assert_bytes_equal(buffer, old, name)
+
+
+@needs_gpu
+@pytest.mark.parametrize("count", [1, 4])
+def test_replays_of_a_captured_step(count):
+    shapes = [(34, 288), (33, 50), (130, 1000), (64, 64)][:count]
+    weights, masters, starts = make_kinds("cuda", shapes, [TILES, ROWS], CHOICES[:1])
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    run(plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.step()
+        plan.post()
+    for _ in range(2):
+        for master in masters:
+            master.mul_(-2).add_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        check_kinds(weights, masters)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "start", "numel", "unit"),
+    [
+        (TILES, (40, 32), 0, 256, "rows of tiles, 512 elements"),
+        (TILES, (40, 32), 256, 1024, "rows of tiles, 512 elements"),
+        (TILES, (2, 40, 32), 512, 1024, "rows of tiles, 512 elements"),
+        (ROWS, (4, 40), 0, 8, "blocks of 16 along its rows of 40"),
+        (ROWS, (4, 40), 24, 56, "blocks of 16 along its rows of 40"),
+    ],
+)
+def test_a_shard_of_a_part_of_a_block(block, shape, start, numel, unit):
+    weight = zerofp4.empty(shape, block=block, four_over_six=CHOICES[0])
+    weight.record.name = "mlp.fc1"
+    what = f"elements {start} to {start + numel - 1} are not whole {unit}, of model_weights.0. 'mlp.fc1'"
+    for call, arguments in (
+        (zerofp4.CastPlan, ([torch.zeros(numel)], [start])),
+        (zerofp4.cast_master_weights_to_nvfp4, ([torch.zeros(numel)], [start])),
+        (zerofp4.all_gather_nvfp4, ([start], [numel])),
+    ):
+        with pytest.raises(ValueError, match=what):
+            call([weight], *arguments)
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "start", "numel"),
+    [
+        (TILES, (40, 32), 512, 768),
+        (TILES, (2, 40, 32), 512, 768 + 512),
+        (ROWS, (4, 40), 32, 8 + 16),
+        (ROWS, (4, 40), 40, 120),
+    ],
+)
+def test_a_shard_of_whole_blocks_is_taken(block, shape, start, numel):
+    """Also up to the end of a matrix, or of a row, where tiles and blocks are cut off."""
+    weight = zerofp4.empty(shape, block=block, four_over_six=CHOICES[0])
+    zerofp4.CastPlan([weight], [torch.zeros(numel)], [start]).step()
+
+
+def test_optimizers_that_leave_amaxes_or_gather_codes_alone():
+    weights, masters, starts = make_kinds("cpu", [(32, 32)], [TILES], CHOICES[:1])
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    optimizer = FusedAdamW(masters, lr=0.1)
+    with pytest.raises(ValueError, match=r"four_over_six FourOverSix.*: an optimizer leaves the amaxes of"):
+        optimizer.offer_amaxes(plan)
+    with pytest.raises(ValueError, match="is quantized with FourOverSix"):
+        ZeroFP4Optimizer([torch.nn.Parameter(weight) for weight in weights])
+    with pytest.raises(TypeError, match="four_over_six must be a FourOverSix or None, got bool"):
+        zerofp4.empty((16, 16), four_over_six=True)
