@@ -9,6 +9,7 @@ from zerofp4_bench.workloads import LISTS
 
 OPERATIONS: dict[str, tuple[Callable[[Session, argparse.Namespace], None], tuple[str, ...]]] = {
     "local_step": (weights.local_step, LISTS),
+    "local_step_blocks": (weights.local_step_blocks, LISTS),
     "transpose": (weights.transpose, LISTS),
     "adamw": (weights.adamw, ("llama3-8b", "2000-small")),
     "host": (host.host, ("llama3-8b",)),

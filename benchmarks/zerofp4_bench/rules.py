@@ -51,6 +51,21 @@ def local_step(workload: Workload) -> Moved:
     return Moved(8.5 * workload.owned + scales.bytes, f"8.5n + {scales.rule}", workload.owned)
 
 
+def read_masters(workload: Workload) -> Moved:
+    return Moved(4 * workload.owned, "4n: masters", workload.owned)
+
+
+def cast_blocks(workload: Workload, elements: int) -> Moved:
+    """Of weights with a scale for so many elements, which the cast writes."""
+    rule = f"{4.5 + 1 / elements:.6g}n: masters, codes, and a scale per {elements}"
+    return Moved((4.5 + 1 / elements) * workload.owned, rule, workload.owned)
+
+
+def local_step_blocks(workload: Workload, elements: int) -> Moved:
+    rule = f"{8.5 + 1 / elements:.6g}n: masters twice, codes, and a scale per {elements}"
+    return Moved((8.5 + 1 / elements) * workload.owned, rule, workload.owned)
+
+
 def transpose(workload: Workload) -> Moved:
     """The codes: the scale stage has written the scales of both sides."""
     rule = "1 per element, half read, half written; scales: in the scale stage"
@@ -135,6 +150,8 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "local_step/llama3-8b/rank1of4": 92,
         "local_step/16384": 95,
         "local_step/2000-small": 70,
+        "local_step_1d/llama3-8b/rank1of4": 92,
+        "local_step_1d/16384": 92,
         "transpose/llama3-8b": 88,
         "adamw/llama3-8b": 90,
         "quantize_1d/16384": 75,

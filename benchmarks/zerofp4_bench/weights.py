@@ -17,6 +17,13 @@ STAGES = {
 }
 """Of a step, in their order: a word in the name of the kernel, and how its bytes are counted."""
 
+KINDS = {
+    "1d": {"block": (1, 16)},
+    "1d_four_over_six": {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()},
+    "2d_four_over_six": {"block": (16, 16), "four_over_six": zerofp4.FourOverSix()},
+}
+"""Of weights whose scales the cast makes, as rows call them: what empty() is given."""
+
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
@@ -32,6 +39,23 @@ def local_step(session: Session, options: argparse.Namespace) -> None:
         if options.peers:
             peers.bf16_copy(session, tensors, ours)
             peers.references(session, tensors, ours)
+
+
+def local_step_blocks(session: Session, options: argparse.Namespace) -> None:
+    """CastPlan.step() of weights in blocks of 1x16, and with four over six, whose cast makes their scales."""
+    for workload in chosen(options):
+        for kind, settings in KINDS.items():
+            if settings.get("four_over_six") and not workload.is_whole:
+                continue  # shards must have whole blocks
+            plan = Tensors(workload, session.device, **settings).plan()
+            part, each = f"{kind}/{workload.part_name}", 16 if settings["block"] == (1, 16) else 256
+            session.time(f"local_step_{part}", plan.step, rules.local_step_blocks(workload, each))
+            if session.clock.is_cuda:
+                stages = {
+                    f"amax_{part}": ("partial_amax", rules.read_masters(workload)),
+                    f"cast_{part}": ("partial_cast", rules.cast_blocks(workload, each)),
+                }
+                session.time_kernels(plan.step, stages)
 
 
 def transpose(session: Session, options: argparse.Namespace) -> None:

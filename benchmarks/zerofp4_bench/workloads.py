@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,11 @@ class Workload:
     @cached_property
     def owned(self) -> int:
         return sum(piece.shard.numel for piece in self.pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each weight is owned whole."""
+        return self.owned == self.elements
 
     @cached_property
     def tiles(self) -> int:
@@ -176,12 +181,14 @@ def chosen(options: argparse.Namespace) -> Iterator[Workload]:
 class Tensors:
     """The tensors of a workload: weights with random codes, and masters that are views of one flat buffer of
     normal values, one piece after the other, at whatever alignment that gives.
+
+    kind: of the weights, as zerofp4.empty takes it.
     """
 
-    def __init__(self, workload: Workload, device: torch.device):
+    def __init__(self, workload: Workload, device: torch.device, **kind: Any):
         torch.manual_seed(0)
         self.workload = workload
-        self.weights = [zerofp4.empty(shape, device=device) for shape, _ in workload.pieces]
+        self.weights = [zerofp4.empty(shape, device=device, **kind) for shape, _ in workload.pieces]
         for weight in self.weights:
             weight.rowwise_data.random_()
         self.flat = torch.randn(workload.owned, device=device)

@@ -239,6 +239,15 @@ class TheirTensor(torch.Tensor):
     """Stands for a tensor of TransformerEngine."""
 
 
+@pytest.mark.parametrize("kind", [{"block": (1, 16)}, {"four_over_six": zerofp4.FourOverSix()}], ids=str)
+def test_weights_whose_scales_megatron_does_not_gather_are_refused(kind):
+    weight = nn.Parameter(zerofp4.empty((16, 16), **kind))
+    weight.record.name = "layers.0"
+    cast = casting.make_quantize_param_shard(lambda *args: None)
+    with pytest.raises(ValueError, match=r"weight 0 'layers\.0'"):
+        cast([weight], [torch.randn(256)], [0], None)
+
+
 def test_weights_of_others_go_where_they_went_before():
     ours = nn.Parameter(zerofp4.empty((16, 16)))
     theirs, master = torch.zeros(4).as_subclass(TheirTensor), torch.randn(256)

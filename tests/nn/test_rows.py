@@ -138,6 +138,27 @@ def test_masters_are_cast_into_it(device):
                 assert_bytes_equal(weight.rowwise_data, before[i].rowwise_data, f"codes {i}")
 
 
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+def test_four_over_six(device, block):
+    """The bytes of quantize, in the conversion and in a cast; products take its values."""
+    choice = zerofp4.FourOverSix()
+    model, plain = mlp(device, torch.float32), mlp(device, torch.float32)
+    before = plain[0].weight.detach()
+    zerofp4.convert_model(model, block=block, four_over_six=choice)
+    weight = model[0].weight
+    expected = reference.quantize(before, block[0], four_over_six=choice)
+    assert weight.four_over_six == choice
+    assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, "scale")
+    plain.load_state_dict(model.state_dict())
+    x = values(8).to(device)
+    assert_bytes_equal(model(x).detach(), plain(x).detach(), "outputs")
+    master = before.flatten().neg()
+    zerofp4.cast_master_weights_to_nvfp4([weight], [master], [0])
+    expected = reference.quantize(master.view(before.shape), block[0], four_over_six=choice)
+    assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, "codes")
+    assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, "scale")
+
+
 def test_copies_and_state_dicts_have_its_bytes(device):
     model, other = mlp(device), mlp(device)
     zerofp4.convert_model(model, block=(1, 16))

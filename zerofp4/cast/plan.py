@@ -15,13 +15,15 @@ from zerofp4.distributed import OwnError, attempt
 class CastPlan:
     """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
 
-    model_weights: NVFP4Tensors, or their records, with block (16, 16), the same list on every rank. One of
-    shape [E, N, K] is E weights in all that follows, each with an amax, a group and skipping of its own; its
-    shard is one of its E * N * K elements, and may begin and end inside any of them.
+    model_weights: NVFP4Tensors, or their records, the same list on every rank. One of shape [E, N, K] with
+    block (16, 16) is E weights in all that follows, each with an amax, a group and skipping of its own; its
+    shard is one of its E * N * K elements, and may begin and end inside any of them. Those with block (1, 16)
+    have no columnwise copy.
     master_weights[i]: the 1D float32 or bfloat16 elements of weight i that this rank owns, start_offsets[i]
     the flat index of the first one; None and None where it owns nothing. Any offset and length will do, also
     inside a tile or a byte; no element may be owned twice. An element that no rank owns keeps its code and
-    does not count for the amax. bfloat16 masters give the bytes of the same values in float32.
+    does not count for the amax. Of a weight with four over six a shard has whole blocks, or whole rows of
+    tiles. bfloat16 masters give the bytes of the same values in float32.
 
     group: process group that the masters are sharded over; None is the default group, or a world of one where
     torch.distributed is not initialized (RuntimeError where a launcher started several ranks).
