@@ -171,7 +171,7 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "megatron.md": [(1, hands_over_to_megatron)],
     "muon.md": [(1, gives_muon_its_matrices)],
     "optimizer.md": [(1, has_trained), (1, has_trained)],
-    "own-step.md": [(1, casts_its_piece), (4, shares_amaxes)],
+    "own-step.md": [(1, casts_its_piece), (5, shares_amaxes)],
     "trainers.md": [
         (1, has_trained_with_trainer),
         (1, has_trained_with_accelerate),
