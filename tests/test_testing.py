@@ -134,6 +134,19 @@ def test_weights_that_share_an_amax(device):
         verify_weights(weights, masters)
 
 
+@pytest.mark.parametrize("shape", [(130, 144), (3, 66, 80)])
+def test_weights_of_four_over_six(device, shape):
+    """Not those that are quantized without it, of which some tiles have other scales."""
+    master = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    choice = zerofp4.FourOverSix(448, "mse")
+    weights = {"w": zerofp4.quantize(master.bfloat16(), columnwise=True, four_over_six=choice)}
+    assert verify_weights(weights, [master])["nvfp4_weights"] == 1
+    weights = {"w": zerofp4.empty(shape, four_over_six=choice, device=device)}
+    weights["w"].copy_(zerofp4.quantize(master.bfloat16(), columnwise=True))
+    with pytest.raises(VerificationError, match=r"w\.rowwise_scale is not its master's cast"):
+        verify_weights(weights, [master])
+
+
 def test_experts_that_share_amaxes(device):
     """Expert by expert: the first of one weight with the first of the other."""
     masters = [torch.randn(2, 16, 32, device=device) * f for f in (1.0, 3.0)]

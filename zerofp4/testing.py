@@ -233,10 +233,10 @@ def _expected_buffers(
     if not isinstance(weight, NVFP4Tensor):
         return {"data": rounded}
     if weight.record.experts is None:
-        return _matrix_buffers(rounded.view(as_matrix(weight.shape)), weight.block[0], amax)
+        return _matrix_buffers(rounded.view(as_matrix(weight.shape)), weight, amax)
     amaxes = _amaxes(weight, rounded) if amax is None else amax
     each = [
-        _matrix_buffers(matrix, weight.block[0], own)
+        _matrix_buffers(matrix, weight, own)
         for matrix, own in zip(rounded, amaxes.split(1), strict=True)
     ]
     join = {1: torch.cat, 2: torch.stack}
@@ -247,11 +247,12 @@ def _expected_buffers(
 
 
 def _matrix_buffers(
-    matrix: torch.Tensor, block_rows: int, amax: torch.Tensor | None
+    matrix: torch.Tensor, weight: NVFP4Tensor, amax: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """The buffers of one matrix; None for those of a copy that it cannot have."""
+    """The buffers of one matrix of a weight; None for those of a copy that it cannot have."""
     rows, columns = matrix.shape
-    expected = reference.quantize(matrix, block_rows, amax)._asdict()
+    block_rows = weight.block[0]
+    expected = reference.quantize(matrix, block_rows, amax, four_over_six=weight.four_over_six)._asdict()
     for side, shape in (("rowwise", (rows, columns)), ("columnwise", (columns, rows))):
         compact = expected[f"{side}_scale"]
         if compact is not None:

@@ -95,11 +95,3 @@ def test_out_of_another_format(options, message):
     out = zerofp4.quantize(values(4, 16), block=(1, 16), columnwise=True)
     with pytest.raises((TypeError, ValueError), match=message):
         zerofp4.quantize(values(4, 16), block=(1, 16), out=out, **options)
-
-
-def test_a_cast_refuses_a_weight_with_four_over_six():
-    weight = zerofp4.quantize(values(16, 32), columnwise=True, four_over_six=FourOverSix())
-    with pytest.raises(
-        ValueError, match=r"model_weights\[0\] is quantized with FourOverSix.* part of a tile"
-    ):
-        zerofp4.cast_master_weights_to_nvfp4([weight], [torch.zeros(512)], [0])

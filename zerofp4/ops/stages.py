@@ -247,6 +247,11 @@ class TransposeStage:
         self._plan.run(self._table.target())
 
 
+def _scales_of(record: NVFP4Storage) -> list[torch.Tensor]:
+    """All buffers of scales."""
+    return [scale for _, side in record.sides() for scale in side.scales.values()]
+
+
 class GatheredScaleStage:
     """All other scales of weights whose scales travel, from their compact rowwise ones, which a gather has
     completed: the padded ones of blocks of 1x16, and both sides' of tiles, a launch for each kind, on the
@@ -263,7 +268,8 @@ class GatheredScaleStage:
 
     def bind(self, records: Sequence[NVFP4Storage]) -> None:
         """Take the addresses of the same records anew; as CastStages.bind."""
-        matrices = [matrix for record in records if record.scales_travel for matrix in record.matrices()]
+        travelling = [record for record in records if record.scales_travel and len(_scales_of(record)) > 1]
+        matrices = [matrix for record in travelling for matrix in record.matrices()]
         rows, tiles = ([m for m in matrices if m.block[0] == block_rows] for block_rows in (1, BLOCK))
         padded = [
             (matrix.rowwise.scales["compact"], scale, (*matrix.matrix, 1), layout)
@@ -277,7 +283,7 @@ class GatheredScaleStage:
         self._tables[0].load(padding, count > _C.ARGUMENT_ITEMS)
         self._tables[1].load(spreading, len(tiles) > 1)
         self._padding, self._spreading_plan = padding, spreading
-        self._scales = [scale for m in matrices for _, side in m.sides() for scale in side.scales.values()]
+        self._scales = [scale for record in travelling for scale in _scales_of(record)]
 
     def _spreading(self, tiles: Sequence[NVFP4Storage]) -> _C.CastPlan:
         nothing = Shard(0, 0)
@@ -288,7 +294,7 @@ class GatheredScaleStage:
         )
 
     def run(self) -> None:
-        if is_capturing(self.device):
+        if self._scales and is_capturing(self.device):
             for table in self._tables:
                 table.hold()
             self.captured.update((scale.data_ptr(), scale.detach()) for scale in self._scales)
