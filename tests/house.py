@@ -21,6 +21,7 @@ ROOMS = (
     "blackwell_check",
     "inspect",
     "testing",
+    "serving",
     "optim",
     "nn",
     "engine",
@@ -41,7 +42,11 @@ ROOMS = (
 NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
 EXTENSION, ITS_ROOM = "_C", "ops"
 
-NOT_FOR_USERS = {"nn": {"choose_weights", "primary_parameter"}, "optim": {"gather_masters"}}
+NOT_FOR_USERS = {
+    "nn": {"choose_weights", "primary_parameter"},
+    "optim": {"gather_masters"},
+    "serving": {"register_finder"},
+}
 """What the face of a room has for other rooms, and does not show to users in its __all__."""
 
 

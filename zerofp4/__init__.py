@@ -1,6 +1,6 @@
 """NVFP4 model weights over sharded FP32 master weights."""
 
-from zerofp4 import launch, nn, optim
+from zerofp4 import launch, nn, optim, serving
 from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
 from zerofp4.gemm import Operand, gemm
@@ -52,6 +52,7 @@ __all__ = [
     "quantize_grouped",
     "quantize_mxfp8",
     "save_safetensors",
+    "serving",
     "swizzle_scales",
     "unconvert_model",
     "unswizzle_scales",

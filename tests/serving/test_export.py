@@ -1,0 +1,311 @@
+"""What save_pretrained writes: names, dtypes, codes, scales and configurations, of both formats."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from cases.optim import make_net
+from cases.serving import (
+    ARCHITECTURES,
+    make_plain,
+    read,
+    served_modules,
+    takes,
+    train,
+    trained,
+)
+from helpers import assert_bytes_equal
+from torch import nn
+
+import zerofp4
+from zerofp4 import serving
+from zerofp4.optim import AveragedMasters
+from zerofp4.serving import files
+
+FIELDS = {
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+}
+formats = pytest.mark.parametrize("format", FIELDS)
+
+
+def global_scale(format: str, amax: torch.Tensor, most: float = 2688) -> torch.Tensor:
+    return (most / amax).view(1) if format == "compressed-tensors" else (amax / most).view(())
+
+
+def scales_of(matrix: torch.Tensor) -> torch.Tensor:
+    """E4M3 [O, I/16], from the layout that repeats them, by another way than the export goes."""
+    rows, columns = matrix.shape
+    return matrix.expanded_scale()[:rows, : columns // 16]
+
+
+def check_quantized(model: nn.Module, found: dict[str, torch.Tensor], format: str, most: float = 2688) -> int:
+    """Each quantized module has the fields of the format, with the model's own bytes. Returns how many."""
+    modules = served_modules(model)
+    for name, (matrix, rows) in modules.items():
+        codes, scales, global_ = (found[f"{name}.{field}"] for field in FIELDS[format])
+        assert_bytes_equal(codes, matrix.rowwise_data[rows], name)
+        assert_bytes_equal(scales, scales_of(matrix)[rows], name)
+        assert_bytes_equal(global_, global_scale(format, matrix.amax, most), name)
+    return len(modules)
+
+
+@formats
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fields_of_an_architecture(name, format, tmp_path):
+    model, optimizer = trained(name)
+    serving.save_pretrained(model, tmp_path / "served", optimizer, format)
+    found = read(tmp_path / "served")
+    count = check_quantized(model, found, format)
+    quantized = {f"{module}.{field}" for module in served_modules(model) for field in FIELDS[format]}
+    assert len(quantized) == 3 * count and quantized <= found.keys()
+    # The rest is what transformers writes, without what is tied.
+    ordinary = make_plain(name)
+    ordinary.save_pretrained(tmp_path / "ordinary")
+    names = read(tmp_path / "ordinary").keys()
+    others = names - {f"{module}.weight" for module in served_modules(model)}
+    assert found.keys() == quantized | others
+    values = dict(model.named_parameters()) | dict(model.named_buffers())
+    for key in others:
+        own = key.replace(".block_sparse_moe.", ".mlp.")
+        assert_bytes_equal(found[key], values[own].detach(), key)
+
+
+@formats
+def test_configurations(format, tmp_path):
+    model, optimizer = trained("Mixtral")
+    serving.save_pretrained(model, tmp_path, optimizer, format)
+    config = json.loads((tmp_path / "config.json").read_text())
+    expected = json.loads(model.config.to_json_string(use_diff=True))
+    quantization = config.pop("quantization_config")
+    assert config.pop("architectures") == ["MixtralForCausalLM"] and config.pop("dtype") == "bfloat16"
+    assert config.items() >= {k: v for k, v in expected.items() if k not in ("architectures", "dtype")}.items()
+    ignored = {"lm_head", *(f"model.layers.{i}.{m}.gate" for i in (0, 1) for m in ("mlp", "block_sparse_moe"))}
+    assert set(quantization["ignore"]) == ignored
+    assert json.loads((tmp_path / "generation_config.json").read_text()).keys() >= {"transformers_version"}
+    (group,) = quantization["config_groups"].values()
+    assert group["targets"] == ["Linear"] and group.get("input_activations") is None
+    bits = {"num_bits": 4, "type": "float", "group_size": 16}
+    assert group["weights"].items() >= bits.items()
+    extra = tmp_path / "hf_quant_config.json"
+    if format == "compressed-tensors":
+        assert quantization["quant_method"] == "compressed-tensors" and not extra.exists()
+        assert quantization["format"] == "nvfp4-pack-quantized" and quantization["kv_cache_scheme"] is None
+        assert group["weights"]["symmetric"] and group["weights"]["strategy"] == "tensor_group"
+        return
+    assert quantization["quant_method"] == "modelopt" and quantization["quant_algo"] == "W4A16_NVFP4"
+    content = json.loads(extra.read_text())["quantization"]
+    assert set(content.pop("exclude_modules")) == ignored
+    assert content == {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+
+
+@formats
+def test_blocks_of_one_row_and_four_over_six(format, tmp_path):
+    """Not of convert_model: weights that were quantized so, as a file of quantize would bring them."""
+    model = make_plain("Llama")
+    choices = [None, zerofp4.FourOverSix(e4m3_max=256), zerofp4.FourOverSix(e4m3_max=448)]
+    for layer in model.model.layers:
+        for i, part in enumerate((layer.self_attn.o_proj, layer.mlp.down_proj)):
+            choice = choices[i + 1]
+            part.weight = nn.Parameter(zerofp4.quantize(part.weight, block=(1, 16), four_over_six=choice))
+    serving.save_pretrained(model, tmp_path, format=format)
+    found = read(tmp_path)
+    for i, name in enumerate(("self_attn.o_proj", "mlp.down_proj")):
+        weight = model.get_submodule(f"model.layers.1.{name}").weight
+        codes, scales, global_ = (found[f"model.layers.1.{name}.{field}"] for field in FIELDS[format])
+        assert_bytes_equal(codes, weight.rowwise_data, name)
+        assert_bytes_equal(scales, weight.rowwise_scale, name)
+        assert_bytes_equal(global_, global_scale(format, weight.amax, (1536, 2688)[i]), name)
+
+
+def test_a_weight_of_zeros(tmp_path):
+    model = make_plain("Llama", num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+    train(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+    for format, fields in FIELDS.items():
+        serving.save_pretrained(model, tmp_path, format=format)
+        found = {field: read(tmp_path)[f"model.layers.0.self_attn.o_proj.{field}"] for field in fields}
+        assert found[fields[2]] == 1 and not found[fields[0]].any()
+
+
+@formats
+def test_scales_of_inputs_make_engines_quantize_activations(format, tmp_path):
+    model, optimizer = trained("Llama")
+    amaxes = {name: 1.0 + i for i, name in enumerate(served_modules(model))}
+    serving.save_pretrained(model, tmp_path, optimizer, format, input_amaxes=amaxes)
+    found, config = read(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert group["input_activations"]["num_bits"] == 4 and group["input_activations"]["group_size"] == 16
+    field = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}[format]
+    if format == "modelopt":
+        assert config["quantization_config"]["quant_algo"] == "NVFP4"
+    for name in amaxes:
+        parent, _, last = name.rpartition(".")
+        fused = next((g for g in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if last in g), [last])
+        largest = torch.tensor([max(amaxes[f"{parent}.{member}"] for member in fused)])
+        assert_bytes_equal(found[f"{name}.{field}"], global_scale(format, largest), name)
+    del amaxes["model.layers.1.mlp.up_proj"]
+    with pytest.raises(ValueError, match=r"input_amaxes lacks model\.layers\.1\.mlp\.up_proj"):
+        serving.save_pretrained(model, tmp_path, optimizer, format, input_amaxes=amaxes)
+
+
+def test_dtype_of_what_is_not_quantized(tmp_path):
+    model, optimizer = trained("DeepseekV3")
+    serving.save_pretrained(model, tmp_path, optimizer, dtype=torch.float16)
+    found = read(tmp_path)
+    assert found["lm_head.weight"].dtype == found["model.norm.weight"].dtype == torch.float16
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"  # a buffer
+    assert found[bias].dtype == torch.bfloat16
+
+
+def test_tokenizers_are_copied(tmp_path, monkeypatch):
+    model, optimizer = trained("Llama")
+    origin, folder = tmp_path / "origin", tmp_path / "served"
+    origin.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "README.md"):
+        (origin / name).write_text(name)
+    monkeypatch.setattr(model.config, "_name_or_path", str(origin), raising=False)
+    serving.save_pretrained(model, folder, optimizer)
+    assert (folder / "tokenizer.json").read_text() == "tokenizer.json"
+    assert (folder / "chat_template.jinja").exists() and not (folder / "README.md").exists()
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            (Path(folder) / "tokenizer.json").write_text("another")
+
+    serving.save_pretrained(model, folder, optimizer, tokenizer=Tokenizer())
+    assert (folder / "tokenizer.json").read_text() == "another"
+
+
+def test_shards_and_progress(tmp_path):
+    model, optimizer = trained("Qwen3Moe")
+    seen = []
+    with mock.patch.object(files, "SHARD_BYTES", 20_000):
+        serving.save_pretrained(model, tmp_path, optimizer, progress=lambda *sizes: seen.append(sizes))
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2 and check_quantized(model, read(tmp_path), "compressed-tensors")
+    total = json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert total == sum(t.nbytes for t in read(tmp_path).values())
+    done = [size for size, _ in seen]
+    assert done == sorted(done) and seen[-1] == (total, total) and len(seen) == len(read(tmp_path))
+
+
+def test_one_module_at_a_time_is_copied(tmp_path):
+    """No rank holds the model twice: what was made for the file is gone when the next module is written."""
+    model, optimizer = trained("Qwen3Moe")
+    own = {p.untyped_storage().data_ptr() for p in model.parameters() if type(p) is nn.Parameter}
+    made, write = [], files.Shard.write
+
+    def watched(shard, name, tensor):
+        alive = [key.rpartition(".")[0] for key, reference in made if reference() is not None]
+        assert set(alive) <= {name.rpartition(".")[0]}
+        if tensor.untyped_storage().data_ptr() not in own:
+            made.append((name, weakref.ref(tensor)))
+        write(shard, name, tensor)
+
+    with mock.patch.object(files.Shard, "write", watched):
+        serving.save_pretrained(model, tmp_path, optimizer)
+    assert len(made) > 3 * len(served_modules(model)) - 3
+
+
+def test_averages_are_quantized_as_masters_are(tmp_path):
+    model = make_plain("Llama")
+    optimizer = train(model)
+    averages = AveragedMasters(optimizer, decay=0.5)
+    with torch.no_grad():
+        for buffer in optimizer._shards.buffers:
+            buffer.masters.mul_(3)
+    averages.update()  # twice the first masters
+    serving.save_pretrained(model, tmp_path, averages)
+    found = read(tmp_path)
+    values = dict(zerofp4.master_state_dict(model, averages, torch.bfloat16))
+    for group in serving.amax_groups(model):
+        names = {id(p): name for name, p in model.named_parameters()}
+        members = [values[names[id(member)]] for member in group]
+        amax = torch.stack([member.abs().max() for member in members]).max().float().view(1)
+        for member, value in zip(group, members, strict=True):
+            name, expected = names[id(member)].removesuffix(".weight"), zerofp4.quantize(value, amax=amax)
+            assert_bytes_equal(found[f"{name}.weight_packed"], expected.rowwise_data, name)
+            assert_bytes_equal(found[f"{name}.weight_scale"], scales_of(expected), name)
+            assert_bytes_equal(found[f"{name}.weight_global_scale"], 2688 / amax, name)
+
+
+# What cannot be served
+
+
+def refused(model: nn.Module, folder: Path, error: type[Exception], match: str, *args, **options) -> None:
+    """It raises, and leaves no folder."""
+    with pytest.raises(error, match=match):
+        serving.save_pretrained(model, folder / "served", *args, **options)
+    assert not list(folder.iterdir())
+
+
+def test_unequal_amaxes_of_fused_weights(tmp_path):
+    model = make_plain("Llama")
+    zerofp4.convert_model(model, takes)
+    message = (
+        r"model\.layers\.0\.self_attn\.q_proj has an amax of .* and model\.layers\.0\.self_attn\.k_proj of .*"
+        r"train with amax_groups=zerofp4\.serving\.amax_groups\(model\)"
+    )
+    refused(model, tmp_path, ValueError, message)
+
+
+def test_fused_weights_of_which_one_is_not_quantized(tmp_path):
+    model = make_plain("Llama")
+    zerofp4.convert_model(model, lambda module, name: name.endswith("up_proj"))
+    refused(model, tmp_path, ValueError, r"mlp\.up_proj is quantized and model\.layers\.0\.mlp\.gate_proj is not")
+
+
+def test_a_number_of_columns_that_blocks_do_not_divide(tmp_path):
+    model = make_plain("Llama", intermediate_size=72)
+    zerofp4.convert_model(model, lambda module, name: name.endswith("down_proj"))
+    refused(model, tmp_path, ValueError, r"down_proj\.weight has 72 columns, and engines need a multiple of 16")
+
+
+def test_a_name_that_exists_twice(tmp_path):
+    model = make_plain("Llama")
+    train(model)
+    model.model.norm.register_buffer("unused", torch.zeros(1))
+    attention = model.model.layers[1].self_attn.o_proj
+    attention.register_buffer("weight_scale", torch.zeros(1))
+    message = r"layers\.1\.self_attn\.o_proj\.weight_scale would be written twice, for model\.layers\.1"
+    refused(model, tmp_path, ValueError, message)
+
+
+@pytest.mark.parametrize("amax", [math.inf, 1e-36])
+def test_an_amax_without_a_global_scale(tmp_path, amax):
+    model = make_plain("Llama", num_hidden_layers=1)
+    zerofp4.convert_model(model, lambda module, name: name.endswith("o_proj"))
+    model.model.layers[0].self_attn.o_proj.weight.amax.fill_(amax)
+    refused(model, tmp_path, ValueError, "whose global scale is no finite float32")
+
+
+def test_other_models_and_arguments(tmp_path):
+    model, optimizer = trained("Llama")
+    plain = make_plain("Llama", num_hidden_layers=1)
+    refused(make_net(torch.device("cpu")), tmp_path, TypeError, "must be a PreTrainedModel of transformers")
+    refused(plain, tmp_path, ValueError, "model has no NVFP4 weight")
+    refused(model, tmp_path, ValueError, "format must be one of .*, got 'gguf'", optimizer, "gguf")
+    refused(model, tmp_path, TypeError, "dtype must be a floating one", optimizer, dtype=torch.int8)
+    adam = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    refused(model, tmp_path, TypeError, "optimizer must be a ZeroFP4Optimizer or AveragedMasters", adam)
+    plain.lm_head.weight = nn.Parameter(zerofp4.quantize_mxfp8(plain.lm_head.weight))
+    zerofp4.convert_model(plain, lambda module, name: name.endswith("o_proj"))
+    refused(plain, tmp_path, ValueError, r"lm_head\.weight is an MXFP8Tensor, which no serving format here")
+
+
+def test_the_weight_of_a_conv1d(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=32, n_positions=16))
+    zerofp4.convert_model(model.to(torch.bfloat16))
+    refused(model, tmp_path, ValueError, r"c_attn\.weight is the weight \[in, out\] of a Conv1D")

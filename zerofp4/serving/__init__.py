@@ -1,0 +1,17 @@
+"""Trained NVFP4 weights in the formats of serving engines."""
+
+from zerofp4.serving.fused import FUSED, amax_groups
+from zerofp4.serving.plan import Served
+from zerofp4.serving.refit import Part, ServedWeights, weights
+from zerofp4.serving.save import save_pretrained
+from zerofp4.serving.sources import register_finder  # noqa: F401 (for integrations)
+
+__all__ = [
+    "FUSED",
+    "Part",
+    "Served",
+    "ServedWeights",
+    "amax_groups",
+    "save_pretrained",
+    "weights",
+]

@@ -1,0 +1,65 @@
+"""Which weights serving engines put into one matrix, and must therefore share one amax."""
+
+import collections
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zerofp4.nn import FilterFn, choose_weights
+from zerofp4.tensors import NVFP4Tensor
+
+FUSED: list[tuple[str, ...]] = [
+    ("q_proj", "k_proj", "v_proj"),  # Llama, Qwen3, Qwen3-MoE, Mistral, Mixtral, Gemma
+    ("gate_proj", "up_proj"),  # the same models; in DeepSeek also the shared experts
+    ("w1", "w3"),  # experts of Mixtral, as its checkpoints call them
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek
+    ("query", "key", "value"),  # BERT
+    ("in_proj_qkv", "in_proj_z"),  # linear attention of Qwen3.5
+    ("in_proj_b", "in_proj_a"),
+]
+"""Last names of sibling modules that engines fuse, with the models that have them. Append a tuple for an
+architecture that is not here. Siblings that a model lacks are ignored.
+"""
+
+
+def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
+    """The names of modules that engines fuse, as lists of two or more."""
+    places = {name: (g, last) for g, members in enumerate(FUSED) for last, name in enumerate(members)}
+    found: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        if last in places:
+            group, place = places[last]
+            found[parent, group][place] = name
+    for siblings in found.values():
+        if len(siblings) > 1:
+            yield [siblings[place] for place in sorted(siblings)]
+
+
+def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[list[torch.Tensor]]:
+    """The weights of a model that serving engines fuse, for `amax_groups` of ZeroFP4Optimizer, CastPlan and
+    integrations.fsdp2.prepare: q, k and v of each attention, gate and up of each MLP and of each expert.
+
+    A fused matrix has one global scale: vLLM takes the largest of unequal ones, so that the other weights are
+    scaled wrongly, and SGLang refuses them. Stacked experts [E, N, K] need no group: gate and up of an expert
+    are one matrix there.
+
+    model: converted by convert_model, or not yet converted. filter_fn: what prepare will be given, for a
+    model that is not yet converted. Modules are known by their last names, which are in
+    zerofp4.serving.FUSED.
+
+    Returns the groups in the order of the model, each with the weights that are, or will be, in NVFP4.
+    """
+    parameters = model.named_parameters()
+    weights = {name.removesuffix(".weight"): p for name, p in parameters if isinstance(p, NVFP4Tensor)}
+    if not weights:
+        _, chosen = choose_weights(model, filter_fn, tensor_parallel=True)
+        weights = {choice.name: choice.parameter for choice in chosen}
+    return [[weights[name] for name in group] for group in fused_groups(weights)]
+
+
+def unequal(values: dict[str, Sequence[float] | None]) -> Iterator[tuple[str, str]]:
+    """Pairs of fused modules whose values differ. values: by module; None for one that is not quantized."""
+    for first, *others in fused_groups(values):
+        yield from ((first, other) for other in others if values[other] != values[first])

@@ -1,0 +1,324 @@
+"""What an export writes: every tensor, by the name that engines know, checked before one is written."""
+
+import collections
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, SCALE_DTYPE
+from zerofp4.layout import ceil_div
+from zerofp4.serving.formats import FORMATS, Format
+from zerofp4.serving.fused import fused_groups, unequal
+from zerofp4.serving.names import Rows, as_saved, check_model, checkpoint_names, rows_as_saved
+from zerofp4.serving.sources import Source
+from zerofp4.storage import NVFP4Storage
+from zerofp4.tensors import QuantizedTensor
+
+
+class Served(NamedTuple):
+    """A tensor of an export."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Matrix:
+    """A quantized matrix of an export: rows of an NVFP4 weight of the model.
+
+    amax: of these rows' matrix. input_amax: of the inputs that it multiplies; None for weights only.
+    """
+
+    def __init__(self, rows: Rows, record: NVFP4Storage, amax: float, format: Format):
+        self.rows, self.amax, self.format, self.input_amax = rows, amax, format, None
+        self._columns, self._e4m3_max = record.shape[-1], record.e4m3_max
+        self._block_rows, self._matrix_rows = record.block[0], record.matrix[0]
+
+    @property
+    def module(self) -> str:
+        return self.rows.module
+
+    def served(self) -> list[Served]:
+        count, columns, scalar = self.rows.count, self._columns, self.format.scalar_shape
+        found = [
+            Served(f"{self.module}.{self.format.codes}", torch.uint8, (count, columns // 2)),
+            Served(f"{self.module}.weight_scale", SCALE_DTYPE, (count, columns // BLOCK)),
+            Served(f"{self.module}.{self.format.global_scale}", torch.float32, scalar),
+        ]
+        if self.input_amax is not None:
+            found.append(Served(f"{self.module}.{self.format.input_scale}", torch.float32, scalar))
+        return found
+
+    def global_scales(self) -> list[torch.Tensor]:
+        """That of the weight, and that of the inputs where there is one."""
+        scales = [self.format.global_of(self.amax, self._e4m3_max)]
+        if self.input_amax is not None:
+            scales.append(self.format.global_of(self.input_amax, int(E4M3_MAX)))
+        return scales
+
+    def scales(self, compact: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """E4M3 [count, K/16]: the scales of rows from `first` on, of the weight flattened to two dimensions.
+        A tile's scale stands on each of its rows.
+        """
+        flat = compact.view(torch.uint8).flatten(0, -2)
+        if self._block_rows > 1:
+            matrix, row = divmod(first, self._matrix_rows)
+            tiles = compact.shape[-2]
+            rows = torch.arange(row, row + count, device=flat.device) // self._block_rows + matrix * tiles
+            return flat[rows].view(SCALE_DTYPE)
+        return flat[first : first + count].view(SCALE_DTYPE)
+
+    def tensors(self, whole: NVFP4Storage) -> Iterator[tuple[str, torch.Tensor]]:
+        first, count = self.rows.first, self.rows.count
+        codes = whole.rowwise.data.flatten(0, -2)[first : first + count]
+        values = [codes, self.scales(whole.rowwise.scales["compact"], first, count), *self.global_scales()]
+        yield from zip((served.name for served in self.served()), values, strict=True)
+
+
+class QuantizedWeight:
+    """An NVFP4 weight of the model, and the matrices that an export has of it."""
+
+    def __init__(self, key: str, source: Source, rows: list[Rows], format: Format):
+        self.key, self.source = key, source
+        record = source.record
+        amaxes = source.amax().tolist()
+        _check_weight(key, source, rows, amaxes, record)
+        per_amax = record.matrix[0] if len(amaxes) > 1 else math.prod(record.shape[:-1])
+        self.matrices = [Matrix(each, record, amaxes[each.first // per_amax], format) for each in rows]
+
+    @property
+    def is_collective(self) -> bool:
+        return self.source.is_collective
+
+    def served(self) -> list[Served]:
+        return [served for matrix in self.matrices for served in matrix.served()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        whole = self.source.whole()
+        for matrix in self.matrices:
+            yield from matrix.tensors(whole)
+
+
+class PlainTensor:
+    """A parameter or buffer that is not quantized. name: in the checkpoint; None where transformers makes
+    other tensors of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, key: str, value: torch.Tensor, name: str | None, dtype: torch.dtype | None
+    ):
+        self.key, self._model, self._value, self._name = key, model, value.detach(), name
+        self._dtype = dtype or value.dtype
+        self.is_collective = hasattr(value, "full_tensor")
+        stand_in = torch.empty(value.shape, dtype=self._dtype, device="meta")
+        self._served = [Served(n, v.dtype, tuple(v.shape)) for n, v in self._named(stand_in).items()]
+
+    def _named(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return as_saved(self._model, {self.key: value}) if self._name is None else {self._name: value}
+
+    def served(self) -> list[Served]:
+        return self._served
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        value = self._value.full_tensor() if self.is_collective else self._value
+        yield from self._named(value.to(self._dtype)).items()
+
+    def piece(self) -> tuple[torch.Tensor, int] | None:
+        """This rank's rows of a DTensor that is cut by rows and by nothing else, and the first of them; None
+        for any other tensor.
+        """
+        cut = [i for i, p in enumerate(getattr(self._value, "placements", ())) if not p.is_replicate()]
+        if self._name is None or len(cut) != 1 or not self._value.placements[cut[0]].is_shard(0):
+            return None
+        mesh, rows = self._value.device_mesh, self._value.shape[0]
+        first = ceil_div(rows, mesh.size(cut[0])) * mesh.get_coordinate()[cut[0]]
+        return self._value.to_local().to(self._dtype), min(first, rows)
+
+
+class Plan:
+    """All tensors of an export, in the order of the model's state dict.
+
+    weights: those that are quantized; others: all other ones.
+
+    Raises ValueError for what serving engines would not load, or would load wrongly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sources: dict[str, Source],
+        format: str,
+        dtype: torch.dtype | None = None,
+        input_amaxes: Mapping[str, float] | None = None,
+    ):
+        if format not in FORMATS:
+            raise ValueError(f"format must be one of {tuple(FORMATS)}, got {format!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating one, got {dtype}")
+        self.format, self._model = FORMATS[format], check_model(model)
+        tensors = _tensors(model, sources)
+        names = checkpoint_names(model, tensors)
+        self.parts: list[QuantizedWeight | PlainTensor] = [
+            self._part(key, value, names[key], sources.get(key), dtype) for key, value in tensors.items()
+        ]
+        self.weights = [part for part in self.parts if isinstance(part, QuantizedWeight)]
+        if not self.weights:
+            raise ValueError("model has no NVFP4 weight: call convert_model and train it first")
+        self.ignored = self._find_ignored(tensors, names)
+        self.served = [served for part in self.parts for served in part.served()]
+        self._check_names()
+        matrices = {matrix.module: matrix for weight in self.weights for matrix in weight.matrices}
+        _check_fused(matrices, self.ignored)
+        self.has_inputs = input_amaxes is not None
+        if input_amaxes is not None:
+            _give_inputs(matrices, input_amaxes)
+            self.served = [served for part in self.parts for served in part.served()]
+
+    def _part(
+        self,
+        key: str,
+        value: torch.Tensor,
+        name: str | None,
+        source: Source | None,
+        dtype: torch.dtype | None,
+    ) -> QuantizedWeight | PlainTensor:
+        if source is not None:
+            _check_layer(self._model, key)
+            shape = source.record.shape
+            rows = [Rows(name, 0, shape[:-1].numel())] if name else rows_as_saved(self._model, key, shape)
+            return QuantizedWeight(key, source, rows, self.format)
+        if isinstance(value, QuantizedTensor):
+            raise ValueError(f"{key} is an {type(value).__name__}, which no serving format here can hold")
+        is_cast = isinstance(value, nn.Parameter) and value.is_floating_point()
+        return PlainTensor(self._model, key, value, name, dtype if is_cast else None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes."""
+        return self.weights[0].source.record.dtype
+
+    @property
+    def total(self) -> int:
+        return sum(served.nbytes for served in self.served)
+
+    def _find_ignored(self, tensors: dict[str, torch.Tensor], names: dict[str, str | None]) -> list[str]:
+        """Modules with a matrix that is not quantized, as the model and as its checkpoint call them; tied
+        ones too, and no embeddings.
+        """
+        quantized = {weight.key for weight in self.weights}
+        saved = {part.key: [s.name for s in part.served()] for part in self.parts}
+        found: dict[str, None] = {}
+        for prefix, module in self._model.named_modules():
+            for name, parameter in module._parameters.items():
+                key = f"{prefix}.{name}" if prefix else name
+                if parameter is None or parameter.dim() < 2 or key in quantized:
+                    continue
+                if isinstance(module, nn.Embedding):
+                    continue
+                found |= dict.fromkeys([prefix, *(n.removesuffix(".weight") for n in saved.get(key, ()))])
+        return list(found)
+
+    def _check_names(self) -> None:
+        counts = collections.Counter(served.name for served in self.served)
+        twice = next((name for name, count in counts.items() if count > 1), None)
+        if twice is not None:
+            keys = [part.key for part in self.parts if twice in [served.name for served in part.served()]]
+            raise ValueError(f"{twice} would be written twice, for {' and '.join(keys)}")
+
+    def signature(self) -> str:
+        """Equal where ranks have the same plan."""
+        amaxes = [matrix.amax for weight in self.weights for matrix in weight.matrices]
+        content = [[*served[:1], *map(str, served[1:])] for served in self.served], amaxes
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    def config(self) -> dict[str, Any]:
+        return self.format.config(self.ignored, self.has_inputs)
+
+    def extra_files(self) -> dict[str, dict[str, Any]]:
+        return self.format.extra_files(self.ignored, self.has_inputs)
+
+
+def _tensors(model: nn.Module, sources: dict[str, Source]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model by key, tied ones once, under the first name."""
+    values = model.state_dict(keep_vars=True)  # first: FSDP2 shards its parameters for it
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    left_out, seen, found = set(getattr(model, "_keys_to_ignore_on_save", None) or ()), set(), {}
+    for key, value in values.items():
+        tensor = parameters.get(key, value)
+        if isinstance(tensor, torch.Tensor) and key not in left_out and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[key] = tensor
+    return found
+
+
+def _check_layer(model: nn.Module, key: str) -> None:
+    kinds = [kind.__name__ for kind in type(model.get_submodule(key.rpartition(".")[0])).__mro__]
+    if "Conv1D" in kinds:
+        raise ValueError(
+            f"{key} is the weight [in, out] of a Conv1D, whose blocks of 16 lie along the outputs, not along "
+            "the inputs: leave it out of convert_model with filter_fn"
+        )
+
+
+def _check_weight(
+    key: str, source: Source, rows: list[Rows], amaxes: list[float], record: NVFP4Storage
+) -> None:
+    try:
+        source.check()
+    except ValueError as error:
+        raise ValueError(f"{key} cannot be served: {error}") from error
+    if record.shape[-1] % BLOCK:
+        raise ValueError(
+            f"{key} has {record.shape[-1]} columns, and engines need a multiple of {BLOCK}: leave it out of "
+            "convert_model with filter_fn"
+        )
+    for each in rows:
+        if not each.name.endswith(".weight"):
+            raise ValueError(f"{key} would be served as {each.name}, which is not the weight of a module")
+        first, last = ((row // record.matrix[0]) for row in (each.first, each.first + each.count - 1))
+        if len(amaxes) > 1 and first != last:
+            raise ValueError(f"{each.name} has rows of several experts of {key}, each with its own amax")
+    smallest = record.e4m3_max * E2M1_MAX / FLOAT32_MAX
+    bad = next((a for a in amaxes if not (a == 0 or smallest < a < math.inf)), None)
+    if bad is not None:
+        raise ValueError(f"{key} has an amax of {bad}, whose global scale is no finite float32")
+
+
+def _check_fused(matrices: dict[str, Matrix], ignored: list[str]) -> None:
+    """Raise ValueError for matrices that engines fuse, and cannot."""
+    values = {name: None for name in ignored} | {name: (m.amax,) for name, m in matrices.items()}
+    for first, other in unequal(values):
+        if values[first] is None or values[other] is None:
+            plain, quantized = (first, other) if values[first] is None else (other, first)
+            raise ValueError(
+                f"{quantized} is quantized and {plain} is not, and engines fuse the two: give convert_model "
+                "a filter_fn that is the same for both"
+            )
+        raise ValueError(
+            f"{first} has an amax of {values[first][0]:.9g} and {other} of {values[other][0]:.9g}, and "
+            "engines fuse the two with one global scale: train with "
+            "amax_groups=zerofp4.serving.amax_groups(model)"
+        )
+
+
+def _give_inputs(matrices: dict[str, Matrix], input_amaxes: Mapping[str, float]) -> None:
+    """Fused modules have one input, and the largest amax that was seen of it."""
+    missing = [name for name in matrices if name not in input_amaxes]
+    if missing:
+        raise ValueError(f"input_amaxes lacks {missing[0]} and {len(missing) - 1} other quantized modules")
+    for name, matrix in matrices.items():
+        matrix.input_amax = float(input_amaxes[name])
+        if not 0 < matrix.input_amax < math.inf:
+            raise ValueError(f"input_amaxes[{name!r}] must be positive and finite, got {matrix.input_amax}")
+    for group in fused_groups(matrices):
+        largest = max(matrices[name].input_amax for name in group)
+        for name in group:
+            matrices[name].input_amax = largest

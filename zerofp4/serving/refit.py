@@ -1,0 +1,88 @@
+"""weights: what a rank has of the tensors of an export, for an engine that takes new weights live."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zerofp4.serving.plan import PlainTensor, Plan, QuantizedWeight
+from zerofp4.serving.sources import find_sources
+
+
+class Part(NamedTuple):
+    """Which part of a tensor a rank has: rows from `first` on, as many as its piece has. shape: of the whole.
+
+    A scalar is whole, with first 0.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+
+
+class ServedWeights:
+    """The tensors of an export. Iterating gives (name, tensor, part) for the pieces that this rank has.
+
+    served: name, dtype and shape of each whole tensor, in their order; the same on every rank.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan, self.served = plan, plan.served
+
+    @property
+    def names(self) -> list[str]:
+        return [served.name for served in self.served]
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor, Part]]:
+        for part in self._plan.parts:
+            yield from _of_weight(part) if isinstance(part, QuantizedWeight) else _of_plain(part)
+
+    @torch.no_grad()
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) on every rank. Collective where ranks have pieces: one weight is gathered at a
+        time.
+        """
+        for part in self._plan.parts:
+            yield from part.tensors()
+
+
+def weights(
+    model: nn.Module, format: str = "compressed-tensors", *, dtype: torch.dtype | None = None
+) -> ServedWeights:
+    """What an export of the model would hold, by the same names, from where each rank has it: codes and
+    scales as they are, nothing gathered and nothing quantized again.
+
+    After an optimizer step of ZeroFP4Optimizer every rank has all codes; with fully_shard its rows of them.
+    An unquantized parameter that checkpoints cut into several tensors is gathered. Get new ones after each
+    step: amaxes are read here.
+
+    model, format, dtype: as for save_pretrained, which raises the same errors.
+    """
+    return ServedWeights(Plan(model, find_sources(model), format, dtype))
+
+
+def _of_weight(weight: QuantizedWeight) -> Iterator[tuple[str, torch.Tensor, Part]]:
+    source, codes = weight.source, weight.source.local()
+    start, end = source.first_row, source.first_row + codes.shape[0]
+    for matrix in weight.matrices:
+        first, count = matrix.rows.first, matrix.rows.count
+        a, b = max(start, first), min(end, first + count)
+        if a >= b:
+            continue
+        scales = matrix.scales(source.record.rowwise_scale, a, b - a)
+        tensors = [codes[a - start : b - start], scales, *matrix.global_scales()]
+        for served, tensor in zip(matrix.served(), tensors, strict=True):
+            yield served.name, tensor, Part(served.shape, a - first if tensor.dim() == 2 else 0)
+
+
+def _of_plain(part: PlainTensor) -> Iterator[tuple[str, torch.Tensor, Part]]:
+    piece = part.piece()
+    if piece is None:
+        for name, tensor in part.tensors():
+            yield name, tensor, Part(tuple(tensor.shape), 0)
+        return
+    tensor, first = piece
+    (served,) = part.served()
+    if tensor.numel() or not first:
+        yield served.name, tensor, Part(served.shape, first)

@@ -1,0 +1,181 @@
+"""save_pretrained: a trained model becomes a folder that serving engines load."""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size, resolve_group
+from zerofp4.optim import AveragedMasters, ZeroFP4Optimizer, gather_masters
+from zerofp4.serving.files import Export
+from zerofp4.serving.fused import fused_groups
+from zerofp4.serving.plan import Plan
+from zerofp4.serving.sources import Averaged, Source, find_sources
+from zerofp4.tensors import NVFP4Tensor
+
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike,
+    optimizer: ZeroFP4Optimizer | AveragedMasters | None = None,
+    format: str = "compressed-tensors",
+    *,
+    dtype: torch.dtype | None = None,
+    input_amaxes: Mapping[str, float] | None = None,
+    tokenizer: Any = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a model of transformers as a folder that vLLM, SGLang and transformers load, with the codes and
+    scales that were trained.
+
+    Collective over the optimizer's process group, or else the default one. Rank 0 writes, tensor by tensor:
+    no rank holds more than one whole tensor beside its model. An older export in the folder stays whole until
+    the new one is, and is gone afterwards; other files stay.
+
+    model: with NVFP4 weights of convert_model, or prepared and attached by integrations.fsdp2.
+    optimizer: that of the weights; with AveragedMasters in its place codes are made of the averages.
+    format: "compressed-tensors" (nvfp4-pack-quantized) or "modelopt" (W4A16_NVFP4, or NVFP4 with
+        input_amaxes).
+    dtype: of floating-point parameters that are not quantized; None keeps that of each one.
+    input_amaxes: the largest magnitude of a module's inputs, by the module's name in the export, for each
+        quantized one: then engines quantize activations too. None quantizes weights only.
+    tokenizer: what has a save_pretrained(folder), a tokenizer or a processor; None copies the files of
+        the folder that the model was loaded from, if there is one.
+    progress: called on the rank that writes as progress(bytes that are written, bytes in all).
+
+    Raises, before anything is written, ValueError for fused weights with unequal amaxes (amax_groups), a
+    number of columns that is not a multiple of 16, a name that exists twice, ranks with other models;
+    TypeError for a model that is not of transformers, OSError where the disk has not the space. What rank 0
+    raises while it writes the others raise as a RuntimeError.
+    """
+    group = resolve_group(None) if optimizer is None else _group_of(optimizer)
+    plan, error = attempt(_make_plan, model, optimizer, format, dtype, input_amaxes)
+    signatures = exchange(None if plan is None else plan.signature(), error, group, "save_pretrained()")
+    other = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"rank {other} has another model than rank 0, or other amaxes: an export needs the whole model "
+            "on each rank, or fully_shard over all of them"
+        )
+    writes = rank_and_size(group)[0] == 0
+    export = None
+    if writes:
+        export, error = attempt(_begin, plan, model, Path(folder), tokenizer)
+    try:
+        exchange(None, error, group, "save_pretrained()")
+        _write(plan, export, error, progress)
+        if writes and not error:
+            _, error = attempt(export.publish)
+    finally:
+        if export is not None:
+            export.end()
+    exchange(None, error, group, "save_pretrained()")
+
+
+def _group_of(optimizer: Any) -> Any:
+    owner = optimizer.optimizer if isinstance(optimizer, AveragedMasters) else optimizer
+    if not isinstance(owner, ZeroFP4Optimizer):
+        raise TypeError(
+            f"optimizer must be a ZeroFP4Optimizer or AveragedMasters, got {type(owner).__name__}: with "
+            "another one leave it out"
+        )
+    return owner.process_group()
+
+
+def _make_plan(
+    model: nn.Module,
+    optimizer: ZeroFP4Optimizer | AveragedMasters | None,
+    format: str,
+    dtype: torch.dtype | None,
+    input_amaxes: Mapping[str, float] | None,
+) -> Plan:
+    if optimizer is not None:
+        gather_masters(optimizer, ())  # raises for a broken one
+    sources = find_sources(model)
+    if isinstance(optimizer, AveragedMasters):
+        _take_averages(model, sources, optimizer)
+    return Plan(model, sources, format, dtype, input_amaxes)
+
+
+def _take_averages(model: nn.Module, sources: dict[str, Source], averages: AveragedMasters) -> None:
+    """Have trained weights made of their averages. Collective."""
+    named = {name: p for name, p in model.named_parameters() if isinstance(p, NVFP4Tensor)}
+    for name, parameter in named.items():
+        (average,) = gather_masters(averages, [parameter])
+        if average is not None:
+            sources[name] = Averaged(parameter, averages)
+    modules = {name.removesuffix(".weight"): source for name, source in sources.items()}
+    for group in fused_groups(modules):
+        averaged = [modules[name] for name in group if isinstance(modules[name], Averaged)]
+        for source in averaged:
+            for other in averaged:
+                source.share_amax(other.amax())
+
+
+def _begin(plan: Plan, model: Any, folder: Path, tokenizer: Any) -> Export:
+    export = Export(folder, plan.served)
+    try:
+        _write_configurations(plan, model, export, tokenizer)
+    except BaseException:
+        export.end()
+        raise
+    return export
+
+
+def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any) -> None:
+    model.config.save_pretrained(export.draft)
+    config = json.loads((export.draft / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    config["dtype"] = str(plan.dtype).removeprefix("torch.")
+    config["quantization_config"] = plan.config()
+    export.write_json("config.json", config)
+    for name, content in plan.extra_files().items():
+        export.write_json(name, content)
+    if model.can_generate():
+        copy.deepcopy(model.generation_config).save_pretrained(export.draft)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(export.draft)
+        return
+    origin = Path(getattr(model.config, "_name_or_path", "") or "/nowhere")
+    for name in _TOKENIZER_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, export.draft / name)
+
+
+@torch.no_grad()
+def _write(plan: Plan, export: Export | None, error: OwnError, progress: Callable | None) -> None:
+    """Write all tensors on the rank that has an export. The others take part in gathers: to them an error is
+    told at the end.
+    """
+    sizes, done = {served.name: served.nbytes for served in plan.served}, 0
+    for part in plan.parts:
+        if export is None and not part.is_collective:
+            continue
+        for name, tensor in part.tensors():
+            if export is not None and not error:
+                with error:
+                    export.add(name, tensor)
+                    done += sizes[name]
+                    if progress is not None:
+                        progress(done, plan.total)

@@ -1,0 +1,116 @@
+"""Where the codes of a model's NVFP4 weights are: whole on every rank, cut over ranks, or yet to be made."""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zerofp4.optim import AveragedMasters, gather_masters
+from zerofp4.storage import NVFP4Storage
+from zerofp4.tensors import NVFP4Tensor, quantize
+
+
+class Source(Protocol):
+    """The codes of one weight.
+
+    record: its shape, block and options. is_collective: whether whole() is. first_row: of local(), a row of
+    the weight flattened to two dimensions.
+    """
+
+    record: NVFP4Storage
+    is_collective: bool
+    first_row: int
+
+    def amax(self) -> torch.Tensor:
+        """float32 [1], or [E] of experts that are quantized each alone. The same on every rank."""
+
+    def check(self) -> None:
+        """Raise where the codes are not those of the weight, or cannot be served."""
+
+    def whole(self) -> NVFP4Storage:
+        """A record with all codes and compact scales of the rowwise copy."""
+
+    def local(self) -> torch.Tensor:
+        """uint8 [rows, K/2], the codes that this rank has, from first_row on."""
+
+
+class Held:
+    """A weight whose codes are all in this process."""
+
+    is_collective, first_row = False, 0
+
+    def __init__(self, record: NVFP4Storage):
+        self.record = record
+
+    def amax(self) -> torch.Tensor:
+        return self.record.amax
+
+    def check(self) -> None:
+        if self.record.rowwise is None:
+            raise ValueError("it has no rowwise copy")
+
+    def whole(self) -> NVFP4Storage:
+        return self.record
+
+    def local(self) -> torch.Tensor:
+        return self.record.rowwise.data.flatten(0, -2)
+
+
+class Averaged:
+    """A weight whose codes are made of the average of its masters."""
+
+    is_collective, first_row = True, 0
+
+    def __init__(self, parameter: NVFP4Tensor, averages: AveragedMasters):
+        self.record, self._parameter, self._averages = parameter.record, parameter, averages
+        dimensions = (1, 2) if self.record.experts is not None else tuple(range(parameter.dim()))
+        self._amax = self._values().abs().amax(dimensions).float().view(self.record.amax_shape)
+
+    def _values(self) -> torch.Tensor:
+        (average,) = gather_masters(self._averages, [self._parameter])
+        return average.to(self.record.dtype)
+
+    def share_amax(self, amax: torch.Tensor) -> None:
+        self._amax = torch.maximum(self._amax, amax)
+
+    def amax(self) -> torch.Tensor:
+        return self._amax
+
+    def check(self) -> None:
+        pass
+
+    def whole(self) -> NVFP4Storage:
+        options = {"block": self.record.block, "four_over_six": self.record.four_over_six}
+        return quantize(self._values(), amax=self._amax, **options).record
+
+    def local(self) -> torch.Tensor:
+        return self.whole().rowwise.data.flatten(0, -2)
+
+
+Finder = Callable[[nn.Module], Iterator[tuple[nn.Module, str, Source]]]
+
+_FINDERS: list[Finder] = []
+
+
+def register_finder(find: Finder) -> None:
+    """Let the weights of another library be served. find(model) yields (module, the parameter's name in it,
+    source) for each of them.
+    """
+    _FINDERS.append(find)
+
+
+def find_sources(model: nn.Module) -> dict[str, Source]:
+    """By key of the model's state dict, the sources of its quantized weights."""
+    found: dict[tuple[int, str], Source] = {}
+    for find in _FINDERS:
+        found |= {(id(module), name): source for module, name, source in find(model)}
+    sources: dict[str, Source] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            source = found.get((id(module), name))
+            if source is None and isinstance(parameter, NVFP4Tensor):
+                source = Held(parameter.record)
+            if source is not None:
+                sources[f"{prefix}.{name}" if prefix else name] = source
+    return sources
