@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_bytes_equal
 from torch import nn
 
 import zerofp4
@@ -51,6 +52,10 @@ ARCHITECTURES = {
 }
 """What a config has besides SIZES."""
 
+FIELDS = {
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+}
 DENSE = ("Llama", "Qwen3", "Mistral", "Gemma2")
 
 UNFUSED = ("o_proj", "down_proj", "q_b_proj", "kv_b_proj")
@@ -137,3 +142,24 @@ def served_modules(model: nn.Module) -> dict[str, tuple[torch.Tensor, slice]]:
         found[f"{prefix}.{gate}"] = matrix, slice(0, half)
         found[f"{prefix}.{up}"] = matrix, slice(half, 2 * half)
     return found
+
+
+def global_scale(format: str, amax: torch.Tensor, most: float = 2688) -> torch.Tensor:
+    return (most / amax).view(1) if format == "compressed-tensors" else (amax / most).view(())
+
+
+def scales_of(matrix: torch.Tensor) -> torch.Tensor:
+    """E4M3 [O, I/16], from the layout that repeats them, by another way than the export goes."""
+    rows, columns = matrix.shape
+    return matrix.expanded_scale()[:rows, : columns // 16]
+
+
+def check_quantized(model: nn.Module, found: dict[str, torch.Tensor], format: str, most: float = 2688) -> int:
+    """Each quantized module has the fields of the format, with the model's own bytes. Returns how many."""
+    modules = served_modules(model)
+    for name, (matrix, rows) in modules.items():
+        codes, scales, global_ = (found[f"{name}.{field}"] for field in FIELDS[format])
+        assert_bytes_equal(codes, matrix.rowwise_data[rows], name)
+        assert_bytes_equal(scales, scales_of(matrix)[rows], name)
+        assert_bytes_equal(global_, global_scale(format, matrix.amax, most), name)
+    return len(modules)

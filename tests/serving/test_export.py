@@ -13,8 +13,12 @@ import torch
 from cases.optim import make_net
 from cases.serving import (
     ARCHITECTURES,
+    FIELDS,
+    check_quantized,
+    global_scale,
     make_plain,
     read,
+    scales_of,
     served_modules,
     takes,
     train,
@@ -28,32 +32,7 @@ from zerofp4 import serving
 from zerofp4.optim import AveragedMasters
 from zerofp4.serving import files
 
-FIELDS = {
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
-    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
-}
 formats = pytest.mark.parametrize("format", FIELDS)
-
-
-def global_scale(format: str, amax: torch.Tensor, most: float = 2688) -> torch.Tensor:
-    return (most / amax).view(1) if format == "compressed-tensors" else (amax / most).view(())
-
-
-def scales_of(matrix: torch.Tensor) -> torch.Tensor:
-    """E4M3 [O, I/16], from the layout that repeats them, by another way than the export goes."""
-    rows, columns = matrix.shape
-    return matrix.expanded_scale()[:rows, : columns // 16]
-
-
-def check_quantized(model: nn.Module, found: dict[str, torch.Tensor], format: str, most: float = 2688) -> int:
-    """Each quantized module has the fields of the format, with the model's own bytes. Returns how many."""
-    modules = served_modules(model)
-    for name, (matrix, rows) in modules.items():
-        codes, scales, global_ = (found[f"{name}.{field}"] for field in FIELDS[format])
-        assert_bytes_equal(codes, matrix.rowwise_data[rows], name)
-        assert_bytes_equal(scales, scales_of(matrix)[rows], name)
-        assert_bytes_equal(global_, global_scale(format, matrix.amax, most), name)
-    return len(modules)
 
 
 @formats
@@ -85,8 +64,10 @@ def test_configurations(format, tmp_path):
     expected = json.loads(model.config.to_json_string(use_diff=True))
     quantization = config.pop("quantization_config")
     assert config.pop("architectures") == ["MixtralForCausalLM"] and config.pop("dtype") == "bfloat16"
-    assert config.items() >= {k: v for k, v in expected.items() if k not in ("architectures", "dtype")}.items()
-    ignored = {"lm_head", *(f"model.layers.{i}.{m}.gate" for i in (0, 1) for m in ("mlp", "block_sparse_moe"))}
+    del expected["architectures"], expected["dtype"]
+    assert config.items() >= expected.items()
+    blocks = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("mlp", "block_sparse_moe")]
+    ignored = {"lm_head", *(f"{block}.gate" for block in blocks)}
     assert set(quantization["ignore"]) == ignored
     assert json.loads((tmp_path / "generation_config.json").read_text()).keys() >= {"transformers_version"}
     (group,) = quantization["config_groups"].values()
@@ -150,7 +131,8 @@ def test_scales_of_inputs_make_engines_quantize_activations(format, tmp_path):
         assert config["quantization_config"]["quant_algo"] == "NVFP4"
     for name in amaxes:
         parent, _, last = name.rpartition(".")
-        fused = next((g for g in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if last in g), [last])
+        groups = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), (last,)
+        fused = next(group for group in groups if last in group)
         largest = torch.tensor([max(amaxes[f"{parent}.{member}"] for member in fused)])
         assert_bytes_equal(found[f"{name}.{field}"], global_scale(format, largest), name)
     del amaxes["model.layers.1.mlp.up_proj"]
@@ -262,13 +244,15 @@ def test_unequal_amaxes_of_fused_weights(tmp_path):
 def test_fused_weights_of_which_one_is_not_quantized(tmp_path):
     model = make_plain("Llama")
     zerofp4.convert_model(model, lambda module, name: name.endswith("up_proj"))
-    refused(model, tmp_path, ValueError, r"mlp\.up_proj is quantized and model\.layers\.0\.mlp\.gate_proj is not")
+    message = r"mlp\.up_proj is quantized and model\.layers\.0\.mlp\.gate_proj is not"
+    refused(model, tmp_path, ValueError, message)
 
 
 def test_a_number_of_columns_that_blocks_do_not_divide(tmp_path):
     model = make_plain("Llama", intermediate_size=72)
     zerofp4.convert_model(model, lambda module, name: name.endswith("down_proj"))
-    refused(model, tmp_path, ValueError, r"down_proj\.weight has 72 columns, and engines need a multiple of 16")
+    message = r"down_proj\.weight has 72 columns, and engines need a multiple of 16"
+    refused(model, tmp_path, ValueError, message)
 
 
 def test_a_name_that_exists_twice(tmp_path):
