@@ -65,7 +65,7 @@ def make_plain(name: str, seed: int = 0, **options) -> nn.Module:
     """Weights of one kind differ in their amaxes, so that it shows who has whose."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(**SIZES | ARCHITECTURES[name] | options)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             if parameter.dim() > 1:
