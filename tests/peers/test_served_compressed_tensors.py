@@ -82,7 +82,7 @@ def test_values_are_dequantize_but_for_ties(folders, name):
 
 
 def test_how_many_values_differ():
-    """0.067% of all elements of 400 weights, all of them in 6 weights, whose amax is a multiple of 21."""
+    """4,412 of 6,553,600 elements of 400 weights, all in 6 weights, whose amax is a multiple of 21."""
     config = FORMATS["compressed-tensors"].config(ignore=[], has_inputs=False)
     (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
     generator, differing = torch.Generator().manual_seed(1), 0

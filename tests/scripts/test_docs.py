@@ -20,6 +20,8 @@ from zerofp4_bench import output
 import zerofp4
 
 DOCS = ROOT / "docs"
+ROOMS = ("launch", "nn", "optim", "serving", "__version__")
+"""Of the package's names those whose own names are on the page, or are none of an API."""
 
 
 def without_code(text: str) -> str:
@@ -68,10 +70,10 @@ def test_the_page_about_performance_is_short():
 
 def test_the_api_page_has_every_public_name():
     listed = set(re.findall(r"^::: zerofp4\.(\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
-    public = {name for name in zerofp4.__all__ if name not in ("launch", "nn", "optim", "__version__")}
+    public = {name for name in zerofp4.__all__ if name not in ROOMS}
     # There mkdocstrings would show the folder of that name, of which the package's attribute is the function.
     public = {"gemm.gemm" if name == "gemm" else name for name in public}
-    for room in ("optim", "nn"):
+    for room in ("optim", "nn", "serving"):
         names = getattr(zerofp4, room).__all__
         public |= {f"{room}.{name}" for name in names if name not in zerofp4.__all__}
     public |= {f"launch.{name}" for name in ("World", "init_process_group", "destroy_process_group")}

@@ -22,12 +22,16 @@ NOT_CALLED_BY_USERS = {
     "zerofp4.nn.Conv1D",
     "zerofp4.nn.Experts",
     "zerofp4.nn.FilterFn",
+    "zerofp4.serving.FUSED",
+    "zerofp4.serving.Part",
+    "zerofp4.serving.Served",
+    "zerofp4.serving.ServedWeights",
     "zerofp4.tensors.quantized_tensor.QuantizedTensor",
     "zerofp4.testing.VerificationError",
 }
 """What functions return or raise, and a type of functions: their methods count, their constructors do not."""
 
-ROOMS = re.compile(r"zerofp4\.(nn\.|optim\.|gemm\.|launch\.|inspect\.|testing\.|integrations\.)?")
+ROOMS = re.compile(r"zerofp4\.(nn\.|optim\.|serving\.|gemm\.|launch\.|inspect\.|testing\.|integrations\.)?")
 SHADOWED = re.compile(r"\b(\w+)\.\1\b")
 """A function in a module of its own name."""
 

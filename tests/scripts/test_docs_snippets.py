@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from megatron_wheel import megatron_groups, why_no_megatron
 from torch.distributed.fsdp import FSDPModule
 
 import zerofp4
+from zerofp4 import serving
 from zerofp4.integrations import megatron, transformer_engine
+from zerofp4.testing import assert_bytes_equal
 
 
 class Ran(NamedTuple):
@@ -149,6 +152,17 @@ def has_trained_with_lightning(ran: Ran) -> None:
     assert causal_loss(ran) < 3.9 and (ran["folder"] / "last.ckpt").exists()
 
 
+def has_served(ran: Ran) -> None:
+    from safetensors.torch import load_file
+
+    assert causal_loss(ran) < 4.1
+    found = load_file(ran["folder"] / "model.safetensors")
+    source = ran["ServedSource"](ran.brought.causal_model)
+    assert [meta.name for meta in source.metadata] == [name for name, _ in source.iter_local()]
+    for name, tensor in source.iter_full():
+        assert_bytes_equal(tensor, found[name], name)
+
+
 def has_merged_adapters(ran: Ran) -> None:
     names = [name for name, _ in ran["merged"].named_parameters()]
     assert names and not any("lora" in name for name in names)
@@ -172,6 +186,7 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "muon.md": [(1, gives_muon_its_matrices)],
     "optimizer.md": [(1, has_trained), (1, has_trained)],
     "own-step.md": [(1, casts_its_piece), (5, shares_amaxes)],
+    "serving.md": [(3, has_served)],
     "trainers.md": [
         (1, has_trained_with_trainer),
         (1, has_trained_with_accelerate),
@@ -208,8 +223,12 @@ def why_not(page: str) -> str | None:
     """The reason why this page cannot run here, or None."""
     if page == "megatron.md":
         return "there is a GPU, and this runs on the CPU" if torch.cuda.is_available() else why_no_megatron()
-    needed = {"checkpoints.md": ["safetensors"], "trainers.md": [*TRAINERS, "safetensors"]}.get(page, ())
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    needed = {
+        "checkpoints.md": ["safetensors"],
+        "serving.md": ["transformers", "safetensors"],
+        "trainers.md": [*TRAINERS, "safetensors"],
+    }
+    missing = [package for package in needed.get(page, ()) if importlib.util.find_spec(package) is None]
     return f"{', '.join(missing)} not installed" if missing else None
 
 
@@ -238,6 +257,12 @@ def framework(page: str, monkeypatch) -> Iterator[None]:
             for name, module in te_stand_in.package("2.20.0", print, print).items():
                 monkeypatch.setitem(sys.modules, name, module)
             stack.callback(transformer_engine.uninstall)
+        if page == "serving.md":
+            for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+                monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+            base = types.ModuleType("vllm.distributed.weight_transfer.base")
+            base.WeightSource, base.ParamMeta = object, serving.Served
+            monkeypatch.setitem(sys.modules, base.__name__, base)
         if page == "trainers.md":
             import accelerate
 

@@ -15,6 +15,7 @@ from zerofp4 import FourOverSix, GroupedNVFP4Tensor, MXFP8Tensor, NVFP4Tensor
 from zerofp4.inspect import QuantizationReport
 from zerofp4.launch import World
 from zerofp4.nn import ConversionReport, FilterFn
+from zerofp4.serving import Part
 
 
 def tensors() -> None:
@@ -189,6 +190,20 @@ def models_out(folder: str) -> None:
     assert_type(dict(zerofp4.master_state_dict(model, averages)), dict[str, Tensor])
     zerofp4.plain_state_dict(model)
     assert_type(zerofp4.unconvert_model(model, optimizer), list[str])
+
+
+def served(model: nn.Module, folder: str) -> None:
+    groups = zerofp4.serving.amax_groups(model, lambda module, name: name != "lm_head")
+    assert_type(groups, list[list[Tensor]])
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=1e-3, amax_groups=groups)
+    zerofp4.serving.FUSED.append(("wq", "wkv"))
+    amaxes = {"model.layers.0.mlp.down_proj": 8.0}
+    zerofp4.serving.save_pretrained(model, folder, optimizer, "modelopt", input_amaxes=amaxes, progress=print)
+    served = zerofp4.serving.weights(model, dtype=torch.bfloat16)
+    assert_type(served.served[0].shape, tuple[int, ...])
+    assert_type(dict(served.whole()), dict[str, Tensor])
+    for name, tensor, part in served:
+        assert_type((name, tensor, part), tuple[str, Tensor, Part])
 
 
 def fused_adamw() -> None:
