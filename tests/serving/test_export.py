@@ -203,10 +203,12 @@ def test_averages_are_quantized_as_masters_are(tmp_path):
     model = make_plain("Llama")
     optimizer = train(model)
     averages = AveragedMasters(optimizer, decay=0.5)
-    with torch.no_grad():
-        for buffer in optimizer._shards.buffers:
-            buffer.masters.mul_(3)
-    averages.update()  # twice the first masters
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape, dtype=p.dtype)
+    optimizer.step()
+    averages.update()
     serving.save_pretrained(model, tmp_path, averages)
     found = read(tmp_path)
     values = dict(zerofp4.master_state_dict(model, averages, torch.bfloat16))
@@ -219,6 +221,7 @@ def test_averages_are_quantized_as_masters_are(tmp_path):
             assert_bytes_equal(found[f"{name}.weight_packed"], expected.rowwise_data, name)
             assert_bytes_equal(found[f"{name}.weight_scale"], scales_of(expected), name)
             assert_bytes_equal(found[f"{name}.weight_global_scale"], 2688 / amax, name)
+            assert not member.rowwise_data.equal(expected.rowwise_data)
 
 
 # What cannot be served
