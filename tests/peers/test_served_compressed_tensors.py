@@ -19,6 +19,7 @@ pytest.importorskip("compressed_tensors", reason="compressed-tensors is not inst
 from compressed_tensors.compressors import NVFP4PackedCompressor
 from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
 from transformers import AutoModelForCausalLM
 
 FIELDS = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -67,6 +68,18 @@ def test_the_configuration_is_theirs(folders):
     assert NVFP4PackedCompressor.can_compress(nn.Linear, scheme)
     assert set(NVFP4PackedCompressor.compression_param_names(scheme)) == set(FIELDS)
     assert scheme.input_activations is None and scheme.weights.scale_dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("has_inputs", [False, True])
+def test_the_scheme_is_that_of_their_preset(has_inputs):
+    config = FORMATS["compressed-tensors"].config(ignore=[], has_inputs=has_inputs)
+    (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
+    names = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "scale_dtype")
+    preset = NVFP4 if has_inputs else NVFP4A16
+    for role in ("weights", "input_activations"):
+        ours, theirs = getattr(scheme, role), preset.get(role)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or all(getattr(ours, name) == getattr(theirs, name) for name in names)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -26,6 +26,7 @@ from cases.serving import (
 )
 from helpers import assert_bytes_equal
 from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import zerofp4
 from zerofp4 import serving
@@ -84,6 +85,14 @@ def test_configurations(format, tmp_path):
     content = json.loads(extra.read_text())["quantization"]
     assert set(content.pop("exclude_modules")) == ignored
     assert content == {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+
+
+def test_a_model_that_transformers_has_loaded(tmp_path):
+    make_plain("Mixtral").save_pretrained(tmp_path / "loaded")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "loaded")
+    optimizer = train(model)
+    serving.save_pretrained(model, tmp_path / "served", optimizer)
+    assert check_quantized(model, read(tmp_path / "served"), "compressed-tensors")
 
 
 @formats
@@ -288,11 +297,12 @@ def test_other_models_and_arguments(tmp_path):
     plain.lm_head.weight = nn.Parameter(zerofp4.quantize_mxfp8(plain.lm_head.weight))
     zerofp4.convert_model(plain, lambda module, name: name.endswith("o_proj"))
     refused(plain, tmp_path, ValueError, r"lm_head\.weight is an MXFP8Tensor, which no serving format here")
+    columns = zerofp4.quantize(plain.model.layers[0].mlp.down_proj.weight, rowwise=False, columnwise=True)
+    plain.model.layers[0].mlp.down_proj.weight = nn.Parameter(columns)
+    refused(plain, tmp_path, ValueError, r"down_proj\.weight cannot be served: it has no rowwise copy")
 
 
 def test_the_weight_of_a_conv1d(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=32, n_positions=16))
     zerofp4.convert_model(model.to(torch.bfloat16))
     refused(model, tmp_path, ValueError, r"c_attn\.weight is the weight \[in, out\] of a Conv1D")

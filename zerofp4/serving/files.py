@@ -144,31 +144,28 @@ class Export:
         """
         if self._written != len(self._shards):
             raise RuntimeError(f"shard {self._written + 1} of {len(self._shards)} was not written")
-        shards, head = self._paths, self._paths[-1].name
-        if len(shards) > 1:
+        if len(self._shards) > 1:
             self._write_index()
-            head = _INDEX
-        configurations = [path for path in self.draft.iterdir() if path.name not in (head, *_names(shards))]
-        for path in (*configurations, self.draft / head):
+        last = self.draft / (self._paths[0].name if len(self._shards) == 1 else _INDEX)
+        configurations = [path for path in self.draft.iterdir() if path not in (last, *self._paths)]
+        for path in (*configurations, last):
             _sync(path)
-        moves = [*(shards if head == _INDEX else []), *configurations, self.draft / head]
         older = self.draft / "older"
         older.mkdir()
         for path in configurations:
             if (self._folder / path.name).exists():
                 shutil.copy2(self._folder / path.name, older / path.name)
+        moves = [*(path for path in self._paths if path != last), *configurations, last]
         moved: list[Path] = []
         try:
             for path in moves:
                 os.replace(path, self._folder / path.name)
                 moved.append(path)
-        except BaseException:
-            for path in moved:
-                if (older / path.name).exists():
-                    os.replace(older / path.name, self._folder / path.name)
-                else:
-                    (self._folder / path.name).unlink()
-            raise
+        finally:
+            if last.exists():  # it was not moved
+                for path in moved:
+                    kept, place = older / path.name, self._folder / path.name
+                    os.replace(kept, place) if kept.exists() else place.unlink()
         self._is_new = False
         self._remove_older({path.name for path in moves})
 
@@ -186,10 +183,6 @@ class Export:
         if self._is_new:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    return [path.name for path in paths]
 
 
 def _shard_names(count: int, folder: Path) -> list[str]:

@@ -146,7 +146,8 @@ class PlainTensor:
 class Plan:
     """All tensors of an export, in the order of the model's state dict.
 
-    weights: those that are quantized; others: all other ones.
+    parts: what makes them, one for each key; weights: those of quantized weights. served: the tensors.
+    ignored: the modules with a matrix that is not quantized.
 
     Raises ValueError for what serving engines would not load, or would load wrongly.
     """
@@ -164,7 +165,7 @@ class Plan:
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating one, got {dtype}")
         self.format, self._model = FORMATS[format], check_model(model)
-        tensors = _tensors(model, sources)
+        tensors = _tensors(model)
         names = checkpoint_names(model, tensors)
         self.parts: list[QuantizedWeight | PlainTensor] = [
             self._part(key, value, names[key], sources.get(key), dtype) for key, value in tensors.items()
@@ -172,7 +173,7 @@ class Plan:
         self.weights = [part for part in self.parts if isinstance(part, QuantizedWeight)]
         if not self.weights:
             raise ValueError("model has no NVFP4 weight: call convert_model and train it first")
-        self.ignored = self._find_ignored(tensors, names)
+        self.ignored = self._find_ignored()
         self.served = [served for part in self.parts for served in part.served()]
         self._check_names()
         matrices = {matrix.module: matrix for weight in self.weights for matrix in weight.matrices}
@@ -209,7 +210,7 @@ class Plan:
     def total(self) -> int:
         return sum(served.nbytes for served in self.served)
 
-    def _find_ignored(self, tensors: dict[str, torch.Tensor], names: dict[str, str | None]) -> list[str]:
+    def _find_ignored(self) -> list[str]:
         """Modules with a matrix that is not quantized, as the model and as its checkpoint call them; tied
         ones too, and no embeddings.
         """
@@ -246,7 +247,7 @@ class Plan:
         return self.format.extra_files(self.ignored, self.has_inputs)
 
 
-def _tensors(model: nn.Module, sources: dict[str, Source]) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a model by key, tied ones once, under the first name."""
     values = model.state_dict(keep_vars=True)  # first: FSDP2 shards its parameters for it
     parameters = dict(model.named_parameters(remove_duplicate=False))

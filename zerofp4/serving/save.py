@@ -165,17 +165,18 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
 
 @torch.no_grad()
 def _write(plan: Plan, export: Export | None, error: OwnError, progress: Callable | None) -> None:
-    """Write all tensors on the rank that has an export. The others take part in gathers: to them an error is
-    told at the end.
+    """Write all tensors on the rank that has an export. Behind an error it goes on, since the others wait in
+    gathers.
     """
     sizes, done = {served.name: served.nbytes for served in plan.served}, 0
     for part in plan.parts:
         if export is None and not part.is_collective:
             continue
-        for name, tensor in part.tensors():
-            if export is not None and not error:
-                with error:
-                    export.add(name, tensor)
-                    done += sizes[name]
-                    if progress is not None:
-                        progress(done, plan.total)
+        with error:
+            for name, tensor in part.tensors():
+                if export is None or error:
+                    break
+                export.add(name, tensor)
+                done += sizes[name]
+                if progress is not None:
+                    progress(done, plan.total)
