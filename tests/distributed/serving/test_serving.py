@@ -66,7 +66,7 @@ def on_one_machine(model: nn.Module) -> nn.Module:
     return whole
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_zero_ranks_write_what_they_trained(world, name):
     model = make_plain(name)
@@ -84,7 +84,7 @@ def read_alone(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     return read(folder)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_sharded_models_are_written_as_whole_ones(world, name):
     model, _ = sharded(world, name)
@@ -195,7 +195,7 @@ def check_pieces(world, model: nn.Module, dtype: torch.dtype | None) -> None:
         assert taken.all(), announced
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_pieces_of_sharded_models(world, name):
     model, _ = sharded(world, name)
