@@ -157,10 +157,10 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
     if tokenizer is not None:
         tokenizer.save_pretrained(export.draft)
         return
-    origin = Path(getattr(model.config, "_name_or_path", "") or "/nowhere")
-    for name in _TOKENIZER_FILES:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, export.draft / name)
+    origin = getattr(model.config, "_name_or_path", None)  # a folder, a name on the hub, or nothing
+    for name in _TOKENIZER_FILES if origin else ():
+        if (Path(origin) / name).is_file():
+            shutil.copyfile(Path(origin) / name, export.draft / name)
 
 
 @torch.no_grad()
