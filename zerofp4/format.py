@@ -23,6 +23,9 @@ ATOM_ROWS, ATOM_COLUMNS = 128, 4
 """Rows and scale columns of one 512-byte atom of the swizzled layout; padded layouts are multiples of both.
 """
 
+STATE_GROUP = 64
+"""So many elements of a row of compact optimizer state share their scales."""
+
 MXFP8_BLOCK = 32
 """Elements of an MXFP8 scaling block, along a row or a column."""
 

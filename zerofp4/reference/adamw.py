@@ -1,6 +1,7 @@
 """AdamW."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,29 @@ def adamw_step(
     float32 tensors of one shape; the gradient may be bfloat16. The scalars are computed in double and rounded
     once, then every operation rounds once, in the order written. The first moment is torch.lerp's formula.
     """
+    scalars = adamw_scalars(step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    exp_avg, exp_avg_sq = adamw_moments(exp_avg, exp_avg_sq, gradient, scalars, maximize)
+    denominator = root(exp_avg_sq) * scalars.inv_sqrt + scalars.eps
+    master = master * scalars.decay - scalars.step_size * (exp_avg / denominator)
+    return master, exp_avg, exp_avg_sq
+
+
+class AdamWScalars(NamedTuple):
+    """float32 []."""
+
+    decay: torch.Tensor
+    weight1: torch.Tensor
+    beta2: torch.Tensor
+    weight2: torch.Tensor
+    step_size: torch.Tensor
+    inv_sqrt: torch.Tensor
+    eps: torch.Tensor
+
+
+def adamw_scalars(
+    step: int, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> AdamWScalars:
+    """What the elements of a tensor need in an update: computed in double, each rounded once."""
     beta1, beta2 = betas
     scalars = (
         1 - lr * weight_decay,
@@ -44,17 +68,29 @@ def adamw_step(
         1 / math.sqrt(1 - power(beta2, step)),
         eps,
     )
-    scalars = torch.tensor(scalars, dtype=torch.float64).float()
-    decay, weight1, beta2, weight2, step_size, inv_sqrt, eps = scalars.unbind()
+    return AdamWScalars(*torch.tensor(scalars, dtype=torch.float64).float().unbind())
+
+
+def adamw_moments(
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    scalars: AdamWScalars,
+    maximize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exp_avg, exp_avg_sq) after an update."""
     g = -gradient.float() if maximize else gradient.float()
+    weight1 = scalars.weight1
     if weight1 < 0.5:
         exp_avg = exp_avg + weight1 * (g - exp_avg)
     else:
         exp_avg = g - (1 - weight1) * (g - exp_avg)
-    exp_avg_sq = exp_avg_sq * beta2 + (g * weight2) * g
-    # In double and then rounded, a square root is the nearest one; torch's in float32 often is not, on a CPU.
-    denominator = exp_avg_sq.double().sqrt().float() * inv_sqrt + eps
-    return master * decay - step_size * (exp_avg / denominator), exp_avg, exp_avg_sq
+    return exp_avg, exp_avg_sq * scalars.beta2 + (g * scalars.weight2) * g
+
+
+def root(values: torch.Tensor) -> torch.Tensor:
+    """Square roots of float32 values, each the nearest float, which torch's own often are not on a CPU."""
+    return values.double().sqrt().float()
 
 
 def average(pieces: torch.Tensor) -> torch.Tensor:
