@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
+#include "common/compact.h"
 #include "common/squares.h"
 #include "dispatch/update.h"
 
@@ -12,7 +13,7 @@ namespace {
 AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t step,
                                  uintptr_t present, int gradient_dtype, int64_t start, int64_t numel,
                                  int64_t rows, int64_t cols, int weight_dtype, int64_t tile_offset,
-                                 int64_t amax_offset) {
+                                 int64_t amax_offset, const CompactState& compact) {
     AdamWDescriptor tensor{};
     tensor.master = pointer<float>(master);
     tensor.exp_avg = pointer<float>(exp_avg);
@@ -27,7 +28,24 @@ AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t 
     tensor.weight_dtype = static_cast<DType>(weight_dtype);
     tensor.tile_offset = tile_offset;
     tensor.amax_offset = amax_offset;
+    tensor.compact = compact;
+    tensor.compact.aligned = compact.aligned && master % 16 == 0;
     return tensor;
+}
+
+CompactState compact_state(uintptr_t high, uintptr_t low, uintptr_t exp_avg, uintptr_t exp_avg_sq,
+                           uintptr_t scales, int64_t first_group, uint64_t first_block, uint32_t number) {
+    CompactState state{};
+    state.high = pointer<BFloat16>(high);
+    state.low = pointer<uint8_t>(low);
+    state.exp_avg = pointer<int8_t>(exp_avg);
+    state.exp_avg_sq = pointer<uint8_t>(exp_avg_sq);
+    state.scales = pointer<StateScales>(scales);
+    state.first_group = first_group;
+    state.first_block = first_block;
+    state.number = number;
+    state.aligned = (high | low | exp_avg | exp_avg_sq) % 16 == 0;
+    return state;
 }
 
 AdamWOptions adamw_options(uintptr_t lr_address, uintptr_t skip, uintptr_t factor, double lr, double beta1,
@@ -47,8 +65,15 @@ AdamWOptions adamw_options(uintptr_t lr_address, uintptr_t skip, uintptr_t facto
 
 GradientPieces gradient_pieces(uintptr_t received, int64_t stride, uintptr_t masters, int rank, int count,
                                const std::vector<uintptr_t>& rows) {
-    return {
-        pointer<const void>(received), stride, pointer<const float>(masters), rank, count, peer_rows(rows)};
+    GradientPieces pieces{};
+    pieces.received = pointer<const void>(received);
+    pieces.stride = stride;
+    pieces.masters = pointer<const void>(masters);
+    pieces.rank = rank;
+    pieces.count = count;
+    pieces.share = count > 0 ? 1.0 / count : 0.0;
+    pieces.rows = peer_rows(rows);
+    return pieces;
 }
 
 void average(const Target& target, uintptr_t pieces, uintptr_t own, int dtype, int rank, int64_t count,
@@ -107,10 +132,13 @@ void find_nonfinite(const Target& target, const std::vector<uintptr_t>& tensors,
 }  // namespace
 
 void bind_optim(py::module_& m) {
+    py::class_<CompactState>(m, "CompactState")
+        .def(py::init(&compact_state), py::kw_only(), "high"_a, "low"_a, "exp_avg"_a, "exp_avg_sq"_a,
+             "scales"_a, "first_group"_a, "first_block"_a, "number"_a);
     py::class_<AdamWDescriptor>(m, "AdamWDescriptor")
         .def(py::init(&adamw_descriptor), py::kw_only(), "master"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
              "present"_a, "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a,
-             "tile_offset"_a, "amax_offset"_a);
+             "tile_offset"_a, "amax_offset"_a, "compact"_a = CompactState{});
     py::class_<AdamWOptions>(m, "AdamWOptions")
         .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "skip"_a, "factor"_a, "lr"_a, "beta1"_a,
              "beta2"_a, "eps"_a, "weight_decay"_a, "maximize"_a);
@@ -118,8 +146,8 @@ void bind_optim(py::module_& m) {
         .def(py::init(&gradient_pieces), py::kw_only(), "received"_a = 0, "stride"_a = 0, "masters"_a = 0,
              "rank"_a = 0, "count"_a = 0, "rows"_a = std::vector<uintptr_t>());
     py::class_<AdamWPlan>(m, "AdamWPlan")
-        .def(py::init<bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
-             "tensors"_a, "reduced"_a)
+        .def(py::init<bool, bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
+             "compact"_a, "tensors"_a, "reduced"_a)
         .def("descriptor_bytes", [](const AdamWPlan& plan) { return py::bytes(plan.descriptor_bytes()); })
         .def("step_bytes", &AdamWPlan::step_bytes)
         .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
@@ -127,6 +155,7 @@ void bind_optim(py::module_& m) {
         .def("update", &AdamWPlan::update, "target"_a, "pieces"_a, NoGil());
     m.def("average", &average, py::kw_only(), "target"_a, "pieces"_a, "own"_a = 0, "dtype"_a, "rank"_a = 0,
           "count"_a, "numel"_a, "output"_a, "squares"_a = 0, "rows"_a = std::vector<uintptr_t>(), NoGil());
+    m.attr("RANDOM_COLUMNS") = kRandomColumns;
     m.attr("SQUARE_RANGES") = kSquareRanges;
     m.attr("SQUARE_WORDS") = kSquareWords;
     m.attr("SQUARE_COPIES") = kSquareCopies;

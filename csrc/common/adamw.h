@@ -46,22 +46,33 @@ ZEROFP4_HD AdamWStep adamw_scalars(const AdamWOptions& options, const AdamWDescr
     const float weight1 = static_cast<float>(1.0 - options.beta1);
     step.lerp_from_start = weight1 < 0.5f;
     step.lerp_factor = step.lerp_from_start ? weight1 : -(1.0f - weight1);
-    step.gradient_sign = options.maximize ? 0x80000000u : 0u;
     step.decay = static_cast<float>(1.0 - lr * options.weight_decay);
     step.beta2 = static_cast<float>(options.beta2);
     step.weight2 = static_cast<float>(1.0 - options.beta2);
     step.step_size = static_cast<float>(lr / (1.0 - power(options.beta1, count)));
     step.inv_sqrt = static_cast<float>(1.0 / square_root(1.0 - power(options.beta2, count)));
     step.eps = static_cast<float>(options.eps);
-    step.factor = options.factor ? *options.factor : 1.0f;
+    const float factor = options.factor ? *options.factor : 1.0f;
+    step.factor = options.maximize ? -factor : factor;
+    step.maximize = options.maximize;
+    step.count = static_cast<uint32_t>(count);
+    if (tensor.compact.exp_avg != nullptr) {
+        step.eps = step.eps < 0x1p-126f ? 0x1p-126f : step.eps > 0x1p100f ? 0x1p100f : step.eps;
+        // A second moment is at least (scale / 2^9)^2 * beta2, here 2^-100.
+        step.least_scale = static_cast<float>(0x1p-41 / square_root(options.beta2));
+    }
     return step;
 }
 
-ZEROFP4_HD void adamw_element(const AdamWStep& step, float gradient, float& master, float& exp_avg,
-                              float& exp_avg_sq) {
-    const float g = from_bits(to_bits(gradient) ^ step.gradient_sign);
+// g: the gradient, or its negative to maximize.
+ZEROFP4_HD void adamw_moments(const AdamWStep& step, float g, float& exp_avg, float& exp_avg_sq) {
     exp_avg = (step.lerp_from_start ? exp_avg : g) + step.lerp_factor * (g - exp_avg);
     exp_avg_sq = exp_avg_sq * step.beta2 + (g * step.weight2) * g;
+}
+
+ZEROFP4_HD void adamw_element(const AdamWStep& step, float g, float& master, float& exp_avg,
+                              float& exp_avg_sq) {
+    adamw_moments(step, g, exp_avg, exp_avg_sq);
     const float denominator = square_root(exp_avg_sq) * step.inv_sqrt + step.eps;
     master = master * step.decay - step.step_size * (exp_avg / denominator);
 }

@@ -36,6 +36,7 @@ struct Kernels {
     void (*quantize_mxfp8)(const Mxfp8Args&, int threads);
     void (*dequantize_mxfp8)(const Mxfp8DequantizeTable&, DType, int threads);
     void (*adamw_update)(const AdamWTable&, int threads);
+    void (*compact_update)(const AdamWTable&, int threads);
     void (*average)(const AverageArgs&, int threads);
     void (*find_nonfinite)(const NonfiniteArgs&, int threads);
     void (*add_squares)(const SquaresArgs&, int threads);

@@ -27,6 +27,7 @@
     DO(quantize_mxfp8)   \
     DO(dequantize_mxfp8) \
     DO(adamw_update)     \
+    DO(compact_update)   \
     DO(average)          \
     DO(find_nonfinite)   \
     DO(add_squares)

@@ -58,6 +58,7 @@ struct Kernels {
     void (*adamw_begin)(const AdamWTable&, const AdamWOptions&, int64_t first, const uintptr_t* gradients,
                         int64_t count, cudaStream_t stream);
     void (*adamw_update)(const AdamWTable&, cudaStream_t stream);
+    void (*compact_update)(const AdamWTable&, cudaStream_t stream);
     void (*average)(const AverageArgs&, cudaStream_t stream);
     void (*find_nonfinite)(const NonfiniteArgs&, cudaStream_t stream);
     void (*add_squares)(const SquaresArgs&, cudaStream_t stream);

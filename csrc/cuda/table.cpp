@@ -31,6 +31,7 @@
     DO(dequantize_mxfp8)  \
     DO(adamw_begin)       \
     DO(adamw_update)      \
+    DO(compact_update)    \
     DO(average)           \
     DO(find_nonfinite)    \
     DO(add_squares)       \

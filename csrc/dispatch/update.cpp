@@ -5,8 +5,8 @@
 
 namespace zerofp4 {
 
-AdamWPlan::AdamWPlan(bool on_cpu, std::vector<AdamWDescriptor> tensors, uintptr_t reduced)
-    : on_cpu_(on_cpu), tensors_(std::move(tensors)), steps_(on_cpu ? tensors_.size() : 0) {
+AdamWPlan::AdamWPlan(bool on_cpu, bool compact, std::vector<AdamWDescriptor> tensors, uintptr_t reduced)
+    : on_cpu_(on_cpu), compact_(compact), tensors_(std::move(tensors)), steps_(on_cpu ? tensors_.size() : 0) {
     for (AdamWDescriptor& tensor : tensors_)
         table_.strip_units = partition_strips(tensor, table_.strip_units);
     table_.tensors = on_cpu_ ? tensors_.data() : nullptr;
@@ -49,8 +49,13 @@ void AdamWPlan::update(const Target& target, const GradientPieces& pieces) const
     AdamWTable table = table_;
     table.pieces = pieces;
     dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.adamw_update(table, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.adamw_update(table, stream); });
+        target,
+        [&](const cpu::Kernels& k, int threads) {
+            (compact_ ? k.compact_update : k.adamw_update)(table, threads);
+        },
+        [&](const cuda::Kernels& k, cudaStream_t stream) {
+            (compact_ ? k.compact_update : k.adamw_update)(table, stream);
+        });
 }
 
 }  // namespace zerofp4

@@ -15,8 +15,9 @@ class AdamWPlan {
     AdamWPlan(const AdamWPlan&) = delete;
     AdamWPlan& operator=(const AdamWPlan&) = delete;
 
-    // `reduced` is the vector that the amaxes of tensors with a tile_offset >= 0 go to.
-    AdamWPlan(bool on_cpu, std::vector<AdamWDescriptor> tensors, uintptr_t reduced);
+    // `compact`: all tensors are in compact state, or none. `reduced` is the vector that the amaxes of
+    // tensors with a tile_offset >= 0 go to.
+    AdamWPlan(bool on_cpu, bool compact, std::vector<AdamWDescriptor> tensors, uintptr_t reduced);
 
     // For CUDA: the bytes of the descriptors, to be copied to the device; where they are there, and
     // step_bytes() of memory for the scalars of a step.
@@ -33,6 +34,7 @@ class AdamWPlan {
 
   private:
     bool on_cpu_;
+    bool compact_;
     std::vector<AdamWDescriptor> tensors_;
     std::vector<AdamWStep> steps_;  // of a CPU plan
     AdamWTable table_{};

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import BLOCK
+from zerofp4.format import BLOCK, STATE_GROUP
 from zerofp4.layout import ceil_div
 from zerofp4.ops.device import (
     DTYPE_CODES,
@@ -33,6 +33,9 @@ PLAN_MISMATCH: int = _C.PLAN_MISMATCH
 
 ROW = 128
 """Columns of the matrix that an optimizer takes a tensor without tiles for: those of a kernel's strip."""
+
+RANDOM_COLUMNS: int = _C.RANDOM_COLUMNS
+"""So many neighbors of a row share a block of random bytes."""
 
 
 # Casts
@@ -349,6 +352,34 @@ class AdamWItem(NamedTuple):
     """float64 of one element on the device: where it is 0, the item counts as one without gradient."""
 
 
+class CompactItem(NamedTuple):
+    """One tensor of an update of compact state: contiguous, on the device of the others.
+
+    master: float32, or bfloat16 with `low`. Its last dimension is a row, unless it has pieces.
+    """
+
+    master: torch.Tensor
+    low: torch.Tensor | None
+    """uint8, as many as masters: their lowest bytes. None for float32 masters, and for zeros that only amaxes
+    are taken of.
+    """
+    step: torch.Tensor | None
+    exp_avg: torch.Tensor | None
+    """int8 codes; or float32, without scales, beside bfloat16 masters. None where there is no state yet."""
+    exp_avg_sq: torch.Tensor | None
+    """uint8 codes, or float32."""
+    scales: torch.Tensor | None
+    """float32 [groups, 2]: the owned groups of rows of STATE_GROUP elements, row by row."""
+    gradient_dtype: torch.dtype
+    pieces: tuple[MasterPiece, ...] = ()
+    """As of AdamWItem. Each begins with a group of its matrix, and ends with one."""
+    present: torch.Tensor | None = None
+    number: int = 0
+    """Of the parameter in its optimizer, below 2**32: it chooses the random bytes that round its masters."""
+    first_row: int = 0
+    """The number of the first row among those of the parameter, where other ranks have rows before it."""
+
+
 class RankGradients(NamedTuple):
     """Gradients that have not been averaged: the mean is ((r0 + r1) + ...) / ranks, in float32, and the bytes
     are those of ops.average followed by an update.
@@ -383,7 +414,7 @@ class _Split:
     item's own counter and the others in copies of it: none could read a counter that another advances.
     """
 
-    def __init__(self, item: AdamWItem):
+    def __init__(self, item: AdamWItem | CompactItem):
         self.parts, self.begins, self._step = [item], [0], item.step
         self._copies = None
         if len(item.pieces) < 2:
@@ -394,14 +425,19 @@ class _Split:
         if item.step is not None:
             self._copies = torch.empty(len(numels) - 1, dtype=torch.float32, device=item.step.device)
             steps[1:] = self._copies.split(1)
-        arrays = [
-            [None] * len(numels) if array is None else array.view(-1).split(numels)
-            for array in (item.master, item.exp_avg, item.exp_avg_sq)
-        ]
+        arrays = {"step": steps}
+        for name in ("master", "low", "exp_avg", "exp_avg_sq", "scales"):
+            array = getattr(item, name, None)
+            if array is not None:
+                sizes = numels if name != "scales" else [2 * _group_range(p)[1] for p in item.pieces]
+                arrays[name] = array.view(-1).split(sizes)
         self.parts = [
-            AdamWItem(master, step, *moments, item.gradient_dtype, (piece,), item.present)
-            for piece, step, master, *moments in zip(item.pieces, steps, *arrays, strict=True)
+            item._replace(pieces=(piece,), **{name: parts[k] for name, parts in arrays.items()})
+            for k, piece in enumerate(item.pieces)
         ]
+        if isinstance(item, CompactItem):  # the rows of a stack are those of its matrices, one after another
+            rows = item.pieces[0].matrix[0]
+            self.parts = [part._replace(first_row=k * rows) for k, part in enumerate(self.parts)]
 
     def take_step(self) -> None:
         """Make the copies what the counter is now, on its device."""
@@ -409,30 +445,86 @@ class _Split:
             self._copies.copy_(self._step.view(1).expand_as(self._copies))
 
 
-def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
+def _descriptor(item: AdamWItem | CompactItem) -> _C.AdamWDescriptor:
+    if isinstance(item, CompactItem):
+        return _compact_descriptor(item)
     numel = item.master.numel()
     whole = MasterPiece(None, Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
-    _, shard, (rows, cols), dtype, tile_offset, amax_offset, *_ = item.pieces[0] if item.pieces else whole
     return _C.AdamWDescriptor(
         master=address_of("master", item.master),
         exp_avg=address_of("exp_avg", item.exp_avg),
         exp_avg_sq=address_of("exp_avg_sq", item.exp_avg_sq),
-        step=address_of("step", item.step),
-        present=address_of("present", item.present),
-        gradient_dtype=DTYPE_CODES[item.gradient_dtype],
-        start=shard.start,
-        numel=shard.numel,
-        rows=rows,
-        cols=cols,
-        weight_dtype=DTYPE_CODES[dtype],
-        tile_offset=tile_offset,
-        amax_offset=amax_offset,
+        **_common(item, item.pieces[0] if item.pieces else whole),
     )
+
+
+def _common(item: AdamWItem | CompactItem, piece: MasterPiece) -> dict[str, int]:
+    """Arguments of every descriptor."""
+    return {
+        "step": address_of("step", item.step),
+        "present": address_of("present", item.present),
+        "gradient_dtype": DTYPE_CODES[item.gradient_dtype],
+        "start": piece.shard.start,
+        "numel": piece.shard.numel,
+        "rows": piece.matrix[0],
+        "cols": piece.matrix[1],
+        "weight_dtype": DTYPE_CODES[piece.dtype],
+        "tile_offset": piece.tile_offset,
+        "amax_offset": piece.amax_offset,
+    }
+
+
+def _compact_descriptor(item: CompactItem) -> _C.AdamWDescriptor:
+    if item.pieces:
+        piece = item.pieces[0]
+    else:
+        cols = item.master.shape[-1] if item.master.dim() else 1
+        matrix = item.master.numel() // max(cols, 1), cols
+        piece = MasterPiece(None, Shard(0, item.master.numel()), matrix, torch.float32, -1, -1)
+    is_float, coded = item.master.dtype == torch.float32, item.scales is not None
+    master, exp_avg, exp_avg_sq = (
+        address_of(name, getattr(item, name)) for name in ("master", "exp_avg", "exp_avg_sq")
+    )
+    return _C.AdamWDescriptor(
+        master=master if is_float else 0,
+        exp_avg=0 if coded else exp_avg,
+        exp_avg_sq=0 if coded else exp_avg_sq,
+        compact=_C.CompactState(
+            high=0 if is_float else master,
+            low=address_of("low", item.low),
+            exp_avg=exp_avg if coded else 0,
+            exp_avg_sq=exp_avg_sq if coded else 0,
+            scales=address_of("scales", item.scales),
+            first_group=_group_range(piece)[0] if coded else 0,
+            first_block=item.first_row * ceil_div(piece.matrix[1], RANDOM_COLUMNS),
+            number=item.number,
+        ),
+        **_common(item, piece),
+    )
+
+
+def _group_range(piece: MasterPiece) -> tuple[int, int]:
+    """The first group of a piece, row by row of its matrix, and how many it has.
+
+    Raises ValueError for a piece that has part of a group.
+    """
+    cols = piece.matrix[1]
+    counts = []
+    for position in (piece.shard.start, piece.shard.end):
+        row, col = divmod(position, max(cols, 1))
+        if col % STATE_GROUP:
+            raise ValueError(
+                f"compact state of elements {piece.shard.start} to {piece.shard.end} of a matrix "
+                f"{list(piece.matrix)}: a piece begins and ends with a group of {STATE_GROUP} elements of a row"
+            )
+        counts.append(row * ceil_div(cols, STATE_GROUP) + col // STATE_GROUP)
+    return counts[0], counts[1] - counts[0]
 
 
 class AdamWStage:
     """AdamW for a list of tensors: begin() per parameter group, then one update().
 
+    items: all AdamWItem, or all CompactItem.
     reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
     tiles with owned elements are written, words of amax groups raised.
 
@@ -443,7 +535,7 @@ class AdamWStage:
     graph that has captured its calls, but not its making, can be replayed while all of these live.
     """
 
-    def __init__(self, items: Sequence[AdamWItem], reduced: torch.Tensor | None):
+    def __init__(self, items: Sequence[AdamWItem] | Sequence[CompactItem], reduced: torch.Tensor | None):
         self.device = items[0].master.device
         splits = [_Split(item) for item in items]
         parts = [part for split in splits for part in split.parts]
@@ -451,6 +543,7 @@ class AdamWStage:
         self._firsts = list(itertools.accumulate((len(split.parts) for split in splits), initial=0))
         self._plan = _C.AdamWPlan(
             on_cpu=self.device.type == "cpu",
+            compact=isinstance(items[0], CompactItem),
             tensors=[_descriptor(part) for part in parts],
             reduced=address_of("reduced", reduced),
         )

@@ -6,8 +6,30 @@
 
 namespace zerofp4 {
 
-// One tensor of an update: its geometry says which elements of which matrix they are, for the tile amaxes;
-// one that wants none (tile_offset < 0) is a matrix of rows of 128 columns.
+// So many consecutive elements of a row of compact state share their scales; the last of a row may be fewer.
+constexpr int kStateGroup = 64;
+
+// The scales of a group's first and second moments.
+struct alignas(8) StateScales {
+    float exp_avg;
+    float exp_avg_sq;  // of the square roots
+};
+
+// The arrays of a tensor in compact state (common/compact.h), [numel] but for the scales.
+struct CompactState {
+    BFloat16* high;  // of 24-bit masters, with `low`; null where the master is float32
+    uint8_t* low;
+    int8_t* exp_avg;
+    uint8_t* exp_avg_sq;
+    StateScales* scales;   // [groups], in the order of the elements
+    int64_t first_group;   // of the first owned element, row-major [rows, groups of a row]
+    uint64_t first_block;  // the random bytes of element (0, 0)
+    uint32_t number;       // tells tensors apart that round with the same step count
+    int32_t aligned;       // all arrays lie at 16 bytes
+};
+
+// One tensor of an update: its geometry says which elements of which matrix they are, for the tile amaxes
+// and for the groups of compact state; one that has neither is a matrix of rows of 128 columns.
 struct AdamWDescriptor : ShardGeometry {
     float* master;  // [numel], as are exp_avg and exp_avg_sq, which are null where there is no state yet
     float* exp_avg;
@@ -16,6 +38,7 @@ struct AdamWDescriptor : ShardGeometry {
     const double* present;  // [1]: 0 where no rank has a gradient; null: there is one wherever one is given
     DType gradient_dtype;
     int32_t gradient_padding;
+    CompactState compact;  // all null in a list of ordinary tensors
 };
 
 // The options of a parameter group.
@@ -33,8 +56,7 @@ struct AdamWOptions {
 
 // What the elements of one tensor need in one step.
 struct AdamWStep {
-    const void* gradient;    // [numel]; null: nothing is updated, only amaxes are taken
-    uint32_t gradient_sign;  // flips it
+    const void* gradient;  // [numel]; null: nothing is updated, only amaxes are taken
     int32_t lerp_from_start;
     float lerp_factor;
     float decay;
@@ -43,7 +65,10 @@ struct AdamWStep {
     float step_size;
     float inv_sqrt;  // 1 / sqrt(1 - beta2^step)
     float eps;
-    float factor;  // of gradients
+    float factor;  // of gradients, but not of a mean of the ranks'; negative to maximize
+    int32_t maximize;
+    uint32_t count;     // this update's number, from 1 on
+    float least_scale;  // of the second moments of a compact group whose roots need no care
 };
 
 // Gradients that the ranks have brought, whose mean is wanted: ((r0 + r1) + ...) / count, in float32. What
@@ -51,9 +76,10 @@ struct AdamWStep {
 struct GradientPieces {
     const void* received;  // [count][stride], of every other rank; or null
     int64_t stride;
-    const float* masters;  // the first of the slice
+    const void* masters;  // the first of the slice
     int32_t rank;
     int32_t count;  // 0: there is nothing to add up
+    double share;   // 1 / count
     PeerRows rows;  // of every rank, in place of `received`
 };
 
@@ -62,6 +88,13 @@ template <class G>
 ZEROFP4_HD const G* row_of(const GradientPieces& pieces, int r) {
     if (pieces.received == nullptr) return static_cast<const G*>(pieces.rows.of[r]);
     return r == pieces.rank ? nullptr : static_cast<const G*>(pieces.received) + r * pieces.stride;
+}
+
+// Where the gradients of a tensor begin in the rows.
+ZEROFP4_HD int64_t place_in_rows(const GradientPieces& pieces, const AdamWDescriptor& tensor) {
+    if (tensor.compact.high != nullptr)
+        return tensor.compact.high - static_cast<const BFloat16*>(pieces.masters);
+    return tensor.master - static_cast<const float*>(pieces.masters);
 }
 
 // Everything the update is given, passed by value; tensors and steps are on the device that runs it.

@@ -4,15 +4,12 @@
 
 #include "cpu/device/raise.h"
 #include "cpu/kernels.h"
+#include "cpu/optim/gradients.h"
 #include "cpu/strip/patch.h"
 #include "cpu/strip/tile_amax.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
-
-// The largest bits of a magnitude in each column of a patch: as integers they sort like the magnitudes, NaN
-// above Inf.
-using ColumnBits = uint32_t[kStripColumns];
 
 // `count` elements next to each other; `most` has their columns. Not inlined: GCC would forget that the
 // arrays do not overlap.
@@ -29,28 +26,8 @@ __attribute__((noinline)) void update_elements(const AdamWStep step, float facto
     }
 }
 
-// The mean of `count` elements that the ranks have brought, from `index` of the tensor on.
-template <class G>
-void average_elements(const GradientPieces& pieces, const AdamWDescriptor& tensor, const G* own,
-                      int64_t index, int64_t count, float* means) {
-    const int64_t place = tensor.master - pieces.masters + index;
-    for (int r = 0; r < pieces.count; ++r) {
-        const G* brought = row_of<G>(pieces, r);
-        brought = brought == nullptr ? own + index : brought + place;
-        for (int64_t i = 0; i < count; ++i)
-            means[i] = r == 0 ? load_float(brought[i]) : means[i] + load_float(brought[i]);
-    }
-    for (int64_t i = 0; i < count; ++i) means[i] /= static_cast<float>(pieces.count);
-}
-
 void read_elements(const float* __restrict master, int64_t count, uint32_t* __restrict most) {
     for (int64_t i = 0; i < count; ++i) most[i] = larger(most[i], magnitude_bits(master[i]));
-}
-
-float tile_magnitude(const ColumnBits& most, int64_t t) {
-    uint32_t bits = 0;
-    for (int c = 0; c < kBlock; ++c) bits = larger(bits, most[t * kBlock + c]);
-    return from_bits(bits);
 }
 
 // G is the type of a gradient's elements; with kRead there is none.
@@ -71,7 +48,7 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
                 read_elements(tensor.master + index, count, most + owned.begin);
             } else if (table.pieces.count > 0) {
                 float means[kStripColumns];
-                average_elements(table.pieces, tensor, gradient, index, count, means);
+                load_gradients<G>(table.pieces, tensor, step, index, count, means);
                 update_elements<float, kAmax>(step, 1.0f, means, tensor.master + index,
                                               tensor.exp_avg + index, tensor.exp_avg_sq + index, count,
                                               most + owned.begin);

@@ -12,6 +12,17 @@ ZEROFP4_HD float rounded_magnitude(float x, DType weight_dtype) {
     return rounded <= kFloatMax ? rounded : kInf;
 }
 
+// The largest bits of a magnitude in each column of a patch: as integers they sort like the magnitudes, NaN
+// above Inf.
+using ColumnBits = uint32_t[kStripColumns];
+
+// Of tile t of the patch.
+inline float tile_magnitude(const ColumnBits& most, int64_t t) {
+    uint32_t bits = 0;
+    for (int c = 0; c < kBlock; ++c) bits = larger(bits, most[t * kBlock + c]);
+    return from_bits(bits);
+}
+
 // The tile amaxes of a patch go to the reduced vector, if it has words for them; returns the largest.
 // magnitude_of(t) is the largest magnitude that is owned of tile t of the patch.
 template <class MagnitudeOf>

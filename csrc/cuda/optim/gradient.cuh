@@ -2,7 +2,7 @@
 // Where an update finds a lane's gradients: in one array, or in an array of every rank, whose mean they are.
 // What is loaded stays in words until it is needed, so that the loads of other arrays are on their way too.
 
-#include "common/args/adamw.h"
+#include "common/adamw.h"
 #include "cuda/device/vector.cuh"
 
 namespace zerofp4::cuda {
@@ -75,17 +75,18 @@ struct PeerRowsOf {
 // As GivenGradient, of the pieces that the ranks have brought. Without a factor, for which there is no
 // register: gradients are clipped once they have been reduced.
 template <typename G, int kCount, typename Rows>
-struct MeanGradient {
-    static constexpr int kAhead = Rows::kAhead;  // ranks whose vectors are loaded before the first is used
+class MeanGradient {
+  public:
     static constexpr int kWords = kCount / kPerWord<G>;
+    // Ranks whose vectors are loaded before the first is used: more would not fit into registers.
+    static constexpr int kAhead = kWords > 8 ? 1 : Rows::kAhead;
     using Words = uint32_t[kAhead][kWords];
-    const GradientPieces& pieces;
-    const Rows rows;
 
     __device__ __forceinline__ MeanGradient(const AdamWTable& table, const AdamWDescriptor& tensor,
                                             const AdamWStep& step, int64_t index)
         : pieces(table.pieces),
-          rows(table.pieces, step, index, (tensor.master - table.pieces.masters) + index) {}
+          sign(step.maximize ? -1.0f : 1.0f),
+          rows(table.pieces, step, index, place_in_rows(table.pieces, tensor) + index) {}
 
     __device__ __forceinline__ bool has_vectors() const { return rows.are_aligned(kCount); }
     __device__ __forceinline__ void load(int64_t offset, Words& words) const {
@@ -105,9 +106,14 @@ struct MeanGradient {
             load_words<false>(rows.of_rank(r) + offset, words[0]);
             add(words[0], values);
         }
-        const float by = static_cast<float>(pieces.count);
+        if ((pieces.count & (pieces.count - 1)) == 0) {
+            const float share = sign * static_cast<float>(pieces.share);
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) values[k] /= by;
+            for (int k = 0; k < kCount; ++k) values[k] *= share;
+        } else {
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) values[k] = divided(values[k]);
+        }
     }
     __device__ __forceinline__ static void add(uint32_t (&words)[kWords], float (&values)[kCount]) {
         float brought[kCount];
@@ -119,8 +125,21 @@ struct MeanGradient {
         float sum = load_float(rows.of_rank(0)[offset]);
 #pragma unroll 1
         for (int r = 1; r < pieces.count; ++r) sum += load_float(rows.of_rank(r)[offset]);
-        return sum / static_cast<float>(pieces.count);
+        return divided(sum);
     }
+
+  private:
+    // sum / count, correctly rounded, without the slow path of a division: in double it is exact where it is
+    // half way between two floats. An infinity has no remainder.
+    __device__ __forceinline__ float divided(float sum) const {
+        const double count = pieces.count, quotient = sum * pieces.share;
+        const double rest = fma(-quotient, count, static_cast<double>(sum));
+        return sign * static_cast<float>(rest == rest ? fma(rest, pieces.share, quotient) : quotient);
+    }
+
+    const GradientPieces& pieces;
+    const float sign;
+    const Rows rows;
 };
 
 template <typename G, int kCount>

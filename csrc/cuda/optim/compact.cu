@@ -1,0 +1,516 @@
+// AdamW on a list of tensors in compact state, in one pass over their memory, and the tile amaxes of the
+// masters as they are then. A warp takes a strip of 16 rows by 128 columns, four rows at a time, of which
+// each lane has 16 neighbouring columns: all that is one byte or two is read and written as vectors of 16
+// bytes, a lane has the columns of a tile, and four lanes have a group.
+//
+// There are so few bytes that the number of instructions decides. Roots and reciprocals are short sequences
+// that are correctly rounded in a range; what may lie outside is brought there first.
+
+#include <type_traits>
+
+#include "common/compact.h"
+#include "cuda/device/raise.cuh"
+#include "cuda/optim/gradient.cuh"
+#include "cuda/strip/master_strip.cuh"
+
+namespace zerofp4::cuda {
+namespace {
+
+constexpr int kCompactBlocksPerSm = 2;
+constexpr int kColumns = 16;  // of a lane
+constexpr int kRowLanes = kStripColumns / kColumns;
+constexpr int kGroupLanes = kStateGroup / kColumns;
+constexpr int kRowsAtOnce = kLanes / kRowLanes;
+static_assert(kColumns == kBlock, "a lane has the columns of a tile");
+static_assert(kColumns == kRandomColumns && kRandomColumns == 1 << 4 && kStateGroup == 1 << 6);
+static_assert(kThreads == 256, "a thread for each code");
+
+// Correctly rounded from 2^-101 to the largest float, as is sqrt.rn, which looks first whether x is in range.
+__device__ __forceinline__ float short_root(float x) {
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    const float root = x * r;
+    return __fmaf_rn(__fmaf_rn(-root, root, x), r * 0.5f, root);
+}
+
+// Correctly rounded for magnitudes from 2^-126 to 2^126, as is rcp.rn.
+__device__ __forceinline__ float short_reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+}
+
+// Of every x that is not negative, at most kMostRoot.
+__device__ __forceinline__ float any_root(float x) {
+    const bool small = x < 0x1p-96f;
+    const float root = short_root(small ? x * 0x1p96f : x);
+    if (x == kInf) return kMostRoot;
+    return x > 0.0f ? (small ? root * 0x1p-48f : root) : x;
+}
+
+// The larger magnitude; NaN if one is.
+__device__ __forceinline__ float larger_magnitude(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return larger;
+}
+
+__device__ __forceinline__ float most_of_group(float lane_most) {
+#pragma unroll
+    for (int mask = 1; mask < kGroupLanes; mask *= 2)
+        lane_most = larger_magnitude(lane_most, __shfl_xor_sync(kAllLanes, lane_most, mask));
+    return lane_most;
+}
+
+// Puts an element in front of a lane's, whose last one falls out; and the other way round.
+template <typename T, int kWords>
+__device__ __forceinline__ void push_front(uint32_t (&words)[kWords], uint32_t element) {
+    constexpr int kBits = 8 * static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int i = kWords - 1; i > 0; --i) words[i] = __funnelshift_lc(words[i - 1], words[i], kBits);
+    words[0] = __funnelshift_lc(element << (32 - kBits), words[0], kBits);
+}
+template <typename T, int kWords>
+__device__ __forceinline__ void pop_front(uint32_t (&words)[kWords]) {
+    constexpr int kBits = 8 * static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int i = 0; i < kWords - 1; ++i) words[i] = __funnelshift_rc(words[i], words[i + 1], kBits);
+}
+
+__device__ __forceinline__ uint32_t element_bits(float x) { return to_bits(x); }
+__device__ __forceinline__ uint32_t element_bits(BFloat16 x) { return x.bits; }
+__device__ __forceinline__ uint32_t element_bits(uint8_t x) { return x; }
+__device__ __forceinline__ uint32_t element_bits(int8_t x) { return static_cast<uint8_t>(x); }
+__device__ __forceinline__ void set_element(uint32_t bits, float& to) { to = from_bits(bits); }
+__device__ __forceinline__ void set_element(uint32_t bits, BFloat16& to) {
+    to.bits = static_cast<uint16_t>(bits);
+}
+__device__ __forceinline__ void set_element(uint32_t bits, uint8_t& to) { to = static_cast<uint8_t>(bits); }
+__device__ __forceinline__ void set_element(uint32_t bits, int8_t& to) { to = static_cast<int8_t>(bits); }
+
+// A lane's elements of a row, as vectors, or one by one: the first `count`.
+struct Vectors {
+    template <typename T, int kWords>
+    static __device__ __forceinline__ void load(const T* p, int, uint32_t (&words)[kWords]) {
+        load_words<false>(p, words);
+    }
+    template <typename T, int kWords>
+    static __device__ __forceinline__ void store(T* p, int, uint32_t (&words)[kWords]) {
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4)
+            reinterpret_cast<uint4*>(p)[i / 4] =
+                make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+    }
+};
+struct Elements {
+    template <typename T, int kWords>
+    static __device__ __forceinline__ void load(const T* p, int count, uint32_t (&words)[kWords]) {
+#pragma unroll 1
+        for (int k = kColumns - 1; k >= 0; --k) push_front<T>(words, k < count ? element_bits(p[k]) : 0u);
+    }
+    template <typename T, int kWords>
+    static __device__ __forceinline__ void store(T* p, int count, uint32_t (&words)[kWords]) {
+#pragma unroll 1
+        for (int k = 0; k < count; ++k) {
+            set_element(words[0], p[k]);
+            pop_front<T>(words);
+        }
+    }
+};
+
+// What a lane has of a row, as it is stored, and its gradients.
+template <typename Masters>
+struct LaneRow {
+    float gradients[kColumns];
+    uint32_t exp_avg[kColumns / 4];
+    uint32_t exp_avg_sq[kColumns / 4];
+    StateScales scales;
+    Masters masters;
+
+    // `index`: of the first element in the tensor's arrays. `group`: of the scales.
+    template <typename Gradient>
+    __device__ __forceinline__ void load_vectors(const AdamWDescriptor& tensor, const Gradient& gradient,
+                                                 int64_t index, int64_t group) {
+        typename Gradient::Words words;
+        gradient.load(index, words);
+        load<Vectors>(tensor.compact, index, kColumns);
+        scales = in_global(tensor.compact.scales)[group];
+        masters.template load<Vectors>(tensor, index, kColumns);
+        gradient.take(index, words, gradients);
+    }
+    template <typename Gradient>
+    __device__ __forceinline__ void load_elements(const AdamWDescriptor& tensor, const Gradient& gradient,
+                                                  int64_t index, int64_t group, int count) {
+        load<Elements>(tensor.compact, index, count);
+        scales = count > 0 ? in_global(tensor.compact.scales)[group] : StateScales{};
+        masters.template load<Elements>(tensor, index, count);
+#pragma unroll 1
+        for (int k = kColumns - 1; k >= 0; --k) {
+#pragma unroll
+            for (int i = kColumns - 1; i > 0; --i) gradients[i] = gradients[i - 1];
+            gradients[0] = k < count ? gradient.at(index + k) : 0.0f;
+        }
+    }
+    template <typename Access>
+    __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
+        masters.template store<Access>(tensor, index, count);
+        Access::store(in_global(tensor.compact.exp_avg) + index, count, exp_avg);
+        Access::store(in_global(tensor.compact.exp_avg_sq) + index, count, exp_avg_sq);
+    }
+
+  private:
+    template <typename Access>
+    __device__ __forceinline__ void load(const CompactState& state, int64_t index, int count) {
+        Access::load(in_global(state.exp_avg) + index, count, exp_avg);
+        Access::load(in_global(state.exp_avg_sq) + index, count, exp_avg_sq);
+    }
+};
+
+// Byte i of a word.
+__device__ __forceinline__ uint32_t byte_of(uint32_t word, int i) { return __byte_perm(word, 0, 0x4440 + i); }
+
+// Byte kByte of each of four words.
+template <int kByte>
+__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    constexpr unsigned kPair = kByte | (4 + kByte) << 4;
+    return __byte_perm(__byte_perm(a, b, kPair), __byte_perm(c, d, kPair), 0x5410);
+}
+
+// A lane's masters of a row, as they are stored.
+struct FloatMasters {
+    uint32_t words[kColumns];
+
+    template <typename Access>
+    __device__ __forceinline__ void load(const AdamWDescriptor& tensor, int64_t index, int count) {
+        Access::load(in_global(tensor.master) + index, count, words);
+    }
+    template <typename Access>
+    __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
+        Access::store(in_global(tensor.master) + index, count, words);
+    }
+    __device__ __forceinline__ float at(int k) const { return from_bits(words[k]); }
+    // Takes four, from element k on; returns the largest magnitude, as stored.
+    __device__ __forceinline__ float set(int k, const float (&values)[4], uint32_t) {
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            words[k + i] = to_bits(values[i]);
+            most = larger_magnitude(most, values[i]);
+        }
+        return most;
+    }
+    // Of all that set() has returned.
+    static __device__ __forceinline__ float most_of(float most) { return most; }
+};
+
+struct SplitMasters {
+    uint32_t high[kColumns / 2];
+    uint32_t low[kColumns / 4];
+
+    template <typename Access>
+    __device__ __forceinline__ void load(const AdamWDescriptor& tensor, int64_t index, int count) {
+        Access::load(in_global(tensor.compact.high) + index, count, high);
+        if (tensor.compact.low != nullptr) return Access::load(in_global(tensor.compact.low) + index, count, low);
+#pragma unroll
+        for (uint32_t& word : low) word = 0;  // where there is no state yet
+    }
+    template <typename Access>
+    __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
+        Access::store(in_global(tensor.compact.high) + index, count, high);
+        Access::store(in_global(tensor.compact.low) + index, count, low);
+    }
+    // join_master. Counted from -128 on the low byte lies behind the magnitude of the high part.
+    __device__ __forceinline__ float at(int k) const {
+        const uint32_t magnitude = high[k / 2] & (k % 2 == 0 ? 0x00007fffu : 0x7fff0000u);
+        const uint32_t from_least =
+            __byte_perm(magnitude, low[k / 4] ^ 0x80808080u, (k % 2 == 0 ? 0x1042 : 0x3240) + k % 4 * 16);
+        const int32_t joined = max(static_cast<int32_t>(from_least) - 0x8000, 0);
+        const uint32_t sign = (k % 2 == 0 ? high[k / 2] << 16 : high[k / 2]) & 0x80000000u;
+        return from_bits(static_cast<uint32_t>(joined) | sign);
+    }
+    // round_master of each with 0x8000 more in these bits: the high part is then rounded, and the low byte
+    // counted from -128 on.
+    __device__ __forceinline__ float set(int k, const float (&values)[4], uint32_t random) {
+        uint32_t bits[4];
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            // What is computed here is no other NaN than the positive one of all ones.
+            const int32_t limited = min(static_cast<int32_t>(to_bits(values[i])), 0x7fc00000);
+            bits[i] = static_cast<uint32_t>(limited) + byte_of(random, i) + 0x8000u;
+            most = larger_magnitude(most, from_bits(bits[i]));
+        }
+        high[k / 2] = __byte_perm(bits[0], bits[1], 0x7632);
+        high[k / 2 + 1] = __byte_perm(bits[2], bits[3], 0x7632);
+        const uint32_t bytes = pack_bytes<1>(bits[0], bits[1], bits[2], bits[3]);
+        // 1 where a byte is 0, and perhaps where one is 1.
+        const uint32_t zeros = ((bytes - 0x01010101u) & ~bytes & 0x80808080u) >> 7;
+        low[k / 4] = (bytes | zeros) ^ 0x80808080u;
+        return most;
+    }
+    static __device__ __forceinline__ float most_of(float most) {
+        const uint32_t bits = to_bits(most) & 0xffffff00u;  // 0 where there was no master
+        return from_bits(bits > 0x8000u ? bits - 0x8000u : 0u);
+    }
+};
+
+__device__ const CodeValues kCodeValues = make_code_values();
+
+// AdamW of a lane's elements of a row. Returns the largest magnitude of the masters. Elements that are not
+// there are zeros, and change no maximum.
+template <typename Masters>
+__device__ __forceinline__ float update_row(const AdamWStep& step, const RandomBytes& random,
+                                            const CodeValues& values, LaneRow<Masters>& row) {
+    const float (&g)[kColumns] = row.gradients;
+    StateScales& scales = row.scales;
+    float m[kColumns], v[kColumns];
+
+    // The new moments.
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+        m[k] = scales.exp_avg * values.moments[byte_of(row.exp_avg[k / 4], k % 4)];
+    if (step.lerp_from_start) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) m[k] = m[k] + step.lerp_factor * (g[k] - m[k]);
+    } else {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) m[k] = g[k] + step.lerp_factor * (g[k] - m[k]);
+    }
+    float m_most = 0.0f, v_most = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+        const float root = scales.exp_avg_sq * values.roots[byte_of(row.exp_avg_sq[k / 4], k % 4)];
+        v[k] = (root * root) * step.beta2 + (g[k] * step.weight2) * g[k];
+        m_most = larger_magnitude(m_most, m[k]);
+        v_most = larger_magnitude(v_most, v[k]);
+    }
+
+    // The masters. From here on v has the roots.
+    if (scales.exp_avg_sq >= step.least_scale && v_most < kInf) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) v[k] = short_root(v[k]);
+    } else {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) v[k] = any_root(v[k]);
+    }
+    float most = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kColumns; k += 4) {
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float update = m[k + i] * short_reciprocal(v[k + i] * step.inv_sqrt + step.eps);
+            x[i] = row.masters.at(k + i) * step.decay - step.step_size * update;
+        }
+        most = larger_magnitude(most, row.masters.set(k, x, random.words[k / 4]));
+    }
+
+    // The new codes.
+    m_most = most_of_group(m_most);
+    v_most = most_of_group(v_most);
+    if (m_most >= kSmallScale && m_most < kLargeScale && v_most >= kSmallScale && v_most < kInf) {
+        scales = {m_most, short_root(v_most)};
+    } else {
+        const float factor = scale_factor(m_most);
+        const bool m_finite = m_most < kInf, v_finite = v_most == v_most;
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+            m[k] = m_finite ? m[k] * factor : 0.0f;
+            v[k] = v_finite ? v[k] : 0.0f;
+        }
+        scales = {m_finite ? m_most : kInf, v_finite ? any_root(v_most) : kInf};
+        m_most = m_finite ? m_most * factor : 0.0f;
+    }
+    const float m_inverse = m_most > 0.0f ? short_reciprocal(m_most) : 0.0f;
+    const float v_inverse = scales.exp_avg_sq > 0.0f ? short_reciprocal(scales.exp_avg_sq) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kColumns / 4; ++i) {
+        uint32_t m_code[4], v_code[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            m_code[k] = moment_code(m[4 * i + k] * m_inverse);
+            v_code[k] = root_code(v[4 * i + k] * v_inverse);
+        }
+        row.exp_avg[i] = pack_bytes<0>(m_code[0], m_code[1], m_code[2], m_code[3]);
+        row.exp_avg_sq[i] = pack_bytes<0>(v_code[0], v_code[1], v_code[2], v_code[3]);
+    }
+    return most;
+}
+
+// The lane's elements of the first of its rows of a strip. There are fewer than 2^31 rows and columns.
+struct Place {
+    int32_t row;
+    int32_t col;
+    bool whole;  // the strip is owned, and lies at a vector's alignment in the state's arrays
+};
+
+__device__ __forceinline__ Place place_of(const AdamWDescriptor& tensor, int64_t unit) {
+    const auto [row, col] = strip_at(tensor, unit);
+    const int64_t first = row * tensor.cols + col - tensor.start;
+    const int64_t end = first + (kBlock - 1) * tensor.cols + kStripColumns;
+    const bool inside = row + kBlock <= tensor.rows && col + kStripColumns <= tensor.cols;
+    const bool aligned = tensor.compact.aligned != 0 && ((tensor.cols | first) & (kColumns - 1)) == 0;
+    return {static_cast<int32_t>(row) + lane_index() / kRowLanes,
+            static_cast<int32_t>(col) + lane_index() % kRowLanes * kColumns,
+            inside && aligned && first >= 0 && end <= tensor.numel};
+}
+
+// The number of the column's unit of 2^kShift columns, counted row by row.
+template <int kShift>
+__device__ __forceinline__ int64_t unit_of(const AdamWDescriptor& tensor, const Place& at) {
+    const int32_t of_row = (static_cast<int32_t>(tensor.cols) + (1 << kShift) - 1) >> kShift;
+    return static_cast<int64_t>(at.row) * of_row + (at.col >> kShift);
+}
+__device__ __forceinline__ int64_t index_of(const AdamWDescriptor& tensor, const Place& at) {
+    return unit_of<0>(tensor, at) - tensor.start;
+}
+__device__ __forceinline__ int64_t group_of(const AdamWDescriptor& tensor, const Place& at) {
+    return unit_of<6>(tensor, at) - tensor.compact.first_group;
+}
+__device__ __forceinline__ uint64_t block_of(const AdamWDescriptor& tensor, const Place& at) {
+    return tensor.compact.first_block + static_cast<uint64_t>(unit_of<4>(tensor, at));
+}
+
+// How many of a lane's elements of a row are owned, from the first on: a shard is cut between groups only.
+__device__ __forceinline__ int owned_of_lane(const AdamWDescriptor& tensor, const Place& at, int64_t index) {
+    return index < 0 ? 0 : clamp_count(min(tensor.cols - at.col, tensor.numel - index), kColumns);
+}
+
+// Goes on to the lane's next row of the strip, if there is one.
+__device__ __forceinline__ bool next_rows(Place& at) {
+    at.row += kRowsAtOnce;
+    return at.row % kBlock >= kRowsAtOnce;
+}
+
+// Masters of 24 bits with float moments, as small parameters have them: element by element.
+template <typename Gradient>
+__device__ __forceinline__ float update_plain_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                                   const AdamWStep& step, Place at) {
+    const Gradient gradient(table, tensor, step, 0);
+    float most = 0.0f;
+    do {
+        const int64_t index = index_of(tensor, at);
+        RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
+#pragma unroll 1
+        for (int64_t i = index; i < index + owned_of_lane(tensor, at, index); ++i) {
+            BFloat16& high = in_global(tensor.compact.high)[i];
+            uint8_t& low = in_global(tensor.compact.low)[i];
+            float master = join_master(high, low);
+            adamw_element(step, gradient.at(i), master, in_global(tensor.exp_avg)[i],
+                          in_global(tensor.exp_avg_sq)[i]);
+            const uint32_t bits = round_master(master, random.words[0] & 0xff);
+            high = high_of_master(bits), low = low_of_master(bits);
+            most = larger_magnitude(most, from_bits(bits));
+            pop_front<uint8_t>(random.words);
+        }
+    } while (next_rows(at));
+    return most;
+}
+
+// All of a lane's rows.
+template <typename Masters, typename Gradient>
+__device__ __forceinline__ float update_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                             const AdamWStep& step, Place at, const CodeValues& values) {
+    if constexpr (std::is_same_v<Masters, SplitMasters>) {
+        if (tensor.compact.exp_avg == nullptr) return update_plain_rows<Gradient>(table, tensor, step, at);
+    }
+    float most = 0.0f;
+    do {
+        const Gradient gradient(table, tensor, step, 0);
+        const bool whole = at.whole && gradient.has_vectors();
+        const int64_t index = index_of(tensor, at);
+        const int64_t group = group_of(tensor, at);
+        LaneRow<Masters> row;
+        int count = kColumns;
+        if (whole) {
+            row.load_vectors(tensor, gradient, index, group);
+        } else {
+            count = owned_of_lane(tensor, at, index);
+            row.load_elements(tensor, gradient, index, group, count);
+        }
+        const RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
+        most = larger_magnitude(most, update_row(step, random, values, row));
+        if (whole) {
+            row.template store<Vectors>(tensor, index, kColumns);
+        } else {
+            row.template store<Elements>(tensor, index, count);
+        }
+        if (lane_index() % kGroupLanes == 0 && count > 0)
+            in_global(tensor.compact.scales)[group] = row.scales;
+    } while (next_rows(at));
+    return Masters::most_of(most);
+}
+
+template <typename Masters>
+__device__ __forceinline__ float read_rows(const AdamWDescriptor& tensor, Place at) {
+    float most = 0.0f;
+    do {
+        const int64_t index = index_of(tensor, at);
+        Masters masters;
+        if (at.whole) {
+            masters.template load<Vectors>(tensor, index, kColumns);
+        } else {
+            masters.template load<Elements>(tensor, index, owned_of_lane(tensor, at, index));
+        }
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) most = larger_magnitude(most, masters.at(k));
+    } while (next_rows(at));
+    return most;
+}
+
+template <typename Masters, template <typename, int> class Gradient>
+__device__ __forceinline__ float most_of_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                               const Place& at, const CodeValues& values) {
+    const AdamWStep& step = *in_global(table.steps + (&tensor - table.tensors));
+    if (step.gradient == nullptr) return tensor.tile_offset >= 0 ? read_rows<Masters>(tensor, at) : 0.0f;
+    return tensor.gradient_dtype == DType::kBFloat16
+               ? update_rows<Masters, Gradient<BFloat16, kColumns>>(table, tensor, step, at, values)
+               : update_rows<Masters, Gradient<float, kColumns>>(table, tensor, step, at, values);
+}
+
+// Gradient: GivenGradient, BroughtGradient or PeerGradient.
+template <template <typename, int> class Gradient>
+__global__ void __launch_bounds__(kThreads, kCompactBlocksPerSm)
+    compact_update_kernel(const __grid_constant__ AdamWTable table) {
+    __shared__ CodeValues values;
+    values.moments[threadIdx.x] = kCodeValues.moments[threadIdx.x];
+    values.roots[threadIdx.x] = kCodeValues.roots[threadIdx.x];
+    wait_for_previous_kernel();
+    __syncthreads();
+    const int64_t unit = grid_warp();
+    if (unit >= table.strip_units) return;
+    ItemCursor<AdamWDescriptor, &AdamWDescriptor::strip_begin, false> cursor(
+        table.tensors, table.count, table.strip_units, table.strip_items + unit / kBlockStrips,
+        *table.tensors);
+    cursor.seek(unit);
+    const AdamWDescriptor& tensor = cursor.item();
+    const Place at = place_of(tensor, unit);
+    float most = tensor.compact.high != nullptr
+                     ? most_of_strip<SplitMasters, Gradient>(table, tensor, at, values)
+                     : most_of_strip<FloatMasters, Gradient>(table, tensor, at, values);
+    if (tensor.tile_offset < 0) return;
+#pragma unroll
+    for (int lanes = kRowLanes; lanes < kLanes; lanes *= 2)
+        most = larger_magnitude(most, __shfl_xor_sync(kAllLanes, most, lanes));
+    const float amax = round_to(tensor.weight_dtype, amax_of_bits(to_bits(most)));
+    if (lane_index() < kRowLanes && amax > 0.0f)
+        table
+            .reduced[tensor.tile_offset + at.row / kBlock * ceil_div(tensor.cols, kBlock) + at.col / kBlock] =
+            amax;
+    raise_group(table.reduced + tensor.amax_offset, amax);
+}
+
+}  // namespace
+
+void compact_update(const AdamWTable& table, cudaStream_t stream) {
+    const int64_t blocks = ceil_div(table.strip_units, kWarps);
+    if (table.pieces.count == 0) {
+        launch("compact_update", compact_update_kernel<GivenGradient>, blocks, stream, table);
+    } else if (table.pieces.received != nullptr) {
+        launch("compact_update of pieces", compact_update_kernel<BroughtGradient>, blocks, stream, table);
+    } else {
+        launch("compact_update of peers", compact_update_kernel<PeerGradient>, blocks, stream, table);
+    }
+}
+
+}  // namespace zerofp4::cuda
