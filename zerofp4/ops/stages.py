@@ -515,7 +515,8 @@ def _group_range(piece: MasterPiece) -> tuple[int, int]:
         if col % STATE_GROUP:
             raise ValueError(
                 f"compact state of elements {piece.shard.start} to {piece.shard.end} of a matrix "
-                f"{list(piece.matrix)}: a piece begins and ends with a group of {STATE_GROUP} elements of a row"
+                f"{list(piece.matrix)}: a piece begins and ends with a group of {STATE_GROUP} elements of a "
+                "row"
             )
         counts.append(row * ceil_div(cols, STATE_GROUP) + col // STATE_GROUP)
     return counts[0], counts[1] - counts[0]

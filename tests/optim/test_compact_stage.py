@@ -1,0 +1,347 @@
+"""Updates of compact state are reference.compact_adamw_step, byte for byte: masters, codes and scales."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from cases.compact import Tensor
+from cases.fused import OPTIONS
+from helpers import assert_bytes_equal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerofp4 import ops, reference
+from zerofp4.shard import Shard
+
+# Whole vectors and parts of them, groups, strips and more than one.
+COLUMNS = st.one_of(st.sampled_from([64, 65, 127, 128, 144, 192, 256, 272, 320]), st.integers(64, 400))
+HYPERS = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.0, 1e-3, 0.3]),
+        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.5, 0.0), (0.95, 0.9999), (0.0, 0.0)]),
+        "eps": st.sampled_from([1e-8, 1e-15, 0.1, 0.0]),
+        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
+        "maximize": st.booleans(),
+    }
+)
+
+
+def run(tensors, gradients, options, reduced=None, pieces=None, brought=None):
+    """One step. gradients: of each tensor [rows, cols], or None."""
+    dtypes = [torch.float32 if gradient is None else gradient.dtype for gradient in gradients]
+    items = [
+        t.item(dtype, piece)
+        for t, dtype, piece in zip(tensors, dtypes, pieces or [None] * len(tensors), strict=True)
+    ]
+    stage = ops.AdamWStage(items, reduced)
+    owned = [g if g is None else t.owned(g).clone() for t, g in zip(tensors, gradients, strict=True)]
+    stage.begin(options, 0, owned)
+    stage.update(brought)
+
+
+@st.composite
+def shards(draw):
+    """(rows, cols, first and last owned group, 24-bit masters, elements of misalignment, bf16 gradient)"""
+    rows, cols = draw(st.integers(1, 40)), draw(COLUMNS)
+    groups = rows * -(-cols // 64)
+    first = draw(st.sampled_from([0, draw(st.integers(0, groups - 1))]))
+    last = draw(st.sampled_from([groups, draw(st.integers(first + 1, groups))]))
+    return (
+        rows,
+        cols,
+        first,
+        last,
+        draw(st.booleans()),
+        draw(st.sampled_from([0, 0, 16, 5])),
+        draw(st.booleans()),
+    )
+
+
+def position_of(group: int, cols: int) -> int:
+    row, group = divmod(group, -(-cols // 64))
+    return row * cols + group * 64
+
+
+@given(specifications=st.lists(shards(), min_size=1, max_size=3), hypers=HYPERS, seed=st.integers(0, 1000))
+def test_equals_the_reference(device, specifications, hypers, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for number, (rows, cols, first, last, split, offset, _) in enumerate(specifications):
+        master = torch.randn(rows, cols, generator=generator).to(device)
+        owned = position_of(first, cols), position_of(last, cols)
+        tensors.append(Tensor.make(master, split, number, owned, offset))
+    options = ops.adamw_options(**hypers)
+    for step in range(3):
+        gradients = []
+        for t, (*_, bf16) in zip(tensors, specifications, strict=True):
+            spread = torch.randn(t.matrix, generator=generator).exp()
+            values = torch.randn(t.matrix, generator=generator) * spread * 10.0 ** (2 * step - 4)
+            gradients.append(values.to(device, torch.bfloat16 if bf16 else torch.float32))
+        for t, gradient in zip(tensors, gradients, strict=True):
+            t.update(gradient, **hypers)
+        run(tensors, gradients, options)
+        for i, t in enumerate(tensors):
+            t.check(f"step {step}: tensor {i}")
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_subnormal_numbers_infinities_and_nan(device, split):
+    """In groups of their own, and in groups with others, at every magnitude of scales."""
+    special = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-30, 1e-20, 1e-10, 1.0, 1e18, 1e25, 3.4e38, math.inf, math.nan]
+    special = torch.tensor(special + [-x for x in special])
+    masters, gradients = torch.cartesian_prod(special, special).to(device).unbind(1)
+    masters, gradients = (x.repeat_interleave(64).view(-1, 64) for x in (masters, gradients))
+    mixed = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(device)
+    gradients = torch.cat((gradients, gradients * mixed, gradients.T.reshape(gradients.shape)))
+    for maximize, eps in itertools.product((False, True), (1e-8, 1e-45, 0.0)):
+        hypers = OPTIONS | {"eps": eps, "maximize": maximize}
+        tensor = Tensor.make(masters.repeat(3, 1), split, number=2**32 - 1)
+        for step in range(3):
+            gradient = gradients.roll(7 * step, 0)
+            tensor.update(gradient, **hypers)
+            run([tensor], [gradient], ops.adamw_options(**hypers))
+            tensor.check(f"maximize {maximize}, eps {eps}, step {step}")
+
+
+@pytest.mark.parametrize("exponent", range(-145, 121, 19))
+def test_scales_of_every_magnitude(device, exponent):
+    """A state that has decayed for a long time, or has had gradients beyond any."""
+    generator = torch.Generator().manual_seed(exponent + 200)
+    tensor = Tensor.make(torch.zeros(20, 256, device=device), True)
+    for step in range(4):
+        gradient = (
+            torch.randn(20, 256, generator=generator) * torch.randn(20, 256, generator=generator).exp()
+        )
+        gradient = torch.ldexp(gradient, torch.tensor(exponent if step < 2 else -300)).to(device)
+        tensor.update(gradient, **OPTIONS, maximize=False)
+        run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=False))
+        tensor.check(f"2^{exponent}, step {step}")
+
+
+@pytest.mark.threads
+def test_large_matrices_on_many_threads(device):
+    generator = torch.Generator().manual_seed(1)
+    tensors = [
+        Tensor.make(torch.randn(shape, generator=generator).to(device), split, i)
+        for i, (shape, split) in enumerate([((300, 1024), True), ((80, 2872), False), ((700, 130), True)])
+    ]
+    for step in range(2):
+        gradients = [torch.randn(t.matrix, generator=generator).to(device, torch.bfloat16) for t in tensors]
+        for t, gradient in zip(tensors, gradients, strict=True):
+            t.update(gradient, **OPTIONS, maximize=False)
+        run(tensors, gradients, ops.adamw_options(**OPTIONS, maximize=False))
+        for i, t in enumerate(tensors):
+            t.check(f"step {step}: tensor {i}")
+
+
+def test_shards_are_parts_of_the_whole(device):
+    """Cut anywhere between groups, also within a row: random bytes are those of a place in the matrix."""
+    master = torch.randn(24, 200, device=device)
+    whole = Tensor.make(master, True, number=3)
+    cuts = [position_of(group, 200) for group in (0, 1, 7, 50, 51, 96)]
+    parts = [Tensor.make(master, True, 3, owned) for owned in itertools.pairwise(cuts)]
+    options = ops.adamw_options(**OPTIONS, maximize=False)
+    for _ in range(2):
+        gradient = torch.randn(24, 200, device=device)
+        run([whole], [gradient], options)
+        run(parts, [gradient] * len(parts), options)
+    for name in ("high", "low", "exp_avg", "exp_avg_sq", "scales"):
+        joined = torch.cat([getattr(part, name) for part in parts])
+        assert_bytes_equal(joined, getattr(whole, name), name)
+
+
+def test_shards_that_split_a_group():
+    tensor = Tensor.make(torch.zeros(4, 128), False)
+    for shard in ((0, 100), (32, 64), (128 + 63, 65)):
+        piece = tensor.piece()._replace(shard=Shard(*shard))
+        with pytest.raises(
+            ValueError, match="a piece begins and ends with a group of 64 elements of a row"
+        ):
+            ops.AdamWStage([tensor.item(torch.float32, piece)], None)
+
+
+# Amaxes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("split", [False, True])
+def test_amaxes_left_behind(device, split, dtype):
+    """Of masters as they are stored, of whole strips and of parts, with gradients and without."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        ((48, 256), None),
+        ((40, 200), (64, 7 * 200 + 128)),
+        ((3, 72), None),
+        ((16, 128), (1024, 1920)),
+    ]
+    tensors = [
+        Tensor.make(torch.randn(shape, generator=generator).to(device), split, i, owned)
+        for i, (shape, owned) in enumerate(shapes)
+    ]
+    reduced, pieces, word = torch.zeros(4096, device=device), [], 64
+    for i, t in enumerate(tensors):
+        pieces.append(t.piece(dtype, word, 16 + i))
+        word += -(-t.matrix[0] // 16) * -(-t.matrix[1] // 16)
+    for step in range(3):
+        reduced.zero_()
+        gradients = [torch.randn(t.matrix, generator=generator).to(device) for t in tensors]
+        if step == 1:
+            gradients[1] = gradients[3] = None
+        for t, gradient in zip(tensors, gradients, strict=True):
+            if gradient is not None:
+                t.update(gradient, **OPTIONS, maximize=False)
+        run(tensors, gradients, ops.adamw_options(**OPTIONS, maximize=False), reduced, pieces)
+        for i, (t, piece) in enumerate(zip(tensors, pieces, strict=True)):
+            owned = t.owned(t.master)
+            tiles, amax = reference.partial_amax(owned, t.start, torch.Size(t.matrix), dtype)
+            found = reduced[piece.tile_offset :][: tiles.numel()].view(tiles.shape)
+            assert_bytes_equal(found.cpu(), tiles, f"step {step}: tiles of {i}")
+            assert_bytes_equal(reduced[16 + i].cpu().view(1), amax, f"step {step}: amax of {i}")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3.4e38, 65519.0, 1e-45, 0.0])
+def test_amaxes_of_values_at_the_edges(device, value):
+    master = torch.zeros(32, 160)
+    master[17, 155] = value
+    for split in (False, True):
+        tensor = Tensor.make(master.to(device), split)
+        options = ops.adamw_options(lr=0.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, maximize=False)
+        for gradient in (None, torch.zeros(32, 160, device=device)):
+            reduced = torch.zeros(64, device=device)
+            run([tensor], [gradient], options, reduced, [tensor.piece(torch.float32, 16, 8)])
+            stored = (
+                tensor.high.cpu()
+                if not split
+                else reference.join_master(tensor.high.cpu(), tensor.low.cpu())
+            )
+            tiles, _ = reference.partial_amax(stored, 0, torch.Size((32, 160)), torch.float32)
+            assert_bytes_equal(reduced[16:36].cpu().view(2, 10), tiles, f"split {split}")
+
+
+# Flags, factors, ranks
+
+
+def test_what_is_skipped_changes_nothing(device):
+    """Because of a flag, or because no rank has a gradient: no byte of the state, and no count."""
+    tensors = [
+        Tensor.make(torch.randn(20, 128, device=device), split, i) for i, split in enumerate((True, False))
+    ]
+    gradients = [torch.randn(t.matrix, device=device) for t in tensors]
+    skip = torch.zeros((), device=device)
+    options = ops.adamw_options(**OPTIONS, maximize=False, skip=skip)
+    present = [torch.tensor(float(i), dtype=torch.float64, device=device) for i in range(2)]
+    for flag, updated in ((0.0, [False, True]), (1.0, [False, False]), (math.inf, [False, False])):
+        skip.fill_(flag)
+        for t, gradient, now in zip(tensors, gradients, updated, strict=True):
+            if now:
+                t.update(gradient, **OPTIONS, maximize=False)
+        items = [t.item(torch.float32, present=word) for t, word in zip(tensors, present, strict=True)]
+        stage = ops.AdamWStage(items, None)
+        before = [t.step.item() for t in tensors]
+        stage.begin(options, 0, [g.view(-1) for g in gradients])
+        stage.update()
+        for t, count, now in zip(tensors, before, updated, strict=True):
+            assert t.step.item() == count + now
+            t.check(f"flag {flag}")
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_gradients_times_a_factor(device, maximize):
+    factor = torch.tensor(0.37, device=device)
+    tensor = Tensor.make(torch.randn(20, 200, device=device), True)
+    for step in range(2):
+        gradient = torch.randn(20, 200, device=device).bfloat16()
+        tensor.update(gradient.float() * factor, **OPTIONS, maximize=maximize)
+        run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=maximize, factor=factor))
+        tensor.check(f"step {step}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_mean_of_ranks(device, split, count, dtype):
+    """Of rows in one buffer, and of each rank's row in memory of its own: the bytes of a mean taken first."""
+    generator = torch.Generator().manual_seed(count)
+    shapes, begins, length = [(20, 256), (9, 130), (16, 128)], [0, 5120, 6304], 8352
+    rows = torch.randn(count, length, generator=generator).to(device, dtype)
+    mean = torch.empty(length, device=device)
+    ops.average(rows, mean)
+    masters = torch.randn(length, generator=generator)
+    high, low = reference.split_master(reference.round_master(masters, torch.tensor(0)))
+    apart = [row.clone() for row in rows]
+    peers = ops.PeerRows(tuple(row.data_ptr() for row in apart), length, dtype)
+    for maximize, rank in itertools.product((False, True), {0, count - 1}):
+        received = rows.clone()
+        received[rank] = math.nan  # a rank's own row is not read
+        for brought in (received, peers):
+            memory = (high if split else masters).to(device, copy=True)
+            tensors = []
+            for i, (shape, begin) in enumerate(zip(shapes, begins, strict=True)):
+                span = slice(begin, begin + math.prod(shape))
+                tensors.append(Tensor.make(masters[span].view(shape).to(device), split, i))
+                tensors[-1].high = memory[span]
+                if split:
+                    tensors[-1].low = low[span].to(device, copy=True)
+                tensors[-1].update(mean[span].view(shape), **OPTIONS, maximize=maximize)
+            own = [
+                apart[rank][begin : begin + math.prod(shape)].view(shape)
+                for shape, begin in zip(shapes, begins, strict=True)
+            ]
+            gradients = ops.RankGradients(brought, memory, rank)
+            run(tensors, own, ops.adamw_options(**OPTIONS, maximize=maximize), brought=gradients)
+            for i, t in enumerate(tensors):
+                t.check(f"rank {rank}, {type(brought).__name__}: tensor {i}")
+
+
+# Small parameters and stacks
+
+
+def test_masters_of_24_bits_with_float_moments(device):
+    """As adamw_step, and the master rounded."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((300,), (5, 20), (1,)):
+        master = torch.randn(shape, generator=generator)
+        high, low = (part.to(device) for part in reference.split_master(master.bfloat16().float()))
+        master = master.bfloat16().float()
+        m, v, step = (
+            torch.zeros(shape, device=device),
+            torch.zeros(shape, device=device),
+            torch.zeros((), device=device),
+        )
+        moments = torch.zeros(shape), torch.zeros(shape)
+        for t in range(1, 4):
+            gradient = torch.randn(shape, generator=generator)
+            master, *moments = reference.adamw_step(master, gradient, *moments, t, **OPTIONS)
+            rows, cols = (1, shape[0]) if len(shape) == 1 else shape
+            random = reference.master_bytes(rows, cols, 9, t).view(shape)
+            master = reference.round_master(master, random)
+            item = ops.CompactItem(high, low, step, m, v, None, torch.float32, number=9)
+            stage = ops.AdamWStage([item], None)
+            stage.begin(ops.adamw_options(**OPTIONS, maximize=False), 0, [gradient.to(device)])
+            stage.update()
+            assert_bytes_equal(reference.join_master(high.cpu(), low.cpu()), master, f"{shape}: masters")
+            for mine, other in zip((m, v), moments, strict=True):
+                assert_bytes_equal(mine.cpu(), other, f"{shape}: moments")
+
+
+def test_a_stack_is_its_matrices_one_after_another(device):
+    """A piece for each of them, and one step count: the bytes of one tall matrix."""
+    master = torch.randn(3 * 20, 200, device=device)
+    tall, stack = Tensor.make(master, True, 1), Tensor.make(master, True, 1)
+    pieces = tuple(
+        ops.MasterPiece(None, stack.piece().shard._replace(numel=4000), (20, 200), torch.bfloat16, -1, -1)
+        for _ in range(3)
+    )
+    stage = ops.AdamWStage([stack.item(torch.float32)._replace(pieces=pieces)], None)
+    options = ops.adamw_options(**OPTIONS, maximize=False)
+    for _ in range(2):
+        gradient = torch.randn(60, 200, device=device)
+        run([tall], [gradient], options)
+        stage.begin(options, 0, [gradient])
+        stage.update()
+    assert stack.step.item() == 2
+    for name in ("high", "low", "exp_avg", "exp_avg_sq", "scales"):
+        assert_bytes_equal(getattr(stack, name), getattr(tall, name), name)
