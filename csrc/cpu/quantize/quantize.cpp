@@ -8,9 +8,9 @@
 #include "cpu/format/codes.h"
 #include "cpu/format/scale_square.h"
 #include "cpu/kernels.h"
-#include "cpu/strip/block_scales.h"
 #include "cpu/quantize/parts.h"
 #include "cpu/quantize/random.h"
+#include "cpu/strip/block_scales.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {

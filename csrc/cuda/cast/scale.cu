@@ -93,9 +93,8 @@ __device__ __forceinline__ void scale_unit(const CastTable& table, const WeightD
     if (weight.tile_offset < 0) return;  // the cast makes its scales
     const float* tiles = table.reduced + weight.tile_offset;
     const TensorScale tensor = tensor_scale(amax);
-    write_unit(weight, local, [&](const ScaleSquare& at, SquareBytes& bytes) {
-        load_square(tiles, at, tensor, bytes);
-    });
+    write_unit(weight, local,
+               [&](const ScaleSquare& at, SquareBytes& bytes) { load_square(tiles, at, tensor, bytes); });
 }
 
 template <bool kSingle>

@@ -210,7 +210,8 @@ struct SplitMasters {
     template <typename Access>
     __device__ __forceinline__ void load(const AdamWDescriptor& tensor, int64_t index, int count) {
         Access::load(in_global(tensor.compact.high) + index, count, high);
-        if (tensor.compact.low != nullptr) return Access::load(in_global(tensor.compact.low) + index, count, low);
+        if (tensor.compact.low != nullptr)
+            return Access::load(in_global(tensor.compact.low) + index, count, low);
 #pragma unroll
         for (uint32_t& word : low) word = 0;  // where there is no state yet
     }
