@@ -10,6 +10,7 @@
 
 #include "common/compact.h"
 #include "cuda/device/raise.cuh"
+#include "cuda/format/magnitudes.cuh"
 #include "cuda/optim/gradient.cuh"
 #include "cuda/strip/master_strip.cuh"
 
@@ -75,6 +76,7 @@ __device__ __forceinline__ void pop_front(uint32_t (&words)[kWords]) {
     constexpr int kBits = 8 * static_cast<int>(sizeof(T));
 #pragma unroll
     for (int i = 0; i < kWords - 1; ++i) words[i] = __funnelshift_rc(words[i], words[i + 1], kBits);
+    words[kWords - 1] = __funnelshift_rc(words[kWords - 1], 0, kBits);
 }
 
 __device__ __forceinline__ uint32_t element_bits(float x) { return to_bits(x); }
@@ -176,6 +178,14 @@ __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t 
     return __byte_perm(__byte_perm(a, b, kPair), __byte_perm(c, d, kPair), 0x5410);
 }
 
+template <typename Masters>
+__device__ __forceinline__ float most_of(const Masters& masters) {
+    float most = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) most = larger_magnitude(most, masters.at(k));
+    return most;
+}
+
 // A lane's masters of a row, as they are stored.
 struct FloatMasters {
     uint32_t words[kColumns];
@@ -189,18 +199,13 @@ struct FloatMasters {
         Access::store(in_global(tensor.master) + index, count, words);
     }
     __device__ __forceinline__ float at(int k) const { return from_bits(words[k]); }
-    // Takes four, from element k on; returns the largest magnitude, as stored.
-    __device__ __forceinline__ float set(int k, const float (&values)[4], uint32_t) {
-        float most = 0.0f;
+    // Takes four, from element k on.
+    __device__ __forceinline__ void set(int k, const float (&values)[4], uint32_t) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            words[k + i] = to_bits(values[i]);
-            most = larger_magnitude(most, values[i]);
-        }
-        return most;
+        for (int i = 0; i < 4; ++i) words[k + i] = to_bits(values[i]);
     }
-    // Of all that set() has returned.
-    static __device__ __forceinline__ float most_of(float most) { return most; }
+    // The largest magnitude, of which the bits that matter to a weight of this dtype are right.
+    __device__ __forceinline__ float most(DType) const { return most_of(*this); }
 };
 
 struct SplitMasters {
@@ -231,15 +236,13 @@ struct SplitMasters {
     }
     // round_master of each with 0x8000 more in these bits: the high part is then rounded, and the low byte
     // counted from -128 on.
-    __device__ __forceinline__ float set(int k, const float (&values)[4], uint32_t random) {
+    __device__ __forceinline__ void set(int k, const float (&values)[4], uint32_t random) {
         uint32_t bits[4];
-        float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             // What is computed here is no other NaN than the positive one of all ones.
             const int32_t limited = min(static_cast<int32_t>(to_bits(values[i])), 0x7fc00000);
             bits[i] = static_cast<uint32_t>(limited) + byte_of(random, i) + 0x8000u;
-            most = larger_magnitude(most, from_bits(bits[i]));
         }
         high[k / 2] = __byte_perm(bits[0], bits[1], 0x7632);
         high[k / 2 + 1] = __byte_perm(bits[2], bits[3], 0x7632);
@@ -247,21 +250,24 @@ struct SplitMasters {
         // 1 where a byte is 0, and perhaps where one is 1.
         const uint32_t zeros = ((bytes - 0x01010101u) & ~bytes & 0x80808080u) >> 7;
         low[k / 4] = (bytes | zeros) ^ 0x80808080u;
-        return most;
     }
-    static __device__ __forceinline__ float most_of(float most) {
-        const uint32_t bits = to_bits(most) & 0xffffff00u;  // 0 where there was no master
-        return from_bits(bits > 0x8000u ? bits - 0x8000u : 0u);
+    // The high parts are what the masters are when rounded to bfloat16.
+    __device__ __forceinline__ float most(DType weight_dtype) const {
+        if (weight_dtype != DType::kBFloat16) return most_of(*this);
+        uint32_t most = high[0];
+#pragma unroll
+        for (uint32_t word : high) most = larger_magnitudes<BFloat16>(most, word);
+        most = magnitudes<BFloat16>(most);
+        return from_bits(widened<BFloat16>(max(most & 0xffffu, most >> 16)));
     }
 };
 
 __device__ const CodeValues kCodeValues = make_code_values();
 
-// AdamW of a lane's elements of a row. Returns the largest magnitude of the masters. Elements that are not
-// there are zeros, and change no maximum.
+// AdamW of a lane's elements of a row. Elements that are not there are zeros, and change no maximum.
 template <typename Masters>
-__device__ __forceinline__ float update_row(const AdamWStep& step, const RandomBytes& random,
-                                            const CodeValues& values, LaneRow<Masters>& row) {
+__device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBytes& random,
+                                           const CodeValues& values, LaneRow<Masters>& row) {
     const float (&g)[kColumns] = row.gradients;
     StateScales& scales = row.scales;
     float m[kColumns], v[kColumns];
@@ -294,7 +300,6 @@ __device__ __forceinline__ float update_row(const AdamWStep& step, const RandomB
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) v[k] = any_root(v[k]);
     }
-    float most = 0.0f;
 #pragma unroll
     for (int k = 0; k < kColumns; k += 4) {
         float x[4];
@@ -303,14 +308,15 @@ __device__ __forceinline__ float update_row(const AdamWStep& step, const RandomB
             const float update = m[k + i] * short_reciprocal(v[k + i] * step.inv_sqrt + step.eps);
             x[i] = row.masters.at(k + i) * step.decay - step.step_size * update;
         }
-        most = larger_magnitude(most, row.masters.set(k, x, random.words[k / 4]));
+        row.masters.set(k, x, random.words[k / 4]);
     }
 
     // The new codes.
     m_most = most_of_group(m_most);
     v_most = most_of_group(v_most);
     if (m_most >= kSmallScale && m_most < kLargeScale && v_most >= kSmallScale && v_most < kInf) {
-        scales = {m_most, short_root(v_most)};
+        v_most = short_root(v_most);
+        scales = {m_most, v_most};
     } else {
         const float factor = scale_factor(m_most);
         const bool m_finite = m_most < kInf, v_finite = v_most == v_most;
@@ -319,11 +325,12 @@ __device__ __forceinline__ float update_row(const AdamWStep& step, const RandomB
             m[k] = m_finite ? m[k] * factor : 0.0f;
             v[k] = v_finite ? v[k] : 0.0f;
         }
-        scales = {m_finite ? m_most : kInf, v_finite ? any_root(v_most) : kInf};
+        v_most = v_finite ? any_root(v_most) : 0.0f;
+        scales = {m_finite ? m_most : kInf, v_finite ? v_most : kInf};
         m_most = m_finite ? m_most * factor : 0.0f;
     }
     const float m_inverse = m_most > 0.0f ? short_reciprocal(m_most) : 0.0f;
-    const float v_inverse = scales.exp_avg_sq > 0.0f ? short_reciprocal(scales.exp_avg_sq) : 0.0f;
+    const float v_inverse = v_most > 0.0f ? short_reciprocal(v_most) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kColumns / 4; ++i) {
         uint32_t m_code[4], v_code[4];
@@ -335,7 +342,6 @@ __device__ __forceinline__ float update_row(const AdamWStep& step, const RandomB
         row.exp_avg[i] = pack_bytes<0>(m_code[0], m_code[1], m_code[2], m_code[3]);
         row.exp_avg_sq[i] = pack_bytes<0>(v_code[0], v_code[1], v_code[2], v_code[3]);
     }
-    return most;
 }
 
 // The lane's elements of the first of its rows of a strip. There are fewer than 2^31 rows and columns.
@@ -430,7 +436,8 @@ __device__ __forceinline__ float update_rows(const AdamWTable& table, const Adam
             row.load_elements(tensor, gradient, index, group, count);
         }
         const RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
-        most = larger_magnitude(most, update_row(step, random, values, row));
+        update_row(step, random, values, row);
+        if (tensor.tile_offset >= 0) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
         if (whole) {
             row.template store<Vectors>(tensor, index, kColumns);
         } else {
@@ -439,7 +446,7 @@ __device__ __forceinline__ float update_rows(const AdamWTable& table, const Adam
         if (lane_index() % kGroupLanes == 0 && count > 0)
             in_global(tensor.compact.scales)[group] = row.scales;
     } while (next_rows(at));
-    return Masters::most_of(most);
+    return most;
 }
 
 template <typename Masters>
@@ -453,8 +460,7 @@ __device__ __forceinline__ float read_rows(const AdamWDescriptor& tensor, Place 
         } else {
             masters.template load<Elements>(tensor, index, owned_of_lane(tensor, at, index));
         }
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) most = larger_magnitude(most, masters.at(k));
+        most = larger_magnitude(most, masters.most(tensor.weight_dtype));
     } while (next_rows(at));
     return most;
 }
