@@ -39,10 +39,6 @@ _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 # Of ProcessGroupGloo, as c10d and gloo name them.
 _GLOO_THREADS = ("pt_gloo_", "gloo_")
 
-# Of torch, which keeps them in reference cycles: models of fully_shard have a mesh, and dcp.save and dcp.load
-# raise an exception from a local variable.
-_CYCLIC = ("DeviceMesh", "CheckpointException")
-
 
 def main(folder: Path) -> None:
     rank = next((os.environ[name] for name in _RANK if name in os.environ), "0")
@@ -66,7 +62,8 @@ def main(folder: Path) -> None:
         faulthandler.dump_traceback_later(check.time_limit)  # a rank that hangs says where
         outcome, content = _run(check, world)
         faulthandler.cancel_dump_traceback_later()
-        _collect_cycles_of_torch()
+        gc.freeze()
+        gc.disable()  # a check may have enabled it
         draft = folder / f"draft.{world.rank}"
         draft.write_bytes(content)
         draft.rename(folder / f"{index}.{world.rank}.{outcome}")  # at once: a reader sees all of it
@@ -87,18 +84,6 @@ def _run(check: Check, world) -> tuple[str, bytes]:
         return "passed", pickle.dumps(NotRun(skipped.msg))
     except BaseException:  # also what pytest.raises and pytest.fail raise
         return "failed", traceback.format_exc().encode()
-
-
-def _collect_cycles_of_torch() -> None:
-    """Collects after a check that used what torch or Megatron keeps in reference cycles, and after no other.
-
-    Any other check may leave no cycle that holds a process group. gc.freeze() hides its cycles from the
-    collections of later checks, so that _leave_group() finds the group alive.
-    """
-    if "megatron" in sys.modules or any(type(found).__name__ in _CYCLIC for found in gc.get_objects()):
-        gc.collect()
-    gc.freeze()
-    gc.disable()  # a check may have enabled it
 
 
 def _all_passed(folder: Path, index: int, world_size: int, seconds: float) -> bool:
@@ -123,19 +108,17 @@ def _leave_group(destroy: Callable[[], None]) -> None:
     of a finished collective, is ended by pthread_exit in a destructor: "terminate called without an active
     exception", once in many runs.
 
-    The collector stays off: an error that a frame of its own traceback holds is in a reference cycle, and so
-    are the groups that these frames refer to.
+    Cycles are collected first: torch, transformers and Lightning keep what refers to a group in them. That
+    nothing here does, test_lifetime.py shows.
     """
     gc.unfreeze()
+    gc.collect()
     _forget_groups_of_meshes()
     destroy()
     deadline = time.monotonic() + 5  # a thread of gloo may hold its last work until it runs again
     while left := _gloo_threads():
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"a group outlived destroy_process_group(): its threads still run: {left}\n"
-                f"Errors in reference cycles:\n{_errors_in_cycles()}"
-            )
+            raise RuntimeError(f"a group outlived destroy_process_group(): its threads still run: {left}")
         time.sleep(0.02)
 
 
@@ -144,14 +127,6 @@ def _forget_groups_of_meshes() -> None:
     for found in gc.get_objects():
         if type(found).__name__ == "DeviceMesh":
             found._pg_registry.clear()
-
-
-def _errors_in_cycles() -> str:
-    """Tracebacks of the errors that a collection would free."""
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    gc.collect()
-    errors = [found for found in gc.garbage if issubclass(type(found), BaseException) and found.__traceback__]
-    return "\n".join("".join(traceback.format_exception(error)) for error in errors)
 
 
 def _gloo_threads() -> list[str]:

@@ -58,15 +58,14 @@ def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
 
     Raises ValueError where they are not pieces of its rows, in their order.
     """
-    numbers = torch.arange(shape[:-1].numel()).view(*shape[:-1], 1)
+    numbers = torch.arange(shape[:-1].numel()).view(*shape[:-1], 1).repeat_interleave(2, dim=-1)
     found = []
     for name, part in as_saved(model, {key: numbers}).items():
-        rows = part.reshape(-1)
-        first = int(rows[0])
-        if part.shape[-1] != 1 or not torch.equal(rows, torch.arange(first, first + len(rows))):
+        first, count = int(part.flatten()[0]), part.shape[:-1].numel()
+        if not torch.equal(part.reshape(-1, 2), numbers.view(-1, 2)[first : first + count]):
             raise ValueError(
                 f"{key} is quantized, and transformers saves {name} as a transformed tensor: leave it out of "
                 "convert_model with filter_fn"
             )
-        found.append(Rows(name, first, len(rows)))
+        found.append(Rows(name, first, count))
     return found

@@ -5,7 +5,6 @@ world of another size; and adapters of peft.
 from __future__ import annotations
 
 import functools
-import gc
 import tempfile
 from pathlib import Path
 
@@ -211,7 +210,6 @@ def leg_of(world, folder, leg):
         begun, ended = way(world, own, leg)
         assert_same_on_all_ranks([*begun, *ended])
         found[name] = [value.detach().clone() for value in begun], [value.detach().clone() for value in ended]
-    gc.collect()  # Trainer and Lightning keep models, and so the group, in reference cycles
     return found
 
 
