@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 
@@ -33,6 +34,7 @@ ALONE = ["fsdp2", "experts", "muon", "ema", "recipe"]
 def test_training_without_other_packages(world, example):
     with pytest.MonkeyPatch.context() as patch:
         assert run_in_group(patch, example)["world"] == world
+    gc.collect()
 
 
 def run_in_group(patch, example, *arguments) -> dict:
@@ -49,6 +51,7 @@ def go_on(world, folder, step):
     """Ten steps of examples/resume.py."""
     with pytest.MonkeyPatch.context() as patch:
         assert run_in_group(patch, "resume", folder)["state"]["step"] == step
+    gc.collect()
 
 
 @on_ranks(1, 2)
@@ -86,6 +89,7 @@ def test_training_with_other_packages(world, example):
         names = run_in_group(patch, example)
     assert names.pop("world") == world
     names.clear()
+    gc.collect()
 
 
 def test_no_example_is_left_out():
