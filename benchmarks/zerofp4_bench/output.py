@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +140,6 @@ def docs_section() -> str:
         show(f"Percent of the copy ceiling on {result['device']}", chart_path(RESULTS, result))
         parts.append(markdown(path, result))
     if grown is not None:
-        show("A step of several GPUs, measured and predicted", RESULTS / GROWTH_CHART)
         parts += [growth_words(grown), markdown_table(growth_table(grown))]
         show("A step of several hosts, predicted", RESULTS / HOSTS_CHART)
         parts += [hosts_words(grown), markdown_table(hosts_table(grown))]
@@ -239,7 +237,6 @@ def growth_table(growth: Growth) -> Table:
         for part in PARTS
         for way in WAYS
     ]
-    rows += [(f"{way}: longest", *(growth.limit(way, ranks) for ranks in growth.ranks)) for way in WAYS]
     return Table(header, "l" * len(header), rows)
 
 
@@ -292,9 +289,6 @@ def hosts_table(growth: Growth) -> Table:
 OURS, STAGE, PEER, TARGET = "#1f5fa8", "#8db8e2", "#b9bec6", "#c8352b"
 INCHES_PER_BAR = 0.26
 SUMMARY_CHART = "summary_cuda.png"
-GROWTH_CHART = "step_growth_cuda.png"
-GROWTH_COLORS = {"collective": STAGE, "peer": OURS, "bf16": PEER}
-GROWTH_PARTS = ("step", "reduce", "update", "publish")
 HOSTS_CHART = "step_growth_hosts_cuda.png"
 HOST_LINES = {"default": OURS, "reduce_scatter": "#1b8a5a", "collective": STAGE, "bf16": PEER}
 
@@ -306,8 +300,8 @@ def chart_path(folder: Path, result: dict) -> Path:
 def draw(folder: Path) -> list[Path] | None:
     """Draw all charts of a folder's result files; None without matplotlib.
 
-    percent_of_copy_<device>.png for each kind of device, a panel for each file with times; how a step grows
-    with the number of GPUs; and the summary.
+    percent_of_copy_<device>.png for each kind of device, a panel for each file with times; how a step of
+    several hosts grows with the number of GPUs; and the summary.
     """
     try:
         import matplotlib
@@ -322,14 +316,12 @@ def draw(folder: Path) -> list[Path] | None:
     for path, panels in charts.items():
         draw_device(path, panels)
     drawn = list(charts)
-    grown = growth_of(results)
-    if grown is not None:
-        drawn += [folder / GROWTH_CHART, folder / HOSTS_CHART]
-        draw_growth(drawn[-2], grown)
-        draw_hosts(drawn[-1], grown)
+    if (grown := growth_of(results)) is not None:
+        draw_hosts(folder / HOSTS_CHART, grown)
+        drawn.append(folder / HOSTS_CHART)
     if rows := headlines(results):
+        draw_summary(folder / SUMMARY_CHART, rows)
         drawn.append(folder / SUMMARY_CHART)
-        draw_summary(drawn[-1], rows)
     return drawn
 
 
@@ -410,45 +402,19 @@ def label(row: dict) -> str:
     return text
 
 
-def draw_growth(path: Path, growth: Growth) -> None:
-    """Points of what was measured, on lines of what the model predicts."""
-    figure, axes = new_picture(2, 2, figsize=(10, 7.5))
-    for panel, part in zip(axes.flat, GROWTH_PARTS, strict=True):
-        for way, line in GROWTH_COLORS.items():
-            cells = [growth.cell(way, part, ranks) for ranks in growth.ranks]
-            measured, predicted = ([ms or math.nan for ms in own] for own in zip(*cells, strict=True))
-            panel.plot(predicted, "--", color=line, linewidth=1.5, label=f"{way}, predicted")
-            panel.plot(measured, "o", color=line, markersize=7, label=f"{way}, measured")
-        finish_panel(panel, part, growth.ranks)
-    for panel in axes[1]:
-        panel.set_xlabel("GPUs of a host")
-    finish_growth(figure, axes, f"A step of several GPUs, {growth.base.result['device']}")
-    save_picture(figure, path)
-
-
 def draw_hosts(path: Path, growth: Growth) -> None:
     figure, axes = new_picture(1, len(HOST_GBPS), figsize=(10, 4.2), sharey=True)
     for panel, gbps in zip(axes.flat, HOST_GBPS, strict=True):
         for way, line in HOST_LINES.items():
             predicted = [growth.on_hosts(way, gpus, gbps)[0] or math.nan for gpus in HOST_GPUS]
             panel.plot(predicted, "--", color=line, linewidth=1.5, marker=".", label=f"{way}, predicted")
-        finish_panel(panel, f"step, {gbps} GB/s a GPU between hosts", HOST_GPUS)
+        panel.set_title(f"step, {gbps} GB/s a GPU between hosts", loc="left", fontsize=10)
+        panel.set_ylim(0)
+        panel.set_xticks(range(len(HOST_GPUS)), [f"{gpus:,}" for gpus in HOST_GPUS])
         panel.set_xlabel(f"GPUs, {OF_HOST} a host")
-    finish_growth(figure, axes, f"A step of several hosts, predicted from {growth.base.result['device']}")
-    save_picture(figure, path)
-
-
-def finish_panel(panel, title: str, gpus: Sequence[int]) -> None:
-    panel.set_title(title, loc="left", fontsize=10)
-    panel.set_ylim(0)
-    panel.set_xticks(range(len(gpus)), [f"{count:,}" for count in gpus])
-    panel.set_ylabel("ms")
-    panel.grid(axis="y", linewidth=0.4)
-
-
-def finish_growth(figure, axes, title: str) -> None:
-    """The legend, which is that of every panel, and the title."""
+        panel.set_ylabel("ms")
+        panel.grid(axis="y", linewidth=0.4)
     handles, _ = axes[0, 0].get_legend_handles_labels()
-    options = {"loc": "outside lower center", "frameon": False, "fontsize": 9}
-    figure.legend(handles=handles, ncols=len(handles) // 2, **options)
-    figure.suptitle(title, fontsize=12)
+    figure.legend(handles=handles, ncols=2, loc="outside lower center", frameon=False)
+    figure.suptitle(f"A step of several hosts, predicted from {growth.base.result['device']}", fontsize=12)
+    save_picture(figure, path)

@@ -225,9 +225,7 @@ def mxfp8(session: Session, options: argparse.Namespace) -> None:
         ours = time_quantize_mxfp8(session, f"quantize_mxfp8/{name}", x)
         swizzled = {"scale_layouts": ("swizzled",)}
         time_quantize_mxfp8(session, f"quantize_mxfp8_two_layouts/{name}", x, **swizzled)
-        time_quantize_mxfp8(
-            session, f"quantize_mxfp8_columnwise/{name}", x, rowwise=False, columnwise=True
-        )
+        time_quantize_mxfp8(session, f"quantize_mxfp8_columnwise/{name}", x, rowwise=False, columnwise=True)
         time_quantize_mxfp8(session, f"quantize_mxfp8_both/{name}", x, columnwise=True)
         if options.peers:
             peers.reference_compile(session, ours, Part(peers.quantize_mxfp8, (x,)))

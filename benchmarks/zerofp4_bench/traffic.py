@@ -219,10 +219,8 @@ HOST_WAYS |= {"bf16": "bf16", "fsdp2": None}
 TARGET_GPUS, HOST_TARGETS = 64, {"default": 0.92, "reduce_scatter": 0.75}
 """A step's time with so many GPUs over that of bf16, at most."""
 
-Phases = list[tuple[str, Traffic]]
 
-
-def phases_of(way: str, shapes: Shapes, ranks: int, of_host: int | None = None) -> dict[str, Phases]:
+def phases_of(way: str, shapes: Shapes, ranks: int, of_host: int | None = None) -> dict[str, list[Traffic]]:
     """By part of a step, its phases in their order. of_host: as of planned()."""
     elements, of_host = elements_of(shapes), of_host or ranks
     if way == "fsdp2":
@@ -233,7 +231,7 @@ def phases_of(way: str, shapes: Shapes, ranks: int, of_host: int | None = None) 
     else:
         step = planned(shapes, ranks, way, of_host)
         found, of_parts = phases(step), parts(step)
-    return {part: [(name, found[name]) for name in names] for part, names in of_parts.items()}
+    return {part: [found[name] for name in names] for part, names in of_parts.items()}
 
 
 def planned(shapes: Shapes, ranks: int, way: str, of_host: int | None = None) -> Step:
@@ -396,25 +394,18 @@ class Growth:
         return took and took / self.floor(way, part, self.base.ranks)
 
     def floor(self, way: str, part: str, ranks: int) -> float:
-        return sum(self.speeds.floor(traffic) for _, traffic in phases_of(way, self.shapes, ranks)[part])
+        return sum(map(self.speeds.floor, phases_of(way, self.shapes, ranks)[part]))
 
     def on_hosts(self, way: str, gpus: int, gbps: float) -> tuple[float | None, float]:
         """Predicted milliseconds of a step, and the GB that a GPU sends to other hosts, at `gbps`. The step
         takes longer than its floor by the measured factor of the way that HOST_WAYS names; "fsdp2" takes its
         floor.
         """
-        found = [traffic for _, traffic in phases_of(way, self.shapes, gpus, OF_HOST)["step"]]
+        found = phases_of(way, self.shapes, gpus, OF_HOST)["step"]
         floor = sum(map(self.speeds._replace(network=1e9 * gbps).floor, found))
         like = "peer" if way == "default" and gpus <= OF_HOST else HOST_WAYS[way]
         longer = 1.0 if like is None else self.longer(like, "step")
         return longer and longer * floor, sum(traffic.network for traffic in found) / 1e9
-
-    def limit(self, way: str, ranks: int) -> str:
-        """The longest phase of a step, and what it waits for."""
-        found = phases_of(way, self.shapes, ranks)["step"]
-        phase, traffic = max(found, key=lambda pair: self.speeds.floor(pair[1]))
-        times = self.speeds.milliseconds(traffic)
-        return f"{phase}: {max(times, key=times.__getitem__)}"
 
 
 def growth_of(results: Sequence[dict]) -> Growth | None:
