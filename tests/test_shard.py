@@ -70,18 +70,43 @@ def test_overlap_hidden_behind_a_longer_shard():
     assert find_overlap([Shard(0, 10), Shard(2, 2), Shard(6, 2)]) == (0, 1, 2, 4)
 
 
-@given(st.lists(st.integers(0, 1000), max_size=8), st.integers(1, 5), st.sampled_from([1, 2, 32]))
-def test_equal_slices_cover_every_piece_exactly_once(sizes, world_size, alignment):
-    offsets, slice_length = equal_slices(sizes, world_size, alignment)
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.sampled_from([1, 16, 36, 50])), max_size=8),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 32]),
+)
+def test_equal_slices_cover_every_piece_exactly_once(pieces, world_size, alignment):
+    sizes, units = [size for size, _ in pieces], [unit for _, unit in pieces]
+    offsets, slice_length = equal_slices(sizes, world_size, alignment, units)
     assert slice_length % alignment == 0 and slice_length > 0
     end = 0
-    for offset, size in zip(offsets, sizes, strict=True):
+    for offset, size, unit in zip(offsets, sizes, units, strict=True):
         assert offset % alignment == 0 and offset >= end
         end = offset + size
         parts = [intersect(offset, size, r * slice_length, (r + 1) * slice_length) for r in range(world_size)]
         assert sum(part.numel for part in parts) == size
         assert find_overlap(parts) is None and find_gap(parts, size) is None
+        assert all(part.start % unit == 0 for part in parts)
     assert end <= world_size * slice_length
+
+
+@given(st.lists(st.integers(0, 1000), max_size=8), st.integers(1, 5), st.sampled_from([1, 2, 32]))
+def test_equal_slices_leave_nothing_free_between_pieces_that_are_cut_anywhere(sizes, world_size, alignment):
+    offsets, slice_length = equal_slices(sizes, world_size, alignment)
+    rounded = [math.ceil(size / alignment) * alignment for size in sizes]
+    assert offsets == [sum(rounded[:i]) for i in range(len(sizes))]
+    assert slice_length == math.ceil(max(math.ceil(sum(rounded) / world_size), 1) / alignment) * alignment
+
+
+def test_what_cuts_between_rows_of_tiles_leave_free():
+    """Of the weights of a layer of Llama-3-8B: less in a slice than what both kinds of rows divide."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+    shapes += [(14336, 4096), (14336, 4096), (4096, 14336)]
+    sizes, units = [rows * cols for rows, cols in shapes], [16 * cols for _, cols in shapes]
+    for world_size in (2, 3, 8, 64):
+        _, slice_length = equal_slices(sizes, world_size, 256, units)
+        free = slice_length - sum(sizes) // world_size
+        assert free < math.lcm(16 * 4096, 16 * 14336), world_size
 
 
 @given(st.data())

@@ -88,17 +88,33 @@ def find_gap(shards: Sequence[Shard], numel: int) -> tuple[int, int] | None:
     return (covered, numel) if covered < numel else None
 
 
-def equal_slices(sizes: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
+def equal_slices(
+    sizes: Sequence[int], world_size: int, alignment: int, units: Sequence[int] | None = None
+) -> tuple[list[int], int]:
     """Offsets of pieces laid one after the other in a flat buffer, and the length of each rank's equal slice.
 
     Every piece starts at a multiple of `alignment` and the slice length is one too; the buffer has
     world_size * slice elements, and rank r owns [r * slice, (r + 1) * slice).
+
+    units: by piece, it is cut only between so many of its elements; None cuts it anywhere. What a cut leaves
+        free lies before the piece.
     """
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += round_up(size, alignment)
-    return offsets, round_up(max(ceil_div(total, world_size), 1), alignment)
+    steps = [math.lcm(unit, alignment) for unit in units or (1,) * len(sizes)]
+    length = max(ceil_div(sum(round_up(size, alignment) for size in sizes), world_size), 1)
+    while True:
+        # A piece that is longer than a slice is cut at the same place of several slices.
+        longer = [step for size, step in zip(sizes, steps, strict=True) if size > length]
+        length = round_up(length, math.lcm(alignment, *longer))
+        offsets, end = [], 0
+        for size, step in zip(sizes, steps, strict=True):
+            room = -end % length  # in the slice where the last piece ends
+            if room < size:
+                end += room % step
+            offsets.append(end)
+            end += round_up(size, alignment)
+        if end <= world_size * length:
+            return offsets, length
+        length += ceil_div(end - world_size * length, world_size)
 
 
 def whole_slices(
