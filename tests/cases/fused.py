@@ -64,11 +64,13 @@ class Expected:
                 continue
             self.steps[i] += 1
             options = {name: group[name] for name in (*OPTIONS, "maximize")} | {"lr": float(group["lr"])}
-            factor, moments = self.optimizer.clip_factor, self.moments[i]
-            gradient = p.grad if factor is None else p.grad.float() * factor
-            self.masters[i], *self.moments[i] = reference.adamw_step(
-                self.masters[i], gradient, *moments, self.steps[i], **options
-            )
+            factor = self.optimizer.clip_factor
+            self.update(i, p.grad if factor is None else p.grad.float() * factor, **options)
+
+    def update(self, i: int, gradient: torch.Tensor, **options) -> None:
+        self.masters[i], *self.moments[i] = reference.adamw_step(
+            self.masters[i], gradient, *self.moments[i], self.steps[i], **options
+        )
 
     def check(self, what: str = "") -> None:
         for i, p in enumerate(self.parameters):
@@ -78,5 +80,8 @@ class Expected:
             if state is not None:
                 assert state["step"].item() == self.steps[i]
                 assert state["step"].device == p.device and state["step"].dtype == torch.float32
-                for name, moment in zip(STATE, self.moments[i], strict=True):
-                    assert_values_equal(state[name], moment, f"{what} {name} {i}")
+                self.check_moments(i, state, what)
+
+    def check_moments(self, i: int, state: dict[str, torch.Tensor], what: str) -> None:
+        for name, moment in zip(STATE, self.moments[i], strict=True):
+            assert_values_equal(state[name], moment, f"{what} {name} {i}")

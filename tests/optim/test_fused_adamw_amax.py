@@ -150,7 +150,7 @@ def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monke
         set_gradient(case.masters[1], case.masters[1].half())
     else:
         error = mock.Mock(side_effect=RuntimeError("no gradient today"))
-        monkeypatch.setattr(case.optimizer._parts[0].stage, "update", error)
+        monkeypatch.setattr(case.optimizer._parts[0].stages[False], "update", error)
         case.plan.step()
     with pytest.raises((RuntimeError, TypeError), match="gradient"):
         case.optimizer.step()

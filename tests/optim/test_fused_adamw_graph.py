@@ -86,7 +86,7 @@ def test_what_a_graph_uses_outlives_an_offer(device):
     optimizer.step()
     with mock.patch.object(ops, "is_capturing", lambda device: True):
         optimizer.step()
-    stage = weakref.ref(optimizer._parts[0].stage)
+    stage = weakref.ref(optimizer._parts[0].stages[False])
     for _ in range(2):
         optimizer.offer_amaxes(plan)
         optimizer.step()

@@ -5,25 +5,36 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from zerofp4 import ops
 from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.engine import Arrived, ArrivingMeans, Bucket, Transport
 from zerofp4.optim.groups import parameter_name
+from zerofp4.optim.moments import (
+    COMPACT,
+    FULL,
+    PLAIN,
+    check_rows,
+    converted,
+    first_state,
+    locals_of,
+    scales_shape,
+    suits_compact,
+)
 from zerofp4.storage import check_memory, check_plain, dispatches, find_freed
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
 
-_STATE = ("step", "exp_avg", "exp_avg_sq")
-_NO_STATE = dict.fromkeys(_STATE)
-_entries = operator.itemgetter(*_STATE)
+_KEPT = {False: FULL, True: COMPACT}
+"""The entries of state, by whether it is compact."""
+
+_NO_STATE = {compact: dict.fromkeys(kept) for compact, kept in _KEPT.items()}
+_entries = {compact: operator.itemgetter(*kept) for compact, kept in _KEPT.items()}
 _GRADIENT_DTYPES = {torch.float32, torch.bfloat16}
-_PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 _Tensors = Sequence[torch.Tensor | None]
 _Words = Mapping[torch.Tensor, torch.Tensor]
 _Device = torch.device | None
@@ -34,12 +45,16 @@ class FusedAdamW(torch.optim.Optimizer):
 
     lr: a float, or a tensor of one element. On a GPU it must be float32, and only the kernels read it.
     betas, eps, weight_decay, maximize, capturable: as in torch.optim.AdamW. amsgrad=True raises ValueError.
+    state: "full" keeps float32 moments. "compact" keeps them in 8 bits each for parameters of at least two
+        dimensions with rows of at least 64 elements. A group may choose with its own "state".
 
     Parameters are contiguous float32 on one device, CPU or CUDA; gradients are contiguous float32 or
     bfloat16. Of a DTensor, as fully_shard makes it, every rank updates its own shard, and the state is made
-    of DTensors too. An update is reference.adamw_step, bit for bit on every device. state, param_groups and
-    state_dict are those of torch.optim.AdamW(fused=True), and each class loads what the other saved (but not
-    amsgrad).
+    of DTensors too. An update is reference.adamw_step, or with compact state reference.compact_adamw_step of
+    masters in float32, bit for bit on every device. param_groups (but for "state"), full state and state_dict
+    are those of torch.optim.AdamW(fused=True), and each class loads what the other saved (but not amsgrad).
+    Compact state is exp_avg_codes, int8, and exp_avg_sq_codes, uint8, in the shape of the parameter, and
+    float32 scales (docs/numerics.md). load_state_dict() converts state of the other kind.
 
     step() neither synchronizes nor copies anything back. With capturable=True it can be captured in a CUDA
     graph, after a step with the same parameters and gradient dtypes; gradients may lie elsewhere by then.
@@ -69,18 +84,20 @@ class FusedAdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         capturable: bool = False,
+        state: str = "full",
     ):
         self._take_parts([Part()])
         self._captured: set[ops.AdamWStage] = set()
         """What CUDA graphs have captured: a replay reads its tables."""
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, options | {"maximize": maximize, "capturable": capturable} | _TORCH_OPTIONS)
+        options |= {"maximize": maximize, "capturable": capturable, "state": state}
+        super().__init__(params, options | _TORCH_OPTIONS)
 
     def _take_parts(self, parts: Sequence["Part"], part_of: Mapping[torch.Tensor, int] | None = None) -> None:
         self._parts, self._part_of = parts, part_of or {}
         """What is launched in turn, and the number of a parameter's part, where that is not 0."""
-        self._assigned: list[list[int]] | None = None
-        """By group, the ids of the parameters when the parts last got theirs."""
+        self._assigned: list[list[Any]] | None = None
+        """By group, its kind of state and the ids of the parameters when the parts last got theirs."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Raises where the constructor does."""
@@ -92,6 +109,8 @@ class FusedAdamW(torch.optim.Optimizer):
             for i, (p, local) in enumerate(zip(group["params"], locals_of(group["params"]), strict=True)):
                 name = parameter_name(len(self.param_groups) - 1, i, group)
                 _check_parameter(name, local, self._device())
+                if keeps_compact(p, group):
+                    check_rows(name, p)
                 if p in seen:
                     raise ValueError(f"{name} is in the group twice")
                 seen.add(p)
@@ -100,11 +119,14 @@ class FusedAdamW(torch.optim.Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = {"state": "full"} | (state.get("defaults") or self.defaults)
         for group in state["param_groups"]:
-            _check_options((state.get("defaults") or self.defaults) | group)
-        for entries in state["state"].values():
-            if entries and not entries.keys() >= _NO_STATE.keys():
-                raise ValueError(f"the state of AdamW must have {', '.join(_STATE)}, got {list(entries)}")
+            group.setdefault("state", defaults["state"])
+            _check_options(defaults | group)
+            for p in group["params"]:
+                entries = _received(state["state"].get(p, {}), p.device)
+                if entries:
+                    state["state"][p] = converted(p, entries, keeps_compact(p, group))
         super().__setstate__(state)
         if not hasattr(self, "_parts"):  # this is a copy, or was unpickled
             self._take_parts([Part()])
@@ -115,6 +137,16 @@ class FusedAdamW(torch.optim.Optimizer):
                 entries = self.state.get(p)
                 if entries:  # a step counted on the CPU or in a Python number comes to the parameter
                     entries["step"] = torch.as_tensor(entries["step"], dtype=torch.float32, device=p.device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's. Each group keeps its own choice of `state`: full state is encoded, or
+        compact state decoded, where this optimizer keeps the other kind.
+        """
+        handle = self.register_load_state_dict_pre_hook(_shield)  # the last one of all
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
 
     def _device(self) -> _Device:
         """The device of all parameters; None when there are none."""
@@ -185,15 +217,15 @@ class FusedAdamW(torch.optim.Optimizer):
                 _check_scalar(name, scalar, device, "must be None or one element of float32")
         for g, group in enumerate(self.param_groups):
             _check_options(group, f"param_groups[{g}]", device)
-        ids = [list(map(id, group["params"])) for group in self.param_groups]
+        ids = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
         if ids != self._assigned:
             members = [
-                (p, g, parameter_name(g, i, group))
+                Member(p, g, parameter_name(g, i, group), keeps_compact(p, group))
                 for g, group in enumerate(self.param_groups)
                 for i, p in enumerate(group["params"])
             ]
             for k, part in enumerate(self._parts):
-                part.hold([member for member in members if self._part_of.get(member[0], 0) == k])
+                part.hold([member for member in members if self._part_of.get(member.parameter, 0) == k])
             self._assigned = ids
         for part in self._parts:
             part.params = locals_of(part.listed)
@@ -212,8 +244,11 @@ class FusedAdamW(torch.optim.Optimizer):
         if not all(states):
             for i, (p, dtype) in enumerate(zip(part.listed, dtypes, strict=True)):
                 if not states[i]:
-                    states[i] = _NO_STATE if dtype is None else made.setdefault(p, _first_state(p))
-        entries = locals_of(list(itertools.chain.from_iterable(map(_entries, states))))
+                    compact = i >= part.full
+                    states[i] = (
+                        _NO_STATE[compact] if dtype is None else made.setdefault(p, first_state(p, compact))
+                    )
+        entries = part.entries(states)
         if None in dtypes:
             dtypes = [dtype or before for dtype, before in zip(dtypes, part.dtypes, strict=True)]
         facts = ops.tensor_facts(part.params + entries)
@@ -227,12 +262,25 @@ class FusedAdamW(torch.optim.Optimizer):
             part.build(entries, dtypes)
             part.facts, part.dtypes = facts, dtypes
         if capturing:
-            self._captured.add(part.stage)
+            self._captured.update(part.stages.values())
         self.state.update(made)
 
 
+class Member(NamedTuple):
+    """A parameter of a part.
+
+    group: the number of its group. name: in messages. compact: whether its state is.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    name: str
+    compact: bool
+
+
 class Part:
-    """Parameters that one launch updates, and the cast plan that wants their amaxes.
+    """Parameters that are updated together, in a launch for each kind of state, and the cast plan that wants
+    their amaxes.
 
     plan: or None. params: the masters of the plan are among them. present: as of offer_parts().
 
@@ -248,54 +296,91 @@ class Part:
         # From hold():
         self.listed: list[torch.Tensor] = []
         self.names: list[str] = []
-        self._ranges: list[tuple[int, int, int]] = []
-        """(group, first, end) of the parameters that share their options."""
+        self.full = 0
+        """How many of them have full state: the first ones."""
+        self._ranges: list[tuple[bool, int, int, int]] = []
+        """(compact, group, first, end) of the parameters that share their kind of state and their options."""
         # From each step:
         self.params: list[torch.Tensor] = []
         """What this rank holds of the parameters."""
-        self.stage: ops.AdamWStage | None = None
+        self.stages: dict[bool, ops.AdamWStage] = {}
+        """Of full state, and of compact state, where there are such parameters."""
         self.dtypes: list[torch.dtype] = []
         self.facts: Any = None
-        """The dtypes of gradients, and ops.tensor_facts() of parameters and state, that the stage is for."""
+        """The dtypes of gradients, and ops.tensor_facts() of parameters and state, that the stages are for.
+        """
 
-    def hold(self, members: Sequence[tuple[torch.Tensor, int, str]]) -> None:
-        """members: (parameter, number of its group, its name in messages), ordered by group."""
-        self.listed, self.names = [p for p, _, _ in members], [name for _, _, name in members]
-        groups = [g for _, g, _ in members]
-        self._ranges = [(g, groups.index(g), groups.index(g) + groups.count(g)) for g in sorted(set(groups))]
+    def hold(self, members: Sequence[Member]) -> None:
+        """members: ordered by group."""
+        members = sorted(members, key=operator.attrgetter("compact"))
+        self.listed, self.names = [m.parameter for m in members], [m.name for m in members]
+        kinds = [(m.compact, m.group) for m in members]
+        self.full = len([m for m in members if not m.compact])
+        self._ranges = []
+        for kind in dict.fromkeys(kinds):
+            first = kinds.index(kind)
+            self._ranges.append((*kind, first, first + kinds.count(kind)))
         self.dtypes, self.facts = [torch.float32] * len(members), None
 
-    def build(self, entries: _Tensors, dtypes: list[torch.dtype]) -> None:
-        """Make the stage.
+    def entries(self, states: Sequence[Mapping[str, torch.Tensor]]) -> _Tensors:
+        """What the launches need of the states of the parameters, one parameter after the other.
 
-        entries: step, exp_avg and exp_avg_sq of each parameter, one parameter after the other; None where
-            there is no state yet: such a parameter is only read.
+        Raises ValueError for full state where it is to be compact, and the other way round.
         """
-        items = []
+        found = map(_entries[False], states[: self.full]), map(_entries[True], states[self.full :])
+        try:
+            return locals_of(list(itertools.chain.from_iterable(itertools.chain(*found))))
+        except KeyError:
+            for i, (name, state) in enumerate(zip(self.names, states, strict=True)):
+                kept = _KEPT[i >= self.full]
+                if not state.keys() >= kept.keys():
+                    raise ValueError(
+                        f"the state of {name} has {', '.join(state)} and must have {', '.join(kept)}: call "
+                        "load_state_dict(state_dict()) once the option `state` has changed, which converts it"
+                    ) from None
+            raise
+
+    def build(self, entries: _Tensors, dtypes: list[torch.dtype]) -> None:
+        """Make the stages.
+
+        entries: what entries() returned; None where there is no state yet: such a parameter is only read.
+        """
+        items: dict[bool, list] = {False: [], True: []}
+        rest = iter(entries)
         for i, (name, p) in enumerate(zip(self.names, self.params, strict=True)):
-            pieces, state = self._pieces.get(self.listed[i], ()), entries[3 * i : 3 * i + 3]
+            compact, pieces = i >= self.full, self._pieces.get(self.listed[i], ())
+            kept = _KEPT[compact]
+            state = list(itertools.islice(rest, len(kept)))
             _check_parameter(name, p, self.params[0].device)
             if pieces and pieces[0].master.data_ptr() != p.data_ptr():
                 raise RuntimeError(f"{name} is not where the plan's master is: refresh() and offer it anew")
-            for key, tensor, numel in zip(_STATE, state, (1, p.numel(), p.numel()), strict=True):
+            if compact:
+                _check_pieces(name, p, pieces)
+            for (key, dtype), tensor in zip(kept.items(), state, strict=True):
                 if tensor is not None:
-                    _check_state(f"the state of {name}: {key}", tensor, p.device, numel)
-            items.append(ops.AdamWItem(p, *state, dtypes[i], pieces, self._present.get(self.listed[i])))
-        self.stage = ops.AdamWStage(items, self.plan and self.plan.reduced) if items else None
+                    numel = 1 if key == "step" else p.numel()
+                    numel = math.prod(scales_shape(p.shape)) if key == "scales" else numel
+                    _check_state(f"the state of {name}: {key}", tensor, dtype, p.device, numel)
+            master, make = ((p, None), ops.CompactItem) if compact else ((p,), ops.AdamWItem)
+            present = self._present.get(self.listed[i])
+            items[compact].append(make(*master, *state, dtypes[i], pieces, present))
+        reduced = self.plan and self.plan.reduced
+        self.stages = {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
 
     def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
         """Update the parameters, and leave their amaxes in the plan.
 
-        gradients: in the order of the parameters, with the dtypes that the stage reads.
+        gradients: in the order of the parameters, with the dtypes that the stages read.
         options: what FusedAdamW._begin() returned.
         rows: gradients of all ranks, whose mean counts; `gradients` are then this rank's own.
         """
         if self.plan is not None:
             self.plan.begin_update()
-        if self.stage is not None:
-            for g, first, end in self._ranges:
-                self.stage.begin(options[g], first, gradients[first:end])
-            self.stage.update(rows)
+        for compact, g, first, end in self._ranges:
+            before = self.full if compact else 0
+            self.stages[compact].begin(options[g], first - before, gradients[first:end])
+        for stage in self.stages.values():
+            stage.update(rows)
         # As after any update in place, a backward pass through the old values must fail.
         updated = [g is not None for g in gradients]
         torch.autograd.graph.increment_version(list(itertools.compress(self.params, updated)))
@@ -306,11 +391,6 @@ class Part:
     def read_versions(self) -> list[int]:
         """autograd's count of writes to each master of the plan."""
         return list(map(operator.attrgetter("_version"), self._masters))
-
-
-def _first_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
-    step = torch.zeros((), dtype=torch.float32, device=p.device)
-    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def _find_pieces(plan: StagedPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
@@ -332,16 +412,6 @@ def _find_pieces(plan: StagedPlan, params: _Tensors) -> dict[torch.Tensor, tuple
             "and length of one, and be float32"
         )
     return found
-
-
-def locals_of(tensors: _Tensors) -> _Tensors:
-    """The plain tensors whose memory these are: of a DTensor this rank's own, of a tensor that stands for a
-    master (as those of zerofp4.integrations.fsdp2 do) that master. Plain tensors cost no Python call.
-    """
-    if not set(map(type, tensors)) <= _PLAIN:
-        for inside in ("_local_tensor", "zerofp4_master"):
-            tensors = [getattr(tensor, inside, tensor) for tensor in tensors]
-    return tensors
 
 
 class BucketUpdate:
@@ -392,7 +462,41 @@ class BucketUpdate:
         part.run(gradients, self._options, None if arrived is None else arrived.rows)
 
 
+# State dicts
+
+
+class _AsIs:
+    """A tensor in a state dict, hidden from torch, which casts all others to the dtype of their parameter."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+def _shield(optimizer: FusedAdamW, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Before torch loads a state dict: hide compact state, and keep each group's own choice of `state`."""
+    state = {
+        key: {name: _AsIs(value) if torch.is_tensor(value) else value for name, value in entries.items()}
+        if isinstance(entries, Mapping) and "scales" in entries
+        else entries
+        for key, entries in state_dict["state"].items()
+    }
+    groups, own = state_dict["param_groups"], optimizer.param_groups
+    if len(groups) == len(own):  # else torch raises
+        groups = [group | {"state": present["state"]} for group, present in zip(groups, own, strict=True)]
+    return state_dict | {"state": state, "param_groups": groups}
+
+
+def _received(entries: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Entries that _shield() may have hidden, on the device."""
+    return {k: v.tensor.to(device) if isinstance(v, _AsIs) else v for k, v in entries.items()}
+
+
 # What FusedAdamW takes
+
+
+def keeps_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter of this group is compact."""
+    return group["state"] == "compact" and suits_compact(p.shape)
 
 
 def _check_options(options: dict[str, Any], name: str = "options", device: _Device = None) -> None:
@@ -403,6 +507,8 @@ def _check_options(options: dict[str, Any], name: str = "options", device: _Devi
     """
     if options["amsgrad"]:
         raise ValueError(f"{name}: amsgrad=True is not supported: use torch.optim.AdamW")
+    if options["state"] not in ("full", "compact"):
+        raise ValueError(f'{name}: state must be "full" or "compact", got {options["state"]!r}')
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         _check_scalar(f"{name}['lr']", lr, device, "on a GPU must be one element of float32")
@@ -456,11 +562,25 @@ def _check_place(name: str, tensor: torch.Tensor, device: _Device, numel: int) -
     check_memory(name, tensor)
 
 
-def _check_state(name: str, tensor: torch.Tensor, device: torch.device, numel: int) -> None:
+def _check_state(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, numel: int
+) -> None:
     found = tensor.dtype, tensor.device, tensor.numel(), tensor.is_contiguous()
-    if found != (torch.float32, device, numel, True):
+    if found != (dtype, device, numel, True):
+        wanted = str(dtype).removeprefix("torch.")
         found = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-        raise ValueError(f"{name} must be contiguous float32 with {numel} elements on {device}, got {found}")
+        raise ValueError(f"{name} must be contiguous {wanted} with {numel} elements on {device}, got {found}")
+
+
+def _check_pieces(name: str, p: torch.Tensor, pieces: Sequence[ops.MasterPiece]) -> None:
+    """Raises ValueError unless the rows of a parameter in compact state are those of the weight."""
+    cols = p.shape[-1]
+    for piece in pieces:
+        if piece.matrix[1] != cols or piece.shard.start % cols:
+            raise ValueError(
+                f"{name} has compact state by rows of {cols} elements, and the plan takes it for elements "
+                f"from {piece.shard.start} on of a weight {list(piece.matrix)}"
+            )
 
 
 def _check_gradients(names: Sequence[str], gradients: _Tensors, params: _Tensors) -> None:
@@ -469,7 +589,7 @@ def _check_gradients(names: Sequence[str], gradients: _Tensors, params: _Tensors
     theirs = [p for p, gradient in zip(params, gradients, strict=True) if gradient is not None]
     readable = {(torch.strided, dtype, p.device) for p in params[:1] for dtype in _GRADIENT_DTYPES}
     if (
-        set(map(type, given)) <= _PLAIN
+        set(map(type, given)) <= PLAIN
         and set(map(operator.attrgetter("layout", "dtype", "device"), given)) <= readable
         and list(map(torch.Tensor.numel, given)) == list(map(torch.Tensor.numel, theirs))
         and all(map(torch.Tensor.is_contiguous, given))

@@ -65,6 +65,12 @@ class Checked:
         """What messages call the parameters."""
         _check_parameters(self.parameters, self.names)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
+        for g, one in enumerate(tried):
+            if one.param_groups[0].get("state") == "compact":
+                raise ValueError(
+                    f'param_groups[{g}] has state="compact": ZeroFP4Optimizer does not support it yet, '
+                    "FusedAdamW alone does"
+                )
         of_class = [one.defaults for one in tried if type(one) is optimizer_class]
         self.defaults = of_class[0] if of_class else tried[0].defaults
         """Options of the optimizer's own class."""

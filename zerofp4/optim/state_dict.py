@@ -342,8 +342,8 @@ class SavedState(Mapping):
 
 # Loading
 
-HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Options that say how an optimizer computes and not what: those of the optimizer that loads stay."""
+HOW = ("foreach", "fused", "capturable", "differentiable", "state")
+"""Options that say how an optimizer computes and keeps its state: those of the optimizer that loads stay."""
 
 OTHER_ELEMENTS = "saved by a rank with other elements"
 

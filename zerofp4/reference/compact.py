@@ -35,7 +35,7 @@ def no_moments(rows: int, cols: int) -> CompactMoments:
     return CompactMoments(
         torch.zeros(rows, cols, dtype=torch.int8),
         torch.zeros(rows, cols, dtype=torch.uint8),
-        torch.zeros(rows, ceil_div(cols, STATE_GROUP), 2),
+        torch.zeros(rows, ceil_div(cols, STATE_GROUP), 2, dtype=torch.float32),
     )
 
 
@@ -127,8 +127,9 @@ def decode_moments(moments: CompactMoments) -> tuple[torch.Tensor, torch.Tensor]
     cols = moments.exp_avg.shape[1]
     s, t = (scale.repeat_interleave(STATE_GROUP, 1)[:, :cols] for scale in moments.scales.unbind(-1))
     code = moments.exp_avg.long()
-    exp_avg = s * (code_values(CODES)[code.abs().clamp(max=CODES)] * code.sign())
-    roots = t * code_values(ROOT_CODES)[moments.exp_avg_sq.long().clamp(min=1)]
+    values, root_values = (code_values(codes).to(code.device) for codes in (CODES, ROOT_CODES))
+    exp_avg = s * (values[code.abs().clamp(max=CODES)] * code.sign())
+    roots = t * root_values[moments.exp_avg_sq.long().clamp(min=1)]
     return exp_avg, roots * roots
 
 
@@ -137,7 +138,7 @@ def encode_moments(exp_avg: torch.Tensor, roots: torch.Tensor) -> CompactMoments
     m, w = _groups(exp_avg), _groups(roots)
     s, t = (_largest(values) for values in (m, w))
     finite = s.isfinite()
-    factor = torch.where(s < 2.0**-100, 2.0**64, torch.where(s >= 2.0**100, 2.0**-64, 1.0))
+    factor = torch.where(s < 2.0**-100, 2.0**64, torch.where(s >= 2.0**100, 2.0**-64, torch.ones_like(s)))
     x = torch.where(finite, m * factor, 0) * _reciprocal(torch.where(finite, s * factor, 0))
     exp_avg_codes = _codes(x, CODES)
     x = torch.where(t.isfinite(), w, 0) * _reciprocal(torch.where(t.isfinite(), t, 0))
@@ -169,7 +170,7 @@ def _reciprocal(values: torch.Tensor) -> torch.Tensor:
 
 def _codes(x: torch.Tensor, codes: int) -> torch.Tensor:
     """The integer next to codes * x (7 - 3 |x|) / 4."""
-    slope = fma(x.abs(), torch.tensor(-0.75 * codes), torch.tensor(1.75 * codes))
+    slope = fma(x.abs(), *torch.tensor([-0.75 * codes, 1.75 * codes], dtype=torch.float32))
     return (x.double() * slope.double()).round().long()  # the product is exact
 
 

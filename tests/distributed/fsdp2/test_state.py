@@ -27,7 +27,7 @@ from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zerofp4
 from distributed.cases import shared_folder
@@ -38,6 +38,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIMIZERS = {
     "fused": lambda params: FusedAdamW(params, lr=0.02, weight_decay=0.1),
+    "compact": lambda params: FusedAdamW(params, lr=0.02, weight_decay=0.1, state="compact"),
     "foreach": lambda params: torch.optim.AdamW(params, lr=0.02, foreach=True),
     "torch's fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
@@ -160,7 +161,7 @@ def resumed(world, path, group=None, **options) -> Run:
 
 
 @on_ranks(4, time_limit=120.0)
-@pytest.mark.parametrize("case", ["fused", "foreach"])
+@pytest.mark.parametrize("case", ["fused", "compact", "foreach"])
 def test_a_run_goes_on_in_a_world_of_another_size(world, case):
     run, path = start(world, optimizer=OPTIMIZERS[case]), shared_folder(world)
     run.inject(range(2))
@@ -285,3 +286,25 @@ def test_two_optimizers_cast_what_is_theirs(world):
         run.check()
     run.attachment.check()
     assert all(not found.item() for found in run.attachment.found_inf.values())
+
+
+@on_ranks(2)
+def test_compact_state_of_matrices_that_are_cut_by_columns(world):
+    """Between groups of 64 the codes and scales are those of the whole; elsewhere it is refused."""
+    mesh, cut = mesh_of(world), [Shard(1)]
+    torch.manual_seed(0)
+    plain = torch.randn(6, 256, device=world.device)
+    p = distribute_tensor(plain.clone(), mesh, cut)
+    one, other = (OPTIMIZERS["compact"]([tensor]) for tensor in (plain, p))
+    for _ in range(2):
+        plain.grad = torch.randn_like(plain)
+        p.grad = distribute_tensor(plain.grad, mesh, cut)
+        one.step()
+        other.step()
+    assert_bytes_equal(p.full_tensor(), plain, "parameter")
+    for name, value in one.state[plain].items():
+        found = other.state[p][name]
+        assert_bytes_equal(found.full_tensor() if isinstance(found, DTensor) else found, value, name)
+    narrow = distribute_tensor(torch.randn(6, 192, device=world.device), mesh, cut)
+    with pytest.raises(ValueError, match=r"rows of 192 elements over 2 ranks.* must be a multiple of 128"):
+        OPTIMIZERS["compact"]([narrow])

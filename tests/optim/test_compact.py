@@ -1,0 +1,313 @@
+"""FusedAdamW(state="compact") is reference.compact_adamw_step bit for bit, also loaded and offered a plan."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from cases.cast import check, check_transposes
+from cases.compact import STATE, Expected, is_compact
+from cases.fused import OPTIONS, set_gradient, set_random_gradients
+from helpers import assert_bytes_equal
+
+import zerofp4
+from zerofp4 import reference
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+SHAPES = [(40, 192), (3, 20, 65), (300,), (7, 63), (1, 64), (5, 128), (2, 1, 4, 70), ()]
+"""Compact but for those of one dimension or with short rows."""
+
+
+def parameters(device, shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+def compact(params, **options):
+    return FusedAdamW(params, **OPTIONS, **options, state="compact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_equals_the_reference(device, dtype, maximize):
+    """Large parameters and small ones, with gradients that come and go."""
+    optimizer = compact(parameters(device), maximize=maximize)
+    Expected(optimizer).compare_steps(
+        range(4), lambda step, i, p: torch.randn_like(p).to(dtype) if (i + step) % 4 or not i else None
+    )
+
+
+def test_groups_choose(device):
+    """In any order, and an added one too."""
+    one, two, three, four = parameters(device, [(4, 64)] * 4)
+    groups = [{"params": [one], "state": "full"}, {"params": [two], "state": "compact", "lr": 0.5}]
+    optimizer = FusedAdamW([*groups, {"params": [three]}], **OPTIONS)
+    optimizer.add_param_group({"params": [four], "state": "compact"})
+    copies = [p.clone() for p in (one, two, three, four)]
+    alone = [compact([copies[1]]), compact([copies[3]]), FusedAdamW([copies[0], copies[2]], **OPTIONS)]
+    alone[0].param_groups[0]["lr"] = 0.5
+    for _ in range(3):
+        for p, q in zip((one, two, three, four), copies, strict=True):
+            q.grad = p.grad = torch.randn_like(p)
+        for each in (optimizer, *alone):
+            each.step()
+    for p, q in zip((one, two, three, four), copies, strict=True):
+        assert_bytes_equal(p, q, "parameter")
+    kept = [set(optimizer.state[p]) for p in (one, two, three, four)]
+    assert kept == [{"step", "exp_avg", "exp_avg_sq"}, {"step", *STATE}] * 2
+
+
+def test_what_is_kept():
+    """2 bytes for each element and 8 for each group of 64."""
+    p = torch.randn(64, 1024)
+    optimizer = compact([p])
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    state = optimizer.state_dict()["state"][0]
+    assert sum(value.nbytes for value in state.values()) == 2 * p.numel() + p.numel() // 8 + 4
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0, float("inf")])
+def test_a_step_that_finds_an_infinity_changes_nothing(device, found):
+    params = parameters(device)
+    optimizer = compact(params)
+    expected = Expected(optimizer)
+    expected.compare_steps()
+    optimizer.found_inf = torch.tensor(found, device=device)
+    set_random_gradients(params)
+    if not found:
+        expected.step()
+    optimizer.step()
+    expected.check()
+
+
+def test_gradients_that_are_clipped_as_they_are_read(device):
+    optimizer = compact(parameters(device))
+    optimizer.clip_factor = torch.tensor(0.37, device=device)
+    Expected(optimizer).compare_steps(range(2))
+
+
+# Amaxes for casts
+
+
+def test_amaxes_for_the_cast(device):
+    """Of whole weights, of rows of one, of experts, and of a weight whose master has no gradient."""
+    shapes = [(48, 256), (40, 200), (3, 16, 128), (32, 64)]
+    weights = [zerofp4.empty(shape, device=device) for shape in shapes]
+    params = parameters(device, shapes)
+    params[1] = params[1][7:].clone()
+    masters = [p.view(-1) for p in params]
+    plan = zerofp4.CastPlan(weights, masters, [0, 7 * 200, 0, 0])
+    bias = torch.randn(30, device=device)
+    optimizer = compact([params[0], bias, *params[1:]])
+    optimizer.offer_amaxes(plan)
+    expected = Expected(optimizer)
+    for step in range(3):
+        expected.compare_steps(
+            [step], lambda step, i, p: None if (i, step) == (4, 1) else torch.randn_like(p)
+        )
+        own = zerofp4.CastPlan(weights, masters, [0, 7 * 200, 0, 0])
+        own.step()
+        assert_bytes_equal(plan.staged.reduced, own.staged.reduced, "reduced vector")
+        plan.step()
+        plan.post()
+        whole = [0, 3]
+        check([weights[i] for i in whole], [masters[i] for i in whole])
+        check_transposes([weights[i] for i in whole], [masters[i] for i in whole])
+
+
+def test_a_plan_with_other_rows():
+    master = torch.zeros(16, 128)
+    plan = zerofp4.CastPlan([zerofp4.empty((32, 64))], [master.view(-1)], [0])
+    optimizer = compact([master])
+    optimizer.offer_amaxes(plan)
+    with pytest.raises(ValueError, match=r"by rows of 128 elements, and the plan takes it .* \[32, 64\]"):
+        optimizer.step()
+
+
+# State dicts
+
+
+def trained(device, steps=3, **options):
+    params = parameters(device)
+    optimizer = FusedAdamW(params, **OPTIONS, **options)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
+        optimizer.step()
+    return optimizer, params
+
+
+def step_alike(one, params, other, copies):
+    for p, q in zip(params, copies, strict=True):
+        q.copy_(p)
+        q.grad = p.grad = torch.randn_like(p)
+    one.step()
+    other.step()
+    for p, q in zip(params, copies, strict=True):
+        assert_bytes_equal(q, p, "parameter")
+
+
+def through_a_file(state_dict, tmp_path):
+    torch.save(state_dict, tmp_path / "state")
+    return torch.load(tmp_path / "state", weights_only=True)
+
+
+def test_a_state_dict_has_what_is_kept(device, tmp_path):
+    """torch casts what it loads to the dtype of a parameter; codes stay what they are."""
+    optimizer, params = trained(device, state="compact")
+    twin, copies = trained(device, 1, state="compact")
+    calls = []
+    twin.register_load_state_dict_pre_hook(lambda _, given: calls.append(given["state"][0]["scales"].dtype))
+    twin.load_state_dict(through_a_file(optimizer.state_dict(), tmp_path))
+    assert calls == [torch.float32], "a hook of the user's does not see tensors"
+    assert len(twin._optimizer_load_state_dict_pre_hooks) == 1
+    for p, q in zip(params, copies, strict=True):
+        assert optimizer.state[p].keys() == twin.state[q].keys()
+        for name, value in optimizer.state[p].items():
+            assert_bytes_equal(twin.state[q][name], value, name)
+    step_alike(optimizer, params, twin, copies)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_goes_on_where_it_was(device, how):
+    optimizer, params = trained(device, 2, state="compact")
+    twin = how(optimizer)
+    step_alike(optimizer, params, twin, [p for group in twin.param_groups for p in group["params"]])
+
+
+@pytest.mark.parametrize("saver", [torch.optim.AdamW, FusedAdamW])
+def test_full_state_becomes_compact(device, saver):
+    params = parameters(device)
+    saved = saver(params, **OPTIONS)
+    for _ in range(2):
+        set_random_gradients(params)
+        saved.step()
+    copies = [p.clone() for p in params]
+    loaded = compact(copies)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.param_groups[0]["state"] == "compact"
+    expected = Expected(loaded)
+    for i, (p, q) in enumerate(zip(params, copies, strict=True)):
+        expected.steps[i], state = 2, saved.state[p]
+        moments = [state["exp_avg"].cpu(), state["exp_avg_sq"].cpu()]
+        expected.moments[i] = [moment.to(device) for moment in moments]
+        if is_compact(q):
+            first, second = (moment.reshape(-1, q.shape[-1]) for moment in moments)
+            expected.moments[i] = reference.encode_moments(first, second.sqrt())
+    expected.check("loaded:")
+    expected.compare_steps(range(2))
+
+
+@pytest.mark.parametrize("loader", [torch.optim.AdamW, FusedAdamW])
+def test_compact_state_becomes_full(device, loader):
+    """For torch's class by a FusedAdamW between the two."""
+    saved, params = trained(device, state="compact")
+    full, copies = trained(device, 0)
+    full.load_state_dict(saved.state_dict())
+    if loader is not FusedAdamW:
+        full, given = loader(copies, **OPTIONS), full.state_dict()
+        full.load_state_dict(given)
+    for p, q in zip(params, copies, strict=True):
+        mine, state = saved.state[p], full.state[q]
+        assert {"step", "exp_avg", "exp_avg_sq"} == state.keys() and state["step"] == mine["step"]
+        if is_compact(p):
+            first, second, scales = (mine[name].cpu() for name in STATE)
+            rows = p.shape[:-1].numel()
+            moments = reference.decode_moments(
+                reference.CompactMoments(
+                    first.view(rows, -1), second.view(rows, -1), scales.view(rows, -1, 2)
+                )
+            )
+            for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                assert_bytes_equal(state[name].cpu().view(moment.shape), moment, name)
+
+
+def test_large_state_is_converted_in_parts(device, monkeypatch):
+    saved, _ = trained(device)
+    whole, parts = (compact(parameters(device)) for _ in range(2))
+    whole.load_state_dict(saved.state_dict())
+    monkeypatch.setattr("zerofp4.optim.moments.MOST", 1000)
+    parts.load_state_dict(saved.state_dict())
+    again, back = (FusedAdamW(parameters(device), **OPTIONS) for _ in range(2))
+    back.load_state_dict(parts.state_dict())
+    monkeypatch.undo()
+    again.load_state_dict(parts.state_dict())
+    for one, other in ((whole, parts), (again, back)):
+        for mine, theirs in zip(one.state.values(), other.state.values(), strict=True):
+            for name, value in mine.items():
+                assert_bytes_equal(theirs[name], value, name)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("where", ["option", "group"])
+def test_a_sharded_optimizer_does_not_have_it_yet(where):
+    group = {"params": [torch.nn.Parameter(torch.zeros(4, 64))]}
+    options = {"state": "compact"} if where == "option" else {}
+    group |= {} if options else {"state": "compact"}
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\] has state=\"compact\": ZeroFP4Optimizer does not"
+    ):
+        ZeroFP4Optimizer([group], FusedAdamW, **options)
+
+
+def test_another_kind_than_what_is_there(device):
+    optimizer, params = trained(device, state="compact")
+    before = [p.clone() for p in params]
+    optimizer.param_groups[0]["state"] = "full"
+    with pytest.raises(ValueError, match="must have step, exp_avg, exp_avg_sq: call load_state_dict"):
+        optimizer.step()
+    for p, old in zip(params, before, strict=True):
+        assert_bytes_equal(p, old, "parameter")
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("exp_avg_codes", torch.Tensor.float, "exp_avg_codes must be contiguous int8 with 7680 elements"),
+        ("exp_avg_sq_codes", lambda codes: codes[1:], "exp_avg_sq_codes must be contiguous uint8 with 7680"),
+        ("scales", lambda scales: scales[:, :2], "scales must be contiguous float32 with 240 elements"),
+    ],
+)
+def test_state_that_does_not_fit(device, name, change, message):
+    optimizer, params = trained(device, state="compact")
+    optimizer.state[params[0]][name] = change(optimizer.state[params[0]][name])
+    before = [p.clone() for p in params]
+    set_random_gradients(params)
+    with pytest.raises(ValueError, match=re.escape("the state of param_groups[0]['params'][0]: ") + message):
+        optimizer.step()
+    for p, old in zip(params, before, strict=True):
+        assert_bytes_equal(p, old, "parameter")
+
+
+def test_loaded_state_of_other_shapes(device):
+    """Nothing has changed when it is found."""
+    optimizer, params = trained(device, state="compact")
+    given, state = FusedAdamW(params, **OPTIONS), optimizer.state
+    given.load_state_dict(optimizer.state_dict())
+    saved = given.state_dict()
+    saved["state"][0]["exp_avg_sq"] = saved["state"][0]["exp_avg_sq"][1:]
+    with pytest.raises(ValueError, match=r"exp_avg_sq .* must have shape \(40, 192\), got \(39, 192\)"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state is state and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def test_a_gradient_that_is_refused(device):
+    params = parameters(device)
+    optimizer = compact(params)
+    expected = Expected(optimizer)
+    expected.compare_steps()
+    set_random_gradients(params)
+    set_gradient(params[-1], params[-1].half())
+    with pytest.raises(TypeError, match="must be float32 or bfloat16, got"):
+        optimizer.step()
+    expected.check()
