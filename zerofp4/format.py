@@ -45,7 +45,8 @@ class FourOverSix:
 
     quantize, Quantizer, quantize_dequantize, NVFP4Recipe, empty, convert_model and casts of sharded masters
     take every combination. The choice needs a whole block: a cast raises ValueError where a shard has a part
-    of one. So do quantize_grouped (quantize each group by itself) and ZeroFP4Optimizer.
+    of one, and ZeroFP4Optimizer cuts between blocks. quantize_grouped raises ValueError: quantize each group
+    by itself.
 
     Raises ValueError for any other value.
     """

@@ -37,13 +37,13 @@ class Gather:
 class Bucket:
     """Of weights that share a gate."""
 
-    def __init__(self, *shapes):
+    def __init__(self, *shapes, block=(16, 16)):
         self.gate = Gate()
         values = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes or [(16, 32)]]
-        self.parameters = [zerofp4.quantize(each, columnwise=True) for each in values]
+        self.parameters = [zerofp4.quantize(each, columnwise=True, block=block) for each in values]
         for weight in self.parameters:
             for _, side in weight.record.sides():
-                side.gate = self.gate
+                side.gate, side.scale_gate = self.gate, self.gate if block[0] == 1 else None
 
 
 def on_the_way(*buckets, errors=()):
@@ -108,6 +108,23 @@ READS = {
     "inside of a tensor": lambda w: w.__tensor_flatten__(),
     "dequantize_many": lambda w: zerofp4.dequantize_many([w]),
 }
+
+
+SCALES = {
+    "rowwise_scale": lambda w: w.rowwise_scale,
+    "expanded": lambda w: w.expanded_scale(),
+    "buffers": READS["buffers"],
+    "swizzle_scales": lambda w: zerofp4.swizzle_scales([w]),
+}
+
+
+@pytest.mark.parametrize("travel", [True, False])
+@pytest.mark.parametrize("name", SCALES)
+def test_whoever_reads_scales_waits_where_they_travel(name, travel):
+    bucket = Bucket(block=(1, 16) if travel else (16, 16))
+    _, said = on_the_way(bucket)
+    SCALES[name](bucket.parameters[0])
+    assert said == (DONE if travel or name == "buffers" else [])
 
 
 @pytest.mark.parametrize("name", READS)
@@ -280,11 +297,13 @@ def test_the_allocator_is_told_of_the_memory_that_it_gave(gpu, monkeypatch):
     """Codes have storages of their own over a flat buffer, which torch's allocator does not know."""
     bucket, told = Bucket(), []
     (weight,) = bucket.parameters
-    bucket.weights = weight.rowwise_data.view(-1).clone()
-    weight.rowwise_data = torch.from_dlpack(bucket.weights.view(16, 16))
+    weights, scales = weight.rowwise_data.view(-1).clone(), torch.zeros(8)
+    bucket.gathered = [weights, scales]
+    weight.rowwise_data = torch.from_dlpack(weights.view(16, 16))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: told.append(id(tensor)))
     LateGathers(GPU).watch(bucket)
-    assert {id(bucket.weights), id(weight.columnwise_data), id(weight.columnwise_scale)} <= set(told)
+    expected = weights, scales, weight.columnwise_data, weight.columnwise_scale
+    assert set(map(id, expected)) <= set(told)
 
 
 def test_a_gpu_waits_in_the_stream_that_reads(gpu):

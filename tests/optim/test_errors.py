@@ -135,7 +135,7 @@ def bad_arguments(device):
     weight, bias = parameters[0], parameters[1]
     shared = torch.zeros(10, device=device)
     views = [nn.Parameter(shared[:6]), nn.Parameter(shared[5:])]
-    rows = nn.Parameter(quantize(torch.ones(16, 16, device=device), block=(1, 16)))
+    rows = nn.Parameter(quantize(torch.ones(16, 16, device=device), block=(1, 16), columnwise=True))
     frozen = nn.Parameter(torch.zeros(3, device=device), requires_grad=False)
     complex_ = nn.Parameter(torch.zeros(3, dtype=torch.complex64, device=device))
     product = weight.dequantize() * 2
@@ -151,7 +151,7 @@ def bad_arguments(device):
     yield "complex", TypeError, "must have one of the dtypes", [complex_], {}
     yield "integer", TypeError, "must have one of the dtypes", [integers], {}
     yield "meta", ValueError, "meta device", [nn.Parameter(torch.zeros(3, device="meta"))], {}
-    yield "rows", ValueError, r"must have block \(16, 16\)", [rows], {}
+    yield "rows", ValueError, r"has block \(1, 16\) and a columnwise copy", [rows], {}
     yield "frozen", ValueError, "no parameter requires a gradient", [frozen], {}
     yield "empty", ValueError, "empty parameter list", [], {}
     yield "tensor", TypeError, "iterable", bias, {}

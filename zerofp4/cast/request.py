@@ -101,24 +101,7 @@ def check_lists(**lists: Sequence | None) -> None:
             raise ValueError(f"{name} has {len(values)} entries for {count} model_weights")
 
 
-def check_castable(name: str, record: NVFP4Storage) -> None:
-    """Raises ValueError for a weight that ZeroFP4Optimizer and Megatron cannot cast masters into: they gather
-    codes, and no scales.
-    """
-    if record.block != (BLOCK, BLOCK):
-        raise ValueError(
-            f"{name} must have block (16, 16) here, got {record.block}: CastPlan and "
-            "cast_master_weights_to_nvfp4 cast into it"
-        )
-    if record.four_over_six is not None:
-        raise ValueError(
-            f"{name} is quantized with {record.four_over_six}, which is not supported here: CastPlan and "
-            "cast_master_weights_to_nvfp4 cast into it"
-        )
-    _check_weight(name, record, has_codes=True)
-
-
-def _check_weight(name: str, record: NVFP4Storage, *, has_codes: bool) -> None:
+def check_castable(name: str, record: NVFP4Storage, *, has_codes: bool = True) -> None:
     """Raises ValueError for a weight that masters cannot be cast into: what may be cast is said here.
 
     has_codes: whether the codes go to the weight itself, and not to buffers of shards.
@@ -146,7 +129,7 @@ def check_weights(model_weights: Sequence[Any], *, has_codes: bool = True) -> li
             record.check()
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{name}: {error}") from None
-        _check_weight(name, record, has_codes=has_codes)
+        check_castable(name, record, has_codes=has_codes)
         if record.device != (records[0].device if records else record.device):
             raise ValueError(f"{name} is on {record.device}, model_weights[0] on {records[0].device}")
         data = record.rowwise.data

@@ -14,16 +14,22 @@ from zerofp4.storage import NVFP4Storage
 
 def gathered_buffers(records: Sequence[NVFP4Storage]) -> list[torch.Tensor]:
     """What a gather completes: the codes of all weights, then the scales that travel, as bytes."""
-    scales = [r.rowwise.scales["compact"].view(torch.uint8) for r in records if r.scales_travel]
-    return [*(record.rowwise.data for record in records), *scales]
+    return [*(record.rowwise.data for record in records), *travelling_scales(records)]
 
 
 def gathered_shards(records: Sequence[NVFP4Storage], shards: Sequence[Shard]) -> list[Shard]:
-    """A rank's part of each of gathered_buffers(), from its shards of the weights: in codes, of which a byte
-    holds two, and so does that of a scale here.
-    """
-    scales = [_scale_shard(r, s) for r, s in zip(records, shards, strict=True) if r.scales_travel]
-    return [*shards, *scales]
+    """A rank's part of each of gathered_buffers(), from its shards of the weights, counted in codes."""
+    return [*shards, *travelling_shards(records, shards)]
+
+
+def travelling_scales(records: Sequence[NVFP4Storage]) -> list[torch.Tensor]:
+    """The compact scales of those weights whose scales travel, as bytes."""
+    return [r.rowwise.scale_places["compact"].view(torch.uint8) for r in records if r.scales_travel]
+
+
+def travelling_shards(records: Sequence[NVFP4Storage], shards: Sequence[Shard]) -> list[Shard]:
+    """A rank's part of each of travelling_scales(), in codes, of which a byte holds two: so does a scale."""
+    return [_scale_shard(r, s) for r, s in zip(records, shards, strict=True) if r.scales_travel]
 
 
 def _scale_shard(record: NVFP4Storage, shard: Shard) -> Shard:
@@ -37,6 +43,16 @@ def _scale_shard(record: NVFP4Storage, shard: Shard) -> Shard:
             for row in (shard.start // cols, shard.end // cols)
         )
     return Shard(2 * first, 2 * (last - first))
+
+
+def block_unit(record: NVFP4Storage) -> int:
+    """A cut of the weight, whose scales travel, between so many of its elements goes through no block."""
+    rows, cols = record.matrix
+    if record.block[0] == 1:
+        return cols if cols % BLOCK else BLOCK
+    # The tiles of each matrix of a stack begin with it.
+    whole_tiles = record.experts is None or rows % BLOCK == 0
+    return BLOCK * cols if whole_tiles else rows * cols
 
 
 def check_whole_blocks(what: str, name: str, record: NVFP4Storage, shard: Shard) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from zerofp4 import distributed
 from zerofp4.cast.reduced_vector import ReducedVector
 from zerofp4.cast.request import CastRequest, check_refresh, matrix_name
-from zerofp4.cast.scales import gathered_buffers, gathered_shards
+from zerofp4.cast.scales import gathered_buffers, gathered_shards, travelling_scales, travelling_shards
 from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
 from zerofp4.ops import (
@@ -109,6 +109,8 @@ class StagedPlan:
         self._post = PostStage(request.records)
         self._gather: PackedGather | None = None
         """Made by the first all_gather()."""
+        self._scale_gather: PackedGather | None = None
+        """Made by stage_scales()."""
         self.addresses = self._present_addresses()
 
     @property
@@ -132,6 +134,11 @@ class StagedPlan:
         )
 
     # Amaxes that an optimizer leaves
+
+    @property
+    def takes_amaxes(self) -> bool:
+        """Whether an optimizer may leave them: not of weights whose scales travel."""
+        return not any(record.scales_travel for record in self.records)
 
     def master_pieces(self) -> list[MasterPiece]:
         """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
@@ -260,6 +267,8 @@ class StagedPlan:
                 more, row = divmod(row, self.records[position].matrix[0])
                 matrix += more
             self._stages.scale_cast_in_two(self._stages.target(), matrix, row, between)
+        if self._scale_gather is not None:
+            self._scale_gather.pack()
         if not is_capturing(self._device):
             self._status.queued()
         if self._request.on_nonfinite == "raise":
@@ -357,6 +366,19 @@ class StagedPlan:
             gathered_buffers(self.records), shards, self.group(), self._request.device, header
         )
 
+    def stage_scales(self, zeros: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+        """For a caller that gathers the codes itself: uint8 [ranks, bytes], where from now on a step leaves
+        this rank's scales that travel, and derive_columns() finds those of all. None where none do.
+
+        zeros: makes it, from a shape and dtype.
+        """
+        if self.takes_amaxes or not self._sharded:
+            return None
+        shards = [travelling_shards(self.records, of_rank) for of_rank in self._rank_shards]
+        scales = travelling_scales(self.records)
+        self._scale_gather = PackedGather(scales, shards, self.group(), self._device, zeros=zeros)
+        return self._scale_gather.staging
+
     def complete(self) -> None:
         """CastPlan.post() of a caller that has looked at all addresses before the step, and saw nobody since
         who could have moved anything.
@@ -366,6 +388,8 @@ class StagedPlan:
 
     def derive_columns(self) -> None:
         """The first half of complete(): what is queued, for which others need not wait here."""
+        if self._scale_gather is not None:
+            self._scale_gather.unpack()
         self._post.run()
 
     def note_written(self) -> None:
@@ -393,6 +417,8 @@ class StagedPlan:
         self._post.bind(self.records)
         if self._gather is not None:
             self._gather.bind(gathered_buffers(self.records))
+        if self._scale_gather is not None:
+            self._scale_gather.bind(travelling_scales(self.records))
         self.addresses = self._present_addresses()
 
     def _present_addresses(self, *, hold: bool = True) -> Addresses:

@@ -1,7 +1,8 @@
 """The all-gather of packed codes from arbitrary shards."""
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ class PackedGather:
     weight; bytes that are no codes count as two.
 
     header: of the plan whose steps write the codes, for queue().
+    zeros: makes the staging buffer, which the caller gathers itself between pack() and unpack() where it must
+        lie in memory of the caller's.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class PackedGather:
         group: dist.ProcessGroup | None,
         device: torch.device,
         header: GatherHeader | None = None,
+        zeros: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
     ):
         self.group = GroupReference(group)
         self.rank, self.size = rank_and_size(group)
@@ -48,8 +52,9 @@ class PackedGather:
             offsets, length = _offsets(of_rank)
             self._offsets.append(offsets)
             lengths.append(length)
-        slot = round_up(max(lengths), GATHER_VECTOR)
-        self.staging = torch.zeros(self.size, slot, dtype=torch.uint8, device=device)
+        shape = self.size, round_up(max(lengths), GATHER_VECTOR)
+        zeros = zeros or functools.partial(torch.zeros, device=device)
+        self.staging = zeros(shape, dtype=torch.uint8)
         self._states = self.staging.view(torch.int32)[:, 0]
         self._low = self._find_low_codes()
         self._stages = GatherStages(self.staging, self.rank, header) if self.size > 1 else None
@@ -104,6 +109,16 @@ class PackedGather:
                     low = self._low.get((rank, i), 0)
                     runs.append(GatherRun(self._address(rank, i), pointers[i] + first, low, last - first))
         return runs
+
+    def pack(self) -> None:
+        """This rank's shards into its slot of the staging buffer."""
+        if self._stages is not None:
+            self._stages.pack(self._stages.target(), GATHER_PRESENT)
+
+    def unpack(self) -> None:
+        """The other ranks' shards out of their slots."""
+        if self._stages is not None:
+            self._stages.unpack(self._stages.target())
 
     def queue(self, error: OwnError) -> None:
         """Gather, without waiting for the device. Every rank of the group must call it.

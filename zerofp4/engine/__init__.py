@@ -4,7 +4,7 @@ Neighbouring parameters of one kind make a bucket, which is sharded over all ran
 exchange, its weights one all-gather in place, and a step works on one bucket while others travel.
 """
 
-from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb
+from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb, kind_key
 from zerofp4.engine.backward import ArrivingMeans, BackwardSchedule, Rounds
 from zerofp4.engine.buckets import (
     ALIGNMENT,
@@ -60,5 +60,6 @@ __all__ = [
     "gradients_of",
     "in_order",
     "is_sendable",
+    "kind_key",
     "with_own_storage",
 ]

@@ -45,24 +45,31 @@ class Trained(NamedTuple):
     leader: int = 0
 
 
+def kind_key(parameter: torch.Tensor) -> tuple:
+    """What the parameters of a bucket have in common. NVFP4 weights come first."""
+    if isinstance(parameter, NVFP4Tensor):
+        record = parameter.record
+        return 0, -record.block[0], str(record.four_over_six or "")
+    return (1 + (torch.bfloat16, torch.float16, torch.float32).index(parameter.dtype),)
+
+
 def build_buckets(
     trained: Sequence[Trained], bucket_mb: float, wire: torch.dtype | None, as_made: bool, rounded_first: bool
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 
-    The parameters of a bucket share their sharding, their optimizer and their kind (NVFP4, or a dtype), and
-    buckets are sorted by these three. In a group of one rank nothing travels: each combination is one bucket.
+    The parameters of a bucket share their sharding, their optimizer and their kind (NVFP4 in the same blocks,
+    or a dtype), and buckets are sorted by these three. In a group of one rank nothing travels: each
+    combination is one bucket.
 
     bucket_mb: megabytes of the gradients of one bucket, all ranks' parts together. wire: as of Bucket.
     as_made: sort buckets as a backward pass is expected to make their gradients: NVFP4 weights of the last
         layers first. Dense buckets follow, since each spans many layers and, as a rule, the embedding.
     rounded_first: within a sharding, put NVFP4 weights last, so that a step waits for dense weights only.
     """
-    kinds = ("nvfp4", torch.bfloat16, torch.float16, torch.float32)
-
-    def key(i: int) -> tuple[bool, int, int]:
-        is_packed = isinstance(trained[i].parameter, NVFP4Tensor)
-        kind = kinds.index("nvfp4" if is_packed else trained[i].parameter.dtype)
+    def key(i: int) -> tuple:
+        kind = kind_key(trained[i].parameter)
+        is_packed = not kind[0]
         return rounded_first and is_packed, trained[i].by, kind
 
     built: list[Bucket] = []

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.cast import StagedPlan
+from zerofp4.cast import StagedPlan, block_unit
 from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import Peers
 from zerofp4.layout import ceil_div, round_up
@@ -52,13 +52,21 @@ class Sharding(NamedTuple):
     replicas: dist.ProcessGroup | None = None
 
 
+def cut_unit(parameter: torch.Tensor) -> int:
+    """Ranks may share a parameter between so many of its elements: what is chosen for a block of them, its
+    scale, has one owner.
+    """
+    travels = isinstance(parameter, NVFP4Tensor) and parameter.record.scales_travel
+    return block_unit(parameter.record) if travels else 1
+
+
 class Bucket:
     """Parameters of one kind in flat memory, and this rank's slice of their FP32 masters and averaged
     gradients.
 
     indices: the positions of the parameters among all trainable ones.
     owners: by parameter, the rank that owns all of it, in ascending order; None where parameters are cut
-        wherever a slice ends.
+        wherever a slice ends, but between units (cut_unit).
     wire: what gradients are rounded to before they are added; None is what autograd makes them.
 
     allocate() makes the memory, take_values() copies the parameters into `weights`, and bind() makes the
@@ -69,11 +77,14 @@ class Bucket:
     masters: float32 [slice_numel]; what lies between two parameters is zero. FP32 parameters are their own
         masters: this rank's slice of the weights, until somebody moves that.
     plan: casts the masters of NVFP4 weights; None for other weights, which cast() rounds.
+    scales: uint8 [world_size, bytes], where the plan puts scales that travel, and finds those of other ranks;
+        None where none do.
     """
 
     weights: torch.Tensor
     masters: torch.Tensor
     plan: StagedPlan | None = None
+    scales: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -92,7 +103,7 @@ class Bucket:
         """Whether gradients travel as autograd makes them."""
         self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)
         """Whether the parameters are NVFP4 weights; else they are of one floating dtype."""
-        self.gate = Gate() if self.is_packed else None  # of reads of codes that wait for a gather
+        self.gate = Gate() if self.is_packed else None  # of reads that wait for a gather
         self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
         self.rank, self.world_size = rank_and_size(sharding.group)
         self.replica, self.replica_count = rank_and_size(sharding.replicas)
@@ -101,7 +112,8 @@ class Bucket:
         self.is_of_whole_matrices = owners is not None
         sizes = [parameter.numel() for parameter in self.parameters]
         if owners is None:
-            self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT)
+            units = list(map(cut_unit, self.parameters))
+            self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT, units)
         else:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
         self.begin, end = self.rank * self.slice_numel, (self.rank + 1) * self.slice_numel
@@ -167,13 +179,18 @@ class Bucket:
                 continue
             parameter.rowwise_data = with_own_storage(view)
             for _, side in parameter.record.sides():
-                side.gate = self.gate
+                side.gate, side.scale_gate = self.gate, self.gate if parameter.record.scales_travel else None
 
     def cast(self) -> None:
         """Round the masters of floating weights into this rank's slice of them."""
         own = self._own_slice(self.weights)
         if self.masters.data_ptr() != own.data_ptr():
             own.copy_(self.masters)
+
+    @property
+    def gathered(self) -> list[torch.Tensor]:
+        """What a gather of weights sends: flat, an equal slice of each rank."""
+        return [self.weights] if self.scales is None else [self.weights, self.scales.view(-1)]
 
     def gathered_masters(self) -> list[torch.Tensor]:
         """Collective: the whole FP32 master of each parameter, in its shape."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from zerofp4.engine.buckets import (
     in_turns,
     private_memory,
 )
+from zerofp4.engine.late_gather import Waitable
 from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Transport
 from zerofp4.ops import RankGradients
 
@@ -190,14 +192,25 @@ class CollectiveTransport(Transport):
         for work in start_exchange(messages(parts), messages([own] * len(parts)), group, stage):
             work.wait()
 
-    def gather(self, b: int) -> Pending | None:
+    def gather(self, b: int) -> Waitable | None:
         return gather_by_collective(self.buckets[b])
 
 
-def gather_by_collective(bucket: Bucket) -> Pending | None:
+class _Gathers(NamedTuple):
+    """Several that are under way."""
+
+    gathers: list[Pending]
+
+    def wait(self) -> None:
+        for gather in self.gathers:
+            gather.wait()
+
+
+def gather_by_collective(bucket: Bucket) -> Waitable | None:
     if bucket.world_size == 1:
         return None
-    return all_gather_slices(bucket.weights, bucket.group(), async_op=True, stage="gathering weights")
+    options = {"async_op": True, "stage": "gathering weights"}
+    return _Gathers([all_gather_slices(flat, bucket.group(), **options) for flat in bucket.gathered])
 
 
 def find_advice(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

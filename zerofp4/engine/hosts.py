@@ -9,6 +9,7 @@ from zerofp4 import ops
 from zerofp4.distributed import GroupReference, OwnError, Pending, attempt, exchange, start_exchange
 from zerofp4.engine.buckets import Bucket, Gradients, in_turns, private_memory, shared_memory
 from zerofp4.engine.collective import gather_by_collective
+from zerofp4.engine.late_gather import Waitable
 from zerofp4.engine.peers import Peers
 from zerofp4.engine.step import Arrived, Transport
 from zerofp4.engine.topology import Hosts
@@ -147,5 +148,5 @@ class HostTransport(Transport):
         own = self._means[b][self._host]
         ops.average(self._received[b], self.buckets[b].gradients, own, self._host, squares)
 
-    def gather(self, b: int) -> Pending | None:
+    def gather(self, b: int) -> Waitable | None:
         return gather_by_collective(self.buckets[b])

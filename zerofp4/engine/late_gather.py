@@ -102,7 +102,8 @@ class LateGathers:
         """Tell the allocator that the weights of a bucket are written on another stream."""
         if self._stream is None:
             return
-        bucket.weights.record_stream(self._stream)  # torch ignores it for codes, whose storage is their own
+        for flat in bucket.gathered:
+            flat.record_stream(self._stream)  # torch ignores it for codes, whose storage is their own
         for weight in bucket.parameters:
             for _, place in weight.record.places():
                 place.record_stream(self._stream)

@@ -164,7 +164,10 @@ class PeerTransport(Transport):
         return position, row, send
 
     def gather(self, b: int) -> torch.cuda.Event:
-        return self._peers.start_gather(self.buckets[b].weights, self._sent_halfway.pop(b, 0))
+        bucket = self.buckets[b]
+        if bucket.scales is not None:
+            self._peers.start_sending(bucket.scales.view(-1), bucket.scales.shape[1])
+        return self._peers.start_gather(bucket.weights, self._sent_halfway.pop(b, 0))
 
 
 def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:
@@ -173,7 +176,7 @@ def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:
     It is the last row of tiles that begins in the first half of this rank's codes, or the end of a weight
     where the middle is in a gap behind it. None where nothing is sent.
     """
-    if bucket.kind != "nvfp4" or bucket.world_size == 1:
+    if not bucket.is_packed or bucket.world_size == 1:
         return None
     middle = bucket.begin + bucket.slice_numel // 2
     owned = [i for i, shard in enumerate(bucket.shards) if shard.numel and bucket.offsets[i] <= middle]

@@ -325,7 +325,7 @@ class Step:
                     "gradients": self.transport.sent_bytes[b],
                     # A ring sends every byte twice, but for the share of a rank.
                     "amaxes": 2 * (size - 1) * amaxes // size,
-                    "weights": (size - 1) * bucket.weights.nbytes // size,
+                    "weights": (size - 1) * sum(flat.nbytes for flat in bucket.gathered) // size,
                 }
             )
         phases = ("gradients", "amaxes", "weights")

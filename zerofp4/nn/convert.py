@@ -71,15 +71,13 @@ def convert_model(
 
     block: (16, 16), or (1, 16), the blocks along the inputs in which serving engines read weights. These have
     rows only, 0.56 bytes an element: no stacks of experts and no Conv1D are converted, and inside autocast
-    they take NVFP4Recipe(weight_block=(1, 16), backward="dequantized"). ZeroFP4Optimizer does not take them
-    yet; CastPlan does.
+    they take NVFP4Recipe(weight_block=(1, 16), backward="dequantized").
 
     columnwise: keep the transposed copy too, which the gradients of quantized products read. Without it a
     weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
     made from the rows each time. None: in blocks of 16x16.
 
-    four_over_six: of two scales for each block the one with the smaller error, now and in casts; by CastPlan,
-    as ZeroFP4Optimizer does not take such weights yet.
+    four_over_six: of two scales for each block the one with the smaller error, now and in casts.
 
     Experts in one parameter [E, N, K], with N and K even, are converted, too, each with an amax of its own:
     the weight of a stacked zerofp4.nn.GroupedLinear as that of a linear layer; the parameter of another

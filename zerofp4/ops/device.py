@@ -73,7 +73,7 @@ def data_address(name: str, side: Side | None) -> int:
 
 def scale_addresses(name: str, side: Side | None) -> list[int]:
     """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
-    scales = {} if side is None else side.scales
+    scales = {} if side is None else side.scale_places
     return [address_of(name, scales.get(layout)) for layout in SCALE_LAYOUTS]
 
 

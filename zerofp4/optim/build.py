@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
-from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype
+from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, kind_key
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
@@ -126,6 +126,11 @@ class Checked:
                 raise ValueError(
                     f"amax_groups: {first.name} and {one.name} share an amax, but not their optimizer_class"
                 )
+            if kind_key(one.parameter) != kind_key(first.parameter):
+                raise ValueError(
+                    f"amax_groups: {first.name} and {one.name} share an amax, but not their block and "
+                    "four_over_six"
+                )
             if one.sharding != first.sharding:
                 raise ValueError(
                     f"amax_groups put {first.name} and {one.name} together, which are in other process groups"
@@ -189,8 +194,12 @@ class Checked:
 
 
 def kind_of(parameter: torch.Tensor) -> str:
-    """The dtype and shape of a parameter, as text."""
-    dtype = "nvfp4 " * isinstance(parameter, NVFP4Tensor) + str(parameter.dtype).removeprefix("torch.")
+    """The format, dtype and shape of a parameter, as text."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if isinstance(parameter, NVFP4Tensor):
+        record = parameter.record
+        choice = "" if record.four_over_six is None else f" with {record.four_over_six}"
+        dtype = f"nvfp4{' 1x16' * (record.block[0] == 1)}{choice} {dtype}"
     return f"{dtype} {tuple(parameter.shape)}"
 
 

@@ -62,7 +62,7 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.allocate(peers)
             bucket.take_values()
-            self._bind(bucket)
+            bucket.bind()
         self.masters: list[torch.Tensor | None] = self._by_parameter(lambda b: b.own_views(b.masters))
         """By parameter, 1D float32, this rank's piece of its master; None where it owns nothing."""
         self.shards: list[Shard] = self._by_parameter(lambda b: b.shards)
@@ -77,6 +77,10 @@ class ShardedParameters:
         packed = [bucket for bucket in self.buckets if bucket.is_packed]
         self.plans = [self._build_plan(bucket, checked.amax_groups or ()) for bucket in packed]
         """What casts the buckets of NVFP4 weights, one for each of them."""
+        for bucket in packed:
+            zeros = functools.partial(torch.zeros, device=bucket.device) if peers is None else peers.zeros
+            bucket.scales = bucket.plan.stage_scales(zeros)
+        self._watch()
         self.holder = Holder(self.parameters)
         self._take_addresses()
         self.accept_values()
@@ -121,10 +125,10 @@ class ShardedParameters:
         bucket.plan = plan.staged
         return plan.staged
 
-    def _bind(self, bucket: Bucket) -> None:
-        bucket.bind()
-        if self._late is not None and bucket.is_packed:
-            self._late.watch(bucket)
+    def _watch(self) -> None:
+        for bucket in self.buckets if self._late is not None else ():
+            if bucket.is_packed:
+                self._late.watch(bucket)
 
     # What others have done to the parameters
 
@@ -236,9 +240,10 @@ class ShardedParameters:
         self.check_can_refresh()
         self.settle()
         for bucket in self.buckets:
-            self._bind(bucket)
+            bucket.bind()
         for plan in self.plans:
             plan.refresh()
+        self._watch()
         self._take_addresses()
 
     # Masters

@@ -269,7 +269,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         for number, inner in enumerate(self.inners.all):
             if isinstance(inner, FusedAdamW):
                 mine = [b for b in self._shards.buckets if self._shards.updated_by(b) == number]
-                parts = [([m for i in b.indices for m in optimized[i]], b.plan) for b in mine]
+                parts = []
+                for bucket in mine:
+                    # Other plans read masters once more, in the step behind the update.
+                    plan = bucket.plan if bucket.plan is not None and bucket.plan.takes_amaxes else None
+                    parts.append(([m for i in bucket.indices for m in optimized[i]], plan))
                 inner.offer_parts(parts, present)
 
     def _find_why_at_once(self) -> str | None:
@@ -817,11 +821,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def gathered_bytes_per_step(self) -> dict[str, int]:
         """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.
 
-        nvfp4: codes; high_precision: all other weights; bf16_equivalent: all weights if they were bfloat16.
+        nvfp4: codes, and scales that travel; high_precision: all other weights; bf16_equivalent: all
+        weights if they were bfloat16.
         """
         sharded = [bucket for bucket in self._shards.buckets if bucket.world_size > 1]
         return {
-            "nvfp4": sum(bucket.weights.nbytes for bucket in sharded if bucket.is_packed),
+            "nvfp4": sum(flat.nbytes for b in sharded if b.is_packed for flat in b.gathered),
             "high_precision": sum(bucket.weights.nbytes for bucket in sharded if not bucket.is_packed),
             "bf16_equivalent": 2 * sum(p.numel() for bucket in sharded for p in bucket.parameters),
         }

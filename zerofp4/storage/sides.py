@@ -61,11 +61,12 @@ class Side:
 
     gate: what a read of `data` waits for, on a GPU in the current stream only; None where nothing is ever on
     its way. All reads of a record's elements come here: who keeps the tensor itself, or its address, waits at
-    the gate before each use. (Scales and amaxes do not travel: every rank computes them.)
-    place: the same tensor for who only asks where it is.
+    the gate before each use. scale_gate: the same for `scales`, where these travel. (Amaxes never do: every
+    rank computes them.)
+    place, scale_places: the same tensors for who only asks where they are.
     """
 
-    __slots__ = ("amax", "gate", "place", "scales")
+    __slots__ = ("amax", "gate", "place", "scale_gate", "scale_places")
 
     def __init__(
         self,
@@ -73,8 +74,10 @@ class Side:
         scales: dict[str, torch.Tensor],
         amax: torch.Tensor | None = None,
         gate: Gate | None = None,
+        scale_gate: Gate | None = None,
     ):
-        self.place, self.scales, self.amax, self.gate = data, scales, amax, gate
+        self.place, self.scale_places, self.amax = data, scales, amax
+        self.gate, self.scale_gate = gate, scale_gate
 
     @property
     def data(self) -> torch.Tensor | None:
@@ -85,6 +88,16 @@ class Side:
     @data.setter
     def data(self, value: torch.Tensor | None) -> None:
         self.place = value
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        if self.scale_gate is not None:
+            self.scale_gate.wait()
+        return self.scale_places
+
+    @scales.setter
+    def scales(self, value: dict[str, torch.Tensor]) -> None:
+        self.scale_places = value
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -134,8 +147,8 @@ class Sides:
             if side.place is not None:
                 yield f"{name}_data", side.place
             for layout in SCALE_LAYOUTS:
-                if layout in side.scales:
-                    yield scale_name(name, layout), side.scales[layout]
+                if layout in side.scale_places:
+                    yield scale_name(name, layout), side.scale_places[layout]
         if self.amax is not None:
             yield "amax", self.amax
         if self.columnwise_amax is not self.amax and self.columnwise_amax is not None:
@@ -162,11 +175,11 @@ def unstack(sides: Sides, count: int, first: int = 0) -> list[Sides]:
     amaxes = {id(side.amax): chosen(side.amax).split(1) for _, side in sides.sides() if side.amax is not None}
     for name, side in sides.sides():
         data = [None] * count if side.place is None else chosen(side.place).unbind()
-        scales = {layout: chosen(scale).unbind() for layout, scale in side.scales.items()}
+        scales = {layout: chosen(scale).unbind() for layout, scale in side.scale_places.items()}
         for e, matrix in enumerate(matrices):
             amax = None if side.amax is None else amaxes[id(side.amax)][e]
             own = {layout: each[e] for layout, each in scales.items()}
-            setattr(matrix, name, Side(data[e], own, amax, side.gate))
+            setattr(matrix, name, Side(data[e], own, amax, side.gate, side.scale_gate))
     return matrices
 
 

@@ -121,7 +121,7 @@ class QuantizedTensor(torch.Tensor):
     def _describe(self) -> list[str]:
         """The fields of repr between shape and requires_grad."""
         fields = [f"{name}={getattr(self, name)}" for name in ("dtype", "block", "device")]
-        return [*fields, *(f"{name}={'+'.join(side.scales)}" for name, side in self.record.sides())]
+        return [*fields, *(f"{name}={'+'.join(side.scale_places)}" for name, side in self.record.sides())]
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
         fields = [*self._describe(), *["requires_grad=True"] * self.requires_grad]

@@ -33,7 +33,8 @@ class LateGather:
         if self._cast is not None:
             self._cast.wait()
             torch.cuda._sleep(20_000_000)
-        all_gather_slices(self._buffer.weights, self._buffer.group())
+        for flat in self._buffer.gathered:
+            all_gather_slices(flat, self._buffer.group())
 
 
 @contextlib.contextmanager

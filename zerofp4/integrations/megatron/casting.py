@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast import cast_master_weights_to_nvfp4, check_castable, post_all_gather_processing
-from zerofp4.storage import called
+from zerofp4.storage import NVFP4Storage, called
 from zerofp4.tensors import NVFP4Tensor
 
 _WATCH = "megatron_watch"
@@ -84,7 +84,7 @@ def _cast(
     group: dist.ProcessGroup,
 ) -> None:
     for i, weight in enumerate(weights):
-        check_castable(called(f"weight {i}", weight), weight.record)
+        _check_gathered(called(f"weight {i}", weight), weight.record)
     attachments = weights[0].record.attachments
     watch = attachments.get(_WATCH)
     if watch is None:
@@ -94,6 +94,17 @@ def _cast(
     watch.check(weights, masters)
     cast_master_weights_to_nvfp4(weights, masters, start_offsets, group, found_inf=watch.found_inf)
     watch.note()
+
+
+def _check_gathered(name: str, record: NVFP4Storage) -> None:
+    """Raises ValueError for a weight whose values would not be whole after Megatron-Core's own gather."""
+    if record.scales_travel:
+        raise ValueError(
+            f"{name} has block {record.block} and four_over_six {record.four_over_six}: Megatron-Core "
+            "gathers codes of weights, and no scales, which a rank knows of its own shard only. Use block "
+            "(16, 16) without four_over_six, or ZeroFP4Optimizer"
+        )
+    check_castable(name, record)
 
 
 class _Watch:

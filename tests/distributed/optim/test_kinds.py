@@ -1,0 +1,213 @@
+"""Weights in blocks of 1x16 and with four over six: scales are made by who owns a block, and gathered."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from helpers import assert_bytes_equal
+from torch import nn
+
+import zerofp4
+from distributed.engine.file_peers import FilePeers
+from distributed.engine.forward_cases import late_gathers
+from distributed.optim.cases import assert_same_on_all_ranks, gradients_of, model_bytes, whole_state
+from distributed.run import on_ranks
+from zerofp4 import FourOverSix
+from zerofp4.engine.topology import Topology
+from zerofp4.format import SCALE_LAYOUTS
+from zerofp4.ops import GATHER_VECTOR
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.testing import verify_weights
+
+ROWS = {"block": (1, 16), "scale_layouts": SCALE_LAYOUTS}
+KINDS = [
+    ROWS,
+    {"block": (1, 16), "four_over_six": FourOverSix()},
+    {"four_over_six": FourOverSix(448, "mse"), "columnwise": True, "scale_layouts": SCALE_LAYOUTS},
+    {},
+]
+SHAPES = [(34, 288), (130, 66), (8, 1000), (3, 18, 34), (2, 2)]
+ODD = [(33, 50), (1, 2), (131, 66)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+SMALL = 0.003
+
+
+def make(world, cls=FusedAdamW, kinds=KINDS, **options):
+    """Weights of all kinds, which cuts go through, dense parameters beside them; and an optimizer."""
+    generator = torch.Generator().manual_seed(5)
+    parameters = []
+    for k, kind in enumerate(kinds):
+        shapes = SHAPES + (ODD if kind.get("block") == (1, 16) else [])
+        for i, shape in enumerate(shapes):
+            values = torch.randn(shape, generator=generator) * 10.0 ** (i % 3 - 1)
+            weight = zerofp4.quantize(values.to(world.device, DTYPES[(i + k) % 3]), **kind)
+            parameters.append(nn.Parameter(weight))
+        dense = torch.randn((7, 30 + k), generator=generator).to(world.device, DTYPES[k % 3])
+        parameters.append(nn.Parameter(dense))
+    return parameters, ZeroFP4Optimizer(parameters, cls, **keywords(OPTIONS, options))
+
+
+def take_step(world, parameters, optimizer, step):
+    """Clipped in the second, skipped in the third."""
+    set_gradients(parameters, gradients_of(world, parameters, step))
+    if step == 2 and world.rank == world.world_size - 1:
+        parameters[3].grad = torch.full_like(parameters[3], math.inf)
+    if step == 1:
+        optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    assert (optimizer.found_inf.item() != 0) == (step == 2)
+
+
+def check(parameters, optimizer):
+    """Every buffer is what quantize makes of the whole master, and the same on all ranks."""
+    for i, (p, master) in enumerate(zip(parameters, optimizer.gathered_masters(), strict=True)):
+        values = master.to(p.dtype).view(p.shape)
+        if not isinstance(p, zerofp4.NVFP4Tensor):
+            assert_bytes_equal(p.detach(), values, f"parameter {i}")
+            continue
+        options = {"block": p.block, "four_over_six": p.four_over_six, "scale_layouts": SCALE_LAYOUTS}
+        expected = zerofp4.quantize(values, columnwise=p.columnwise_data is not None, **options)
+        for name, buffer in p.record.buffers():
+            assert_bytes_equal(buffer, expected.record.buffer(name), f"parameter {i}: {name}")
+    assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
+
+
+def all_bytes(parameters, optimizer):
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    ("cls", "bucket_mb"), [(FusedAdamW, SMALL), (FusedAdamW, None), (torch.optim.AdamW, SMALL)]
+)
+def test_the_bytes_of_the_whole_master_after_each_step(world, cls, bucket_mb):
+    model = make(world, cls, bucket_mb=bucket_mb)
+    check(*model)
+    for step in range(4):
+        take_step(world, *model, step)
+        check(*model)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_the_bytes_of_every_way_to_overlap(world, overlap):
+    models = [make(world, bucket_mb=SMALL, overlap=way) for way in (None, overlap)]
+    for step in range(3):
+        for model in models:
+            take_step(world, *model, step)
+        expected, found = [all_bytes(*model) for model in models]
+        assert_all_equal(found, expected, f"step {step}")
+    check(*models[1])
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+def test_the_bytes_of_ranks_that_share_memory(world, late, overlap):
+    """On the CPU, whatever the ranks have."""
+    alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
+
+    def find(transport, hosts, given, *_):
+        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
+
+    with mock.patch.object(zero, "find_topology", find):
+        models = []
+        for transport in ("collective", "peer"):
+            group = dist.new_group(backend="gloo")
+            options = {"overlap": overlap, "bucket_mb": SMALL, "process_group": group}
+            models.append(make(alone, transport=transport, **options))
+    assert models[1][1].describe()["transport"] == "peer"
+    for step in range(2):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(alone, parameters, step))
+            optimizer.step()
+        assert_all_equal(*(model_bytes(parameters) for parameters, _ in models), f"step {step}")
+    check(*models[1])
+
+
+SCALE_READS = {
+    "rowwise": lambda w: w.rowwise_scale,
+    "expanded": lambda w: w.expanded_scale(),
+    "columnwise": lambda w: w.columnwise_scale,
+    "values": lambda w: w.dequantize(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("read", SCALE_READS)
+def test_scales_that_arrive_late_are_waited_for(world, read):
+    (expected, first), (late, second) = [make(world, overlap=overlap) for overlap in (None, "forward")]
+    set_gradients(expected, make_gradients(expected, world.rank))
+    first.step()
+    with late_gathers():
+        set_gradients(late, make_gradients(late, world.rank))
+        second.step()
+        pairs = [(e, w) for e, w in zip(expected, late, strict=True) if isinstance(w, zerofp4.NVFP4Tensor)]
+        pairs = [(e, w) for e, w in pairs if w.record.scales_travel and SCALE_READS[read](e) is not None]
+        if world.device.type == "cpu":
+            places = [w.record.rowwise.scale_places["compact"].float() for _, w in pairs]
+            assert not all(p.equal(e.rowwise_scale.float()) for p, (e, _) in zip(places, pairs, strict=True))
+        for e, w in pairs:
+            assert_bytes_equal(SCALE_READS[read](w), SCALE_READS[read](e), read)
+
+
+@on_ranks(2)
+def test_buckets_of_one_kind(world):
+    _, optimizer = make(world)
+    packed = [bucket.parameters for bucket in optimizer._shards.buckets if bucket.is_packed]
+    kinds = [{(p.block, p.four_over_six) for p in parameters} for parameters in packed]
+    assert all(len(kind) == 1 for kind in kinds) and len(kinds) == len(KINDS)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "scales"), [(ROWS, 2**16), (KINDS[2], 2**12), ({}, 0)])
+def test_the_bytes_that_are_gathered(world, kind, scales):
+    """Half a byte an element, the scales that travel, and a word of each rank beside them."""
+    weight = nn.Parameter(zerofp4.quantize(torch.ones(1024, 1024, device=world.device), **kind))
+    optimizer = ZeroFP4Optimizer([weight])
+    expected = 2**19 + scales + (2 * GATHER_VECTOR if scales else 0)
+    assert optimizer.gathered_bytes_per_step()["nvfp4"] == expected
+    assert optimizer.describe()["bytes_sent"]["weights"] == expected // 2
+
+
+@on_ranks(1, 2)
+def test_an_amax_group_of_other_kinds_is_refused(world):
+    rows, tiles = (nn.Parameter(zerofp4.quantize(torch.ones(16, 16), **kind)) for kind in (ROWS, {}))
+    with pytest.raises(ValueError, match="share an amax, but not their block and four_over_six"):
+        ZeroFP4Optimizer([rows, tiles], amax_groups=[[rows, tiles]])
+
+
+@on_ranks(2)
+def test_kinds_that_differ_between_ranks_are_refused(world):
+    weight = nn.Parameter(zerofp4.quantize(torch.ones(16, 16), **KINDS[world.rank]))
+    with pytest.raises(ValueError, match=r"nvfp4 1x16 float32 .* on rank 0 and nvfp4 1x16 with FourOverSix"):
+        ZeroFP4Optimizer([weight])
+
+
+@on_ranks(3)
+def test_amax_groups(world):
+    models = []
+    for bucket_mb in (SMALL, None):
+        generator = torch.Generator().manual_seed(2)
+        parameters = [
+            nn.Parameter(zerofp4.quantize(torch.randn(48, 64, generator=generator) * 3**i, **ROWS))
+            for i in range(4)
+        ]
+        options = keywords(OPTIONS, bucket_mb=bucket_mb, amax_groups=[parameters[::2]])
+        models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **options)))
+    for step in range(2):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            optimizer.step()
+            assert_bytes_equal(parameters[0].amax, parameters[2].amax, "amax")
+            groups = [parameters[::2]]
+            named = {str(i): p for i, p in enumerate(parameters)}
+            verify_weights(named, optimizer.gathered_masters(), amax_groups=groups)
+        assert_all_equal(*(model_bytes(parameters) for parameters, _ in models), f"step {step}")
