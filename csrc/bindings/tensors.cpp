@@ -2,6 +2,7 @@
 // out the function that describes it, DLPack's (version 1.3): so this knows of torch no more than the rest.
 
 #include <cstring>
+#include <utility>
 
 #include "bindings/bindings.h"
 
@@ -31,8 +32,7 @@ struct DlExchange {
 
 constexpr const char* kCapsule = "dlpack_exchange_api";
 
-struct Facts {
-    int64_t address;
+struct Kind {
     int64_t elements;
     int32_t device_type, device_id;
     int32_t dimensions;  // -1 for None
@@ -52,13 +52,25 @@ int64_t address_of(const DlTensor& tensor) {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset);
 }
 
-Facts facts_of(const DlTensor& tensor) {
+Kind kind_of(const DlTensor& tensor) {
     int64_t elements = 1;
     for (int32_t i = 0; i < tensor.dimensions; ++i) elements *= tensor.shape[i];
-    return {address_of(tensor), elements,
-            tensor.device_type, tensor.device_id,
-            tensor.dimensions,  tensor.type_code,
-            tensor.type_bits,   static_cast<uint16_t>(lies_contiguously(tensor))};
+    return {elements,
+            tensor.device_type,
+            tensor.device_id,
+            tensor.dimensions,
+            tensor.type_code,
+            tensor.type_bits,
+            static_cast<uint16_t>(lies_contiguously(tensor))};
+}
+
+// `count` elements of T, whose memory is returned with it.
+template <class T>
+std::pair<py::bytes, T*> room_for(Py_ssize_t count) {
+    py::bytes bytes = py::reinterpret_steal<py::bytes>(
+        PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(T))));
+    if (!bytes) throw py::error_already_set();
+    return {bytes, reinterpret_cast<T*>(PyBytes_AS_STRING(bytes.ptr()))};
 }
 
 class TensorReader {
@@ -71,18 +83,34 @@ class TensorReader {
     }
 
     py::bytes addresses(const py::list& tensors) const {
-        return each<int64_t>(tensors, [this](PyObject* tensor) { return address_of(describe(tensor)); });
+        const Py_ssize_t count = PyList_GET_SIZE(tensors.ptr());
+        const auto [bytes, to] = room_for<int64_t>(count);
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            const int64_t address = address_of(describe(PyList_GET_ITEM(tensors.ptr(), i)));
+            std::memcpy(to + i, &address, sizeof address);
+        }
+        return bytes;
     }
 
-    py::bytes facts(const py::list& tensors) const {
-        return each<Facts>(tensors, [this](PyObject* tensor) {
-            if (tensor == Py_None) {
-                Facts none{};
-                none.dimensions = -1;
-                return none;
+    // (addresses, kinds). The address of None is -1.
+    py::tuple facts(const py::list& tensors) const {
+        const Py_ssize_t count = PyList_GET_SIZE(tensors.ptr());
+        const auto [addresses, addresses_to] = room_for<int64_t>(count);
+        const auto [kinds, kinds_to] = room_for<Kind>(count);
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            PyObject* object = PyList_GET_ITEM(tensors.ptr(), i);
+            int64_t address = -1;
+            Kind kind{};
+            kind.dimensions = -1;
+            if (object != Py_None) {
+                const DlTensor tensor = describe(object);
+                address = address_of(tensor);
+                kind = kind_of(tensor);
             }
-            return facts_of(describe(tensor));
-        });
+            std::memcpy(addresses_to + i, &address, sizeof address);
+            std::memcpy(kinds_to + i, &kind, sizeof kind);
+        }
+        return py::make_tuple(addresses, kinds);
     }
 
   private:
@@ -90,20 +118,6 @@ class TensorReader {
         DlTensor tensor{};
         if (exchange_->describe(object, &tensor) != 0) throw py::error_already_set();
         return tensor;
-    }
-
-    template <class T, class Of>
-    static py::bytes each(const py::list& tensors, const Of& of) {
-        const Py_ssize_t count = PyList_GET_SIZE(tensors.ptr());
-        py::bytes result = py::reinterpret_steal<py::bytes>(
-            PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(T))));
-        if (!result) throw py::error_already_set();
-        char* to = PyBytes_AS_STRING(result.ptr());
-        for (Py_ssize_t i = 0; i < count; ++i, to += sizeof(T)) {
-            const T value = of(PyList_GET_ITEM(tensors.ptr(), i));
-            std::memcpy(to, &value, sizeof value);
-        }
-        return result;
     }
 
     const DlExchange* exchange_;  // the framework's, for as long as the process lives

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import needs_gpu
 
-from zerofp4.ops import addresses, pointers, tensor_facts
+from zerofp4.ops import addresses, plain_kinds, pointers, tensor_facts
 from zerofp4.ops.addresses import first_moved
 
 
@@ -91,6 +91,17 @@ def test_facts_hold_no_tensor(way):
     kept = tensor_facts([tensor])
     del tensor
     assert alive() is None and kept
+
+
+def test_plain_kinds_are_those_of_tensors_that_need_no_look(way, device):
+    memory = torch.ones(8, 8, device=device)
+    freed = torch.ones(8, 8, device=device)
+    freed.untyped_storage().resize_(0)
+    assert plain_kinds([memory, None]) == plain_kinds([memory.clone(), None]) != plain_kinds([memory])
+    assert plain_kinds([memory]) != plain_kinds([memory.t()])
+    others = [freed, memory.to_sparse(), torch._neg_view(memory), torch._efficientzerotensor((8, 8))]
+    others += [memory.to("meta"), torch.nn.Parameter(memory)]
+    assert not any(plain_kinds([memory, other]) for other in others)
 
 
 def test_what_is_no_tensor_raises(way):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from zerofp4 import quantize
 from zerofp4.integrations import fsdp2
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 
 
 def assert_refused(optimizer, message):
@@ -92,12 +92,49 @@ def test_gradients_that_were_freed(device, offset):
     optimizer.step()
 
 
+def freed(gradient):
+    gradient = gradient.clone()
+    gradient.untyped_storage().resize_(0)
+    return gradient
+
+
+def test_a_gradient_of_another_kind_than_in_the_last_step(device):
+    """Whose gradients had passed all checks."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW)
+    for change, problem in ((torch.Tensor.to_sparse, "of layout"), (freed, "whose storage was freed")):
+        set_gradients(parameters, make_gradients(parameters, 0))
+        optimizer.step()
+        parameters[1].grad = change(parameters[1].grad)
+        assert_refused(optimizer, rf"\['params'\]\[1\] has a gradient {problem}")
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_in_another_order_or_sign_than_in_the_last_step(device, optimizer_class, clip):
+    changes = [None, lambda g: g.t().contiguous().t(), lambda g: torch._neg_view(-g)]
+    masters = []
+    for change in changes:
+        parameters = make_parameters(device)
+        optimizer = ZeroFP4Optimizer(parameters, optimizer_class)
+        for step in range(2):
+            set_gradients(parameters, make_gradients(parameters, step))
+            if step and change is not None:
+                parameters[0].grad = change(parameters[0].grad)
+            if clip:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        masters.append(optimizer.gathered_masters())
+    for found in masters[1:]:
+        assert_all_equal(found, masters[0], "master")
+
+
 def test_gradients_on_another_device(device, monkeypatch):
     """torch keeps a gradient with its parameter, so that both have moved as a rule, which is said then."""
     parameters = make_parameters(device)
     optimizer = ZeroFP4Optimizer(parameters)
     elsewhere = [torch.zeros(p.shape, dtype=p.dtype, device="meta") for p in parameters]
-    monkeypatch.setattr(sharded, "gradients_of", lambda _: elsewhere)
+    monkeypatch.setattr(zero, "gradients_of", lambda _: elsewhere)
     assert_refused(optimizer, rf"has a gradient on meta, and its master is on {device.type}")
     parameters[1].data = parameters[1].data.clone()
     assert_refused(optimizer, r"\['params'\]\[1\] has moved")

@@ -26,7 +26,7 @@ from zerofp4.engine.hosts import HostTransport
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import Peers
-from zerofp4.engine.step import Arrived, Step, Transport, check_gradients
+from zerofp4.engine.step import Arrived, Step, Transport, are_as_sent, check_gradients
 from zerofp4.engine.topology import Hosts, find_topology
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "Step",
     "Trained",
     "Transport",
+    "are_as_sent",
     "are_sendable",
     "attributes",
     "build_buckets",

@@ -378,7 +378,7 @@ class GradientMemory:
         """
         mine = [gradients[i] for i in self._bucket.indices]
         missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
-        away = self._elsewhere(mine)
+        away = self._elsewhere(mine) if self.aliased else [k for k, g in enumerate(mine) if g is not None]
         if self._gaps or missing:
             torch._foreach_zero_(self._gaps + missing)
         if away:

@@ -19,7 +19,6 @@ from zerofp4.engine.buckets import (
     Bucket,
     GradientMemory,
     Gradients,
-    are_sendable,
     in_order,
     in_turns,
     private_memory,
@@ -92,13 +91,14 @@ class CollectiveTransport(Transport):
         needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
         self._of_replicas = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
 
-    def prepare(self, gradients: Gradients) -> Gradients:
+    def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
+        if as_sent:
+            return gradients
         found = list(gradients)
         for b, bucket in enumerate(self.buckets):
             if self.memory[b] is None and self.adds_in_update[b]:
-                mine = [i for i in bucket.indices if found[i] is not None]
-                if not are_sendable([found[i] for i in mine], [self.dtypes[b]] * len(mine)):
-                    for i in mine:  # an update reads addresses
+                for i in bucket.indices:
+                    if found[i] is not None:  # an update reads addresses
                         found[i] = in_order(found[i], self.dtypes[b])
         return found
 

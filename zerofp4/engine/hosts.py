@@ -71,7 +71,7 @@ class HostTransport(Transport):
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
         """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
 
-    def prepare(self, gradients: Gradients) -> Gradients:
+    def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
         for memory in self.memory if self._peers is not None else ():
             memory.take(gradients)
         return gradients

@@ -91,7 +91,7 @@ class PeerTransport(Transport):
         self._copies.append(halves(copies))
         self._received.append(received)
 
-    def prepare(self, gradients: Gradients) -> Gradients:
+    def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
         for memory in () if self._early else self.memory:
             memory.take(gradients)
         return gradients

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zerofp4.distributed import CollectiveError, OwnError, in_phase
-from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients
+from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, is_sendable
 from zerofp4.engine.late_gather import LateGathers, Waitable
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import RankGradients
 
 
@@ -63,8 +64,10 @@ class Transport(Protocol):
     sent_bytes: Sequence[int]
     adds_in_update: Sequence[bool]
 
-    def prepare(self, gradients: Gradients) -> Gradients:
-        """Do what can fail on this rank alone. Returns what the verbs below are given."""
+    def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
+        """Do what can fail on this rank alone. Returns what the verbs below are given. as_sent: whether
+        are_as_sent() is known to hold.
+        """
         return gradients
 
     # Gradients
@@ -108,15 +111,30 @@ class Transport(Protocol):
         """Begin to send this rank's slice of the weights of bucket b to all ranks; None if there is one."""
 
 
-def check_gradients(transport: Transport, b: int, gradients: Gradients, names: Sequence[str]) -> None:
+def are_as_sent(transport: Transport, gradients: Gradients) -> bool:
+    """Whether the memory of each gradient holds its elements in order, in the dtype in which it is sent, one
+    of WEIGHT_DTYPES.
+    """
+    return set(transport.dtypes) <= set(WEIGHT_DTYPES) and all(
+        gradients[i] is None or is_sendable(gradients[i], dtype)
+        for bucket, dtype in zip(transport.buckets, transport.dtypes, strict=True)
+        for i in bucket.indices
+    )
+
+
+def check_gradients(
+    transport: Transport, b: int, gradients: Gradients, names: Sequence[str], are_known: bool = False
+) -> None:
     """Raise TypeError for a gradient of bucket b that would lose values on its way without gradient_wire, and
     RuntimeError for one that aliases the memory of another parameter's gradient.
+
+    are_known: whether gradients of the same dtypes have passed before.
     """
     bucket, memory = transport.buckets[b], transport.memory[b]
     if memory is not None:
         memory.check(gradients, names)
     dtype = bucket.sent_as
-    if bucket.wire is not None or dtype == torch.float32:
+    if are_known or bucket.wire is not None or dtype == torch.float32:
         return
     for i in bucket.indices:
         gradient = gradients[i]

@@ -7,7 +7,7 @@ fake and backends.
 
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
-from zerofp4.ops.addresses import Addresses, pointers, tensor_facts
+from zerofp4.ops.addresses import Addresses, plain_kinds, pointers, tensor_facts
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
@@ -127,6 +127,7 @@ __all__ = [
     "neutral_amax",
     "norm_of_squares",
     "padded_scale",
+    "plain_kinds",
     "pointers",
     "product_values",
     "quantize_into",

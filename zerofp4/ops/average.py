@@ -9,7 +9,7 @@ import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.operator import backend, fake
-from zerofp4.storage import address_of, addresses_by_dtype, check_buffer, check_memory
+from zerofp4.storage import DtypeGroup, address_of, addresses_of, check_buffer, check_memory, group_by_dtype
 
 torch.library.define(
     "zerofp4::average",
@@ -78,16 +78,21 @@ backend("average")(average)
 fake("average")(_check)
 
 
-def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
+def add_squares(
+    tensors: Sequence[torch.Tensor], squares: torch.Tensor, groups: Sequence[DtypeGroup] | None = None
+) -> None:
     """What average() adds to `squares` for means that are these values, those of each tensor by themselves.
 
     tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `squares`, whatever their dtypes.
+    groups: group_by_dtype(tensors), where it is known.
+
     Not an operator: it takes addresses, since a list of hundreds is looked at in every step.
     """
     check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
     target, out = target_of(squares.device), address_of("squares", squares)
-    for dtype, _, addresses, numels in addresses_by_dtype("tensors", tensors):
-        _C.add_squares(target, addresses, numels, DTYPE_CODES[dtype], out)
+    addresses = addresses_of("tensors", tensors)
+    for group in groups or group_by_dtype(tensors):
+        _C.add_squares(target, group.select(addresses), group.numels, DTYPE_CODES[group.dtype], out)
 
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:

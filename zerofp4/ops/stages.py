@@ -23,7 +23,7 @@ from zerofp4.ops.device import (
 from zerofp4.ops.layouts import padded_scale_list
 from zerofp4.ops.peers import PeerRows
 from zerofp4.shard import Shard
-from zerofp4.storage import NVFP4Storage, address_of, addresses_by_dtype, addresses_of
+from zerofp4.storage import DtypeGroup, NVFP4Storage, address_of, addresses_of, group_by_dtype
 
 HEADER_WORDS: int = _C.HEADER_WORDS
 ERROR_WORD: int = _C.ERROR_WORD
@@ -622,9 +622,10 @@ def adamw_options(
 
 def find_nonfinite(
     tensors: Sequence[torch.Tensor],
-    words: Sequence[int],
+    words: list[int],
     found: torch.Tensor,
     when: torch.Tensor | None = None,
+    groups: Sequence[DtypeGroup] | None = None,
 ) -> None:
     """Raise found[0], int32, to the largest word of a tensor that holds a NaN or Inf, in one pass over them.
     Waits for nothing.
@@ -632,8 +633,10 @@ def find_nonfinite(
     tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `found`, whatever their dtypes.
     words: of each tensor, above 0.
     when: int64 [2] on the device: nothing is looked at where both are 0.
+    groups: group_by_dtype(tensors), where it is known.
     """
     target, flags = target_of(found.device), (address_of("found", found), address_of("when", when))
-    for dtype, positions, addresses, numels in addresses_by_dtype("tensors", tensors):
-        own = [words[i] for i in positions]
-        _C.find_nonfinite(target, addresses, numels, own, DTYPE_CODES[dtype], *flags)
+    addresses = addresses_of("tensors", tensors)
+    for group in groups or group_by_dtype(tensors):
+        lists = group.select(addresses), group.numels, group.select(words)
+        _C.find_nonfinite(target, *lists, DTYPE_CODES[group.dtype], *flags)

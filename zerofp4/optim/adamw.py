@@ -428,20 +428,25 @@ class BucketUpdate:
         exchange: Transport | ArrivingMeans,
     ):
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
-        self._positions = [{id(masters[i]): (k, i) for k, i in enumerate(b.indices)} for b in buckets]
-        """By bucket and the id of a master: the position of its parameter in the bucket, and among all."""
-        self._members: list[tuple[Any, list[tuple[int, int]]]] = [(None, [])] * len(buckets)
+        self._positions = [{id(masters[i]): k for k, i in enumerate(b.indices)} for b in buckets]
+        """By bucket and the id of a master: the position of its parameter in the bucket."""
+        self._members: list[tuple[Any, list[int]]] = [(None, [])] * len(buckets)
         """By bucket, what its part has listed, and their positions."""
         # Of one step:
         self._options: list[Any] = []
-        self._present: Sequence[bool] = ()
+        self._present: Sequence[bool] | None = None
 
     def begin(
-        self, *, present: Sequence[bool], in_slices: bool, factor: torch.Tensor | None, skip: torch.Tensor
+        self,
+        *,
+        present: Sequence[bool] | None,
+        in_slices: bool,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor,
     ) -> None:
         """Do everything of a step that can fail on this rank alone.
 
-        present: by trainable parameter, whether it is to be updated, as far as the host knows.
+        present: by trainable parameter, whether it is to be updated, as far as the host knows; None if all.
         in_slices: whether the means are in the buckets' `gradients`.
         factor, skip: float32 [] on the device, as FusedAdamW's clip_factor and found_inf.
         """
@@ -457,8 +462,11 @@ class BucketUpdate:
         if listed is not part.listed:
             members = [self._positions[b][id(master)] for master in part.listed]
             self._members[b] = part.listed, members
-        own = self._buckets[b].gradient_views if arrived is None else arrived.own
-        gradients = [own[k] if self._present[i] else None for k, i in members]
+        bucket, present = self._buckets[b], self._present
+        own = bucket.gradient_views if arrived is None else arrived.own
+        if present is not None:
+            own = [view if present[i] else None for view, i in zip(own, bucket.indices, strict=True)]
+        gradients = [own[k] for k in members]
         part.run(gradients, self._options, None if arrived is None else arrived.rows)
 
 

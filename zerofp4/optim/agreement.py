@@ -4,6 +4,7 @@ It also says which gradient is the first with a NaN or Inf on any rank.
 """
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
 from zerofp4.optim.inner import OptionsHash, compared_options, show_option
+from zerofp4.storage import DtypeGroup
+
+_dtype = operator.attrgetter("dtype")
 
 
 class Call(NamedTuple):
@@ -275,6 +279,7 @@ class Agreement:
         indices: Sequence[int] | None = None,
         found_inf: torch.Tensor | None = None,
         when: torch.Tensor | None = None,
+        groups: Sequence[DtypeGroup] | None = None,
     ) -> torch.Tensor | None:
         """The word of this rank's gradients, on the device; None without gradients. Waits for nothing.
 
@@ -282,9 +287,18 @@ class Agreement:
         found_inf: what a user gave the optimizer of the masters.
         when: int64 [2] on the device: where both are 0, there is no NaN or Inf, and the gradients are not
             looked at for it.
+        groups: storage.group_by_dtype() of the gradients that there are, if these are of all parameters and
+            known to be sent as they are.
         """
         words = self._words if indices is None else [self._words[i] for i in indices]
-        word = first_nonfinite(gradients, self._wire, words, when)
+        if groups:
+            present = [gradient for gradient in gradients if gradient is not None]
+            if len(present) < len(words):
+                words = [word for word, g in zip(words, gradients, strict=True) if g is not None]
+            word = torch.zeros((), dtype=torch.int32, device=self._device)
+            find_nonfinite(present, words, word, when, groups)
+        else:
+            word = first_nonfinite(gradients, self._wire, words, when)
         if found_inf is None:
             return word
         given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF
@@ -302,7 +316,7 @@ class Agreement:
             self._first.zero_()
         else:
             self._first.copy_(word)
-        self.nonfinite.copy_(self._first != 0)
+        torch.ne(self._first, 0, out=self.nonfinite)
         if self._on_nonfinite == "raise" and not is_capturing(self._device):
             name = self.first_nonfinite()
             if name is not None:
@@ -351,10 +365,6 @@ def _find_difference(lowest: Call, highest: Call) -> str | None:
 
 # NaN and Inf
 
-BEGINNING = 16
-"""So many gradients are handed to a GPU first, which reads them while the host looks at the others."""
-
-
 def first_nonfinite(
     gradients: Sequence[torch.Tensor | None],
     rounded_to: torch.dtype | None = None,
@@ -371,31 +381,31 @@ def first_nonfinite(
     present = [(word, g) for word, g in pairs if g is not None and g.numel()]
     if not present:
         return None
+    plain, others = [g for _, g in present], {}
+    words, dtypes = [word for word, _ in present], list(map(_dtype, plain))
+    if not (all(_keeps_values(dtype, rounded_to) for dtype in set(dtypes)) and are_sendable(plain, dtypes)):
+        plain, words = [], []
+        for word, g in present:
+            if _keeps_values(g.dtype, rounded_to) and is_sendable(g, g.dtype):
+                plain.append(g)
+                words.append(word)
+            else:
+                others.setdefault(g.dtype, []).append((word, g))
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
-    for some in filter(None, (present[:BEGINNING], present[BEGINNING:])):
-        plain, others = some, {}
-        tensors = [g for _, g in some]
-        dtypes = [g.dtype for g in tensors]
-        if rounded_to or not (set(dtypes) <= set(WEIGHT_DTYPES) and are_sendable(tensors, dtypes)):
-            plain = []
-            for word, g in some:
-                to = plain if _keeps_its_values(g, rounded_to) else others.setdefault(g.dtype, [])
-                to.append((word, g))
-        find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)
-        for own, rest in others.items():
-            dtype = rounded_to or (own if own in WEIGHT_DTYPES else torch.float32)
-            # The largest element is finite in that dtype if all are.
-            largest = torch.stack(torch._foreach_norm([g for _, g in rest], float("inf")))
-            # In the arguments of a kernel: a replayed CUDA graph may find memory of the host changed.
-            bad = torch.zeros(len(rest), dtype=torch.int32, device=largest.device)
-            torch._foreach_add_(bad.unbind(), [word for word, _ in rest])
-            found = torch.maximum(found, bad.masked_fill_(largest.to(dtype).isfinite(), 0).max())
+    find_nonfinite(plain, words, found, when)
+    for own, rest in others.items():
+        dtype = rounded_to or (own if own in WEIGHT_DTYPES else torch.float32)
+        # The largest element is finite in that dtype if all are.
+        largest = torch.stack(torch._foreach_norm([g for _, g in rest], float("inf")))
+        # In the arguments of a kernel: a replayed CUDA graph may find memory of the host changed.
+        bad = torch.zeros(len(rest), dtype=torch.int32, device=largest.device)
+        torch._foreach_add_(bad.unbind(), [word for word, _ in rest])
+        found = torch.maximum(found, bad.masked_fill_(largest.to(dtype).isfinite(), 0).max())
     return found
 
 
-def _keeps_its_values(gradient: torch.Tensor, rounded_to: torch.dtype | None) -> bool:
-    """Whether find_nonfinite can look at it: its bytes, and rounding makes nothing infinite."""
-    dtype = gradient.dtype
-    if dtype not in WEIGHT_DTYPES or not is_sendable(gradient, dtype):
+def _keeps_values(dtype: torch.dtype, rounded_to: torch.dtype | None) -> bool:
+    """Whether find_nonfinite can look at a dtype, and rounding makes nothing infinite."""
+    if dtype not in WEIGHT_DTYPES:
         return False
     return rounded_to is None or torch.finfo(rounded_to).max >= torch.finfo(dtype).max

@@ -2,10 +2,11 @@
 
 import hashlib
 import inspect
+import itertools
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ NOT_ELEMENTWISE = {
     "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
 }
 """Optimizers that compute something else on a slice of a parameter than on the whole of it, and why."""
+
+
+_grad = operator.attrgetter("grad")
 
 
 class InnerClass(NamedTuple):
@@ -291,13 +295,24 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def give_gradients(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Set the grad of each master for the next step; a step skips masters whose gradient is None.
+def give_gradients(
+    masters: Sequence[Sequence[torch.Tensor]],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    present: Sequence[bool],
+) -> None:
+    """Set the grad of each master for the next step, by trainable parameter. A step skips the masters of one
+    that is not present.
 
     The gradients are the same views in every step, and assigning one costs more than comparing it.
     """
-    for master, gradient in masters:
-        if master.grad is not gradient:
+    flat = list(itertools.chain.from_iterable(masters))
+    if all(present):
+        given = list(itertools.chain.from_iterable(gradients))
+    else:
+        rows = zip(gradients, present, strict=True)
+        given = [gradient if there else None for views, there in rows for gradient in views]
+    if not all(map(operator.is_, map(_grad, flat), given)):
+        for master, gradient in zip(flat, given, strict=True):
             master.grad = gradient
 
 

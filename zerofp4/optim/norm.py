@@ -34,7 +34,7 @@ def global_norm(
 ) -> torch.Tensor:
     """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
 
-    means: those that this rank counts, 1D, contiguous, cut at multiples of ALIGNMENT elements of a parameter
+    means: those that this rank counts, contiguous, cut at multiples of ALIGNMENT elements of a parameter
         or at its end.
     group: of all ranks that step together.
     squares: the sums that ops.average left of the means, for the 2-norm. It does not depend on the number of
@@ -63,7 +63,7 @@ def _add_up(words: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
 
 def _short_rows(means: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Matrices of at most ALIGNMENT columns."""
-    for mean in means:
+    for mean in (mean.view(-1) for mean in means):
         whole = mean.numel() // ALIGNMENT * ALIGNMENT
         yield from (
             part for part in (mean[:whole].view(-1, ALIGNMENT), mean[whole:].view(1, -1)) if part.numel()

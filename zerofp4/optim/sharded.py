@@ -20,7 +20,6 @@ from zerofp4.engine import (
     Peers,
     attributes,
     build_buckets,
-    gradients_of,
 )
 from zerofp4.ops import Addresses
 from zerofp4.optim.build import Checked, kind_of
@@ -28,9 +27,7 @@ from zerofp4.shard import Shard
 from zerofp4.storage import find_freed, record_of
 from zerofp4.tensors import Holder, NVFP4Tensor
 
-_version, _layout, _device, _requires_grad = map(
-    attrgetter, ("_version", "layout", "device", "requires_grad")
-)
+_version, _requires_grad = map(attrgetter, ("_version", "requires_grad"))
 
 _TAKEN_OVER = (
     "another ZeroFP4Optimizer was built over these parameters, which follow its masters now: go on with that "
@@ -132,13 +129,9 @@ class ShardedParameters:
 
     # What others have done to the parameters
 
-    def read_gradients(self) -> list[torch.Tensor | None]:
-        """p.grad of all parameters. Raises RuntimeError for one that is sparse, elsewhere, or freed."""
-        gradients, device = gradients_of(self.parameters), self.buckets[0].device
-        present = [gradient for gradient in gradients if gradient is not None]
-        layouts, devices = set(map(_layout, present)), set(map(_device, present))
-        if layouts <= {torch.strided} and devices <= {device} and find_freed(present) is None:
-            return gradients
+    def check_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise RuntimeError for a gradient that is sparse, elsewhere, or freed."""
+        device = self.buckets[0].device
         for name, gradient in zip(self.names, gradients, strict=True):
             if gradient is None:
                 continue
@@ -151,7 +144,6 @@ class ShardedParameters:
             else:
                 continue
             raise RuntimeError(f"{name} has a gradient {problem}")
-        return gradients
 
     def check_unchanged(self, param_groups: Sequence[dict]) -> None:
         """Raise RuntimeError for parameters that others than the optimizer exchanged, moved, wrote to or

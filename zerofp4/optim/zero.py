@@ -34,9 +34,11 @@ from zerofp4.engine import (
     Rounds,
     Step,
     Transport,
+    are_as_sent,
     check_gradients,
     find_advice,
     find_topology,
+    gradients_of,
     in_order,
 )
 from zerofp4.format import WEIGHT_DTYPES
@@ -57,6 +59,7 @@ from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
+from zerofp4.storage import DtypeGroup, group_by_dtype
 from zerofp4.tensors import had_master
 
 
@@ -197,7 +200,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             buckets, masters = self._shards.buckets, self._shards.masters
             self._update = BucketUpdate(self.inners.all[0], buckets, masters, self._transport)
         self._step = Step(self._transport, sends=self._schedule is None, late=late)
-        self._skip = torch.zeros((), dtype=torch.float32, device=device)
+        is_alone = self.world_size == 1
+        self._skip = self._agreement.nonfinite if is_alone else torch.zeros_like(self._agreement.nonfinite)
         """What an update reads on the device: 1 where this step changes nothing.
 
         [Note: flags on the device] _skip is the maximum of _agreement.nonfinite (a NaN or Inf in any rank's
@@ -209,6 +213,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._defers = self._can_defer(group)
         """Whether the host leaves agreements to the device."""
         # From one call to the next
+        self._kinds: Any = None
+        """ops.plain_kinds() of the gradients that were checked last: those of equal kinds need no check."""
+        self._groups: list[DtypeGroup] | None = None
+        """storage.group_by_dtype() of these, if they are sent as they are."""
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
         self._reduced: GradientSnapshot | None = None
         """The gradients that clip_grad_norm_ has averaged for the next step."""
@@ -360,7 +368,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         means = list(self._means(ready.to_average))  # views, which average() fills
         if self._averages_nothing and call.norm_type == 2.0:
             self._squares.zero_()
-            ops.add_squares(means, self._squares)
+            ops.add_squares(means, self._squares, self._groups)
             if call.averages:
                 found = self._squares[:, -2:].sum(0)  # how many NaNs and Infs there were
                 word = self._word(ready.gradients, found)
@@ -451,7 +459,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         call = Call(is_clip=False, averages=averages, step=self._saved.steps)
         self.inners.push_options(self.param_groups)
         self._begin_update(gradients)
-        to_average = self._transport.prepare(gradients) if averages or self._averages_nothing else None
+        to_average = None
+        if averages or self._averages_nothing:
+            to_average = self._transport.prepare(gradients, self._groups is not None)
         return _Ready(call, gradients, word, to_average, loss)
 
     def _unscale(self, gradients: Gradients) -> None:
@@ -487,14 +497,24 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         call = Call(True, averages, self._saved.steps, max_norm, norm_type)
         for bucket in () if self._averages_nothing else self._shards.buckets:
             _ = bucket.gradients  # makes their memory
-        return _Ready(call, gradients, word, self._transport.prepare(gradients))
+        to_average = self._transport.prepare(gradients, self._groups is not None)
+        return _Ready(call, gradients, word, to_average)
 
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
+        gradients = gradients_of(self._shards.parameters)
+        kinds = ops.plain_kinds(gradients)
+        is_known = kinds is not None and kinds == self._kinds
         try:
-            gradients = self._shards.read_gradients()
+            if not is_known:
+                self._kinds = self._groups = None
+                self._shards.check_gradients(gradients)
             for b in range(len(self._shards.buckets)):
-                check_gradients(self._transport, b, gradients, self._shards.names)
+                check_gradients(self._transport, b, gradients, self._shards.names, is_known)
+            if not is_known:
+                self._kinds = kinds
+                if kinds is not None and are_as_sent(self._transport, gradients):
+                    self._groups = group_by_dtype([g for g in gradients if g is not None])
         except Exception:
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
@@ -507,7 +527,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         given = self.inners.found_inf(), self._scaler_found_inf
         flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
         found_inf = sum(flags) if flags else None
-        word = in_phase("scan", self._agreement.find_word)(gradients, found_inf=found_inf, when=when)
+        find_word = in_phase("scan", self._agreement.find_word)
+        groups = self._groups if self._schedule is None else None  # gradients have stand-ins
+        word = find_word(gradients, found_inf=found_inf, when=when, groups=groups)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
     def _begin_update(self, gradients: Gradients) -> None:
@@ -520,9 +542,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
                 "bucket: register them on the ZeroFP4Optimizer"
             )
-        is_shared = self.world_size > 1  # the kernels read which gradients there are
+        present = [gradient is not None for gradient in gradients]
+        # In a larger world the kernels read which gradients there are.
+        all_present = self.world_size > 1 or all(present)
         self._update.begin(
-            present=[is_shared or gradient is not None for gradient in gradients],
+            present=None if all_present else present,
             in_slices=self._reduced is not None and not self._averages_nothing,
             factor=None if self._reduced is None else self._factor,
             skip=self._skip if self._peers is None or is_capturing(self._skip.device) else self._peers.failed,
@@ -594,14 +618,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return bool(self._agreement.nonfinite.item())
 
     def _means(self, gradients: Gradients) -> Iterator[torch.Tensor]:
-        """This rank's part of the averaged gradients, 1D; what several ranks have, one of them counts."""
+        """This rank's part of the averaged gradients; what several ranks have, one of them counts."""
         if not self._averages_nothing:
             yield from (bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted)
             return
-        for gradient in gradients:
-            if gradient is not None:
-                dtype = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
-                yield in_order(gradient, dtype).view(-1)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if self._groups is not None:
+            yield from present
+            return
+        for gradient in present:
+            yield in_order(gradient, gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32)
 
     def _update_at_once(self, gradients: Gradients | None, present: Sequence[bool]) -> None:
         """Average all gradients that are not yet, update all masters, and publish them."""
@@ -616,9 +642,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if factor is not None and not self.inners.read_clip_factor():
             torch._foreach_mul_([bucket.gradients for bucket in self._shards.buckets], factor)
             factor = None
-        rows = zip(self._shards.optimized, self._shards.optimized_gradients, present, strict=True)
-        for masters, gradients, there in rows:
-            give_gradients(zip(masters, gradients if there else [None] * len(masters), strict=True))
+        give_gradients(self._shards.optimized, self._shards.optimized_gradients, present)
         self._set_skip()
         skip = self._skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
@@ -626,13 +650,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _set_skip(self) -> None:
         """Write _skip, and the words that say which parameters are updated. [Note: flags on the device]"""
-        if self._peers is None:
-            self._skip.copy_(self._agreement.nonfinite)
-        else:
-            torch.maximum(self._agreement.nonfinite, self._peers.failed, out=self._skip)
-        if self.world_size > 1:
-            self._skip.copy_(torch.maximum(self._skip, self._agreement.refused))
-            self._agreement.admit(self._skip)
+        if self.world_size == 1:  # it is _agreement.nonfinite
+            return
+        torch.maximum(self._agreement.nonfinite, self._agreement.refused, out=self._skip)
+        if self._peers is not None:
+            torch.maximum(self._skip, self._peers.failed, out=self._skip)
+        self._agreement.admit(self._skip)
 
     def _publish(
         self,

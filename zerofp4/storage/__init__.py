@@ -1,8 +1,8 @@
 """Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged."""
 
 from zerofp4.storage.memory import (
+    DtypeGroup,
     address_of,
-    addresses_by_dtype,
     addresses_of,
     any_dispatches,
     check_memory,
@@ -10,7 +10,9 @@ from zerofp4.storage.memory import (
     check_signs,
     dispatches,
     find_freed,
+    group_by_dtype,
     holds,
+    may_be_freed,
     note_rebinding,
     rebindings,
 )
@@ -33,6 +35,7 @@ from zerofp4.storage.sides import BUFFERS, SIDES, Gate, Side, Sides, scale_name,
 __all__ = [
     "BUFFERS",
     "SIDES",
+    "DtypeGroup",
     "Gate",
     "MXFP8Storage",
     "NVFP4Storage",
@@ -40,7 +43,6 @@ __all__ = [
     "Sides",
     "Storage",
     "address_of",
-    "addresses_by_dtype",
     "addresses_of",
     "allocate",
     "allocate_mxfp8",
@@ -57,7 +59,9 @@ __all__ = [
     "dispatches",
     "empty_buffer",
     "find_freed",
+    "group_by_dtype",
     "holds",
+    "may_be_freed",
     "note_rebinding",
     "rebindings",
     "record_of",

@@ -4,7 +4,8 @@ Kernels take addresses. A tensor that has none of its own, or less memory than i
 read and write what belongs to others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -96,39 +97,51 @@ def address_of(name: str, tensor: torch.Tensor | None) -> int:
 def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
     """address_of() each tensor, which errors call name[i]."""
     addresses = list(map(torch.Tensor.data_ptr, tensors))
-    if min(addresses, default=_LARGEST_STORAGE) < _LARGEST_STORAGE:
+    if may_be_freed(addresses):
         for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
             _check_freed(f"{name}[{i}]", tensor, address)
     return addresses
 
 
-def addresses_by_dtype(
-    name: str, tensors: Sequence[torch.Tensor]
-) -> list[tuple[torch.dtype, Sequence[int], list[int], list[int]]]:
-    """(dtype, positions, addresses, numbers of elements) of the tensors of each dtype, since a launch reads
-    those of one. Raises as addresses_of().
+class DtypeGroup(NamedTuple):
+    """The tensors of a list that have one dtype, since a launch reads those of one: their positions in the
+    list, and their numbers of elements.
     """
-    addresses, dtypes = addresses_of(name, tensors), [tensor.dtype for tensor in tensors]
-    numels, kinds = list(map(torch.Tensor.numel, tensors)), list(dict.fromkeys(dtypes))
-    if len(kinds) == 1:
-        return [(kinds[0], range(len(tensors)), addresses, numels)]
-    found = []
-    for kind in kinds:
+
+    dtype: torch.dtype
+    positions: list[int]
+    numels: list[int]
+
+    def select(self, of_all: list[int]) -> list[int]:
+        """Those of the group."""
+        whole = len(self.positions) == len(of_all)
+        return of_all if whole else [of_all[i] for i in self.positions]
+
+
+def group_by_dtype(tensors: Sequence[torch.Tensor]) -> list[DtypeGroup]:
+    dtypes = [tensor.dtype for tensor in tensors]
+    numels, found = list(map(torch.Tensor.numel, tensors)), []
+    for kind in dict.fromkeys(dtypes):
         positions = [i for i, dtype in enumerate(dtypes) if dtype == kind]
-        found.append((kind, positions, *([of[i] for i in positions] for of in (addresses, numels))))
+        found.append(DtypeGroup(kind, positions, [numels[i] for i in positions]))
     return found
 
 
 def find_freed(tensors: Sequence[torch.Tensor]) -> int | None:
     """The first of dense tensors whose storage was freed in place; None where none was."""
     addresses = list(map(torch.Tensor.data_ptr, tensors))
-    if min(addresses, default=_LARGEST_STORAGE) >= _LARGEST_STORAGE:
+    if not may_be_freed(addresses):
         return None
     for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
         if address < _LARGEST_STORAGE and not dispatches(tensor):
             if not (tensor._is_zerotensor() or holds(tensor)):
                 return i
     return None
+
+
+def may_be_freed(addresses: Iterable[int]) -> bool:
+    """Whether the storage behind one of these addresses may have been freed in place; False if none was."""
+    return min(addresses, default=_LARGEST_STORAGE) < _LARGEST_STORAGE
 
 
 _LARGEST_STORAGE = 2**40
