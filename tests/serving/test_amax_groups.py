@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.serving import ARCHITECTURES, UNFUSED, make_plain, takes, trained
+from helpers import assert_bytes_equal
 from torch import nn
 
 import zerofp4
@@ -47,6 +48,61 @@ def test_an_optimizer_takes_them(name):
         assert len({member.amax.item() for member in group}) == 1
     weights = [p for p in model.parameters() if isinstance(p, zerofp4.NVFP4Tensor) and p.dim() == 2]
     assert len({weight.amax.item() for weight in weights}) > len(GROUPS[name])
+
+
+@pytest.mark.parametrize("kind", [{}, {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()}], ids=str)
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV3"])
+def test_a_model_is_converted_with_them(name, kind):
+    """From the first moment, and by the first cast of an optimizer, which changes nothing else."""
+    model = make_plain(name)
+    plain = dict(model.named_parameters())
+    zerofp4.convert_model(model, takes, amax_groups=serving.amax_groups(model, takes), **kind)
+    groups = serving.amax_groups(model)
+    shared = {}
+    for group in groups:
+        amax = torch.stack([plain[member.record.name + ".weight"].abs().amax() for member in group]).amax()
+        shared |= dict.fromkeys(map(id, group), amax.float().view(1))
+    weights = [p for p in model.parameters() if isinstance(p, zerofp4.NVFP4Tensor) and p.dim() == 2]
+    before = [(w.rowwise_data.clone(), w.rowwise_scale.clone(), w.amax.clone()) for w in weights]
+    for weight in weights:
+        values = plain[weight.record.name + ".weight"]
+        expected = zerofp4.quantize(values, amax=shared.get(id(weight)), **kind)
+        assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, f"{weight.record.name}: codes")
+        assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, f"{weight.record.name}: scales")
+        assert_bytes_equal(weight.amax, expected.amax, f"{weight.record.name}: amax")
+    zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=0.1, amax_groups=groups)
+    for weight, buffers in zip(weights, before, strict=True):
+        for now, then in zip((weight.rowwise_data, weight.rowwise_scale, weight.amax), buffers, strict=True):
+            assert_bytes_equal(now, then, weight.record.name)
+
+
+def test_groups_of_stacks_are_converted_expert_by_expert():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (nn.Parameter(torch.randn(3, 16, 32)) for _ in range(2))
+
+    model = Experts()
+    gate, up = model.gate, model.up
+    zerofp4.convert_model(model, lambda *_: True, amax_groups=[[gate, up]])
+    expected = torch.maximum(gate.abs().amax((1, 2)), up.abs().amax((1, 2)))
+    assert_bytes_equal(model.gate.amax, expected, "amax")
+    assert_bytes_equal(model.up.amax, expected, "amax")
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        (lambda a, b: a.weight, TypeError, "amax_groups must be a list of lists of weights, got Parameter"),
+        (lambda a, b: [[a.weight, a.bias]], ValueError, r"amax_groups\[0\] has a member that is not one of"),
+        (lambda a, b: [[a.weight], [b.weight, a.weight]], ValueError, r"amax_groups\[1\]: '0' is in an amax"),
+    ],
+)
+def test_groups_of_other_weights_are_refused(groups, error, message):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with pytest.raises(error, match=message):
+        zerofp4.convert_model(model, amax_groups=groups(*model))
+    assert type(model[0].weight) is type(model[1].weight) is nn.Parameter
 
 
 def test_only_converted_weights_are_in_a_group():

@@ -194,6 +194,7 @@ def models_out(folder: str) -> None:
 
 def served(model: nn.Module, folder: str) -> None:
     groups = zerofp4.serving.amax_groups(model, lambda module, name: name != "lm_head")
+    zerofp4.convert_model(model, amax_groups=groups)
     assert_type(groups, list[list[Tensor]])
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=1e-3, amax_groups=groups)
     zerofp4.serving.FUSED.append(("wq", "wkv"))

@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from zerofp4 import ops
@@ -41,6 +43,7 @@ def convert_model(
     block: tuple[int, int] = (BLOCK, BLOCK),
     columnwise: bool | None = None,
     four_over_six: FourOverSix | None = None,
+    amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> ConversionReport:
     """Replace the weights of linear layers, in place, by NVFP4 parameters.
 
@@ -79,6 +82,9 @@ def convert_model(
 
     four_over_six: of two scales for each block the one with the smaller error, now and in casts.
 
+    amax_groups: lists of weights of the model, as they are now, that share one amax from the first moment, as
+    those of zerofp4.serving.amax_groups(model). Give the optimizer groups of the new parameters.
+
     Experts in one parameter [E, N, K], with N and K even, are converted, too, each with an amax of its own:
     the weight of a stacked zerofp4.nn.GroupedLinear as that of a linear layer; the parameter of another
     module, unless that is torch's own, only where filter_fn(module, the parameter's name) is true.
@@ -86,11 +92,11 @@ def convert_model(
     get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
     clear_high_precision_init_val() frees it: what a master weight should start from.
 
-    Raises ValueError for other blocks, and for columnwise=True in blocks of 1x16, where that copy does not
-    follow from the rows; RuntimeError when a weight to convert is on the meta device, or held by an optimizer
-    or DistributedDataParallel, which would go on with the parameter that is replaced: convert the model
-    first. Both before anything is changed. Warns where parameters were sharded before, as none of those is
-    converted.
+    Raises ValueError for other blocks, for columnwise=True in blocks of 1x16, where that copy does not follow
+    from the rows, and for amax groups of other weights; RuntimeError when a weight to convert is on the meta
+    device, or held by an optimizer or DistributedDataParallel, which would go on with the parameter that is
+    replaced: convert the model first. All before anything is changed. Warns where parameters were sharded
+    before, as none of those is converted.
     """
     columns = weight_columns(block, columnwise)
     options = {"block": block, "four_over_six": four_over_six}
@@ -100,11 +106,14 @@ def convert_model(
             what = f"the weight of {choice.name!r}"
             raise RuntimeError(f"model: {what} is on the meta device: give it values first")
     check_not_held([(f"model: the weight of {choice.name!r}", choice.parameter) for choice in chosen])
+    amaxes = _shared_amaxes(chosen, amax_groups, options)
     asked = layers and filter_fn is not None
     fusions = [find(model, filter_fn, report, chosen) for find in FUSIONS] if asked else []
     for choice in chosen:
         name, module, parameter_name = choice
-        setattr(module, parameter_name, primary_parameter(choice.parameter, name, columns, **options))
+        amax = amaxes.get(id(choice.parameter))
+        converted = primary_parameter(choice.parameter, name, columns, amax=amax, **options)
+        setattr(module, parameter_name, converted)
         report.converted.append(name)
         make_layer = LAYERS.get(_kind(module)) if layers else None
         if make_layer is not None:
@@ -116,6 +125,32 @@ def convert_model(
         fuse()
     _warn_of_shards(model, report)
     return report
+
+
+def _shared_amaxes(
+    chosen: Sequence[Chosen], amax_groups: Sequence[Sequence[torch.Tensor]] | None, options: dict[str, Any]
+) -> dict[int, torch.Tensor]:
+    """By id(parameter), the largest amax of its group. Raises TypeError or ValueError for other weights."""
+    names = {id(choice.parameter): choice.name for choice in chosen}
+    shared: dict[int, torch.Tensor] = {}
+    if not isinstance(amax_groups, list | tuple | None):
+        raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")
+    for g, members in enumerate(amax_groups or ()):
+        amaxes = []
+        for member in members:
+            if id(member) not in names:
+                raise ValueError(f"amax_groups[{g}] has a member that is not one of the weights to convert")
+            if id(member) in shared:
+                raise ValueError(f"amax_groups[{g}]: {names[id(member)]!r} is in an amax group already")
+            amaxes.append(quantize(member, **options).amax)
+            if amaxes[-1].shape != amaxes[0].shape:
+                raise ValueError(
+                    f"amax_groups[{g}]: members share an amax expert by expert, but {names[id(member)]!r} "
+                    f"has shape {tuple(member.shape)} and {names[id(members[0])]!r} {tuple(members[0].shape)}"
+                )
+            shared[id(member)] = amaxes[0]
+        shared |= dict.fromkeys(map(id, members), torch.stack(amaxes).amax(dim=0)) if amaxes else {}
+    return shared
 
 
 def _stacked_layers(chosen: Sequence[Chosen]) -> list[str]:
@@ -148,12 +183,15 @@ def primary_parameter(
     *,
     block: tuple[int, int] = (BLOCK, BLOCK),
     four_over_six: FourOverSix | None = None,
+    amax: torch.Tensor | None = None,
 ) -> nn.Parameter:
-    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one."""
+    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one. amax: that
+    it shares with others; its own if None.
+    """
     # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
     layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
     options = {"columnwise": columnwise, "scale_layouts": layouts}
-    tensor = quantize(weight, block=block, four_over_six=four_over_six, **options)
+    tensor = quantize(weight, block=block, four_over_six=four_over_six, amax=amax, **options)
     tensor.record.name = name or None
     tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
     converted = nn.Parameter(tensor, weight.requires_grad)

@@ -38,15 +38,16 @@ def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[list[torch.Tensor]]:
-    """The weights of a model that serving engines fuse, for `amax_groups` of ZeroFP4Optimizer, CastPlan and
-    integrations.fsdp2.prepare: q, k and v of each attention, gate and up of each MLP and of each expert.
+    """The weights of a model that serving engines fuse, for `amax_groups` of convert_model, ZeroFP4Optimizer,
+    CastPlan and integrations.fsdp2.prepare: q, k and v of each attention, gate and up of each MLP and of each
+    expert.
 
     A fused matrix has one global scale: vLLM takes the largest of unequal ones, so that the other weights are
     scaled wrongly, and SGLang refuses them. Stacked experts [E, N, K] need no group: gate and up of an expert
     are one matrix there.
 
-    model: converted by convert_model, or not yet converted. filter_fn: what prepare will be given, for a
-    model that is not yet converted. Modules are known by their last names, which are in
+    model: converted by convert_model, or not yet converted. filter_fn: what convert_model or prepare will be
+    given, for a model that is not yet converted. Modules are known by their last names, which are in
     zerofp4.serving.FUSED.
 
     Returns the groups in the order of the model, each with the weights that are, or will be, in NVFP4.
