@@ -5,6 +5,9 @@ Environment:
     ZEROFP4_CUDA_ARCHS  GPU architectures: "90", "80;90;100f", "native" or "all". If not given, native where
                         there is a GPU, else all. PTX of compute_90 is always added, for newer GPUs. Or
                         "compute_80": its PTX alone, to try the code for an older GPU on a newer one.
+    ZEROFP4_CUDA_OPTIMIZE=0
+                        GPU code that is hardly optimized, in a fifth of the time: to see that it compiles.
+                        nvcc before 12.9 optimizes all the same.
     ZEROFP4_SANITIZE=1  with AddressSanitizer and UndefinedBehaviorSanitizer. Needs ZEROFP4_CUDA=0, and that
                         Python runs under them, as scripts/test.sh --sanitize starts it.
     NVCC, CXX           the compilers to use in place of those on the PATH
@@ -46,7 +49,8 @@ class Build(build_ext):
         compilers.try_out(cxx, nvcc)
         print(f"C++ by {' '.join(cxx.command)}, instruction sets {', '.join(commands.ISA_FLAGS)}")
         if nvcc:
-            print(f"CUDA by {nvcc.command[0]} for {', '.join(architectures.names(archs))}")
+            flags = " ".join(["", *commands.optimization(nvcc)])
+            print(f"CUDA by {nvcc.command[0]}{flags} for {', '.join(architectures.names(archs))}")
         else:
             print("no CUDA")
 

@@ -111,19 +111,33 @@ def all_jobs(cxx, nvcc, archs):
     last = sanitizer_flags(nvcc)
     jobs = [Job(source, cxx, (*flags, *last), isa) for source, flags, isa in host_sources(nvcc, archs)]
     if nvcc:
-        flags = (*NVCC_FLAGS, *compression(nvcc), *architectures.nvcc_flags(archs))
+        flags = (*NVCC_FLAGS, *optimization(nvcc), *compression(nvcc), *architectures.nvcc_flags(archs))
         jobs += [Job(source, nvcc, flags) for source in cuda_sources()]
     return jobs
 
 
+def switch(name, default):
+    """Is this environment variable 1?"""
+    given = os.environ.get(name, default)
+    if given not in ("0", "1"):
+        raise BuildError(f"{name}={given!r}: it is 0 or 1")
+    return given == "1"
+
+
 def sanitizer_flags(nvcc):
     """Of a build with ZEROFP4_SANITIZE=1, which is one of the CPU side: nvcc's objects know no sanitizer."""
-    given = os.environ.get("ZEROFP4_SANITIZE", "0")
-    if given not in ("0", "1"):
-        raise BuildError(f"ZEROFP4_SANITIZE={given!r}: it is 0 or 1")
-    if given == "1" and nvcc:
+    sanitized = switch("ZEROFP4_SANITIZE", "0")
+    if sanitized and nvcc:
         raise BuildError("ZEROFP4_SANITIZE=1 is for the CPU side only: add ZEROFP4_CUDA=0")
-    return SANITIZER_FLAGS if given == "1" else []
+    return SANITIZER_FLAGS if sanitized else []
+
+
+def optimization(nvcc):
+    """-O3 is for the host's code; GPU code is optimized unless nvcc is told not to, and can be told."""
+    optimized = switch("ZEROFP4_CUDA_OPTIMIZE", "1")
+    if optimized or nvcc.version < compilers.OLDEST_NVCC_WITH_FAST_COMPILE:
+        return []
+    return ["--Ofast-compile=max"]
 
 
 def compression(nvcc):

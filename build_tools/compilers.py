@@ -15,6 +15,7 @@ from build_tools import BuildError
 OLDEST_NVCC = (11, 8)
 # Its files cannot be loaded by drivers older than 550, which a CUDA this new has no use for.
 OLDEST_NVCC_WITH_COMPRESS_MODE = (12, 8)
+OLDEST_NVCC_WITH_FAST_COMPILE = (12, 9)
 
 CXX_PACKAGES = "apt-get install g++, or conda install -c conda-forge cxx-compiler"
 OPENMP_PACKAGES = "apt-get install g++ (libomp-dev for clang), or conda install -c conda-forge llvm-openmp"

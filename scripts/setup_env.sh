@@ -167,7 +167,8 @@ setup_throw_away() {
 # complete EXTRA PACKAGE: installs into the environment of $PYTHON what it lacks.
 complete() {
     local extra=$1 package=$2 wanted build=
-    export PIP_DISABLE_PIP_VERSION_CHECK=1
+    # What Python never imports it need not compile: that took pip as long as all else it did.
+    export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_COMPILE=0
     if ! is_installed "$PYTHON" "$package"; then
         has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
         build_extension "$PYTHON" & # which needs no torch

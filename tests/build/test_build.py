@@ -287,6 +287,20 @@ def test_sanitizers_are_for_the_cpu_side(monkeypatch):
         jobs()
 
 
+def test_gpu_code_that_is_hardly_optimized(monkeypatch):
+    monkeypatch.delenv("ZEROFP4_CUDA_OPTIMIZE", raising=False)
+    before = jobs(toolkit())
+    monkeypatch.setenv("ZEROFP4_CUDA_OPTIMIZE", "0")
+    after = jobs(toolkit())
+    changed = {after[label] for label in before if before[label].key != after[label].key}
+    assert changed == {job for job in after.values() if job.source.suffix == ".cu"}
+    assert all("--Ofast-compile=max" in job.flags for job in changed)
+    assert commands.optimization(toolkit((12, 8))) == []
+    monkeypatch.setenv("ZEROFP4_CUDA_OPTIMIZE", "no")
+    with pytest.raises(BuildError, match="ZEROFP4_CUDA_OPTIMIZE='no': it is 0 or 1"):
+        jobs(toolkit())
+
+
 def test_compression_needs_a_new_nvcc():
     assert commands.compression(toolkit((12, 8))) == ["--compress-mode=size"]
     assert commands.compression(toolkit((12, 6))) == []

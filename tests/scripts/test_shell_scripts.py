@@ -32,6 +32,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 trap 'exit 2' INT
 printf '%s\\n' "$@" >arguments
 echo "${LD_PRELOAD-}" >preload
+echo "${ZEROFP4_CUDA_OPTIMIZE-}" >optimize
 echo $$ >draft && mv draft pid
 until [[ -e done ]]; do sleep 0.05; done
 exit "$(cat done)"
@@ -163,6 +164,30 @@ def test_arguments_reach_pytest(tmp_path):
     assert made.end() == (0, "TESTS PASSED")
 
 
+@pytest.mark.parametrize(
+    ("ci", "gpu", "lane", "optimize"),
+    [
+        ("true", False, "--quick", "0"),
+        ("true", True, "--quick", ""),
+        ("true", False, "--nightly", ""),
+        ("", False, "--quick", ""),
+    ],
+)
+def test_only_ci_without_a_gpu_does_not_optimize_gpu_code(tmp_path, monkeypatch, ci, gpu, lane, optimize):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.delenv("ZEROFP4_CUDA_OPTIMIZE", raising=False)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(f"#!/bin/sh\nexit {0 if gpu else 1}\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    made = StandIn(tmp_path, "test.sh", lane)
+    made.child()
+    assert (tmp_path / "optimize").read_text() == f"{optimize}\n"
+    made.end_child(0)
+    assert made.end() == (0, "TESTS PASSED")
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_another_torch_is_in_an_environment_that_is_gone_afterwards(tmp_path, is_killed):
     late = "trap 'sleep 0.3; mkdir -p thrown/late; exit 1' TERM"  # it still writes when it is told to end
@@ -253,7 +278,8 @@ def test_ci_fails_where_a_tool_cannot_be_installed(ci):
     command += "set -euo pipefail; setup_environment test checkout"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PIP_NO_INDEX": "1", "CI": ci, "PATH": path}
-    run = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    command = ["bash", "-c", command]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if ci:
         assert run.returncode != 0
         assert "error: no-such-tool==1 could not be installed, and CI needs it" in run.stderr
