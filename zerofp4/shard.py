@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from zerofp4.format import BLOCK
+from zerofp4.format import BLOCK, STATE_GROUP
 from zerofp4.layout import ceil_div, round_up
 
 
@@ -56,6 +56,20 @@ def cut_blocks(shard: Shard, cols: int) -> tuple[int | None, int | None]:
     if first == last and not (begins and ends):
         return first, first
     return None if begins else first, None if ends else last
+
+
+def state_groups(shard: Shard, cols: int) -> Shard:
+    """The groups of compact state, counted row by row of [M, cols], that have elements of the shard."""
+    (row, col), (last_row, end) = divmod(shard.start, cols), divmod(shard.end, cols)
+    of_row = ceil_div(cols, STATE_GROUP)
+    first = row * of_row + col // STATE_GROUP
+    last = last_row * of_row + ceil_div(end, STATE_GROUP)
+    return Shard(first, last - first if shard.numel else 0)
+
+
+def state_unit(cols: int) -> int:
+    """A cut between so many elements of a tensor with rows of this length goes through no group."""
+    return cols if cols % STATE_GROUP else STATE_GROUP
 
 
 def check_bounds(what: str, shard: Shard, weight_name: str, weight_numel: int) -> None:

@@ -15,7 +15,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW
 
 SHAPES = [(40, 192), (3, 20, 65), (300,), (7, 63), (1, 64), (5, 128), (2, 1, 4, 70), ()]
 """Compact but for those of one dimension or with short rows."""
@@ -244,17 +244,6 @@ def test_large_state_is_converted_in_parts(device, monkeypatch):
 
 
 # What is refused
-
-
-@pytest.mark.parametrize("where", ["option", "group"])
-def test_a_sharded_optimizer_does_not_have_it_yet(where):
-    group = {"params": [torch.nn.Parameter(torch.zeros(4, 64))]}
-    options = {"state": "compact"} if where == "option" else {}
-    group |= {} if options else {"state": "compact"}
-    with pytest.raises(
-        ValueError, match=r"param_groups\[0\] has state=\"compact\": ZeroFP4Optimizer does not"
-    ):
-        ZeroFP4Optimizer([group], FusedAdamW, **options)
 
 
 def test_another_kind_than_what_is_there(device):

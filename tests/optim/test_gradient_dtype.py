@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 
 import pytest
 import torch
@@ -95,7 +94,6 @@ def test_a_dtype_that_cannot_be_meant_or_comes_too_late(device, dtype):
 
 def test_a_torch_that_has_no_such_gradients(device, monkeypatch):
     """Said, where it is asked for."""
-    older = types.SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.0", _C=torch._C)
-    monkeypatch.setattr(build, "torch", older)
-    with pytest.raises(ValueError, match=r"torch 2\.0 gives p gradients of its own dtype"):
+    monkeypatch.setattr(build, "HAS_GRAD_DTYPE", False)
+    with pytest.raises(ValueError, match=r"torch 2\..* gives p gradients of its own dtype"):
         build.check_gradient_dtype(torch.float32, [nn.Parameter(torch.ones(1).bfloat16())], ["p"])

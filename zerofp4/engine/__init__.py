@@ -26,6 +26,7 @@ from zerofp4.engine.hosts import HostTransport
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import Peers
+from zerofp4.engine.split_masters import joined, write_master
 from zerofp4.engine.step import Arrived, Step, Transport, are_as_sent, check_gradients
 from zerofp4.engine.topology import Hosts, find_topology
 
@@ -61,6 +62,8 @@ __all__ = [
     "gradients_of",
     "in_order",
     "is_sendable",
+    "joined",
     "kind_key",
     "with_own_storage",
+    "write_master",
 ]

@@ -35,6 +35,7 @@ class Trained(NamedTuple):
     by: the number of the optimizer that updates its master. All parameters of a bucket have the same one.
     work: what an update costs, in any unit, if it needs whole matrices; None if it takes any slice.
     leader: the position of the first parameter of its amax group, all of which are in one bucket.
+    is_compact: whether its optimizer keeps it in compact state.
     """
 
     parameter: torch.Tensor
@@ -43,6 +44,16 @@ class Trained(NamedTuple):
     by: int = 0
     work: int | None = None
     leader: int = 0
+    is_compact: bool = False
+
+    @property
+    def state(self) -> str:
+        """What is kept: "full", "compact", or "compact24": masters of 24 bits, where weights are bfloat16.
+        All of a bucket have the same, and all of an amax group.
+        """
+        if not self.is_compact:
+            return "full"
+        return "compact24" if self.parameter.dtype == torch.bfloat16 else "compact"
 
 
 def kind_key(parameter: torch.Tensor) -> tuple:
@@ -58,19 +69,21 @@ def build_buckets(
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 
-    The parameters of a bucket share their sharding, their optimizer and their kind (NVFP4 in the same blocks,
-    or a dtype), and buckets are sorted by these three. In a group of one rank nothing travels: each
-    combination is one bucket.
+    The parameters of a bucket share their sharding, their optimizer, their kind (NVFP4 in the same blocks,
+    or a dtype) and their state, and buckets are sorted by these four. In a group of one rank nothing travels:
+    each combination is one bucket.
 
     bucket_mb: megabytes of the gradients of one bucket, all ranks' parts together. wire: as of Bucket.
     as_made: sort buckets as a backward pass is expected to make their gradients: NVFP4 weights of the last
         layers first. Dense buckets follow, since each spans many layers and, as a rule, the embedding.
     rounded_first: within a sharding, put NVFP4 weights last, so that a step waits for dense weights only.
     """
+    states = ("full", "compact", "compact24")
+
     def key(i: int) -> tuple:
         kind = kind_key(trained[i].parameter)
         is_packed = not kind[0]
-        return rounded_first and is_packed, trained[i].by, kind
+        return rounded_first and is_packed, trained[i].by, kind, states.index(trained[i].state)
 
     built: list[Bucket] = []
     for sharding, positions in _positions(one.sharding for one in trained).items():
@@ -92,7 +105,8 @@ def build_buckets(
                 chosen = [indices[position] for position in positions_in_bucket]
                 with_ranks = [owners[i] for i in chosen] if is_whole else None
                 members = [trained[i].parameter for i in chosen]
-                built.append(Bucket(chosen, members, sharding, with_ranks, wire))
+                state = trained[indices[0]].state
+                built.append(Bucket(chosen, members, sharding, with_ranks, wire, state))
     return sorted(built, key=lambda b: (not b.is_packed, -min(b.indices))) if as_made else built
 
 

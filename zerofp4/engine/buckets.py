@@ -19,8 +19,9 @@ import torch.distributed as dist
 from zerofp4.cast import StagedPlan, block_unit
 from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import Peers
+from zerofp4.engine.split_masters import joined
 from zerofp4.layout import ceil_div, round_up
-from zerofp4.shard import equal_slices, intersect, whole_slices
+from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace, NVFP4Tensor
 
@@ -52,12 +53,13 @@ class Sharding(NamedTuple):
     replicas: dist.ProcessGroup | None = None
 
 
-def cut_unit(parameter: torch.Tensor) -> int:
+def cut_unit(parameter: torch.Tensor, is_compact: bool) -> int:
     """Ranks may share a parameter between so many of its elements: what is chosen for a block of them, its
-    scale, has one owner.
+    scale, has one owner, and so has a group of compact state.
     """
     travels = isinstance(parameter, NVFP4Tensor) and parameter.record.scales_travel
-    return block_unit(parameter.record) if travels else 1
+    unit = block_unit(parameter.record) if travels else 1
+    return math.lcm(unit, state_unit(parameter.shape[-1])) if is_compact else unit
 
 
 class Bucket:
@@ -68,6 +70,7 @@ class Bucket:
     owners: by parameter, the rank that owns all of it, in ascending order; None where parameters are cut
         wherever a slice ends, but between units (cut_unit).
     wire: what gradients are rounded to before they are added; None is what autograd makes them.
+    state: of Trained. Compact state is cut between its groups only.
 
     allocate() makes the memory, take_values() copies the parameters into `weights`, and bind() makes the
     parameters views of it.
@@ -75,7 +78,8 @@ class Bucket:
     weights: what the model computes with, in a storage that nothing else has: [world_size * slice_numel], or
         uint8 of half as many elements, the rowwise codes of NVFP4 weights.
     masters: float32 [slice_numel]; what lies between two parameters is zero. FP32 parameters are their own
-        masters: this rank's slice of the weights, until somebody moves that.
+        masters: this rank's slice of the weights, until somebody moves that. Of masters of 24 bits it is
+        their bfloat16 plane, which of bf16 parameters is that slice, and `low` has their bytes.
     plan: casts the masters of NVFP4 weights; None for other weights, which cast() rounds.
     scales: uint8 [world_size, bytes], where the plan puts scales that travel, and finds those of other ranks;
         None where none do.
@@ -83,6 +87,7 @@ class Bucket:
 
     weights: torch.Tensor
     masters: torch.Tensor
+    low: torch.Tensor | None = None
     plan: StagedPlan | None = None
     scales: torch.Tensor | None = None
 
@@ -93,7 +98,9 @@ class Bucket:
         sharding: Sharding = Sharding(),  # noqa: B008
         owners: Sequence[int] | None = None,
         wire: torch.dtype | None = None,
+        state: str = "full",
     ):
+        self.state = state
         self.indices, self.parameters, self.wire = list(indices), list(parameters), wire
         self.device = self.parameters[0].device
         dtypes = set(map(gradient_dtype, self.parameters))
@@ -112,7 +119,7 @@ class Bucket:
         self.is_of_whole_matrices = owners is not None
         sizes = [parameter.numel() for parameter in self.parameters]
         if owners is None:
-            units = list(map(cut_unit, self.parameters))
+            units = [cut_unit(p, state != "full") for p in self.parameters]
             self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT, units)
         else:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
@@ -162,11 +169,14 @@ class Bucket:
             self.weights = torch.zeros(numel, dtype=dtype, device=self.device)
         else:
             self.weights = peers.zeros((numel,), dtype)
-        is_float = dtype == torch.float32
-        self.masters = with_own_storage(self._own_slice(self.weights)) if is_float else self._zeros()
+        kept_as = torch.float32
+        if self.state == "compact24":
+            kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8)
+        own = self._own_slice(self.weights) if dtype == kept_as else None
+        self.masters = self._zeros(kept_as) if own is None else with_own_storage(own)
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self.slice_numel, dtype=torch.float32, device=self.device)
+    def _zeros(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(self.slice_numel, dtype=dtype, device=self.device)
 
     def take_values(self) -> None:
         for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
@@ -192,10 +202,14 @@ class Bucket:
         """What a gather of weights sends: flat, an equal slice of each rank."""
         return [self.weights] if self.scales is None else [self.weights, self.scales.view(-1)]
 
+    def float_masters(self) -> torch.Tensor:
+        """The masters in float32: `masters` itself, but of masters of 24 bits a new tensor."""
+        return self.masters if self.low is None else joined(self.masters, self.low)
+
     def gathered_masters(self) -> list[torch.Tensor]:
         """Collective: the whole FP32 master of each parameter, in its shape."""
         flat = torch.empty(self.world_size * self.slice_numel, dtype=torch.float32, device=self.device)
-        self._own_slice(flat).copy_(self.masters)
+        self._own_slice(flat).copy_(self.float_masters())
         if self.world_size > 1:
             all_gather_slices(flat, self.group(), stage="gathering masters")
         return [view.clone() for view in self.whole_views(flat)]

@@ -121,7 +121,7 @@ class Contents:
 
 
 def _kind_of_state(entry: str, shape: Sequence[int], dtype: str) -> str:
-    if entry in ("master", "average"):
+    if entry in ("master", "master_high", "master_low", "average"):
         return f"{entry}, {dtype}"
     if len(shape) == 0:
         return "step" if entry == "step" else "scalar"

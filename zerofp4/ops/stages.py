@@ -437,7 +437,8 @@ class _Split:
         ]
         if isinstance(item, CompactItem):  # the rows of a stack are those of its matrices, one after another
             rows = item.pieces[0].matrix[0]
-            self.parts = [part._replace(first_row=k * rows) for k, part in enumerate(self.parts)]
+            firsts = range(item.first_row, item.first_row + rows * len(self.parts), rows)
+            self.parts = [p._replace(first_row=row) for p, row in zip(self.parts, firsts, strict=True)]
 
     def take_step(self) -> None:
         """Make the copies what the counter is now, on its device."""

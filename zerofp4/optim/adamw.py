@@ -17,6 +17,7 @@ from zerofp4.optim.moments import (
     COMPACT,
     FULL,
     PLAIN,
+    Slice,
     check_rows,
     converted,
     first_state,
@@ -86,6 +87,8 @@ class FusedAdamW(torch.optim.Optimizer):
         capturable: bool = False,
         state: str = "full",
     ):
+        self._slices: dict[torch.Tensor, Slice] = {}
+        """By parameter, what it is a slice of: those of ZeroFP4Optimizer that are kept in compact state."""
         self._take_parts([Part()])
         self._captured: set[ops.AdamWStage] = set()
         """What CUDA graphs have captured: a replay reads its tables."""
@@ -101,6 +104,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Raises where the constructor does."""
+        param_group = dict(param_group)
+        slices = param_group.pop("slices", {})  # of ZeroFP4Optimizer
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -108,7 +113,7 @@ class FusedAdamW(torch.optim.Optimizer):
             seen: set[torch.Tensor] = set()
             for i, (p, local) in enumerate(zip(group["params"], locals_of(group["params"]), strict=True)):
                 name = parameter_name(len(self.param_groups) - 1, i, group)
-                _check_parameter(name, local, self._device())
+                _check_parameter(name, local, self._device(), slices.get(p))
                 if keeps_compact(p, group):
                     check_rows(name, p)
                 if p in seen:
@@ -117,8 +122,10 @@ class FusedAdamW(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        self._slices |= slices
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        slices = vars(self).setdefault("_slices", {})  # a copy has none
         defaults = {"state": "full"} | (state.get("defaults") or self.defaults)
         for group in state["param_groups"]:
             group.setdefault("state", defaults["state"])
@@ -126,7 +133,8 @@ class FusedAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 entries = _received(state["state"].get(p, {}), p.device)
                 if entries:
-                    state["state"][p] = converted(p, entries, keeps_compact(p, group))
+                    compact = p in slices or keeps_compact(p, group)
+                    state["state"][p] = converted(p, entries, compact)
         super().__setstate__(state)
         if not hasattr(self, "_parts"):  # this is a copy, or was unpickled
             self._take_parts([Part()])
@@ -220,7 +228,7 @@ class FusedAdamW(torch.optim.Optimizer):
         ids = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
         if ids != self._assigned:
             members = [
-                Member(p, g, parameter_name(g, i, group), keeps_compact(p, group))
+                Member(p, g, parameter_name(g, i, group), keeps_compact(p, group), self._slices.get(p))
                 for g, group in enumerate(self.param_groups)
                 for i, p in enumerate(group["params"])
             ]
@@ -245,9 +253,10 @@ class FusedAdamW(torch.optim.Optimizer):
             for i, (p, dtype) in enumerate(zip(part.listed, dtypes, strict=True)):
                 if not states[i]:
                     compact = i >= part.full
-                    states[i] = (
-                        _NO_STATE[compact] if dtype is None else made.setdefault(p, first_state(p, compact))
-                    )
+                    if dtype is None:
+                        states[i] = _NO_STATE[compact]
+                    else:
+                        states[i] = made.setdefault(p, first_state(p, compact, part.slices[i]))
         entries = part.entries(states)
         if None in dtypes:
             dtypes = [dtype or before for dtype, before in zip(dtypes, part.dtypes, strict=True)]
@@ -269,13 +278,19 @@ class FusedAdamW(torch.optim.Optimizer):
 class Member(NamedTuple):
     """A parameter of a part.
 
-    group: the number of its group. name: in messages. compact: whether its state is.
+    group: the number of its group. name: in messages. of: what it is a slice of in compact state.
+    keeps_compact: whether its state is compact, of a parameter that is no slice.
     """
 
     parameter: torch.Tensor
     group: int
     name: str
-    compact: bool
+    keeps_compact: bool
+    of: Slice | None
+
+    @property
+    def compact(self) -> bool:
+        return self.keeps_compact or self.of is not None
 
 
 class Part:
@@ -296,6 +311,7 @@ class Part:
         # From hold():
         self.listed: list[torch.Tensor] = []
         self.names: list[str] = []
+        self.slices: list[Slice | None] = []
         self.full = 0
         """How many of them have full state: the first ones."""
         self._ranges: list[tuple[bool, int, int, int]] = []
@@ -314,6 +330,7 @@ class Part:
         """members: ordered by group."""
         members = sorted(members, key=operator.attrgetter("compact"))
         self.listed, self.names = [m.parameter for m in members], [m.name for m in members]
+        self.slices = [m.of for m in members]
         kinds = [(m.compact, m.group) for m in members]
         self.full = len([m for m in members if not m.compact])
         self._ranges = []
@@ -348,22 +365,28 @@ class Part:
         items: dict[bool, list] = {False: [], True: []}
         rest = iter(entries)
         for i, (name, p) in enumerate(zip(self.names, self.params, strict=True)):
-            compact, pieces = i >= self.full, self._pieces.get(self.listed[i], ())
+            compact, pieces, of = i >= self.full, self._pieces.get(self.listed[i], ()), self.slices[i]
             kept = _KEPT[compact]
             state = list(itertools.islice(rest, len(kept)))
-            _check_parameter(name, p, self.params[0].device)
+            _check_parameter(name, p, self.params[0].device, of)
             if pieces and pieces[0].master.data_ptr() != p.data_ptr():
                 raise RuntimeError(f"{name} is not where the plan's master is: refresh() and offer it anew")
-            if compact:
+            if compact and of is None:
                 _check_pieces(name, p, pieces)
             for (key, dtype), tensor in zip(kept.items(), state, strict=True):
                 if tensor is not None:
                     numel = 1 if key == "step" else p.numel()
-                    numel = math.prod(scales_shape(p.shape)) if key == "scales" else numel
+                    if key == "scales":
+                        numel = math.prod(scales_shape(p.shape)) if of is None else 2 * of.groups
                     _check_state(f"the state of {name}: {key}", tensor, dtype, p.device, numel)
-            master, make = ((p, None), ops.CompactItem) if compact else ((p,), ops.AdamWItem)
-            present = self._present.get(self.listed[i])
-            items[compact].append(make(*master, *state, dtypes[i], pieces, present))
+            rest_of_item = dtypes[i], pieces, self._present.get(self.listed[i])
+            if not compact:
+                item = ops.AdamWItem(p, *state, *rest_of_item)
+            elif of is None:
+                item = ops.CompactItem(p, None, *state, *rest_of_item)
+            else:
+                item = _sliced(ops.CompactItem(p, of.low, *state, *rest_of_item), of)
+            items[compact].append(item)
         reduced = self.plan and self.plan.reduced
         self.stages = {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
 
@@ -393,6 +416,14 @@ class Part:
         return list(map(operator.attrgetter("_version"), self._masters))
 
 
+def _sliced(item: ops.CompactItem, of: Slice) -> ops.CompactItem:
+    """The item, with the rows of the parameter that it is a slice of."""
+    pieces = item.pieces or (of.piece,)
+    rows, cols = pieces[0].matrix  # of one of the matrices of a stack
+    first_row = of.shard.start // (rows * cols) * rows
+    return item._replace(pieces=pieces, number=of.number, first_row=first_row)
+
+
 def _find_pieces(plan: StagedPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
     """What the plan has of each parameter that is one of its masters: one piece, or, of a weight that is a
     stack of matrices, the pieces of the matrices, which lie one behind the other.
@@ -401,8 +432,9 @@ def _find_pieces(plan: StagedPlan, params: _Tensors) -> dict[torch.Tensor, tuple
     pieces, found, first = plan.master_pieces(), {}, 0
     for last, piece in enumerate(pieces):
         begin, end = pieces[first].master.data_ptr(), piece.master.data_ptr() + piece.master.nbytes
-        if piece.master.dtype == torch.float32 and (begin, end) in places:
-            found[params[places[begin, end]]] = tuple(pieces[first : last + 1])
+        p = params[places[begin, end]] if (begin, end) in places else None
+        if p is not None and piece.master.dtype == p.dtype:
+            found[p] = tuple(pieces[first : last + 1])
             first = last + 1
     if first < len(pieces):
         master, shard, matrix, *_ = pieces[first]
@@ -547,12 +579,16 @@ def _check_scalar(name: str, scalar: Any, device: _Device, rule: str) -> None:
     check_plain(name, scalar)
 
 
-def _check_parameter(name: str, p: torch.Tensor, device: _Device) -> None:
-    """Raises TypeError or ValueError unless p is plain, contiguous, float32 and on the device."""
+def _check_parameter(name: str, p: torch.Tensor, device: _Device, of: Slice | None = None) -> None:
+    """Raises TypeError or ValueError unless p is plain, contiguous, float32 and on the device. A slice of
+    masters of 24 bits is bfloat16.
+    """
+    dtype = torch.float32 if of is None or of.low is None else torch.bfloat16
     if dispatches(p):
         raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}: give its float32 master")
-    if p.layout != torch.strided or p.dtype != torch.float32:
-        raise TypeError(f"{name} must be dense float32, got {p.dtype} of layout {p.layout}")
+    if p.layout != torch.strided or p.dtype != dtype:
+        kind = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{name} must be dense {kind}, got {p.dtype} of layout {p.layout}")
     if p.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on a CPU or CUDA device, got {p.device}")
     _check_place(name, p, device, p.numel())

@@ -33,7 +33,7 @@ class AveragedMasters:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
         optimizer._shards.check_not_taken_over()
         self.optimizer, self.decay = optimizer, decay
-        self._slices = [bucket.masters.clone() for bucket in optimizer._shards.buckets]
+        self._slices = [bucket.float_masters().clone() for bucket in optimizer._shards.buckets]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -46,7 +46,7 @@ class AveragedMasters:
         self.optimizer._shards.check_not_taken_over()
         self.optimizer._raise_if_broken()
         for average, buffer in zip(self._slices, self.optimizer._shards.buckets, strict=True):
-            average.mul_(self.decay).add_(buffer.masters * (1 - self.decay))
+            average.mul_(self.decay).add_(buffer.float_masters() * (1 - self.decay))
 
     def masters(self) -> dict[int, Piece]:
         """Pieces of the averages, by the identity of the parameter."""

@@ -13,12 +13,17 @@ from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference
 from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, kind_key
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
-from zerofp4.optim.inner import class_numbers, inner_classes, matrix_work, try_options
+from zerofp4.optim.inner import InnerClass, class_numbers, inner_classes, matrix_work, try_options
+from zerofp4.optim.moments import suits_compact
 from zerofp4.optim.state_dict import own_name
 from zerofp4.tensors import NVFP4Tensor
+
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""Whether this torch makes gradients in another dtype than a tensor's own."""
 
 # One rank
 
@@ -41,6 +46,7 @@ class Checked:
         defaults: dict[str, Any],
         amax_groups: Sequence[Sequence[torch.Tensor]] | None,
         communication: Communication,
+        state: str,
         whole_matrices: bool | None,
         masters_from: Any,
         on_nonfinite: str,
@@ -57,6 +63,7 @@ class Checked:
             {key: value for key, value in param_group.items() if key not in FOR_BUILDING}
             for param_group in param_groups
         ]
+        _choose_state(self.param_groups, self.classes, state)
         groups = enumerate(self.param_groups)
         self._positions = [(g, i) for g, own in groups for i in range(len(own["params"]))]
         """By parameter, its group and its position there."""
@@ -65,16 +72,11 @@ class Checked:
         """What messages call the parameters."""
         _check_parameters(self.parameters, self.names)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
-        for g, one in enumerate(tried):
-            if one.param_groups[0].get("state") == "compact":
-                raise ValueError(
-                    f'param_groups[{g}] has state="compact": ZeroFP4Optimizer does not support it yet, '
-                    "FusedAdamW alone does"
-                )
         of_class = [one.defaults for one in tried if type(one) is optimizer_class]
         self.defaults = of_class[0] if of_class else tried[0].defaults
         """Options of the optimizer's own class."""
         self.trained = self._find_trained(tried)
+        self._check_update_at_once()
         trainable, names = [one.parameter for one in self.trained], [one.name for one in self.trained]
         check_gradient_dtype(communication.gradient_dtype, trainable, names)
         self.hosts = find_hosts(communication.hosts, group)
@@ -111,7 +113,9 @@ class Checked:
         for (g, _), p, name in zip(self._positions, self.parameters, self.names, strict=True):
             if p.requires_grad:
                 work = matrix_work(self.classes[g], p, name, tried[g].param_groups[0].get("ns_steps", 1))
-                found.append(Trained(p, name, self.places[g].sharding, numbers[g], work))
+                is_compact = self.param_groups[g].get("state") == "compact" and suits_compact(p.shape)
+                one = Trained(p, name, self.places[g].sharding, numbers[g], work, is_compact=is_compact)
+                found.append(one)
         weights = [one.parameter.record for one in found if isinstance(one.parameter, NVFP4Tensor)]
         if self.amax_groups and not weights:
             raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
@@ -131,11 +135,28 @@ class Checked:
                     f"amax_groups: {first.name} and {one.name} share an amax, but not their block and "
                     "four_over_six"
                 )
+            if one.state != first.state:
+                raise ValueError(
+                    f"amax_groups: {first.name} and {one.name} share an amax, but not their `state` and dtype"
+                )
             if one.sharding != first.sharding:
                 raise ValueError(
                     f"amax_groups put {first.name} and {one.name} together, which are in other process groups"
                 )
         return found
+
+    def _check_update_at_once(self) -> None:
+        """Raise ValueError for masters of 24 bits whose `grad` cannot be float32 in this torch. They need one
+        where buckets are not updated in turn.
+        """
+        others = [i.optimizer_class for i in self.classes if i.optimizer_class is not FusedAdamW]
+        if others and not HAS_GRAD_DTYPE:
+            for one in self.trained:
+                if one.state == "compact24":
+                    raise ValueError(
+                        f'{one.name} has state="compact" beside groups of {others[0].__name__}, which needs '
+                        f"grad_dtype of a later torch than {torch.__version__}, 2.11 for one"
+                    )
 
     def _choose_transport(self, group: dist.ProcessGroup | None) -> tuple[str, str | None]:
         """The transport to try, and why it is "collective" if nobody asked for that.
@@ -186,11 +207,30 @@ class Checked:
             kind += f", updated whole in {trained.work} operations"
         if trained is not None and self.trained[trained.leader] is not trained:
             kind += f", in amax_groups with {self.trained[trained.leader].name}"
+        if trained is not None and trained.is_compact:
+            kind += ", in compact state"
         if id(p) in self.held:
             kind += ", of masters_from"
         if sharding.replicas is not None:
             kind += f" in {dist.get_world_size(sharding.group)} parts"
         return Member(g, self.names[k], own_name(names[i]) if names else None, kind, trained is not None)
+
+
+def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], state: str) -> None:
+    """Write the option `state` into the groups of FusedAdamW. state: of groups that do not choose.
+
+    Raises ValueError for compact state of classes that do not have it. Muon's keeps its own.
+    """
+    if state not in ("full", "compact"):
+        raise ValueError(f'state must be "full" or "compact", got {state!r}')
+    for g, (group, inner) in enumerate(zip(param_groups, classes, strict=True)):
+        chosen, name = group.get("state", state), inner.optimizer_class.__name__
+        if issubclass(inner.optimizer_class, FusedAdamW):
+            if chosen == "compact" and inner.whole:
+                raise ValueError(f'param_groups[{g}]: state="compact" excludes whole_matrices=True')
+            group["state"] = chosen
+        elif chosen == "compact" and ("state" in group or not inner.whole):
+            raise ValueError(f'param_groups[{g}]: state="compact" is of FusedAdamW, and its class is {name}')
 
 
 def kind_of(parameter: torch.Tensor) -> str:
@@ -210,7 +250,7 @@ def check_gradient_dtype(
     for parameter, name in zip(parameters, names, strict=True):
         if dtype in (None, gradient_dtype(parameter)):
             continue
-        if not hasattr(torch.Tensor, "grad_dtype"):
+        if not HAS_GRAD_DTYPE:
             raise ValueError(
                 f"gradient_dtype={dtype}: torch {torch.__version__} gives {name} gradients of its own dtype, "
                 f"{parameter.dtype}; later versions have grad_dtype, torch 2.11 for one"

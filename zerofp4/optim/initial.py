@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import Stage
-from zerofp4.engine import Bucket, Sharding
+from zerofp4.engine import Bucket, Sharding, write_master
 from zerofp4.optim.piece import Piece, gathered_range
 from zerofp4.shard import intersect
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, note_master
@@ -60,8 +60,8 @@ def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Piece]) -> 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
     """
     for buffer in buffers:
-        own = buffer.own_views(buffer.masters)
-        for parameter, shard, master in zip(buffer.parameters, buffer.shards, own, strict=True):
+        own = [buffer.own_views(plane) for plane in (buffer.masters, buffer.low) if plane is not None]
+        for parameter, shard, *planes in zip(buffer.parameters, buffer.shards, *own, strict=True):
             earlier, source = held.get(id(parameter)), None
             if earlier is None and buffer.rank == buffer.replica == 0:
                 source = initial_values(parameter)
@@ -74,7 +74,8 @@ def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Piece]) -> 
                 part = intersect(first, size, shard.start, shard.end)
                 if part.numel:
                     start = first + part.start - shard.start
-                    master[start : start + part.numel] = values[part.start : part.end]
+                    here = [plane[start : start + part.numel] for plane in planes]
+                    write_master(values[part.start : part.end], *here)
             if hasattr(parameter, "clear_high_precision_init_val"):
                 parameter.clear_high_precision_init_val()
             note_master(parameter)

@@ -140,6 +140,7 @@ class InnerOptimizers:
     classes: by parameter group.
     masters: by id(parameter), this rank's part of its master in the form that its class takes; missing or
         empty where this rank owns nothing.
+    slices: by master, what FusedAdamW needs to know of one that it keeps in compact state.
     """
 
     def __init__(
@@ -147,15 +148,17 @@ class InnerOptimizers:
         classes: Sequence[InnerClass],
         param_groups: Sequence[dict],
         masters: Mapping[int, Sequence[torch.Tensor]],
+        slices: Mapping[torch.Tensor, Any],
     ):
         self._classes = list(classes)
         self._numbers = class_numbers(classes)  # by parameter group, its optimizer's index in `all`
         self.all: tuple[torch.optim.Optimizer, ...] = ()
         for number in range(max(self._numbers) + 1):
-            groups = [
-                options(group) | {"params": [m for p in group["params"] for m in masters.get(id(p), ())]}
-                for group in self._of(number, param_groups)
-            ]
+            groups = []
+            for group in self._of(number, param_groups):
+                own = [m for p in group["params"] for m in masters.get(id(p), ())]
+                sliced = {m: slices[m] for m in own if m in slices}
+                groups.append(options(group) | {"params": own} | ({"slices": sliced} if sliced else {}))
             inner = self._classes[self._numbers.index(number)]
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
         self._copies: list[dict] = []

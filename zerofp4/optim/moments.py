@@ -2,15 +2,18 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from zerofp4.format import STATE_GROUP
 from zerofp4.layout import ceil_div
+from zerofp4.ops import MasterPiece
 from zerofp4.reference import CompactMoments, decode_moments, encode_moments
+from zerofp4.shard import Shard, state_groups, state_unit
 
 FULL = {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 COMPACT = {
@@ -27,6 +30,31 @@ PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 
 MOST = 2**22
 """Elements that are converted at once: the arithmetic takes many times their memory."""
+
+
+class Slice(NamedTuple):
+    """What a 1D parameter of an optimizer is of a larger one, which is kept in compact state.
+
+    shape: of the larger one. shard: the elements of it, whole groups.
+    low: the bytes of masters of 24 bits, of which the parameter has the bfloat16 plane; None where it is
+        float32.
+    number: of the larger one in its optimizer.
+    """
+
+    shape: torch.Size
+    shard: Shard
+    low: torch.Tensor | None
+    number: int
+
+    @property
+    def groups(self) -> int:
+        return state_groups(self.shard, self.shape[-1]).numel
+
+    @property
+    def piece(self) -> MasterPiece:
+        """Of a plan that wants no amaxes."""
+        cols = self.shape[-1]
+        return MasterPiece(None, self.shard, (self.shape.numel() // cols, cols), torch.float32, -1, -1)
 
 
 def suits_compact(shape: torch.Size) -> bool:
@@ -53,13 +81,16 @@ def scales_shape(shape: torch.Size) -> tuple[int, ...]:
     return (*shape[:-1], ceil_div(shape[-1], STATE_GROUP), 2)
 
 
-def first_state(p: torch.Tensor, compact: bool) -> dict[str, torch.Tensor]:
-    """The state of a parameter that was never updated."""
+def first_state(p: torch.Tensor, compact: bool, of: Slice | None = None) -> dict[str, torch.Tensor]:
+    """The state of a parameter that was never updated. of: what it is a slice of."""
     step = torch.zeros((), dtype=torch.float32, device=p.device)
     if not compact:
         return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     codes = {name: torch.zeros_like(p, dtype=COMPACT[name]) for name in ("exp_avg_codes", "exp_avg_sq_codes")}
-    scales = torch.zeros(scales_shape(_local(p).shape), dtype=torch.float32, device=p.device)
+    shape = scales_shape(_local(p).shape) if of is None else (of.groups, 2)
+    scales = torch.zeros(shape, dtype=torch.float32, device=p.device)
+    if of is not None:
+        return {"step": step, **codes, "scales": scales}
     return {"step": step, **codes, "scales": _sharded_like(p, scales, scales_shape(p.shape))}
 
 
@@ -88,6 +119,30 @@ def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dic
     shapes = {"scales": scales_shape(p.shape)}
     made = {name: _sharded_like(p, value, shapes.get(name, p.shape)) for name, value in new.items()}
     return {"step": entries["step"], **made}
+
+
+def encode_shard(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, cols: int) -> dict[str, torch.Tensor]:
+    """The compact state, 1D, of a shard that has whole groups of a tensor with rows of `cols` elements."""
+    unit = state_unit(cols)
+    new = _encoded(exp_avg.view(-1, unit), exp_avg_sq.view(-1, unit))
+    return {name: value.view(-1) for name, value in new.items()}
+
+
+def decode_shard(
+    exp_avg_codes: torch.Tensor, exp_avg_sq_codes: torch.Tensor, scales: torch.Tensor, start: int, cols: int
+) -> dict[str, torch.Tensor]:
+    """The full state, 1D, of a shard from element `start` on, and from wherever in a group. scales: of all
+    groups that have elements of it.
+    """
+    unit, numel = state_unit(cols), exp_avg_codes.numel()
+    front = start % unit
+    around = front, -(front + numel) % unit
+    codes = [pad(c, around).view(-1, unit) for c in (exp_avg_codes, exp_avg_sq_codes)]
+    of_unit, first = ceil_div(unit, STATE_GROUP), front // STATE_GROUP
+    pairs = scales.view(-1, 2)
+    pairs = pad(pairs, (0, 0, first, -(first + len(pairs)) % of_unit)).view(-1, of_unit, 2)
+    new = _decoded(*codes, pairs)
+    return {name: value.view(-1)[front : front + numel] for name, value in new.items()}
 
 
 def _encoded(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,9 +20,12 @@ from zerofp4.engine import (
     Peers,
     attributes,
     build_buckets,
+    joined,
+    write_master,
 )
 from zerofp4.ops import Addresses
 from zerofp4.optim.build import Checked, kind_of
+from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard
 from zerofp4.storage import find_freed, record_of
 from zerofp4.tensors import Holder, NVFP4Tensor
@@ -61,13 +64,27 @@ class ShardedParameters:
             bucket.take_values()
             bucket.bind()
         self.masters: list[torch.Tensor | None] = self._by_parameter(lambda b: b.own_views(b.masters))
-        """By parameter, 1D float32, this rank's piece of its master; None where it owns nothing."""
+        """By parameter, 1D, this rank's piece of its master, as `masters` of its bucket; None where it owns
+        nothing.
+        """
+        self.lows: list[torch.Tensor | None] = self._by_parameter(
+            lambda b: [None] * len(b.indices) if b.low is None else b.own_views(b.low)
+        )
+        """By parameter, the bytes of masters of 24 bits."""
         self.shards: list[Shard] = self._by_parameter(lambda b: b.shards)
         """By parameter, what this rank owns."""
         self.groups: list[GroupReference] = self._by_parameter(lambda b: [b.group] * len(b.indices))
         """By parameter, the ranks that it is sharded over."""
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         """By parameter, what an optimizer updates: nothing, the piece, or the matrices in it."""
+        self.slices: dict[torch.Tensor, Slice] = {
+            master: Slice(one.parameter.shape, shard, low, i)
+            for i, (one, master, low, shard) in enumerate(
+                zip(self.trained, self.masters, self.lows, self.shards, strict=True)
+            )
+            if one.is_compact and master is not None
+        }
+        """By master, of those in compact state."""
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         """1 where the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters.
         """
@@ -93,6 +110,8 @@ class ShardedParameters:
         if piece is None:
             return []
         if self.trained[i].work is None:
+            if piece.dtype != torch.float32:  # of masters of 24 bits
+                piece.grad_dtype = torch.float32
             return [piece]
         rows, columns = self.parameters[i].shape[-2:]
         return [matrix.view(rows, columns) for matrix in piece.split(rows * columns)]
@@ -243,6 +262,27 @@ class ShardedParameters:
     def gathered_masters(self) -> list[torch.Tensor]:
         """The whole FP32 masters, in the order and the shapes of the parameters. Collective."""
         return self._by_parameter(lambda b: b.gathered_masters())
+
+    @property
+    def planes(self) -> list[tuple[torch.Tensor | None, ...]]:
+        """By parameter, what is kept of this rank's piece of its master: float32 values, or the planes of 24
+        bits.
+        """
+        return [
+            (master, low) if one.state == "compact24" else (master,)
+            for one, master, low in zip(self.trained, self.masters, self.lows, strict=True)
+        ]
+
+    def float_master(self, i: int) -> torch.Tensor | None:
+        """This rank's piece of a master in float32; of one of 24 bits a new tensor."""
+        master, low = self.masters[i], self.lows[i]
+        return master if low is None else joined(master, low)
+
+    def load_master(self, i: int, values: torch.Tensor) -> None:
+        """Write float32 values of this rank's piece into a master."""
+        master, low = self.masters[i], self.lows[i]
+        if master is not None:
+            write_master(values, master, low)
 
     # Gathers that go on behind a step
 

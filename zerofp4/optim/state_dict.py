@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerofp4.distributed import CollectiveError
+from zerofp4.engine import joined
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner import InnerClass, InnerOptimizers, options
+from zerofp4.optim.moments import COMPACT, FULL, decode_shard, encode_shard, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece, gathered
 from zerofp4.optim.seal import Saves, SealedTuple, make_id
-from zerofp4.shard import Shard
+from zerofp4.shard import Shard, state_groups
 
 # Names and numbers
 
@@ -105,6 +107,8 @@ class Entry(NamedTuple):
     device: None for that of the masters.
     trial_shape: of a tensor, for a matrix of TRIAL_SHAPE; None if it has the shape of what is updated.
     is_flag: whether it is 0 of a parameter that has no state yet.
+    is_exact: whether no other dtype will do: of codes and planes of masters.
+    per_group: whether it has two for each group of compact state, in place of one for each element.
     """
 
     kind: str | type
@@ -112,6 +116,8 @@ class Entry(NamedTuple):
     device: torch.device | None = None
     trial_shape: tuple[int, ...] | None = None
     is_flag: bool = False
+    is_exact: bool = False
+    per_group: bool = False
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of what is kept of a slice, of a matrix or of a stack of matrices of this shape."""
@@ -124,6 +130,26 @@ class Entry(NamedTuple):
 
 
 MASTER = Entry("tensor", torch.float32)
+MASTERS = {
+    "full": {"master": MASTER},
+    "compact": {"master": MASTER},
+    "compact24": {
+        "master_high": Entry("tensor", torch.bfloat16, is_exact=True),
+        "master_low": Entry("tensor", torch.uint8, is_exact=True),
+    },
+}
+"""What is saved of masters, by the state of their parameter. As those of compact state, planes have names of
+their own: nobody takes one for a master.
+"""
+
+ANY_MASTER = MASTERS["full"] | MASTERS["compact24"]
+MOMENTS = {name: MASTER for name in FULL if name != "step"}
+CODES = {
+    name: Entry("tensor", dtype, is_exact=name != "scales", per_group=name == "scales")
+    for name, dtype in COMPACT.items()
+    if name != "step"
+}
+"""What is saved of moments in full state, and in compact state."""
 
 
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
@@ -173,7 +199,7 @@ class SavedParameter(NamedTuple):
     """A trainable parameter as checkpoints have it.
 
     number: in state dicts; it knows the name. label: what messages call it. group: the number of its group.
-    shard: what this rank owns. home: where its pieces are. refusal: as in About.
+    shard: what this rank owns. home: where its pieces are. refusal: as in About. state: as of Trained.
     """
 
     number: ParameterId
@@ -183,11 +209,15 @@ class SavedParameter(NamedTuple):
     shard: Shard
     home: Home
     refusal: str | None
+    state: str
 
     def extent(self, entry: Entry) -> tuple[tuple[int, ...], Shard]:
         """The shape of an entry, and what this rank has of it: its shard of what is like the parameter. All
         else is whole with the ranks that own some of the parameter's elements, or with all if there are none.
         """
+        if entry.per_group:
+            groups = state_groups(self.shard, self.shape[-1])
+            return scales_shape(self.shape), Shard(2 * groups.start, 2 * groups.numel)
         shape = entry.shape(self.shape)
         if entry.kind == "tensor" and entry.trial_shape is None:
             return shape, self.shard
@@ -238,11 +268,12 @@ class SavedState(Mapping):
         homes: dict[dist.ProcessGroup | None, Home] = {}
         self.parameters: list[SavedParameter] = []
         """The trainable ones, in the order of the shards."""
-        rows = zip(shards.parameters, shards.names, shards.shards, shards.groups, refusals, strict=True)
-        for p, label, shard, ranks, refusal in rows:
-            g, number = places[id(p)]
+        rows = zip(shards.trained, shards.shards, shards.groups, refusals, strict=True)
+        for one, shard, ranks, refusal in rows:
+            g, number = places[id(one.parameter)]
             home = homes.setdefault(ranks(), Home(ranks, self.device))
-            saved = SavedParameter(number, number.name or label, g, p.shape, shard, home, refusal)
+            label, shape = number.name or one.name, one.parameter.shape
+            saved = SavedParameter(number, label, g, shape, shard, home, refusal, one.state)
             self.parameters.append(saved)
         self._indices = {id(p): i for i, p in enumerate(shards.parameters)}
         self._templates: dict[Hashable, dict[str, Entry]] = {}
@@ -264,7 +295,8 @@ class SavedState(Mapping):
         key = g, *kinds
         if key not in self._templates:
             self._templates[key] = make_template(self._classes[g], group, self.device)
-        return self._templates[key]
+        template = self._templates[key]
+        return template if self.parameters[i].state == "full" else _with_moments(template, CODES)
 
     def piece(self, i: int, name: str, values: torch.Tensor | None, entry: Entry = MASTER) -> Piece:
         """A piece of trainable parameter i. values: 1D, those of this rank; None for zeros, which take no
@@ -279,10 +311,9 @@ class SavedState(Mapping):
         about = About(label, saved.home, saved.refusal, self.unsound)
         return Piece(values, shape, shard.start, about, {self.save_id: label or "a tensor"})
 
-    def masters(self) -> dict[int, Piece]:
-        """Pieces of the masters, by the identity of the parameter."""
-        rows = enumerate(zip(self.shards.parameters, self.shards.masters, strict=True))
-        return {id(parameter): self.piece(i, "master", master) for i, (parameter, master) in rows}
+    def masters(self) -> "Masters":
+        """Pieces of the float32 masters, by the identity of the parameter."""
+        return Masters(self)
 
     def entries(self, i: int) -> dict[str, Piece]:
         """What is saved of trainable parameter i: pieces of its master, and of its state by the names of the
@@ -301,7 +332,8 @@ class SavedState(Mapping):
             found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
         if STARTED in entries and found:
             found[STARTED] = torch.ones(1, dtype=torch.float32)
-        pieces = {"master": self.piece(i, "master", self.shards.masters[i])}
+        planes = zip(MASTERS[self.parameters[i].state].items(), self.shards.planes[i], strict=True)
+        pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in planes}
         return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 
     def groups(self) -> SealedTuple:
@@ -338,6 +370,32 @@ class SavedState(Mapping):
 
     def __len__(self) -> int:
         return len(self.parameters)
+
+
+class Masters(Mapping):
+    """Pieces of the float32 masters, by the identity of the parameter. One of 24 bits is converted when it is
+    asked for.
+    """
+
+    def __init__(self, saved: SavedState):
+        self._saved = saved
+        self._positions = {id(p): i for i, p in enumerate(saved.shards.parameters)}
+
+    def __getitem__(self, key: int) -> Piece:
+        i = self._positions[key]
+        return self._saved.piece(i, "master", self._saved.shards.float_master(i))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+
+def _with_moments(template: Mapping[str, Entry], moments: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries of AdamW, with moments of full or of compact state."""
+    others = {name: entry for name, entry in template.items() if name not in MOMENTS and name not in CODES}
+    return others | dict(moments)
 
 
 # Loading
@@ -460,24 +518,45 @@ def _read_parameter(
     was_in_file: bool,
     problems: dict[str, list[str]],
 ) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """This rank's part of what a state dict has of a parameter: the master, None if it has none, and the
-    state for the optimizer of the masters, empty if there is none yet. problems: takes what does not fit.
+    """This rank's part of what a state dict has of a parameter: the float32 master, None if it has none, and
+    the state for the optimizer of the masters, empty if there is none yet. Either is converted where this
+    optimizer keeps another kind. problems: takes what does not fit.
     """
     given, found = {name: value for name, value in entries.items() if value is not None}, {}
     if was_in_file:  # what was not read is what the optimizer had
         given = {k: v for k, v in given.items() if not isinstance(v, Piece) or v.loaded is not None}
-    is_updated = was_in_file or given.keys() - {"master"}
+    is_updated = was_in_file or given.keys() - ANY_MASTER.keys()
+    own, theirs = (CODES, MOMENTS) if CODES.keys() <= template.keys() else (MOMENTS, CODES)
+    is_converted = own.keys() <= template.keys() and theirs.keys() <= given.keys()
+    if is_converted:
+        template = _with_moments(template, theirs)
+    masters = MASTERS["compact24" if "master_high" in given or "master_low" in given else "full"]
+    if not given.keys().isdisjoint(ANY_MASTER):
+        given |= {name: None for name in masters if name not in given}
     for name in dict.fromkeys([*given, *(template if is_updated else ())]):
         if name == STARTED and name not in given:
             continue
         try:
-            entry = MASTER if name == "master" else template.get(name)
+            entry = ANY_MASTER.get(name) or template.get(name)
             found[name] = read_value(saved, name, given.get(name), entry)
         except Misfit as misfit:
             problems.setdefault(misfit.kind, []).append(misfit.what)
     has_state = all(found.get(name, True) for name, entry in template.items() if entry.is_flag)
-    master, _ = found.pop("master", None), found.pop(STARTED, None)
-    return master, found if saved.shard.numel and has_state else {}
+    planes, _ = [found.pop(name, None) for name in masters], found.pop(STARTED, None)
+    master = planes[0] if len(planes) == 1 or None in planes else joined(*planes)
+    if not (saved.shard.numel and has_state):
+        return master, {}
+    if is_converted and theirs.keys() <= found.keys():
+        found |= _converted({name: found.pop(name) for name in theirs}, saved)
+    return master, found
+
+
+def _converted(moments: Mapping[str, torch.Tensor], saved: SavedParameter) -> dict[str, torch.Tensor]:
+    """This rank's part of moments in full state as compact state, or the other way round."""
+    cols = saved.shape[-1]
+    if moments.keys() == MOMENTS.keys():
+        return encode_shard(**{name: value.float() for name, value in moments.items()}, cols=cols)
+    return decode_shard(**moments, start=saved.shard.start, cols=cols)
 
 
 def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None) -> Any:
@@ -499,7 +578,10 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
         value = value.full_tensor()
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     is_dense = isinstance(value, Piece) or (is_plain and value.layout == torch.strided and not value.is_meta)
-    if not is_dense or not (value.dtype.is_floating_point if is_tensor else value.numel() == 1):
+    if is_dense and entry.is_exact and value.dtype != entry.dtype:
+        raise Misfit(f"no tensor of {entry.dtype}", f"{what} ({value.dtype})")
+    is_number = entry.is_exact or value.dtype.is_floating_point if is_dense else False
+    if not is_dense or not (is_number if is_tensor else value.numel() == 1):
         kind = "no dense tensor of floating dtype" if is_tensor else "no scalar"
         raise Misfit(kind, f"{what} ({type(value).__name__})")
     if is_tensor and tuple(value.shape) != shape:
@@ -534,8 +616,11 @@ def _split(
     """
     states: dict[int, dict[str, Any]] = {id(part): {} for part in optimized}
     for name, value in state.items() if optimized else ():
-        if torch.is_tensor(value) and value.dim():
-            parts = value.view(-1, *template.get(name, MASTER).shape(optimized[0].shape))
+        entry = template.get(name, MASTER)
+        if entry.per_group:  # of one slice
+            parts = [value.view(-1, 2)]
+        elif torch.is_tensor(value) and value.dim():
+            parts = value.view(-1, *entry.shape(optimized[0].shape))
         else:
             parts = [value.clone() if torch.is_tensor(value) else value for _ in optimized]
         for own, part in zip(states.values(), parts, strict=True):

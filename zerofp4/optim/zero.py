@@ -96,6 +96,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         elementwise; FusedAdamW is the fastest.
     process_group: all ranks that step together; None is the default group, or a world of one.
     amax_groups: lists of NVFP4 weights that share one amax.
+    state: "compact" has FusedAdamW keep masters in 24 bits and moments in 8; a group may choose.
     communication: how gradients and weights travel (Communication).
     whole_matrices: True gives optimizer_class whole matrices; None is what the class needs (page on Muon).
     masters_from: an earlier optimizer whose masters this one takes over.
@@ -117,6 +118,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
+        state: str = "full",
         communication: Communication = Communication(),  # noqa: B008
         whole_matrices: bool | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
@@ -137,6 +139,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "optimizer_class": optimizer_class,
             "defaults": defaults,
             "amax_groups": amax_groups,
+            "state": state,
             "communication": communication,
             "whole_matrices": whole_matrices,
             "masters_from": masters_from,
@@ -172,7 +175,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 if not parameter.requires_grad:
                     broadcast_frozen(parameter, place.sharding)
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
-        self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
+        self.inners = InnerOptimizers(
+            checked.classes, self.param_groups, dict(masters), self._shards.slices
+        )
         """The optimizers of the masters, in the order in which their classes come first in the groups."""
         me = weakref.ref(self)
         self._saved = SavedState(
@@ -818,9 +823,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if moved is not None:
                 self.refresh()
             self.inners.pull_options(self.param_groups)
-            for master, values in zip(self._shards.masters, loaded, strict=True):
-                if master is not None and values is not None:
-                    master.copy_(values)
+            for i, values in enumerate(loaded):
+                if values is not None:
+                    self._shards.load_master(i, values)
             self._saved.steps, self._saved.token = steps, token
             self._forget_clipped()
             self._took_next_step = False
@@ -907,13 +912,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
         that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
         gradients are here, or the obstacle. reduction, overlap, accumulate: as given. world_size, bucket_mb.
-        buckets: in their order, each with its kind, parameters, elements, bytes, optimizer, and gathered_in:
-        "step", "forward" or None. bytes_sent: by this rank in a step, by phase. shared_bytes: memory that
-        other ranks can access. advice: what would make it faster.
+        buckets: in their order, each with its kind, parameters, elements, bytes, optimizer, gathered_in
+        ("step", "forward" or None), and state, of which "compact24" has masters of 24 bits. bytes_sent: by
+        this rank in a step, by phase. shared_bytes: memory that other ranks can access. advice: what would
+        make it faster.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
             entry["optimizer"] = type(self.inners.all[self._shards.updated_by(bucket)]).__name__
+            entry["state"] = bucket.state
         return {
             "transport": self._transport_name,
             "why_collective": self._why_collective,

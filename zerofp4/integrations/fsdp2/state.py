@@ -79,8 +79,14 @@ def zero_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
     So a run goes on with the other of the two: save {"optimizer": zero_state_dict(model, optimizer)} and load
     it into a ZeroFP4Optimizer, or load it from what one has saved, both with
-    DefaultLoadPlanner(allow_partial_load=True), as options of groups are not in it.
+    DefaultLoadPlanner(allow_partial_load=True), as options of groups are not in it. Raises ValueError for
+    compact state.
     """
     masters = get_model_state_dict(model)
     state = get_optimizer_state_dict(model, optimizer)["state"]
+    if any("scales" in entries for entries in state.values()):
+        raise ValueError(
+            'zero_state_dict of an optimizer with state="compact": ZeroFP4Optimizer keeps masters of 24 bits '
+            'beside such moments, and FSDP2 float32 ones; build the optimizer with state="full"'
+        )
     return {"state": {name: {"master": masters[name], **entries} for name, entries in state.items()}}

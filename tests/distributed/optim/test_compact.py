@@ -1,0 +1,226 @@
+"""ZeroFP4Optimizer(state="compact") over several ranks: the same bytes at any world size, also resharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases.compact import HYPERS, STATE, Whole, make_sharded
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from helpers import assert_bytes_equal
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+import zerofp4
+from distributed.cases import shared_folder
+from distributed.optim.cases import assert_same_on_all_ranks, model_bytes, whole_state
+from distributed.run import on_ranks
+from zerofp4 import reference
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+def build(parameters, group=None, **options):
+    named = [(f"weight {i}", p) for i, p in enumerate(parameters)]
+    options = keywords(HYPERS, {"state": "compact"} | options)
+    return ZeroFP4Optimizer(named, FusedAdamW, process_group=group, **options)
+
+
+def run(parameters, optimizer, steps):
+    """Gradients that depend on the step alone, and one is missing."""
+    for step in steps:
+        gradients = make_gradients(parameters, step)
+        gradients[step % len(gradients)] = None
+        set_gradients(parameters, gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_mb": 0.003, "reduction": "reduce_scatter", "gradient_wire": torch.float32},
+        {"bucket_mb": 0.01, "overlap": "backward"},
+        {"bucket_mb": 0.01, "overlap": "forward"},
+        {"accumulate": "sharded", "gradient_wire": torch.float32},
+    ],
+)
+def test_the_bytes_of_the_reference_at_any_world_size(world, options):
+    """Each rank has whole groups. The last step is clipped."""
+    parameters = make_sharded(world.device)
+    expected, optimizer = Whole(parameters), build(parameters, **options)
+    for step in range(3):
+        made = zip(parameters, make_gradients(parameters, step), strict=True)
+        gradients = [gradient.to(p.dtype) for p, gradient in made]
+        if step == 1:
+            gradients[3] = None
+        pairs = zip(parameters, gradients, strict=True)
+        sum((p * g).float().sum() for p, g in pairs if g is not None).backward()
+        factor = None
+        if step == 2:
+            norm = optimizer.clip_grad_norm_(0.5)
+            factor = (0.5 / (norm + 1e-6)).clamp(max=1.0).cpu()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.step(gradients, factor)
+        expected.check(optimizer, f"step {step}:")
+    assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
+
+
+@on_ranks(2, 3)
+def test_gradients_that_differ(world):
+    """An update that adds them up as it reads them, and one of means, are the same."""
+    one, other = make_sharded(world.device), make_sharded(world.device)
+    pair = [(one, build(one)), (other, build(other, bucket_mb=0.003))]
+    for step in range(3):
+        for parameters, optimizer in pair:
+            set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+            if step == 2 and parameters is other:
+                optimizer.clip_grad_norm_(1e9)
+            optimizer.step()
+    states = [whole_state(parameters, optimizer) for parameters, optimizer in pair]
+    assert_all_equal(*states, "state")
+
+
+@on_ranks(2, 3)
+def test_weights_in_other_blocks(world):
+    """Cut between blocks and between groups: of 1x16, and of tiles with four over six."""
+    options = [{"block": (1, 16)}, {"four_over_six": zerofp4.FourOverSix()}]
+    shapes, parameters = [(40, 130), (50, 192)], []
+    torch.manual_seed(0)
+    for shape, option in zip(shapes, options, strict=True):
+        values = torch.randn(shape, dtype=torch.bfloat16, device=world.device)
+        parameters.append(nn.Parameter(zerofp4.quantize(values, **option)))
+    expected, optimizer = Whole(parameters), build(parameters)
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
+        optimizer.step()
+        expected.step([p.grad for p in parameters])
+    expected.check_state(optimizer, "")
+    for p, option, master in zip(parameters, options, optimizer.gathered_masters(), strict=True):
+        quantized = zerofp4.quantize(master.bfloat16(), **option)
+        assert_bytes_equal(p.rowwise_data, quantized.rowwise_data, "codes")
+        assert_bytes_equal(p.rowwise_scale, quantized.rowwise_scale, "scales")
+
+
+@on_ranks(3)
+def test_a_rank_with_an_infinity(world):
+    parameters = make_sharded(world.device)
+    expected, optimizer = Whole(parameters), build(parameters)
+    for step in range(3):
+        set_gradients(parameters, make_gradients(parameters, step))
+        if step == 1 and world.rank == 2:
+            parameters[0].grad[3, 5] = float("inf")
+        optimizer.step()
+        if step != 1:
+            expected.step([p.grad for p in parameters])
+    expected.check(optimizer)
+
+
+@on_ranks(2)
+def test_ranks_that_choose_differently(world):
+    p = nn.Parameter(torch.zeros(4, 64, device=world.device))
+    with pytest.raises(ValueError, match="in compact state"):
+        build([p], state=("full", "compact")[world.rank])
+
+
+# Checkpoints
+
+
+@on_ranks(4, time_limit=120.0)
+def test_a_run_goes_on_in_a_world_of_any_size(world):
+    """Saved on 4 ranks and loaded on 1, 2 and 3, saved on 3 and loaded on 2 and 4."""
+    through = make_sharded(world.device)
+    straight = build(through)
+    run(through, straight, range(5))
+    expected = whole_state(through, straight)
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
+    paths = {}
+    for size in (3, 4):
+        paths[size] = shared_folder(world)
+        if world.rank < size:
+            parameters = make_sharded(world.device)
+            optimizer = build(parameters, groups[size])
+            run(parameters, optimizer, range(3))
+            dcp.save({"optimizer": optimizer}, checkpoint_id=paths[size], process_group=groups[size])
+    for size, loaded in [(4, 1), (4, 2), (4, 3), (3, 2), (3, 4)]:
+        dist.barrier()
+        if world.rank < loaded:
+            parameters = make_sharded(world.device, seed=7)
+            resumed = build(parameters, groups[loaded], lr=0.5)
+            dcp.load({"optimizer": resumed}, checkpoint_id=paths[size], process_group=groups[loaded])
+            run(parameters, resumed, range(3, 5))
+            what = f"{size} to {loaded} ranks:"
+            assert_all_equal(whole_state(parameters, resumed), expected, f"{what} state")
+            assert_all_equal(model_bytes(parameters), model_bytes(through), f"{what} weights")
+    dist.barrier()
+
+
+@on_ranks(1, 2, 3)
+def test_full_state_loads_into_compact_and_back(world):
+    """Masters of 24 bits are those next to what was there, and come back as they are; moments are what
+    FusedAdamW alone makes of them.
+    """
+    parameters = make_sharded(world.device)
+    full = build(parameters, state="full")
+    run(parameters, full, range(2))
+    whole = [{name: piece.full_tensor() for name, piece in full.state[p].items()} for p in parameters]
+    others = make_sharded(world.device, seed=3)
+    compact = build(others)
+    compact.load_state_dict(full.state_dict())
+    assert compact.param_groups[0]["state"] == "compact"
+    alone = FusedAdamW([entries["master"].clone() for entries in whole], **HYPERS, state="compact")
+    moments = {i: {k: v for k, v in entries.items() if k != "master"} for i, entries in enumerate(whole)}
+    alone.load_state_dict({"state": moments, "param_groups": alone.state_dict()["param_groups"]})
+    masters = compact.gathered_masters()
+    rows = zip(others, masters, whole, alone.state.values(), strict=True)
+    for q, master, entries, state in rows:
+        expected = entries["master"].cpu()
+        if Whole.is_split(q):
+            expected = reference.round_master(expected, torch.tensor(128))
+        assert_bytes_equal(master.cpu(), expected, "master")
+        for name in filter(state.__contains__, STATE):
+            assert_bytes_equal(compact.state[q][name].full_tensor(), state[name], name)
+    last = make_sharded(world.device, seed=5)
+    back = build(last, state="full", bucket_mb=0.002)
+    back.load_state_dict(compact.state_dict())
+    assert_all_equal(back.gathered_masters(), masters, "master")
+    again = FusedAdamW([entries["master"].clone() for entries in whole], **HYPERS)
+    again.load_state_dict(alone.state_dict())
+    for p, state in zip(last, again.state.values(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert_bytes_equal(back.state[p][name].full_tensor(), state[name], name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("saver", "loader"), [("full", "compact"), ("compact", "full")])
+def test_a_checkpoint_of_the_other_kind_is_refused(world, saver, loader):
+    """By its names: nobody takes codes for moments, or one plane for a master."""
+    parameters = make_sharded(world.device)
+    optimizer, path = build(parameters, state=saver), shared_folder(world)
+    run(parameters, optimizer, range(1))
+    dcp.save({"optimizer": optimizer}, checkpoint_id=path)
+    other = build(make_sharded(world.device), state=loader)
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
+        dcp.load({"optimizer": other}, checkpoint_id=path)
+
+
+@on_ranks(2)
+def test_a_consolidated_state(world):
+    """What a trainer saves on one rank."""
+    parameters = make_sharded(world.device)
+    optimizer = build(parameters)
+    run(parameters, optimizer, range(2))
+    path = shared_folder(world)
+    optimizer.consolidate_state_dict()
+    if world.rank == 0:
+        torch.save(optimizer.state_dict(), path / "state")
+    dist.barrier()
+    others = make_sharded(world.device, seed=3)
+    loaded = build(others)
+    loaded.load_state_dict(torch.load(path / "state", weights_only=True))
+    for each in ((parameters, optimizer), (others, loaded)):
+        run(*each, range(2, 4))
+    assert_all_equal(whole_state(others, loaded), whole_state(parameters, optimizer), "state")

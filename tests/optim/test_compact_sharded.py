@@ -1,0 +1,185 @@
+"""ZeroFP4Optimizer(state="compact") in a world of one: the bytes of the reference over whole masters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.compact import HYPERS, Whole, make_sharded
+from cases.optim import keywords, make_gradients, set_gradients
+from helpers import assert_bytes_equal
+from torch import nn
+
+import zerofp4
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+
+def build(parameters, **options):
+    return ZeroFP4Optimizer(parameters, FusedAdamW, **keywords(HYPERS, {"state": "compact"} | options))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_equals_the_reference(device, seed):
+    """With gradients that come and go; clipped in the last step."""
+    parameters = make_sharded(device, seed)
+    expected, optimizer = Whole(parameters), build(parameters)
+    expected.check(optimizer, "at the start:")
+    for step in range(5):
+        gradients = make_gradients(parameters, step)
+        gradients[step] = None
+        set_gradients(parameters, gradients)
+        factor = None
+        if step == 4:
+            norm = optimizer.clip_grad_norm_(0.5)
+            factor = (0.5 / (norm + 1e-6)).clamp(max=1.0).cpu()
+        optimizer.step()
+        expected.step([p.grad for p in parameters], factor)
+        expected.check(optimizer, f"step {step}:")
+
+
+def test_what_is_kept():
+    """5.1 bytes for each element; a bf16 weight is a plane of its master."""
+    p = nn.Parameter(zerofp4.quantize(torch.randn(64, 1024, dtype=torch.bfloat16)))
+    q = nn.Parameter(torch.randn(64, 1024, dtype=torch.bfloat16))
+    optimizer = build([p, q])
+    set_gradients([p, q], make_gradients([p, q], 0))
+    optimizer.step()
+    packed, dense = optimizer._shards.buckets
+    assert packed.masters.nbytes + packed.low.nbytes == 3 * p.numel()
+    assert dense.masters.data_ptr() == q.data_ptr() and dense.low.nbytes == q.numel()
+    for weight in (p, q):
+        size = sum(piece.values.nbytes for piece in optimizer.state[weight].values())
+        assert size == 5 * weight.numel() + weight.numel() // 8 + 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite(device, value):
+    parameters = make_sharded(device)
+    expected, optimizer = Whole(parameters), build(parameters)
+    for step in range(3):
+        gradients = make_gradients(parameters, step)
+        if step == 1:
+            gradients[6][3, 5] = value
+        set_gradients(parameters, gradients)
+        optimizer.step()
+        if step != 1:
+            expected.step([p.grad for p in parameters])
+        expected.check(optimizer, f"step {step}:")
+    assert optimizer.skipped_steps == 1
+
+
+def test_groups_choose(device):
+    """Each its own state; beside another class in one optimizer all are updated at once."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    parameters = make_sharded(device)
+    expected = Whole(parameters)
+    sgd = nn.Parameter(torch.randn(6, 64, device=device))
+    groups = [
+        {"params": parameters[:4], "state": "compact"},
+        {"params": parameters[4:], "state": "compact"},
+        {"params": [sgd], "optimizer_class": torch.optim.SGD, "lr": 0.1, "weight_decay": 0.0},
+    ]
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **HYPERS)
+    assert optimizer.describe()["obstacle"] is not None
+    before = sgd.detach().clone()
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
+        sgd.grad = torch.ones_like(sgd)
+        optimizer.step()
+        expected.step([p.grad for p in parameters])
+        expected.check_state(optimizer, f"step {step}:")
+    assert_bytes_equal(sgd.detach(), before - 0.1 - 0.1, "parameter of SGD")
+
+
+def test_a_group_keeps_full_state(device):
+    one, other = (nn.Parameter(torch.randn(8, 64, device=device)) for _ in range(2))
+    optimizer = build([{"params": [one], "state": "full"}, {"params": [other]}])
+    assert "exp_avg" in optimizer.state[one] and "scales" in optimizer.state[other]
+
+
+def test_muon_keeps_its_own_state(device):
+    matrix, other = (nn.Parameter(torch.randn(8, 64, device=device)) for _ in range(2))
+    beside = {"params": [other], "optimizer_class": FusedAdamW, "lr": 0.1}
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    optimizer = ZeroFP4Optimizer([{"params": [matrix]}, beside], torch.optim.Muon, state="compact")
+    assert "momentum_buffer" in optimizer.state[matrix] and "scales" in optimizer.state[other]
+
+
+# What else reads masters
+
+
+def test_masters_in_float32(device):
+    model = nn.ModuleDict({str(i): nn.Linear(1, 1) for i in range(2)})
+    model["0"].weight = nn.Parameter(torch.randn(6, 70, device=device, dtype=torch.bfloat16))
+    model["1"].weight = nn.Parameter(
+        zerofp4.quantize(torch.randn(32, 64, device=device, dtype=torch.bfloat16))
+    )
+    weights = [model[str(i)].weight for i in range(2)]
+    optimizer = build([(f"{i}.weight", w) for i, w in enumerate(weights)])
+    averages = zerofp4.optim.AveragedMasters(optimizer, 0.5)
+    before = optimizer.gathered_masters()
+    set_gradients(weights, make_gradients(weights, 0))
+    optimizer.step()
+    averages.update()
+    masters = optimizer.gathered_masters()
+    exported = dict(zerofp4.master_state_dict(model, optimizer))
+    averaged = dict(zerofp4.master_state_dict(model, averages))
+    for i, (master, old) in enumerate(zip(masters, before, strict=True)):
+        assert master.dtype == torch.float32 and not torch.equal(master, old)
+        assert_bytes_equal(exported[f"{i}.weight"], master, "exported")
+        assert_bytes_equal(averaged[f"{i}.weight"], old * 0.5 + master * 0.5, "averaged")
+
+
+def test_masters_move_between_optimizers(device):
+    """Those of 24 bits stay what they are in 32 bits, and come back so."""
+    parameters = make_sharded(device)
+    optimizer = build(parameters)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    masters = optimizer.gathered_masters()
+    full = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **HYPERS)
+    for master, found in zip(masters, full.gathered_masters(), strict=True):
+        assert_bytes_equal(found, master, "full")
+    again = build(parameters, masters_from=full)
+    for master, found in zip(masters, again.gathered_masters(), strict=True):
+        assert_bytes_equal(found, master, "compact")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "group", "message"),
+    [
+        ({"state": "small"}, {}, 'state must be "full" or "compact", got .small.'),
+        ({}, {"state": "small"}, 'state must be "full" or "compact", got .small.'),
+        (
+            {"optimizer_class": torch.optim.SGD, "state": "compact"},
+            {},
+            "is of FusedAdamW, and its class is SGD",
+        ),
+        ({"optimizer_class": torch.optim.AdamW}, {"state": "compact"}, "and its class is AdamW"),
+        ({"whole_matrices": True, "state": "compact"}, {}, "excludes whole_matrices=True"),
+    ],
+)
+def test_bad_arguments(options, group, message):
+    p = nn.Parameter(torch.zeros(4, 64))
+    with pytest.raises(ValueError, match=message):
+        ZeroFP4Optimizer([{"params": [p], **group}], **{"optimizer_class": FusedAdamW, "lr": 0.1} | options)
+
+
+def test_a_torch_without_grad_dtype(monkeypatch):
+    """Where all masters are updated at once they need gradients in another dtype than theirs."""
+    monkeypatch.setattr("zerofp4.optim.build.HAS_GRAD_DTYPE", False)
+    p, q = (nn.Parameter(torch.zeros(4, 64, dtype=torch.bfloat16)) for _ in range(2))
+    build([p])
+    beside = {"params": [q], "optimizer_class": torch.optim.SGD, "lr": 0.1, "weight_decay": 0.0}
+    with pytest.raises(ValueError, match=r'has state="compact" beside groups of SGD, which needs grad_dtype'):
+        build([{"params": [p], "state": "compact"}, beside], state="full")
+
+
+def test_an_amax_group_of_two_states():
+    wide, narrow = (nn.Parameter(zerofp4.quantize(torch.zeros(16, cols))) for cols in (64, 32))
+    with pytest.raises(ValueError, match="share an amax, but not their `state` and dtype"):
+        build([wide, narrow], amax_groups=[[wide, narrow]])
