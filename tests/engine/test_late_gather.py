@@ -16,7 +16,7 @@ import torch
 import zerofp4
 from zerofp4.distributed import CollectiveError
 from zerofp4.engine import LateGathers, late_gather
-from zerofp4.storage import Gate, Side
+from zerofp4.storage import Gate
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DONE = ["gather 0", "complete 0"]
@@ -214,14 +214,6 @@ def test_nothing_is_kept_of_what_has_arrived():
     bucket.parameters[0].dequantize()
     gc.collect()
     assert reference() is None
-
-
-def test_a_side_without_a_gate_is_its_data():
-    data = torch.zeros(2, dtype=torch.uint8)
-    side = Side(data, {})
-    assert side.data is side.place is data
-    side.data = None
-    assert side.data is None and side.place is None
 
 
 # On a GPU: streams and events that only remember

@@ -194,6 +194,8 @@ def bad_arguments(device):
     yield "tensor", TypeError, "iterable", bias, {}
     yield "string", TypeError, "can only optimize Tensors", ["bias"], {}
     yield "non-leaf", ValueError, "non-leaf", [product], {}
+    message = 'on_nonfinite must be "skip" or "raise", got \'no\''
+    yield "policy", ValueError, message, [bias], {"on_nonfinite": "no"}
     yield "lr", ValueError, "Invalid learning rate", [bias], {"lr": -1.0}
     yield "option", TypeError, "momentum", [bias], {"momentum": 0.9}
     yield "amax without", ValueError, "amax_groups was given", [bias], {"amax_groups": [[bias]]}

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import re
 
 import pytest
@@ -35,6 +36,7 @@ def refused(optimizer, error, message):
         ({"amsgrad": True}, ValueError, "amsgrad=True is not supported"),
         ({"state": "small"}, ValueError, "state must be \"full\" or \"compact\", got 'small'"),
         ({"lr": -0.1}, ValueError, "lr must be 0 or more, got -0.1"),
+        ({"lr": math.inf}, ValueError, "lr must be finite, got inf"),
         ({"lr": float("nan")}, ValueError, "lr must be 0 or more, got nan"),
         ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \(2,\)"),
         ({"eps": -1e-8}, ValueError, "eps must be 0 or more, got -1e-08"),

@@ -117,30 +117,6 @@ def test_options_must_be_finite(device, name, value):
         assert_weights_follow(parameters, optimizer.gathered_masters())
 
 
-def test_options_of_other_names_may_be_infinite(device):
-    class Limited(torch.optim.SGD):
-        def __init__(self, params, lr=0.1, limit=math.inf):
-            super().__init__(params, lr)
-            self.param_groups[0]["limit"] = limit
-
-    optimizer = ZeroFP4Optimizer(make_parameters(device), Limited)
-    assert optimizer.param_groups[0]["limit"] == math.inf
-    optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
-def test_options_of_fused_adamw_alone_must_be_finite(name):
-    p = torch.zeros(4, requires_grad=True)
-    p.grad = torch.ones(4)
-    with pytest.raises(ValueError, match=f"{name} must be finite, got inf"):
-        FusedAdamW([p], **{name: math.inf})
-    optimizer = FusedAdamW([p])
-    optimizer.param_groups[0][name] = math.inf
-    with pytest.raises(ValueError, match=rf"\[0\]: {name} must be finite, got inf"):
-        optimizer.step()
-    assert p.eq(0).all()
-
-
 # Names
 
 

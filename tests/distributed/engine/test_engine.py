@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -17,7 +16,6 @@ from distributed.optim.cases import (
     gradients_of,
     model_bytes,
     parameters_of,
-    raise_in_turn,
     whole_state,
 )
 from distributed.run import on_ranks
@@ -151,45 +149,6 @@ def test_describe(world):
     assert described["advice"] is None
     obstacle = ZeroFP4Optimizer(parameters_of(world), torch.optim.SGD).describe()["obstacle"]
     assert size == 1 or "SGD updates all" in obstacle
-
-
-@on_ranks(2)
-def test_ranks_must_group_alike(world):
-    parameters = parameters_of(world)
-    groups = [[parameters[0], parameters[2 if world.rank else 4]]]
-    with pytest.raises(ValueError, match=r"\[2\].* in group 0 on rank 0 and .*, in amax_groups with"):
-        ZeroFP4Optimizer(parameters, amax_groups=groups)
-
-
-@on_ranks(2)
-def test_a_step_in_which_one_rank_alone_raises_breaks_its_optimizer(world):
-    """The others, which have found nothing wrong, hear of it in the next step."""
-    parameters, optimizer = build(world, FusedAdamW, bucket_mb=1e-4)
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    plan = optimizer._shards.plans[-1]
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    if world.rank == 1:
-        complete = plan.complete
-
-        def raise_late():
-            plan.complete = complete
-            complete()
-            raise RuntimeError("storage has moved")
-
-        plan.complete = raise_late
-        with pytest.raises(RuntimeError, match="storage has moved"):
-            optimizer.step()
-        assert "storage has moved" in str(optimizer.broken)
-    else:
-        optimizer.step()
-        assert optimizer.broken is None
-    told = "left in the middle" if world.rank == 1 else "rank 1 found an error, and no rank takes this step"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=told):
-            raise_in_turn(optimizer, optimizer.step)
-    optimizer.load_state_dict(checkpoint)
-    optimizer.step()
-    check_weights(parameters, optimizer)
 
 
 @on_ranks(2)

@@ -182,13 +182,6 @@ def test_masters_from_an_optimizer_that_holds_sums(world, overlap):
 # Options
 
 
-@on_ranks(1, 2)
-def test_describe(world):
-    _, optimizer = make(world, overlap="backward", accumulate="sharded")
-    described = optimizer.describe()
-    assert (described["overlap"], described["accumulate"]) == ("backward", "sharded")
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     "options", [{"overlap": "backward"}, {"overlap": "forward"}, {"accumulate": "sharded"}]

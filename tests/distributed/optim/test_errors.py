@@ -74,6 +74,7 @@ def test_what_one_rank_builds_otherwise_all_refuse(world):
         (parameters, {"optimizer_class": torch.optim.SGD}, "optimizer_class is torch.* on rank 0 and .*SGD"),
         (parameters, {"amax_groups": [[parameters[1], parameters[2]]]}, "amax_groups"),
         (parameters, {"gradient_wire": torch.float32}, "gradient_wire is None on rank 0 and torch.float32"),
+        (parameters, {"on_nonfinite": "raise"}, "on_nonfinite is skip on rank 0 and raise on rank"),
         (parameters, {"bucket_mb": 2.0}, "bucket_mb is None on rank 0 and 2.0"),
         (parameters, {"gradient_dtype": torch.float32}, "gradient_dtype is None on rank 0 and torch.float32"),
     ]:
