@@ -126,13 +126,17 @@ def start(
     mesh: DeviceMesh | None = None,
     optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),
     amax_groups=lambda model: None,
-    columnwise: bool = True,
+    columnwise: bool | None = None,
+    kind: dict | None = None,
     wrap=lambda model: None,
     **options,
 ) -> Run:
-    """wrap: what is done between prepare and fully_shard. options: those of fully_shard."""
+    """kind: block and four_over_six. wrap: what is done between prepare and fully_shard. options: those of
+    fully_shard.
+    """
     model = make_model(world) if model is None else model
-    fsdp2.prepare(model, take_experts, amax_groups=amax_groups(model), columnwise=columnwise)
+    kind = {"columnwise": columnwise, "amax_groups": amax_groups(model), **(kind or {})}
+    fsdp2.prepare(model, take_experts, **kind)
     wrap(model)
     shard(model, mesh or mesh_of(world), **options)
     made = optimizer(model.parameters())
@@ -195,9 +199,11 @@ def check_gathered(
         assert sorted(found) == sorted(names)
         for name, tensor in found.items():
             assert tensor.dtype == dtype
-            master, options = masters[name].to(tensor.device, dtype), {"columnwise": name in columnwise}
+            master, weight = masters[name].to(tensor.device, dtype), weights[name]
+            options = {"columnwise": name in columnwise, "block": weight.block}
+            options["four_over_six"] = weight.four_over_six
             expected = zerofp4.quantize(master, amax=(amax or {}).get(name), **options)
-            check_own(weights[name], expected)
+            check_own(weight, expected)
             if as_values:
                 assert type(tensor) is nn.Parameter, name
                 assert_bytes_equal(tensor.detach(), expected.dequantize(), f"{name}: values")
@@ -210,12 +216,18 @@ def check_gathered(
 
 
 def check_own(weight: fsdp2.weight.Weight, expected: zerofp4.NVFP4Tensor) -> None:
-    """What a rank has of a weight before it is gathered: codes of its own rows, and all scales."""
+    """What a rank has of a weight before it is gathered: codes of its own rows, and all scales, or those of
+    its own rows where they travel.
+    """
     first, rows = weight.placement.first_row, weight.placement.rows
-    own = expected.rowwise_data[first : first + rows].to(weight.codes.device)
+    own = expected.rowwise_data.view(expected.shape[0], -1)[first : first + rows].to(weight.codes.device)
     assert_bytes_equal(weight.own_codes(), own.flatten(), f"{weight.name}: own codes")
     for name, buffer in weight.record.buffers():
         given = expected.record.buffer(name)
+        if name == "rowwise_scale" and weight.scales is not None:
+            each = buffer.shape[0] // weight.placement.shape[0]
+            chosen = slice(first * each, (first + rows) * each)
+            buffer, given = buffer[chosen], given[chosen]
         if given is not None:
             assert_bytes_equal(buffer, given.to(buffer.device), f"{weight.name}: own {name}")
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 import zerofp4
 from distributed.cases import shared_folder
 from distributed.run import on_ranks
-from zerofp4 import reference, serving
+from zerofp4 import FourOverSix, reference, serving
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW
 from zerofp4.serving import files
@@ -28,10 +28,13 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 TOKENS = torch.arange(16).view(2, 8)
 
 
-def sharded(world, name: str) -> tuple[nn.Module, fsdp2.Attachment]:
+KINDS = [("Llama", {}), ("Mixtral", {}), ("Llama", {"block": (1, 16), "four_over_six": FourOverSix()})]
+
+
+def sharded(world, name: str, kind=None) -> tuple[nn.Module, fsdp2.Attachment]:
     """A model that fully_shard has cut, after a step."""
     model = make_plain(name).float()
-    fsdp2.prepare(model, takes, amax_groups=serving.amax_groups(model, takes))
+    fsdp2.prepare(model, takes, amax_groups=serving.amax_groups(model, takes), **(kind or {}))
     mesh = init_device_mesh("cpu", (world.world_size,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=BF16)
@@ -61,7 +64,9 @@ def on_one_machine(model: nn.Module) -> nn.Module:
         for name in list(module._parameters):
             if f"{prefix}.{name}" in found:
                 value, record = found[f"{prefix}.{name}"]
-                value = value if record is None else zerofp4.quantize(value, amax=record.amax)
+                if record is not None:
+                    options = {"block": record.block, "four_over_six": record.four_over_six}
+                    value = zerofp4.quantize(value, amax=record.amax, **options)
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
     return whole
 
@@ -85,15 +90,16 @@ def read_alone(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
-def test_sharded_models_are_written_as_whole_ones(world, name):
-    model, _ = sharded(world, name)
+@pytest.mark.parametrize(("name", "kind"), KINDS, ids=str)
+def test_sharded_models_are_written_as_whole_ones(world, name, kind):
+    model, _ = sharded(world, name, kind)
     folder, other = shared_folder(world), shared_folder(world)
     serving.save_pretrained(model, folder, dtype=torch.bfloat16)
     whole = on_one_machine(model)
     if world.rank == 0:
         found, expected = read(folder), read_alone(whole, other)
-        assert check_quantized(whole, found, "compressed-tensors") == len(served_modules(whole))
+        most = 6 * FourOverSix().e4m3_max if kind else 2688
+        assert check_quantized(whole, found, "compressed-tensors", most) == len(served_modules(whole))
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert_bytes_equal(found[key], value, key)
@@ -196,9 +202,9 @@ def check_pieces(world, model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
-def test_pieces_of_sharded_models(world, name):
-    model, _ = sharded(world, name)
+@pytest.mark.parametrize(("name", "kind"), KINDS, ids=str)
+def test_pieces_of_sharded_models(world, name, kind):
+    model, _ = sharded(world, name, kind)
     check_pieces(world, model, torch.bfloat16)
     numel = sum(weight.record.shape.numel() for *_, weight in fsdp2.prepared_weights(model))
     quantized = ("weight_packed", "weight_scale")

@@ -7,11 +7,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.integrations.fsdp2.master import MasterShard
 from zerofp4.integrations.fsdp2.state import register
 from zerofp4.integrations.fsdp2.weight import Weight
 from zerofp4.nn import ConversionReport, choose_weights
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.tensors import NVFP4Tensor, weight_columns
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
@@ -21,7 +22,9 @@ def prepare(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
-    columnwise: bool = True,
+    columnwise: bool | None = None,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    four_over_six: FourOverSix | None = None,
 ) -> ConversionReport:
     """Have fully_shard gather the weights of linear layers in NVFP4. Call it before fully_shard, and before
     the optimizer is built; then call attach(model, optimizer).
@@ -40,11 +43,21 @@ def prepare(
 
     amax_groups: lists of weights of the model, as they are now, that share one amax.
     columnwise: layers of zerofp4.nn, which multiply the transposed codes in their backward pass, get them,
-    made on each rank from what was gathered. No other layer does.
+    made on each rank from what was gathered. No other layer does. None: in blocks of 16x16.
+    block: (16, 16), or (1, 16), in which serving engines read weights: their scales are gathered behind the
+    codes, 1/16 byte an element.
+    four_over_six: of two scales for each block the one with the smaller error; in blocks of 1x16.
 
-    Raises RuntimeError for a model that is sharded or wrapped already, ValueError for one that was converted
-    and for amax groups of other weights; nothing is changed then.
+    Raises RuntimeError for a model that is sharded or wrapped already, ValueError for one that was converted,
+    for amax groups of other weights, and for blocks and choices that are not supported; nothing is changed
+    then.
     """
+    columns = weight_columns(block, columnwise)
+    if four_over_six is not None and tuple(block) != (1, BLOCK):
+        raise ValueError(
+            f"four_over_six needs block (1, 16) here, got {tuple(block)}: fully_shard cuts between any rows, "
+            "and whoever chooses a scale must have all of its block"
+        )
     _check_model(model)
     report, chosen = choose_weights(model, filter_fn, tensor_parallel=True)
     weights = {}
@@ -52,7 +65,8 @@ def prepare(
         parameter = module._parameters[parameter_name]
         takes_codes = getattr(module, "takes_nvfp4_weight", False)
         full_name = name if name.endswith(parameter_name) else f"{name}.{parameter_name}"
-        weights[id(parameter)] = Weight(full_name, parameter.dtype, takes_codes, takes_codes and columnwise)
+        kind = full_name, parameter.dtype, takes_codes, takes_codes and columns
+        weights[id(parameter)] = Weight(*kind, tuple(block), four_over_six)
     _set_amax_groups(weights, amax_groups)
     for name, module, parameter_name in chosen:
         parameter = module._parameters[parameter_name]

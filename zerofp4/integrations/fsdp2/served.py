@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zerofp4.distributed import all_gather_slices, rank_and_size
+from zerofp4.format import SCALE_DTYPE
 from zerofp4.integrations.fsdp2.state import prepared_weights
 from zerofp4.integrations.fsdp2.weight import NOT_ATTACHED, Weight
 from zerofp4.storage import NVFP4Storage, Side
@@ -36,25 +37,29 @@ class ShardedCodes:
             raise ValueError("under tensor parallelism each slice of it has an amax of its own")
         self._padded()
 
-    def _padded(self) -> torch.Tensor:
-        """This rank's rows, and as many more as FSDP2 pads them with."""
-        (codes,), _ = self._weight.all_gather_input(self._weight.master())
-        return codes
+    def _padded(self) -> tuple[torch.Tensor, ...]:
+        """This rank's rows of what is gathered, and as many more as FSDP2 pads them with."""
+        return self._weight.all_gather_input(self._weight.master())[0]
 
     def whole(self) -> NVFP4Storage:
         """Collective over the ranks that the weight is sharded over."""
-        placement, own = self._weight.placement, self._padded()
+        placement, wholes = self._weight.placement, []
         rank, size = rank_and_size(placement.group)
-        rows = own.new_empty(size * own.shape[0], *own.shape[1:])
-        rows.chunk(size)[rank].copy_(own)
-        all_gather_slices(rows, placement.group, stage="gathering codes for serving")
-        scale, amax = (t.to(own.device) for t in (self.record.rowwise_scale, self.record.amax))
+        for own in self._padded():
+            rows = own.new_empty(size * own.shape[0], *own.shape[1:])
+            rows.chunk(size)[rank].copy_(own)
+            all_gather_slices(rows, placement.group, stage="gathering codes for serving")
+            wholes.append(rows[: placement.shape[0]])
+        codes, *scales = wholes
+        scale = scales[0].flatten(0, -2).view(SCALE_DTYPE) if scales else self.record.rowwise_scale
         record = NVFP4Storage.from_context(self.record.shape, self.record.context())
-        record.rowwise = Side(rows[: placement.shape[0]], {"compact": scale}, amax)
+        places = {"compact": scale.to(codes.device)}
+        codes = codes.view(record.data_shape("rowwise"))
+        record.rowwise = Side(codes, places, self.record.amax.to(codes.device))
         return record
 
     def local(self) -> torch.Tensor:
-        return self._padded()[: self._weight.placement.rows].flatten(0, -2)
+        return self._padded()[0][: self._weight.placement.rows].flatten(0, -2)
 
 
 def find_codes(model: nn.Module) -> Iterator[tuple[nn.Module, str, ShardedCodes]]:

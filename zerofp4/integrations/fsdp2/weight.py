@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from zerofp4.format import BLOCK
+from zerofp4.distributed import rank_and_size
+from zerofp4.format import BLOCK, SCALE_DTYPE, FourOverSix
 from zerofp4.integrations.fsdp2.gathered import Gathered
+from zerofp4.layout import ceil_div
 from zerofp4.ops import has_fp4_tensor_cores
 from zerofp4.storage import NVFP4Storage, Side, empty_buffer
 
@@ -57,11 +59,20 @@ class Weight:
     """One parameter that prepare has taken over, shared by all tensors that are its master or a piece of it.
 
     name: the parameter's in the model. dtype: that it had. takes_codes: whether its module multiplies codes.
-    columnwise: whether that is to have the transposed copy of them too.
+    columnwise: whether that is to have the transposed copy of them too. block, four_over_six: how it is cast.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, takes_codes: bool, columnwise: bool):
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        takes_codes: bool,
+        columnwise: bool,
+        block: tuple[int, int] = (BLOCK, BLOCK),
+        four_over_six: FourOverSix | None = None,
+    ):
         self.name, self.dtype, self.takes_codes, self.columnwise = name, dtype, takes_codes, columnwise
+        self.block, self.four_over_six = block, four_over_six
         self.placement: Placement | None = None
         self._place: tuple[int, int] | None = None
         self._gathered: Gathered | None = None
@@ -77,7 +88,8 @@ class Weight:
 
     def __deepcopy__(self, memo: dict) -> Weight:
         """A copy of a model is not attached to an optimizer."""
-        copied = memo[id(self)] = Weight(self.name, self.dtype, self.takes_codes, self.columnwise)
+        kind = self.takes_codes, self.columnwise, self.block, self.four_over_six
+        copied = memo[id(self)] = Weight(self.name, self.dtype, *kind)
         copied.amax_group = copy.deepcopy(self.amax_group, memo)
         return copied
 
@@ -89,18 +101,32 @@ class Weight:
         if self._gathered is not None:  # attached before: FSDP2 has tensors over the scales of that record
             return
         shape, local = placement.shape, self.master()
-        layouts = ("compact", "swizzled") if has_fp4_tensor_cores(placement.device) else ("compact",)
-        self.record = NVFP4Storage(shape, placement.dtype, (BLOCK, BLOCK), name=self.name)
+        self.record = NVFP4Storage(
+            shape, placement.dtype, self.block, name=self.name, four_over_six=self.four_over_six
+        )
         amax = torch.zeros(self.record.amax_shape, dtype=torch.float32, device=local.device)
-        columnwise = self.columnwise and not placement.param.is_dtensor  # then its module gets plain values
-        for side in ("rowwise", "columnwise")[: 1 + columnwise]:
-            scales = _empty_scales(self.record, side, layouts, local.device)
-            setattr(self.record, side, Side(None, scales, amax))
-        padded = (placement.padded_rows, *shape[1:-1], shape[-1] // 2)
         pinned = local.is_pinned() and placement.device != local.device
-        self.codes = torch.zeros(padded, dtype=torch.uint8, device=local.device, pin_memory=pinned)
+        options = {"dtype": torch.uint8, "device": local.device, "pin_memory": pinned}
+        padded = (placement.padded_rows, *shape[1:-1], shape[-1] // 2)
+        self.codes = torch.zeros(padded, **options)
+        self.scales: torch.Tensor | None = None
+        """uint8 [padded_rows, ..., K/16], this rank's rows of scales that travel; None where none do."""
+        if self.record.scales_travel:
+            rank, size = rank_and_size(placement.group)
+            whole = torch.zeros((size, *padded[:-1], ceil_div(shape[-1], BLOCK)), **options)
+            compact = whole.view(-1, whole.shape[-1])[: self.record.matrix[0]].view(SCALE_DTYPE)
+            self.record.rowwise, self.scales = Side(None, {"compact": compact}, amax), whole[rank]
+        else:
+            layouts = ("compact", "swizzled") if has_fp4_tensor_cores(placement.device) else ("compact",)
+            columnwise = self.columnwise and not placement.param.is_dtensor  # then its module gets values
+            for side in ("rowwise", "columnwise")[: 1 + columnwise]:
+                scales = _empty_scales(self.record, side, layouts, local.device)
+                setattr(self.record, side, Side(None, scales, amax))
         self._copied: torch.cuda.Event | None = None
-        self._input = ((self.codes,), None) if local.device == placement.device else None
+        self._input = (self._sent(), None) if local.device == placement.device else None
+
+    def _sent(self) -> tuple[torch.Tensor, ...]:
+        return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
     def leave(self) -> None:
         """Be as before attach."""
@@ -155,9 +181,10 @@ class Weight:
 
     # Gathers
 
-    def all_gather_input(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor], None]:
-        """The packed rows, half a byte an element, and nothing else. Scales do not travel: every rank has
-        them. local: of the master that FSDP2 asks, which is a copy of its own where masters are offloaded.
+    def all_gather_input(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
+        """The packed rows, half a byte an element, and the scales of blocks of 1x16. Scales of 16x16 blocks
+        do not travel: every rank has them. local: of the master that FSDP2 asks, which is a copy of its own
+        where masters are offloaded.
 
         Raises RuntimeError where they are not those of the master.
         """
@@ -165,11 +192,11 @@ class Weight:
             self._check_current()
         if self._input is not None:
             return self._input
-        codes = self.codes.to(self.placement.device, non_blocking=True)
+        sent = tuple(own.to(self.placement.device, non_blocking=True) for own in self._sent())
         if self.codes.is_pinned():
             self._copied = torch.cuda.Event()
             self._copied.record()
-        return (codes,), None
+        return sent, None
 
     def _check_current(self) -> None:
         if self._place is None:
@@ -180,13 +207,13 @@ class Weight:
                 "attach returned, on every rank (after load_state_dict the forward of the model does it)"
             )
 
-    def gathered(self, outputs: tuple[torch.Tensor], out: torch.Tensor | None):
+    def gathered(self, outputs: tuple[torch.Tensor, ...], out: torch.Tensor | None):
         """What FSDP2's fsdp_post_all_gather returns: the tensor and what is to be freed with it; or, with
         out, nothing.
         """
         changed, self._gathered_casts = self._gathered_casts != self._casts, self._casts
         if out is None:
-            rows = outputs[0][: self.placement.shape[0]]
+            rows = [output[: self.placement.shape[0]] for output in outputs]
             self._gathered = Gathered(self.record, rows, self._is_given_as_values())
             self._gathered.fill(changed)
             return self._gathered.tensor, self._gathered.inner

@@ -1,0 +1,109 @@
+"""FSDP2 gathers the scales of blocks of 1x16 behind the codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.fsdp2 import BF16, Collectives, make_model, masters_of, start, unsharded
+from helpers import assert_bytes_equal
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import zerofp4
+from distributed.fsdp2.test_fsdp2 import Mlp
+from distributed.run import on_ranks
+from zerofp4 import FourOverSix
+from zerofp4.integrations.fsdp2 import gathered
+from zerofp4.optim import FusedAdamW
+
+ROWS = {"block": (1, 16)}
+CHOSEN = {"block": (1, 16), "four_over_six": FourOverSix()}
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("kind", [ROWS, CHOSEN], ids=["rows", "four over six"])
+@pytest.mark.parametrize("how", ["values", "codes", "bfloat16"])
+def test_what_is_gathered_is_the_whole_master_quantized(world, kind, how):
+    policy = BF16 if how == "bfloat16" else MixedPrecisionPolicy()
+    options = {"reshard_after_forward": how != "codes", "mp_policy": policy}
+    run = start(world, kind=kind, optimizer=lambda params: FusedAdamW(params, lr=0.02), **options)
+    expected = {"dtype": policy.param_dtype or torch.float32, "as_values": how != "codes"}
+    run.check(**expected)
+    for step in range(2):
+        run.step(step)
+        run.check(**expected)
+
+
+@on_ranks(2)
+def test_codes_and_scales_of_each_gather(world):
+    run = start(world, kind=ROWS)
+    with Collectives() as gather, unsharded(run.model):
+        pass
+    rows = [-(-n // world.world_size) for n in (130, 2)]
+    sizes = [n for name, n, dtype in gather.named("allgather_base") if dtype == torch.uint8]
+    assert sizes[1:3] == [rows[0] * (22 // 2 + 2), rows[1] * (130 // 2 + 9)], gather.calls
+
+
+@on_ranks(2)
+def test_layers_multiply_what_is_gathered(world):
+    """Gathered again in each pass, into memory that was freed, and with swizzled scales."""
+
+    class Layers(Mlp):
+        def __init__(self):
+            super().__init__(zerofp4.nn.Linear)
+
+        def forward(self, x):
+            recipe = zerofp4.nn.NVFP4Recipe(
+                weight_block=(1, 16), backward="dequantized", stochastic_rounding=False
+            )
+            with zerofp4.nn.autocast(recipe):
+                return x + self.down(torch.tanh(self.up(x)))
+
+    names = ("up.weight", "down.weight")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gathered, "has_fp4_tensor_cores", lambda device: True)
+    with patch.context():
+        run = start(world, model=make_model(world, model_class=Layers), kind=CHOSEN)
+        for step in range(3):
+            masters = masters_of(run.model)
+            with unsharded(run.model) as found:
+                for name in names:
+                    expected = zerofp4.quantize(masters[name], scale_layouts=("swizzled",), **CHOSEN)
+                    for buffer_name, buffer in expected.record.buffers():
+                        own = found[name].record.buffer(buffer_name)
+                        assert_bytes_equal(own, buffer, f"{name}: {buffer_name}")
+            run.step(step)
+        run.check(names=names, as_values=False)
+    patch.undo()
+
+
+@on_ranks(2)
+def test_masters_that_are_offloaded(world):
+    run = start(world, kind=ROWS, offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda"))
+    run.step(0)
+    run.check()
+
+
+@on_ranks(3)
+def test_what_is_trained_does_not_depend_on_the_ranks_and_loads(world):
+    one, other = start(world, kind=ROWS), start(world, model=make_model(world, 1), kind=ROWS)
+    one.inject(range(2))
+    other.model.load_state_dict(one.model.state_dict())
+    other.output(0)
+    other.check()
+    for name, master in one.masters().items():
+        assert_bytes_equal(other.masters()[name], master, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"four_over_six": FourOverSix()}, r"four_over_six needs block \(1, 16\) here, got \(16, 16\)"),
+        ({**ROWS, "columnwise": True}, r"columnwise=True needs block \(16, 16\)"),
+        ({"block": (1, 32)}, r"block must be \(16, 16\) or \(1, 16\)"),
+    ],
+)
+def test_what_is_refused(kind, message):
+    model = torch.nn.Linear(16, 16)
+    with pytest.raises(ValueError, match=message):
+        zerofp4.integrations.fsdp2.prepare(model, **kind)
+    assert type(model.weight) is torch.nn.Parameter
