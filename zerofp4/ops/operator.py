@@ -56,7 +56,7 @@ def is_plain_call(x: torch.Tensor) -> bool:
     subclass. Then the backend is called as it is, which saves the host most of a call's time.
     """
     return (
-        type(x) in (torch.Tensor, torch.nn.Parameter)
+        (type(x) is torch.Tensor or type(x) is torch.nn.Parameter)
         and (x.is_cpu or x.is_cuda)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0

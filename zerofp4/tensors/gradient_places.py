@@ -89,7 +89,7 @@ def gradient_place(node: Any, index: int, dtype: torch.dtype) -> torch.Tensor | 
 
     node: the context of an autograd.Function. dtype: of the gradient, which has the parameter's shape.
     """
-    if torch.compiler.is_compiling() or not _places or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _places:
         return None
     accumulation = node.next_functions[index][0]
     with torch._C.DisableTorchFunctionSubclass():

@@ -4,7 +4,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, SCALE_DTYPE, WEIGHT_DTYPES
-from zerofp4.storage import SIDES, NVFP4Storage, Side, check_memory
+from zerofp4.storage import SIDES, NVFP4Storage, Side
 
 
 def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
@@ -24,16 +24,15 @@ def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
     """Values in the record's shape: computed in float32, rounded once to dtype. Errors as values_source."""
-    kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
+    if dtype not in WEIGHT_DTYPES:
+        return dequantize(record, torch.float32).to(dtype)
     source = values_source(record)
     try:
-        check_memory("data", source[0])  # codes that shrank too, which have an address
-        values = ops.values_of(*source, kernel_dtype)
+        values = ops.values_of(*source, dtype)
     except RuntimeError:
         record.check_memory("the tensor")  # by name, if that is it
         raise
-    values = values if values.dim() == len(record.shape) else values.view(record.shape)
-    return values if kernel_dtype == dtype else values.to(dtype)
+    return values if values.dim() == len(record.shape) else values.view(record.shape)
 
 
 def requantize(record: NVFP4Storage, values: torch.Tensor) -> None:
