@@ -1,4 +1,5 @@
 """Builds zerofp4._C: pybind11 and our sources, no torch. CUDA sources are compiled when there is an nvcc.
+Where a torch is installed, also zerofp4._autograd, which is built against it, and which all works without.
 
 Environment:
     ZEROFP4_CUDA=0      the CPU side only
@@ -8,6 +9,7 @@ Environment:
     ZEROFP4_CUDA_OPTIMIZE=0
                         GPU code that is hardly optimized, in a fifth of the time: to see that it compiles.
                         nvcc before 12.9 optimizes all the same.
+    ZEROFP4_AUTOGRAD=0  without zerofp4._autograd
     ZEROFP4_SANITIZE=1  with AddressSanitizer and UndefinedBehaviorSanitizer. Needs ZEROFP4_CUDA=0, and that
                         Python runs under them, as scripts/test.sh --sanitize starts it.
     NVCC, CXX           the compilers to use in place of those on the PATH
@@ -15,6 +17,7 @@ Environment:
 Objects are kept in build/objects. A build where nothing changed compiles and links nothing.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -24,22 +27,26 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there in an isolated build
 
-from build_tools import architectures, commands, compilers, objects
+from build_tools import architectures, commands, compilers, objects, torch_extension
 
 
 class Build(build_ext):
-    """The extension out of what build_tools finds and compiles."""
+    """The extensions out of what build_tools finds and compiles."""
 
     def build_extension(self, ext):
         cxx = compilers.find_cxx()
         nvcc = compilers.find_nvcc(cxx)
         archs = self.choose_architectures(nvcc) if nvcc else []
         processes = self.parallel if isinstance(self.parallel, int) else len(os.sched_getaffinity(0))
+        of_torch = torch_extension.jobs(cxx, torch) if torch else []
+        if ext.name == torch_extension.NAME:
+            jobs, beside, link = of_torch, [], torch_extension.link(cxx, torch)
+        else:
+            jobs, beside, link = commands.all_jobs(cxx, nvcc, archs), of_torch, commands.link(cxx, nvcc)
         with objects.locked():
-            jobs = commands.all_jobs(cxx, nvcc, archs)
-            built = objects.compile_all(jobs, processes, lambda: self.announce_build(cxx, nvcc, archs))
-            target = self.get_ext_fullpath(ext.name)
-            objects.link(commands.link(cxx, nvcc), [job.object for job in jobs], built, target)
+            announce = functools.partial(self.announce_build, cxx, nvcc, archs)
+            built = objects.compile_all(jobs, processes, announce, beside)
+            objects.link(link, [job.object for job in jobs], built, self.get_ext_fullpath(ext.name))
 
     def choose_architectures(self, nvcc):
         wanted = os.environ.get(architectures.VARIABLE, "")
@@ -53,6 +60,11 @@ class Build(build_ext):
             print(f"CUDA by {nvcc.command[0]}{flags} for {', '.join(architectures.names(archs))}")
         else:
             print("no CUDA")
+        print(f"{torch_extension.NAME} for torch {torch.version}" if torch else f"no {torch_extension.NAME}")
 
 
-setup(ext_modules=[Extension("zerofp4._C", sources=[])], cmdclass={"build_ext": Build})
+torch = torch_extension.find_torch()
+extensions = [Extension("zerofp4._C", sources=[])]
+if torch:  # a torch that it does not compile against does not keep the package from being installed
+    extensions.append(Extension(torch_extension.NAME, sources=[], optional=True))
+setup(ext_modules=extensions, cmdclass={"build_ext": Build})

@@ -36,6 +36,7 @@ SECONDS = {
     "cuda/quantize/stochastic.cu": 25,
     "cuda/quantize/quantize.cu": 22,
     "all_bindings.cpp": 16,
+    "autograd/linear.cpp": 15,
     "all_small.cu": 15,
     "cuda/optim/compact.cu": 12,
     "cuda/quantize/stack.cu": 10,

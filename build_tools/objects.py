@@ -129,23 +129,29 @@ def longest_first(jobs):
     return sorted(jobs, key=lambda job: (-job.seconds, job.label))
 
 
-def compile_all(jobs, processes, before):
-    """Brings all objects up to date and returns their fingerprints; calls `before` if any is not."""
-    records = find_current(jobs)
-    stale = longest_first(job for job in jobs if job not in records)
+def compile_all(jobs, processes, before, beside=()):
+    """Brings all objects up to date and returns their fingerprints; calls `before` if any is not.
+
+    beside: jobs of another extension, so that no core waits for the last object of this one. An error of
+    theirs is raised where they are compiled for themselves.
+    """
+    records = find_current([*jobs, *beside])
+    stale = longest_first(job for job in [*jobs, *beside] if job not in records)
     if stale:
         before()
-        print(f"{len(stale)} of {len(jobs)} objects to compile, {processes} at a time", flush=True)
-        records |= compile_stale(stale, processes)
+        total = len(jobs) + len(beside)
+        print(f"{len(stale)} of {total} objects to compile, {processes} at a time", flush=True)
+        records |= compile_stale(stale, processes, beside)
     return [fingerprint(job, records[job]) for job in jobs]
 
 
-def compile_stale(stale, processes):
+def compile_stale(stale, processes, beside=()):
     progress = Progress(len(stale))
     with ThreadPoolExecutor(processes) as pool:
         running = {job: pool.submit(compile_one, job, progress) for job in stale}
         try:
-            return {job: future.result() for job, future in running.items()}
+            done = [job for job, future in running.items() if not (future.exception() and job in beside)]
+            return {job: running[job].result() for job in done}
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

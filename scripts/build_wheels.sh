@@ -3,11 +3,13 @@
 # Python with setuptools and pybind11 needs no network; for others pip gets them. All GPU architectures, unless
 # ZEROFP4_CUDA_ARCHS says otherwise. Only the bindings are compiled for each Python: the rest is compiled once.
 #
+# They have no zerofp4._autograd, which is for one torch alone, unless ZEROFP4_AUTOGRAD=1 asks for that of the torch here.
+#
 # The wheels are tagged linux_<machine> and take the C++ and OpenMP runtime of the system. To publish them, build in a
 # manylinux image and run auditwheel repair.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export ZEROFP4_CUDA_ARCHS=${ZEROFP4_CUDA_ARCHS:-all} PIP_DISABLE_PIP_VERSION_CHECK=1
+export ZEROFP4_CUDA_ARCHS=${ZEROFP4_CUDA_ARCHS:-all} ZEROFP4_AUTOGRAD=${ZEROFP4_AUTOGRAD:-0} PIP_DISABLE_PIP_VERSION_CHECK=1
 cd "$ROOT"
 
 say() { printf -- '-- %s\n' "$*"; }

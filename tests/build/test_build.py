@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("setuptools")
 pytest.importorskip("pybind11")
 
-from build_tools import ROOT, BuildError, architectures, commands, compilers, objects
+from build_tools import ROOT, BuildError, architectures, commands, compilers, objects, torch_extension
 
 NEW = SimpleNamespace(version=(13, 0), bases=frozenset("75 80 86 89 90 100 103 110 120 121".split()))
 OLD = SimpleNamespace(version=(12, 4), bases=frozenset("52 75 80 86 89 90".split()))
@@ -126,6 +126,7 @@ def program(path, script):
 
 
 CXX = compilers.Compiler(("g++",), "g++ 12")
+TORCH = torch_extension.Torch(Path("torch"), "2.10.0")
 
 
 def test_no_cxx_compiler(tmp_path, monkeypatch):
@@ -205,7 +206,8 @@ def jobs(nvcc=None, archs=("90",), cxx=CXX):
 
 
 def test_every_source_is_compiled():
-    compiled = [name for job in {job.source for job in jobs(toolkit()).values()} for name in parts(job)]
+    both = [*jobs(toolkit()).values(), *torch_extension.jobs(CXX, TORCH)]
+    compiled = [name for source in {job.source for job in both} for name in parts(source)]
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.c*") if path.suffix != ".cuh"}
     assert set(compiled) == wanted and len(compiled) == len(wanted)
 
@@ -313,7 +315,51 @@ def test_longest_first():
 
 
 def test_durations_are_of_files_that_exist():
-    assert set(commands.SECONDS) <= {job.name for job in jobs(toolkit()).values()}
+    both = [*jobs(toolkit()).values(), *torch_extension.jobs(CXX, TORCH)]
+    assert set(commands.SECONDS) <= {job.name for job in both}
+
+
+# The extension that is built against torch
+
+
+@pytest.fixture
+def torch(tmp_path, monkeypatch):
+    """A folder that looks like an installed torch, which would fail to be imported."""
+    folder = tmp_path / "torch"
+    (folder / "include" / "torch" / "csrc").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError")
+    (folder / "version.py").write_text("__version__ = '2.99.0+cpu'")
+    found = SimpleNamespace(origin=str(folder / "__init__.py"))
+    monkeypatch.setattr(torch_extension.importlib.util, "find_spec", {"torch": found}.get)
+    monkeypatch.delenv("ZEROFP4_AUTOGRAD", raising=False)
+    monkeypatch.delenv("ZEROFP4_SANITIZE", raising=False)
+    return folder
+
+
+def test_the_torch_that_is_installed(torch):
+    found = torch_extension.find_torch()
+    assert found == torch_extension.Torch(torch, "2.99.0+cpu")
+    (job,) = torch_extension.jobs(CXX, found)
+    assert job.label == "autograd/linear.cpp" and job.label not in jobs(toolkit())
+    assert '-DZEROFP4_TORCH_VERSION="2.99.0+cpu"' in job.flags and f"-isystem{torch / 'include'}" in job.flags
+    assert f"-L{torch / 'lib'}" in torch_extension.link(CXX, found)
+
+
+def test_no_torch_to_build_against(torch, monkeypatch):
+    for variable, value in (("ZEROFP4_AUTOGRAD", "0"), ("ZEROFP4_SANITIZE", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert torch_extension.find_torch() is None
+    (torch / "include" / "torch" / "csrc").rmdir()  # a torch without headers
+    assert torch_extension.find_torch() is None
+    monkeypatch.setattr(torch_extension.importlib.util, "find_spec", lambda name: None)
+    assert torch_extension.find_torch() is None
+
+
+def test_a_wrong_wish_for_the_extension_of_torch(torch, monkeypatch):
+    monkeypatch.setenv("ZEROFP4_AUTOGRAD", "off")
+    with pytest.raises(BuildError, match="ZEROFP4_AUTOGRAD='off': it is 0 or 1"):
+        torch_extension.find_torch()
 
 
 # Objects
@@ -388,6 +434,17 @@ def test_a_failure_shows_the_command_and_what_was_said(checkout):
     program(checkout.root / "cc", "echo a.cpp:1: error; exit 1")
     with pytest.raises(BuildError, match=r"(?s)a.cpp did not compile:.*/cc -MMD.*a.cpp:1: error"):
         build(checkout)
+
+
+def test_an_error_beside_is_raised_where_it_belongs(checkout):
+    (checkout.root / "csrc" / "b.cpp").write_text("4")
+    script = 'case $5 in csrc/b.cpp) exit 1;; esac; echo "x.o: csrc/a.cpp" >$3; cat csrc/a.cpp >$7'
+    program(checkout.root / "cc", script)
+    beside = [commands.Job(Path("csrc/b.cpp"), checkout.compiler, ())]
+    built = objects.compile_all([checkout.job], 2, lambda: None, beside)
+    assert built == objects.compile_all([checkout.job], 2, lambda: None)
+    with pytest.raises(BuildError, match=r"b.cpp did not compile"):
+        objects.compile_all(beside, 2, lambda: None)
 
 
 def test_progress(checkout, capsys):

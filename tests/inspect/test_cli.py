@@ -95,11 +95,19 @@ def test_info_of_this_machine(capsys):
     assert "MPI of a test" in text or "no mpi4py" in text
 
 
+@pytest.mark.parametrize("reason", [None, "ZEROFP4_AUTOGRAD is 0"])
+def test_what_makes_the_node_of_a_product(monkeypatch, capsys, reason):
+    monkeypatch.setattr(info, "why_python_autograd", lambda: reason)
+    _, text = shown(capsys)
+    by = "by zerofp4._autograd" if reason is None else f"in Python: {reason}"
+    assert f"\nF.linear              {by}\n" in text
+
+
 def test_json_is_what_collect_returns(capsys):
     _, text = shown(capsys, "--json")
     assert json.loads(text) == json.loads(json.dumps(info.collect()))
     assert list(json.loads(text)) == [
-        *("zerofp4", "python", "platform", "torch", "cpu", "cuda", "gpus"),
+        *("zerofp4", "python", "platform", "torch", "cpu", "autograd", "cuda", "gpus"),
         *("distributed", "environment", "problems"),
     ]
 

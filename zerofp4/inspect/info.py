@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.ops import build_info, check_cuda, code_for
+from zerofp4.ops import build_info, check_cuda, code_for, why_python_autograd
 from zerofp4.version import VERSION
 
 SUMMARY = "versions, what was compiled in, and what this machine can run"
@@ -28,6 +28,7 @@ variables that matter. What is found wrong is listed last.
 
 ENVIRONMENT = {
     "ZEROFP4_CPU_ISA": "the CPU instruction set to use in place of the best one",
+    "ZEROFP4_AUTOGRAD": "0 for the node of F.linear in Python; when building: none in C++",
     "ZEROFP4_CUDA": "when building: 0 leaves CUDA out",
     "ZEROFP4_CUDA_ARCHS": "when building: the GPU architectures, or all, or native",
     "NVCC": "when building: the CUDA compiler in place of the one on the PATH",
@@ -67,13 +68,14 @@ def run(options: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """All that `info` shows, for json. "problems" are sentences about what does not work but should."""
     problems: list[str] = []
-    build = _attempt(build_info, problems)
+    build, reason = _attempt(build_info, problems), why_python_autograd()
     return {
         "zerofp4": {"version": VERSION, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "cpu": _cpu(build),
+        "autograd": {"native": reason is None, "reason": reason},
         "cuda": None if build is None else {k: v for k, v in build["cuda"].items() if k != "devices"},
         "gpus": [] if build is None else _gpus(build["cuda"], problems),
         "distributed": _distributed(),
@@ -162,6 +164,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("CPU", f"{cpu['machine']}, {cpu['cores']} cores, {cpu['threads']} threads"),
         ("CPU kernels", f"{cpu['running'] or 'none'}, out of {', '.join(cpu['compiled']) or 'none'}"),
         ("CUDA kernels", _shown_cuda(cuda)),
+        ("F.linear", _shown_autograd(facts["autograd"])),
         ("exact products", "unknown" if cuda is None else f"on a GPU by {cuda['products']}"),
         *((f"GPU {gpu['index']}", _shown_gpu(gpu)) for gpu in facts["gpus"]),
         *([] if facts["gpus"] else [("GPUs", "none that torch sees")]),
@@ -183,6 +186,11 @@ def _shown_cuda(cuda: dict[str, Any] | None) -> str:
     if not cuda["compiled"]:
         return "not compiled in"
     return f"for {', '.join(cuda['architectures'])}, compiled by CUDA {cuda['version']}"
+
+
+def _shown_autograd(autograd: dict[str, Any]) -> str:
+    """How autograd goes through a product with an NVFP4 weight."""
+    return "by zerofp4._autograd" if autograd["native"] else f"in Python: {autograd['reason']}"
 
 
 def _shown_gpu(gpu: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ fake and backends.
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.addresses import Addresses, plain_kinds, pointers, tensor_facts
+from zerofp4.ops.autograd import native_linear, why_python_autograd
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
@@ -124,6 +125,7 @@ __all__ = [
     "has_fp4_tensor_cores",
     "is_capturing",
     "is_plain_call",
+    "native_linear",
     "neutral_amax",
     "norm_of_squares",
     "padded_scale",
@@ -139,6 +141,7 @@ __all__ = [
     "transpose_pairs",
     "values_of",
     "values_of_many",
+    "why_python_autograd",
     "write_scaled_product",
     "write_values",
 ]

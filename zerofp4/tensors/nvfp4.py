@@ -9,7 +9,7 @@ from zerofp4 import ops
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix, stacked_matrices
 from zerofp4.storage import NVFP4Storage, allocate, check_block, side_of
-from zerofp4.tensors import nvfp4_values
+from zerofp4.tensors import nvfp4_values, products
 from zerofp4.tensors.arguments import check_generator, check_values, detached, weight_columns
 from zerofp4.tensors.initial_value import INIT_VAL, initial_value
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
@@ -77,6 +77,7 @@ class NVFP4Tensor(QuantizedTensor):
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor])
+products.use_native_linear(NVFP4Tensor, nvfp4_values.values_source)
 
 
 def quantize_dequantize(

@@ -4,11 +4,18 @@ The products save the quantized tensor as it is, so that the dequantized weight 
 GEMM, and take its values from the record: each trip through __torch_dispatch__ would cost the host more
 than most kernels take. (torch.compile traces those trips; it merges the dequantizations of forward and
 backward, and saves one.)
+
+F.linear with an NVFP4 weight has a second node, in C++ (csrc/autograd/linear.cpp), which computes what Linear
+does in a fifth of its time on the host, and takes what is plain only.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from zerofp4 import ops
 from zerofp4.tensors.gradient_places import gradient_place
 
 
@@ -58,18 +65,26 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        with torch._C.DisableTorchFunctionSubclass():
-            if weight is not None:
-                grad_x = grad @ plain(weight, grad.dtype)
-            rows = _rows(grad)
-            if x is not None:
-                out = gradient_place(ctx, 1, grad.dtype)
-                grad_weight = torch.mm(rows.t(), _rows(plain(x, grad.dtype)), out=out)
-            if ctx.needs_input_grad[2]:
-                grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias
+        return _linear_gradients(ctx, grad, *ctx.saved_tensors, ctx.needs_input_grad[2])
+
+
+def _linear_gradients(
+    node: Any, grad: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, bias_needs: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of x, weight and bias. node: the one of F.linear that runs; x and weight: what it has saved, x for the
+    weight's gradient and the weight for that of x.
+    """
+    grad_x = grad_weight = grad_bias = None
+    with torch._C.DisableTorchFunctionSubclass():
+        if weight is not None:
+            grad_x = grad @ plain(weight, grad.dtype)
+        rows = _rows(grad)
+        if x is not None:
+            out = gradient_place(node, 1, grad.dtype)
+            grad_weight = torch.mm(rows.t(), _rows(plain(x, grad.dtype)), out=out)
+        if bias_needs:
+            grad_bias = rows.sum(0)
+    return grad_x, grad_weight, grad_bias
 
 
 class MatMul(torch.autograd.Function):
@@ -125,7 +140,20 @@ class AddMM(torch.autograd.Function):
         return grad_bias, grad_a, grad_b
 
 
+_native_linear: Callable[..., torch.Tensor | None] | None = None
+
+
+def use_native_linear(weight_type: type, values_source: Callable) -> None:
+    """Let zerofp4._autograd, where it is used, make the node of F.linear for weights of this class."""
+    global _native_linear
+    _native_linear = ops.native_linear(weight_type, values_source, gradient_place, _linear_gradients)
+
+
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if _native_linear is not None and not torch.compiler.is_compiling():
+        out = _native_linear(input, weight, bias)
+        if out is not None:
+            return out
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # What is not quantized stays as it is: it may have a tangent of forward AD, which detach() drops.
         return F.linear(*(plain(x) if is_quantized(x) else x for x in (input, weight)), bias)

@@ -1,0 +1,460 @@
+"""F.linear with an NVFP4 weight by zerofp4._autograd: it gives the bytes of the node in Python, and leaves to
+that node what is not plain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from cases.gradient_places import memory_of
+from helpers import assert_bytes_equal
+from tensor_helpers import DTYPES, make, values
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import zerofp4
+from zerofp4 import ops
+from zerofp4.ops import autograd
+from zerofp4.tensors import products
+
+pytestmark = pytest.mark.skipif(ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd()))
+
+FORMATS = {
+    "16x16": {},
+    "1x16": {"block": (1, 16)},
+    "columnwise only": {"rowwise": False},
+    "four over six": {"four_over_six": zerofp4.FourOverSix()},
+    "hadamard": {"block": (1, 16), "hadamard": True},
+}
+SHAPES = {"2D": (6, 80), "3D": (2, 3, 80), "1D": (80,), "no rows": (0, 80)}
+
+
+def is_native(y: torch.Tensor) -> bool:
+    """Autograd functions in Python have nodes of this class."""
+    name = type(y.grad_fn).__name__
+    return name == "LinearBackward" and not isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+
+
+def by_both(run):
+    """What run() returns with the node in C++ and with the one in Python."""
+    native = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "_native_linear", None)
+        return native, run()
+
+
+def assert_same(run) -> None:
+    """run() gives tensors by name, None among them."""
+    native, python = by_both(run)
+    assert native.keys() == python.keys()
+    for name, tensor in native.items():
+        assert (tensor is None) == (python[name] is None), name
+        if tensor is not None:
+            assert_bytes_equal(tensor.detach(), python[name].detach(), name)
+
+
+class Product:
+    """F.linear of leaves that are made anew for each run, since both runs leave gradients in them."""
+
+    def __init__(self, device, x=(6, 80), bias=True, dtype=torch.bfloat16, frozen=(), **options):
+        self.x = values(*x, device=device, dtype=dtype)
+        self.quantized = zerofp4.quantize(
+            values(48, 80, device=device, dtype=dtype, seed=1), **{"columnwise": True, **options}
+        )
+        self.bias = values(48, device=device, dtype=dtype, seed=2) if bias else None
+        self.grad = values(*x[:-1], 48, device=device, dtype=dtype, seed=3)
+        self.frozen = frozen
+
+    def leaves(self) -> dict[str, torch.Tensor | None]:
+        made = {"x": self.x.clone(), "weight": nn.Parameter(self.quantized)}
+        made["bias"] = None if self.bias is None else self.bias.clone()
+        for name, leaf in made.items():
+            if leaf is not None:
+                leaf.requires_grad_(name not in self.frozen)
+        return made
+
+    def run(self) -> dict[str, torch.Tensor | None]:
+        leaves = self.leaves()
+        y = F.linear(*leaves.values())
+        if y.requires_grad:
+            y.backward(self.grad)
+        return {"y": y, **gradients_of(leaves)}
+
+
+def gradients_of(leaves) -> dict[str, torch.Tensor | None]:
+    return {name: None if leaf is None else leaf.grad for name, leaf in leaves.items()}
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes(device, dtype, bias, shape, format):
+    product = Product(device, SHAPES[shape], bias, dtype, **FORMATS[format])
+    assert is_native(F.linear(*product.leaves().values()))
+    assert_same(product.run)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "frozen", ["", "x", "weight", "bias", "x weight", "weight bias", "x bias", "x weight bias"]
+)
+def test_what_is_frozen(device, bias, frozen):
+    assert_same(Product(device, bias=bias, frozen=frozen.split()).run)
+
+
+def test_without_gradients(device):
+    product = Product(device)
+    with torch.no_grad():
+        assert_same(lambda: {"y": F.linear(*product.leaves().values())})
+
+
+def test_arguments_by_name(device):
+    x, weight, bias = Product(device).leaves().values()
+    assert is_native(F.linear(x, bias=bias, weight=weight))
+    assert is_native(F.linear(input=x, weight=weight))
+
+
+def test_a_weight_used_twice(device):
+    product = Product(device, bias=False)
+
+    def run():
+        leaves = product.leaves()
+        (F.linear(leaves["x"], leaves["weight"]) + F.linear(2 * leaves["x"], leaves["weight"])).backward(
+            product.grad
+        )
+        F.linear(leaves["x"], leaves["weight"]).backward(product.grad)
+        return gradients_of(leaves)
+
+    assert_same(run)
+
+
+def test_no_gradient_at_all(device):
+    """Autograd functions in Python get zeros for it."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    product = Product(device)
+
+    def run():
+        leaves = product.leaves()
+        Nothing.apply(F.linear(*leaves.values())).backward(product.grad)
+        return gradients_of(leaves)
+
+    assert_same(run)
+
+
+# What autograd does around it
+
+
+def test_hooks(device):
+    product, seen = Product(device), []
+
+    def run():
+        leaves = product.leaves()
+        for name, leaf in leaves.items():
+            leaf.register_hook(lambda grad, name=name: seen.append(name) or 2 * grad)
+            leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: seen.append(f"{name}.grad"))
+        y = F.linear(*leaves.values())
+        y.grad_fn.register_hook(lambda gradients, _: seen.append(len(gradients)))
+        y.grad_fn.register_prehook(lambda gradients: tuple(grad / 2 for grad in gradients))
+        y.backward(product.grad)
+        return gradients_of(leaves)
+
+    assert_same(run)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] and len(seen) == 14
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradient_places(device, times):
+    product = Product(device)
+
+    def run():
+        leaves = product.leaves()
+        memory = memory_of([leaves["weight"], leaves["bias"]])
+        for _ in range(times):
+            F.linear(*leaves.values()).backward(product.grad)
+        assert leaves["weight"].grad.data_ptr() == memory.views[0].data_ptr()
+        return {**gradients_of(leaves), "memory": memory.views[0]}
+
+    assert_same(run)
+
+
+def test_only_what_is_asked_for(device):
+    product = Product(device)
+
+    def run():
+        leaves = product.leaves()
+        memory = memory_of([leaves["weight"]])
+        memory.views[0].fill_(7)
+        found = {
+            name: torch.autograd.grad(F.linear(*leaves.values()), leaf, product.grad)[0]
+            for name, leaf in leaves.items()
+        }
+        return {**found, "memory": memory.views[0]}
+
+    assert_same(run)
+
+
+def test_what_is_saved(device):
+    product, saved = Product(device), []
+
+    def run():
+        leaves = product.leaves()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (saved.append(type(tensor)), tensor)[1], lambda tensor: tensor
+        ):
+            y = F.linear(*leaves.values())
+        y.backward(product.grad)
+        return gradients_of(leaves)
+
+    assert_same(run)
+    assert saved == [torch.Tensor, zerofp4.NVFP4Tensor] * 2
+
+
+def test_saved_tensors(device):
+    leaves = Product(device).leaves()
+    x, weight = F.linear(*leaves.values()).grad_fn.saved_tensors
+    assert x is leaves["x"] and weight is leaves["weight"]
+    assert F.linear(leaves["x"].detach(), leaves["weight"]).grad_fn.saved_tensors[1] is None
+
+
+def test_checkpoint(device):
+    product = Product(device)
+
+    def run():
+        leaves = product.leaves()
+        y = checkpoint(lambda *given: F.gelu(F.linear(*given)), *leaves.values(), use_reentrant=False)
+        y.backward(product.grad)
+        return {"y": y, **gradients_of(leaves)}
+
+    assert_same(run)
+
+
+def test_a_weight_that_is_cast_into_in_between(device):
+    product = Product(device)
+
+    def run():
+        leaves = product.leaves()
+        y = F.linear(*leaves.values())
+        with torch.no_grad():
+            leaves["weight"].copy_(leaves["weight"].dequantize())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(product.grad)
+        return {}
+
+    by_both(run)
+
+
+def test_backward_twice(device):
+    product = Product(device)
+
+    def run():
+        leaves = product.leaves()
+        y = F.linear(*leaves.values())
+        y.backward(product.grad, retain_graph=True)
+        y.backward(product.grad)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward(product.grad)
+        return gradients_of(leaves)
+
+    assert_same(run)
+
+
+def test_a_gradient_of_a_gradient(device):
+    product = Product(device, dtype=torch.float32)
+
+    def run():
+        leaves = product.leaves()
+        y = F.linear(*leaves.values())
+        grad = product.grad.clone().requires_grad_()
+        first = torch.autograd.grad(y, list(leaves.values()), grad, create_graph=True)
+        second = torch.autograd.grad(
+            sum(g.square().sum() for g in first), [leaves["x"], leaves["weight"], grad]
+        )
+        return dict(enumerate([*first, *second]))
+
+    assert_same(run)
+
+
+def test_codes_that_were_freed(device):
+    product = Product(device, rowwise=True, columnwise=False)
+    product.quantized.record.name = "fc1"
+
+    def run(free_first):
+        leaves = product.leaves()
+        leaves["weight"] = nn.Parameter(product.quantized.clone())
+        leaves["weight"].record.name = "fc1"
+        storage = leaves["weight"].rowwise_data.untyped_storage()
+        if free_first:
+            storage.resize_(0)
+        with pytest.raises(
+            RuntimeError, match=r"the tensor 'fc1': rowwise_data needs .* which has 0: it was freed"
+        ):
+            y = F.linear(*leaves.values())
+            storage.resize_(0)
+            y.backward(product.grad)
+
+    for free_first in (True, False):
+        by_both(lambda free_first=free_first: run(free_first))
+
+
+def test_a_wrong_shape_is_the_same_error(device):
+    weight = nn.Parameter(make(device))
+
+    def run():
+        with pytest.raises(RuntimeError) as error:
+            F.linear(values(4, 32, device=device), weight)
+        return str(error.value)
+
+    native, python = by_both(run)
+    assert native == python and "mat1 and mat2 shapes cannot be multiplied" in native
+
+
+def test_nothing_outlives_the_graph(device):
+    leaves = Product(device).leaves()
+    y = F.linear(*leaves.values())
+    node, gone = y.grad_fn, weakref.ref(leaves["x"])
+    assert node.next_functions[1][0].variable is leaves["weight"]
+    leaves.clear()
+    assert gone() is not None
+    del y, node
+    gc.collect()
+    assert gone() is None
+
+
+# What is not plain
+
+
+class Subclass(torch.Tensor):
+    """With nothing of its own."""
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+AROUND = {
+    "autocast": lambda device: torch.autocast(device.type, torch.bfloat16),
+    "dispatch mode": lambda device: Mode(),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+def test_what_goes_the_python_way(device, around, where):
+    product = Product(device, dtype=torch.float32 if around == "autocast" else torch.bfloat16)
+    before, after = (AROUND[around] if where in (name, "both") else None for name in ("forward", "backward"))
+    native = []
+
+    def run():
+        leaves = product.leaves()
+        with contextlib.nullcontext() if before is None else before(device):
+            y = F.linear(*leaves.values())
+        native.append(is_native(y))
+        with contextlib.nullcontext() if after is None else after(device):
+            y.backward(product.grad.to(y.dtype))
+        return {"y": y, **gradients_of(leaves)}
+
+    assert_same(run)
+    assert native == [where == "backward", False]
+
+
+def test_an_input_of_another_class(device):
+    product = Product(device)
+    leaves = product.leaves()
+    assert not is_native(F.linear(leaves["x"].as_subclass(Subclass), leaves["weight"]))
+    assert not is_native(
+        F.linear(leaves["x"], nn.Parameter(zerofp4.quantize_mxfp8(values(48, 80, device=device))))
+    )
+    assert not is_native(F.linear(leaves["weight"], leaves["weight"]))
+
+
+def test_inference_mode(device):
+    product = Product(device)
+
+    def run():
+        with torch.inference_mode():
+            y = F.linear(*product.leaves().values())
+            assert y.is_inference()
+            return {"y": y.clone()}
+
+    assert_same(run)
+
+
+def test_forward_differentiation(device):
+    product = Product(device, dtype=torch.float32, frozen=["weight", "bias", "x"])
+    leaves = product.leaves()
+
+    def run():
+        with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(leaves["x"], torch.ones_like(leaves["x"]))
+            y = F.linear(x, leaves["weight"], leaves["bias"])
+            return torch.autograd.forward_ad.unpack_dual(y)._asdict()
+
+    assert_same(run)
+    assert run()["tangent"] is not None
+
+
+# Which one is used
+
+
+@pytest.fixture
+def afresh():
+    autograd._load.cache_clear()
+    yield
+    autograd._load.cache_clear()
+
+
+def test_the_extension_of_another_torch_is_not_used(monkeypatch, afresh):
+    extension, _ = autograd._load()
+    monkeypatch.setattr(extension, "TORCH_VERSION", "2.0.0")
+    autograd._load.cache_clear()
+    assert ops.native_linear(zerofp4.NVFP4Tensor, None, None, None) is None
+    expected = f"zerofp4._autograd was built for torch 2.0.0, this is {torch.__version__}"
+    assert ops.why_python_autograd() == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ModuleNotFoundError("no file"),
+            "zerofp4._autograd was not built: it needs a torch that the build can see",
+        ),
+        (ImportError("undefined symbol"), "cannot be loaded, rebuild it for torch .*: undefined symbol"),
+    ],
+)
+def test_an_extension_that_is_not_there(monkeypatch, afresh, error, reason):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(autograd.importlib, "import_module", fail)
+    assert re.search(reason, ops.why_python_autograd())
+
+
+def test_the_variable(monkeypatch, afresh):
+    monkeypatch.setenv("ZEROFP4_AUTOGRAD", "0")
+    assert ops.why_python_autograd() == "ZEROFP4_AUTOGRAD is 0"
+    autograd._load.cache_clear()
+    monkeypatch.setenv("ZEROFP4_AUTOGRAD", "off")
+    with pytest.raises(ValueError, match="ZEROFP4_AUTOGRAD='off': it is 0 or 1"):
+        ops.why_python_autograd()
