@@ -392,11 +392,14 @@ class GradientMemory:
         """
         mine = [gradients[i] for i in self._bucket.indices]
         missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
-        away = self._elsewhere(mine) if self.aliased else [k for k, g in enumerate(mine) if g is not None]
         if self._gaps or missing:
             torch._foreach_zero_(self._gaps + missing)
-        if away:
-            torch._foreach_copy_([self.views[k] for k in away], [mine[k] for k in away])
+        views = self.views
+        if self.aliased or missing:
+            away = self._elsewhere(mine) if self.aliased else [k for k, g in enumerate(mine) if g is not None]
+            views, mine = [views[k] for k in away], [mine[k] for k in away]
+        if mine:
+            torch._foreach_copy_(views, mine)
 
     def _elsewhere(self, mine: Sequence[torch.Tensor | None]) -> list[int]:
         """The positions of gradients that do not lie in their views. Usually there are none, which loops in C

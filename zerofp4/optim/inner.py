@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import itertools
 import math
 import numbers
 import operator
@@ -298,24 +297,13 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def give_gradients(
-    masters: Sequence[Sequence[torch.Tensor]],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    present: Sequence[bool],
-) -> None:
-    """Set the grad of each master for the next step, by trainable parameter. A step skips the masters of one
-    that is not present.
+def give_gradients(masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Set the grad of each master for the next step; a step skips masters whose gradient is None.
 
     The gradients are the same views in every step, and assigning one costs more than comparing it.
     """
-    flat = list(itertools.chain.from_iterable(masters))
-    if all(present):
-        given = list(itertools.chain.from_iterable(gradients))
-    else:
-        rows = zip(gradients, present, strict=True)
-        given = [gradient if there else None for views, there in rows for gradient in views]
-    if not all(map(operator.is_, map(_grad, flat), given)):
-        for master, gradient in zip(flat, given, strict=True):
+    if not all(map(operator.is_, map(_grad, masters), gradients)):
+        for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
 
 

@@ -121,10 +121,13 @@ class ShardedParameters:
         return self.trained[bucket.indices[0]].by
 
     @functools.cached_property
-    def optimized_gradients(self) -> list[list[torch.Tensor]]:
-        """The averaged gradients of `optimized`, the same views in every step. Their memory is made here."""
+    def optimized_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Everything in `optimized`, and the averaged gradients of it, the same views in every step. The
+        memory of gradients is made here.
+        """
         pieces = self._by_parameter(lambda b: b.gradient_views)
-        return [self._as_optimized(i, piece) for i, piece in enumerate(pieces)]
+        gradients = [g for i, piece in enumerate(pieces) for g in self._as_optimized(i, piece)]
+        return [master for own in self.optimized for master in own], gradients
 
     def _build_plan(self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]) -> StagedPlan:
         """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""

@@ -540,7 +540,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _begin_update(self, gradients: Gradients) -> None:
         """Do all of an update that can fail on this rank alone, or need memory."""
         if self._update is None:
-            _ = self._shards.optimized_gradients  # makes their memory
+            _ = self._shards.optimized_pairs  # makes the memory of gradients
             return
         if has_hooks(self.inner):
             raise RuntimeError(
@@ -647,7 +647,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if factor is not None and not self.inners.read_clip_factor():
             torch._foreach_mul_([bucket.gradients for bucket in self._shards.buckets], factor)
             factor = None
-        give_gradients(self._shards.optimized, self._shards.optimized_gradients, present)
+        masters, gradients = self._shards.optimized_pairs
+        if not all(present):
+            pairs = zip(self._shards.optimized, present, strict=True)
+            there = [is_there for own, is_there in pairs for _ in own]
+            gradients = [g if is_there else None for g, is_there in zip(gradients, there, strict=True)]
+        give_gradients(masters, gradients)
         self._set_skip()
         skip = self._skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
