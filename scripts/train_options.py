@@ -20,6 +20,7 @@ from zerofp4.optim.communication import REDUCTIONS, TRANSPORTS
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
     "fused_adamw": (FusedAdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+    "compact_adamw": (FusedAdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1, "state": "compact"}),
     "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}),
     "nadam": (torch.optim.NAdam, {}),
     "radam": (torch.optim.RAdam, {}),
@@ -58,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=[*KINDS, "both"], default="nvfp4", help="of the linear layers (default: nvfp4)")
     add("--parallel", choices=PARALLEL, default="zero", help="ours, or torch's fully_shard (default: zero)")
     add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="fused_adamw is ours (default: adamw)")
+    ours = "fused_adamw is ours, compact_adamw it with compact state (default: adamw)"
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=ours)
     add("--transport", choices=TRANSPORTS, default="auto", help="of ZeroFP4Optimizer (default: auto)")
     sums = "how gradients are added up (default: ordered)"
     add("--reduction", choices=REDUCTIONS, default="ordered", help=sums)

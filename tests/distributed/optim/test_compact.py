@@ -11,6 +11,7 @@ from cases.optim import assert_all_equal, keywords, make_gradients, set_gradient
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerofp4
 from distributed.cases import shared_folder
@@ -82,6 +83,21 @@ def test_gradients_that_differ(world):
             optimizer.step()
     states = [whole_state(parameters, optimizer) for parameters, optimizer in pair]
     assert_all_equal(*states, "state")
+
+
+@on_ranks(4)
+def test_replicas(world):
+    """Two pairs of ranks, each of which has the model, sharded."""
+    mesh = init_device_mesh(world.device.type, (2, 2))
+    parameters = make_sharded(world.device)
+    expected = Whole(parameters)
+    groups = [{"params": parameters, "process_group": mesh}]
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **HYPERS, state="compact")
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
+        optimizer.step()
+        expected.step([p.grad for p in parameters])
+    expected.check(optimizer)
 
 
 @on_ranks(2, 3)

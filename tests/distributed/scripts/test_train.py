@@ -29,7 +29,7 @@ def train(world, out: Path, *options: str, status: int = 0) -> str:
 
 
 @on_ranks(2, time_limit=120.0)
-@pytest.mark.parametrize("optimizer", ["fused_adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["fused_adamw", "compact_adamw", "sgd"])
 def test_a_resumed_run_is_the_same_run(world, optimizer):
     """Its last checkpoint damaged, it goes on from the one before; with a whole one it has nothing to do."""
     out = shared_folder(world)
