@@ -46,57 +46,18 @@ def interrupt(*_) -> None:
 
 # What fails on every rank, for a reason that the last one alone has
 
-FUNCTIONS = {
-    "cast": ("cast", 0),
-    "cast again": ("cast", 1),
-    "cast of other shards": ("cast", 1),
-    "gather": ("gather", 0),
-    "gather again": ("gather", 1),
-    "CastPlan": ("plan", 0),
-}
-"""Methods of Model, and the number of good calls before. Then the last rank has a shard that lies outside of
-its weight, or less than before: in a world of one, something that is no list.
-"""
+FUNCTIONS = {"cast": "cast", "gather": "gather", "CastPlan": "plan"}
+"""Methods of Model. The last rank has a shard that lies outside of its weight."""
 
 
 def call_of_function(world, group, name: str) -> Callable:
-    method, good_calls = FUNCTIONS[name]
     model = Model(world, "even")
-    call = functools.partial(getattr(model, method), group=group)
-    for _ in range(good_calls):
-        call()
-    if is_last(world) and name == "cast of other shards":
-        model.shards[0][world.rank] = Shard(0, 0)
-        model.masters = 3 if world.world_size == 1 else [None, *model.masters[1:]]
-    elif is_last(world):
+    if is_last(world):
         model.shards[0][world.rank] = Shard(1 << 40, model.numels[0])
-    return call
-
-
-METHODS = {
-    "step of a plan": ["step", "check"],
-    "check of a plan": ["check"],
-    "gather of a plan": ["step", "all_gather", "check"],
-    "post of a plan": ["post"],
-}
-"""Of a plan of whose weights one has moved: of a step, on the last rank only."""
-
-
-def call_of_plan(world, group, name: str) -> Callable:
-    model = Model(world, "even")
-    plan, weight = model.plan(group=group), model.weights[2]
-    if is_last(world) or "step" not in METHODS[name]:
-        weight.rowwise_data = weight.rowwise_data.clone()
-    return lambda: [getattr(plan, method)() for method in METHODS[name]]
+    return functools.partial(getattr(model, FUNCTIONS[name]), group=group)
 
 
 def step(optimizer, *_) -> None:
-    optimizer.step()
-
-
-def step_twice(optimizer, *_) -> None:
-    with contextlib.suppress(Exception, KeyboardInterrupt):
-        optimizer.step()
     optimizer.step()
 
 
@@ -120,8 +81,7 @@ STEPS = {
     "moved parameter": ({}, move, step),
     "nan": ({"on_nonfinite": "raise"}, lambda _, parameters: parameters[1].grad[0].fill_(torch.nan), step),
     "behind the vote": (ADAMW, hook(fail), step),
-    "after an error behind the vote": (ADAMW, hook(fail), step_twice),
-    "interrupted update": (ADAMW, hook(interrupt), step_twice),  # of optimizers that the first one broke
+    "interrupted update": (ADAMW, hook(interrupt), step),
     "clip_grad_norm_": ({}, None, lambda o, last: o.clip_grad_norm_(-1.0 if last else 1.0)),
     "load_state_dict": ({}, None, load),
 }
@@ -165,7 +125,6 @@ def step_after_a_gradient_was_sent(world, group, _) -> Callable:
 
 CALLS = {
     **dict.fromkeys(FUNCTIONS, call_of_function),
-    **dict.fromkeys(METHODS, call_of_plan),
     **dict.fromkeys(STEPS, call_of_optimizer),
     "ZeroFP4Optimizer": build_optimizer,
     "overlap": step_after_a_gradient_was_sent,
