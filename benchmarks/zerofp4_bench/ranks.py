@@ -93,7 +93,7 @@ class Timer:
                 self.session.clock.synchronize()
             events = read_trace(profile) if number else []
             for part, phases in parts.items() if number else ():
-                times[part].append(_span(events, set(phases), on_gpu))
+                times[part].append(span(events, set(phases), on_gpu))
         return {part: self._longest(own) for part, own in times.items()}
 
     def _meet(self) -> None:
@@ -155,7 +155,7 @@ class Timer:
         return False
 
 
-def _span(events: list[dict], phases: set[str], on_gpu: bool) -> float:
+def span(events: list[dict], phases: set[str], on_gpu: bool) -> float:
     if not on_gpu:
         return sum(ms for phase, ms in by_phase(events, on_gpu=False).items() if phase in phases)
     work = [one for one in work_of(events) if one.phase in phases]

@@ -88,9 +88,9 @@ def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():
     events = [phase("amaxes", 0, 1000), phase("update", 1000, 2000), phase("cast", 2000, 4000)]
     for number, times in enumerate([(500, 5e3, 1e3), (1500, 1e3, 9e4), (2500, 7e3, 500), (3000, 8e3, 3e3)]):
         events += work(number, *times)
-    assert ranks._span(events, {"amaxes", "cast"}, on_gpu=True) == 6.0
-    assert ranks._span(events, {"amaxes", "cast"}, on_gpu=False) == 3.0
-    assert ranks._span(events, {"weights"}, on_gpu=True) == 0.0
+    assert ranks.span(events, {"amaxes", "cast"}, on_gpu=True) == 6.0
+    assert ranks.span(events, {"amaxes", "cast"}, on_gpu=False) == 3.0
+    assert ranks.span(events, {"weights"}, on_gpu=True) == 0.0
 
 
 def test_what_is_done_before_a_call_is_done_before_every_call(monkeypatch):

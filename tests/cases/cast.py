@@ -73,6 +73,20 @@ def run(plan):
     plan.post()
 
 
+def check_plan_and_functions(weights, masters, starts):
+    """Two steps of a plan, then the functions, from masters that change in between."""
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    for _ in range(2):
+        run(plan)
+        check_kinds(weights, masters)
+        for master in masters:
+            master.mul_(-2).add_(0.5)
+    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
+    zerofp4.all_gather_nvfp4(weights, starts, [m.numel() for m in masters])
+    zerofp4.post_all_gather_processing(weights)
+    check_kinds(weights, masters)
+
+
 def leave_amaxes(plan, pieces) -> None:
     """What a fused optimizer does, by hand."""
     plan.staged.begin_update()

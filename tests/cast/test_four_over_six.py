@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check_kinds, make_kinds, run
+from cases.cast import ROWS, TILES, check_kinds, check_plan_and_functions, make_kinds, run
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
@@ -20,16 +20,7 @@ SHAPES = {TILES: [(34, 288), (16, 16), (2, 2), (130, 1000)], ROWS: [(33, 288), (
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_plan_and_functions(device, choice, dtype, block):
     weights, masters, starts = make_kinds(device, SHAPES[block], [block], [choice], dtype)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    for _ in range(2):
-        run(plan)
-        check_kinds(weights, masters)
-        for master in masters:
-            master.mul_(-2).add_(0.5)
-    zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
-    zerofp4.all_gather_nvfp4(weights, starts, [m.numel() for m in masters])
-    zerofp4.post_all_gather_processing(weights)
-    check_kinds(weights, masters)
+    check_plan_and_functions(weights, masters, starts)
 
 
 def test_all_kinds_in_one_plan(device):

@@ -18,7 +18,7 @@ SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [130, 1, 62, 64], [5]]
 
 @pytest.fixture(autouse=True)
 def needs_grouped_mm(device):
-    if grouped._grouped_mm is None:
+    if grouped.grouped_mm is None:
         pytest.skip(f"torch {torch.__version__} has no grouped_mm")
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
         pytest.skip("grouped_mm is not one kernel on this GPU")
@@ -57,7 +57,7 @@ def specified_columns(groups, splits) -> list[torch.Tensor]:
 def test_rows_without_the_padding(device, splits):
     groups, _ = groups_of(splits, 48, device)
     with poisoned_allocations():
-        actual, ends = grouped._values(groups, "rowwise")
+        actual, ends = grouped.values_of_groups(groups, "rowwise")
     expected = torch.cat(specified_rows(groups, splits))
     assert_bytes_equal(actual.cpu(), expected.bfloat16(), "rows")
     assert ends.dtype == torch.int32 and ends.tolist() == groups.offsets[1:].tolist()
@@ -70,7 +70,7 @@ def test_rows_without_the_padding(device, splits):
 def test_columns_side_by_side(device, splits, options):
     groups, _ = groups_of(splits, 48, device, **options)
     with poisoned_allocations():
-        actual, ends = grouped._values(groups, "columnwise")
+        actual, ends = grouped.values_of_groups(groups, "columnwise")
     actual = actual.cpu()
     assert actual.shape == (48, len(groups.rowwise_data))
     assert ends.dtype == torch.int32 and ends.tolist() == groups.data_offsets[1:].tolist()
@@ -87,9 +87,9 @@ def test_values_with_the_factor_of_their_group(device, splits, side):
     groups, _ = groups_of(splits, 48, device, hadamard=True)
     other = torch.arange(3.0, 3.0 + len(splits), device=device)
     for e4m3_max in (448, 256):
-        actual, _ = grouped._values(groups, side, other, e4m3_max)
+        actual, _ = grouped.values_of_groups(groups, side, other, e4m3_max)
         shared = (other * (1 / (6 * e4m3_max))) * getattr(groups, side).amax
-        exact, _ = grouped._values(groups, side)
+        exact, _ = grouped.values_of_groups(groups, side)
         ends = (groups.offsets if side == "rowwise" else groups.data_offsets).tolist()
         for group, (begin, end) in enumerate(itertools.pairwise(ends)):
             rows = slice(begin, end)
@@ -117,9 +117,9 @@ def test_nothing_but_whole_groups(device):
     splits = (torch.randint(0, 40, (70,), generator=generator) * torch.randint(0, 2, (70,))).tolist()
     for cols in (8, 264, 280):
         groups, _ = groups_of(splits, cols, device)
-        rows, _ = grouped._values(groups, "rowwise")
+        rows, _ = grouped.values_of_groups(groups, "rowwise")
         assert_bytes_equal(rows.cpu(), torch.cat(specified_rows(groups, splits)).bfloat16(), "rows")
-        columns, _ = grouped._values(groups, "columnwise")
+        columns, _ = grouped.values_of_groups(groups, "columnwise")
         expected = torch.cat(specified_columns(groups, splits), dim=1).bfloat16()
         used = expected.shape[1]
         assert_bytes_equal(columns[:, :used].cpu().contiguous(), expected, "columns")

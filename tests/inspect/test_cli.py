@@ -14,16 +14,16 @@ from early import waits_for
 
 import zerofp4
 from zerofp4.inspect import info, main
+from zerofp4.inspect.info import mpi_library
 from zerofp4.ops import check_capability
 
-mpi_library = info._mpi_library
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100f", "sm_120f", "compute_90"]
 
 
 @pytest.fixture(autouse=True)
 def no_mpi_is_asked(monkeypatch):
     """It takes a process."""
-    monkeypatch.setattr(info, "_mpi_library", lambda: "MPI of a test")
+    monkeypatch.setattr(info, "mpi_library", lambda: "MPI of a test")
 
 
 def built_for(monkeypatch, architectures, *devices, unusable=None):

@@ -18,9 +18,9 @@ def test_address_for_other_hosts(monkeypatch):
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     resolves_to("127.0.1.1", "192.0.2.7")
-    assert mpi._reachable_address() == "192.0.2.7"
+    assert mpi.reachable_address() == "192.0.2.7"
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert mpi._reachable_address() == "node0"
+    assert mpi.reachable_address() == "node0"
 
 
 def test_no_address_for_other_hosts(monkeypatch):
@@ -28,4 +28,4 @@ def test_no_address_for_other_hosts(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", no_route)
     monkeypatch.setattr(socket, "socket", no_route)
     with pytest.raises(RuntimeError, match=r"no address for other hosts .*unreachable.*MASTER_ADDR"):
-        mpi._reachable_address()
+        mpi.reachable_address()

@@ -12,7 +12,7 @@ def multiplied_at_once(monkeypatch, device):
     """All groups are multiplied in one call: where torch has a kernel for that, and on the CPU, where its
     grouped_mm is a loop, because it is made to.
     """
-    if grouped._grouped_mm is None:
+    if grouped.grouped_mm is None:
         pytest.skip(f"torch {torch.__version__} has no grouped_mm")
     if device.type == "cpu":
         monkeypatch.setattr(grouped_function, "why_not_grouped", lambda *_: None)

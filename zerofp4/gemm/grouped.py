@@ -26,12 +26,12 @@ SIZE_MULTIPLE = 8
 CAPABILITIES = (9, 10)
 """Major versions for which grouped_mm is one kernel; for others it reads the sizes back."""
 
-_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def why_not_grouped(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
     """Why products of that dtype with matrices of these sizes are not in one launch; None where they are."""
-    if _grouped_mm is None:
+    if grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm"
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
         return f"grouped_mm is one kernel on compute capabilities {CAPABILITIES} only, got {device}"
@@ -81,17 +81,18 @@ class GroupedOperand:
 
 def grouped_gemm(groups: Any, weights: GroupedOperand) -> torch.Tensor:
     """bfloat16 [tokens, rows of a weight]: of each row of rowwise `groups` with the weight of its group."""
-    rows, ends = _values(groups, "rowwise", weights.amaxes(), weights.e4m3_max)
-    return _grouped_mm(rows, weights.values().transpose(1, 2), offs=ends)
+    rows, ends = values_of_groups(groups, "rowwise", weights.amaxes(), weights.e4m3_max)
+    return grouped_mm(rows, weights.values().transpose(1, 2), offs=ends)
 
 
 def grouped_wgrad(a: Any, b: Any) -> torch.Tensor:
     """bfloat16 [groups, columns of a, columns of b]: a^T b of each group's rows, from columnwise copies."""
-    left, ends = _values(a, "columnwise", b.columnwise.amax)
-    return _grouped_mm(left, _values(b, "columnwise")[0].t(), offs=ends)
+    left, ends = values_of_groups(a, "columnwise", b.columnwise.amax)
+    return grouped_mm(left, values_of_groups(b, "columnwise")[0].t(), offs=ends)
 
 
-def _values(groups: Any, side: str, *other: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def values_of_groups(groups: Any, side: str, *other: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of a side without the gaps between groups, and the ends of the groups: ops.grouped_values."""
     places = groups.offsets, groups.data_offsets, groups.error, tuple(groups.shape)
     return ops.grouped_values(getattr(groups, side), *places, side == "columnwise", *other)
 

@@ -130,7 +130,7 @@ def _distributed() -> dict[str, Any]:
         "gloo": available and dist.is_gloo_available(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "mpi4py": _version_of("mpi4py"),
-        "mpi": None if _version_of("mpi4py") is None else _mpi_library(),
+        "mpi": None if _version_of("mpi4py") is None else mpi_library(),
         "mpirun": shutil.which("mpirun"),
     }
 
@@ -142,7 +142,7 @@ def _version_of(distribution: str) -> str | None:
         return None
 
 
-def _mpi_library() -> str | None:
+def mpi_library() -> str | None:
     """The first words of the library that mpi4py loads; None when it finds none."""
     command = [sys.executable, "-c", _ASK_MPI]
     try:

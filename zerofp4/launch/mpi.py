@@ -121,12 +121,12 @@ def _check_same_mpi(MPI) -> None:
 
 def _serve_store(place: Place, timeout: timedelta) -> tuple[dist.Store, tuple[str, int]]:
     """Rank 0's store and the (host, port) to reach it at; the system picks a free port as it binds it."""
-    host = "127.0.0.1" if place.local_size == place.world_size else _reachable_address()
+    host = "127.0.0.1" if place.local_size == place.world_size else reachable_address()
     store = dist.TCPStore(host, 0, place.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     return store, (host, store.port)
 
 
-def _reachable_address() -> str:
+def reachable_address() -> str:
     """This host's address for other hosts: MASTER_ADDR, else its name's, else its default route's."""
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
