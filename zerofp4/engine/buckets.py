@@ -321,8 +321,13 @@ def add_gradient_hooks(
 
     def hook(position: int, parameter: torch.Tensor) -> None:
         alive = me()
-        if alive is not None:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if alive is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled():  # with create_graph; the context costs as much as all else here
+                with torch.no_grad():
+                    method(alive, position, parameter)
+            else:
                 method(alive, position, parameter)
 
     def remove(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
