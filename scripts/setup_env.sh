@@ -166,23 +166,27 @@ setup_throw_away() {
 
 # complete EXTRA PACKAGE: installs into the environment of $PYTHON what it lacks.
 complete() {
-    local extra=$1 package=$2 wanted build=
+    local extra=$1 package=$2 wanted build builds=()
     # What Python never imports it need not compile: that took pip as long as all else it did.
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_COMPILE=0
     if ! is_installed "$PYTHON" "$package"; then
         has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
         build_extension "$PYTHON" & # which needs no torch
-        build=$!
+        builds+=($!)
     fi
     if ! has_torch "$PYTHON"; then
         say "installing $TORCH"
         "$PYTHON" -m pip install --quiet "$TORCH" || fail "$TORCH could not be installed"
+        if ((${#builds[@]})); then
+            build_extension "$PYTHON" & # zerofp4._autograd, which needs one, once the other build lets go of its lock
+            builds+=($!)
+        fi
     fi
     mapfile -t wanted < <(missing "$PYTHON" "$extra")
     ((${#wanted[@]} == 0)) || get "$PYTHON" "${wanted[@]}"
     [[ $extra != test ]] || fetch_megatron "$PYTHON"
-    if [[ -n $build ]]; then
-        wait "$build"
+    if ((${#builds[@]})); then
+        for build in "${builds[@]}"; do wait "$build"; done
         # Now, since pip shows nothing of a build before it failed.
         package_is_ours "$PYTHON" || install "$PYTHON"
     fi
