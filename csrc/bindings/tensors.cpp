@@ -1,6 +1,7 @@
 // What plans ask about the tensors of a list before every call, in one loop in C. A tensor's framework hands
 // out the function that describes it, DLPack's (version 1.3): so this knows of torch no more than the rest.
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -37,7 +38,7 @@ struct Kind {
     int32_t device_type, device_id;
     int32_t dimensions;  // -1 for None
     uint8_t type_code, type_bits;
-    uint16_t contiguous;
+    uint8_t contiguous, aligned;
 };
 
 bool lies_contiguously(const DlTensor& tensor) {
@@ -55,13 +56,15 @@ int64_t address_of(const DlTensor& tensor) {
 Kind kind_of(const DlTensor& tensor) {
     int64_t elements = 1;
     for (int32_t i = 0; i < tensor.dimensions; ++i) elements *= tensor.shape[i];
+    const int64_t bytes = std::max(1, tensor.type_bits / 8);
     return {elements,
             tensor.device_type,
             tensor.device_id,
             tensor.dimensions,
             tensor.type_code,
             tensor.type_bits,
-            static_cast<uint16_t>(lies_contiguously(tensor))};
+            static_cast<uint8_t>(lies_contiguously(tensor)),
+            static_cast<uint8_t>(address_of(tensor) % bytes == 0)};
 }
 
 // `count` elements of T, whose memory is returned with it.

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import needs_gpu
+from helpers import at_an_odd_address, needs_gpu
 
 from zerofp4.ops import addresses, plain_kinds, pointers, tensor_facts
 from zerofp4.ops.addresses import first_moved
@@ -98,7 +98,7 @@ def test_plain_kinds_are_those_of_tensors_that_need_no_look(way, device):
     freed = torch.ones(8, 8, device=device)
     freed.untyped_storage().resize_(0)
     assert plain_kinds([memory, None]) == plain_kinds([memory.clone(), None]) != plain_kinds([memory])
-    assert plain_kinds([memory]) != plain_kinds([memory.t()])
+    assert plain_kinds([memory]) not in (plain_kinds([memory.t()]), plain_kinds([at_an_odd_address(memory)]))
     others = [freed, memory.to_sparse(), torch._neg_view(memory), torch._efficientzerotensor((8, 8))]
     others += [memory.to("meta"), torch.nn.Parameter(memory)]
     assert not any(plain_kinds([memory, other]) for other in others)

@@ -58,6 +58,9 @@ def test_gradients_that_a_gpu_cannot_load(dtype):
     p.grad = torch.ones(301, dtype=dtype, device="cuda")[1:]  # at an element's multiple, but no vector's
     optimizer.step()
     assert p.ne(1).all()
+    p.grad = odd(300, dtype)
+    with pytest.raises(ValueError, match="the gradient of .* " + MESSAGE):
+        optimizer.step()
 
 
 @needs_gpu

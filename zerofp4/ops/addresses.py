@@ -19,6 +19,7 @@ _FACTS = (
     torch.Tensor.is_contiguous,
     operator.attrgetter("dtype"),
     operator.attrgetter("device"),
+    lambda tensor: tensor.data_ptr() % tensor.itemsize == 0,
 )
 
 
@@ -37,7 +38,8 @@ class TensorFacts(NamedTuple):
     """What is compared of plain tensors and Nones.
 
     addresses: bytes of int64, -1 for None; or those of the tensors in a list.
-    kinds: length, dimensions, dtype, device, and whether a tensor is contiguous.
+    kinds: length, dimensions, dtype, device, and whether a tensor is contiguous, and at a multiple of the
+        size of its elements.
     """
 
     addresses: bytes | list[int]

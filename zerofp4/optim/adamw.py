@@ -1,6 +1,5 @@
 """FusedAdamW: AdamW in one pass over memory, which also computes the tile amaxes that the next cast needs."""
 
-import functools
 import itertools
 import math
 import operator
@@ -16,7 +15,6 @@ from zerofp4.optim.groups import parameter_name
 from zerofp4.optim.moments import (
     COMPACT,
     FULL,
-    PLAIN,
     Slice,
     check_rows,
     converted,
@@ -25,7 +23,7 @@ from zerofp4.optim.moments import (
     scales_shape,
     suits_compact,
 )
-from zerofp4.storage import check_memory, check_plain, dispatches, find_freed
+from zerofp4.storage import check_memory, check_plain, dispatches
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
@@ -210,7 +208,7 @@ class FusedAdamW(torch.optim.Optimizer):
         options = self._begin(self.found_inf, self.clip_factor)
         work = [(part, locals_of([p.grad for p in part.listed])) for part in self._parts]
         for part, gradients in work:
-            _check_gradients(part.names, gradients, part.params)
+            part.check(gradients)
         for part, gradients in work:
             self._lay_out(part, [gradient if gradient is None else gradient.dtype for gradient in gradients])
         for part, gradients in work:
@@ -325,6 +323,8 @@ class Part:
         self.facts: Any = None
         """The dtypes of gradients, and ops.tensor_facts() of parameters and state, that the stages are for.
         """
+        self._passed: Any = None
+        """TensorFacts.kinds of gradients and parameters that check() has looked at one by one."""
 
     def hold(self, members: Sequence[Member]) -> None:
         """members: ordered by group."""
@@ -337,7 +337,7 @@ class Part:
         for kind in dict.fromkeys(kinds):
             first = kinds.index(kind)
             self._ranges.append((*kind, first, first + kinds.count(kind)))
-        self.dtypes, self.facts = [torch.float32] * len(members), None
+        self._passed, self.dtypes, self.facts = None, [torch.float32] * len(members), None
 
     def entries(self, states: Sequence[Mapping[str, torch.Tensor]]) -> _Tensors:
         """What the launches need of the states of the parameters, one parameter after the other.
@@ -389,6 +389,15 @@ class Part:
             items[compact].append(item)
         reduced = self.plan and self.plan.reduced
         self.stages = {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
+
+    def check(self, gradients: _Tensors) -> None:
+        """Raises for the first gradient that kernels cannot read. Those of kinds that have passed are not
+        looked at one by one.
+        """
+        kinds = ops.plain_kinds(gradients), ops.tensor_facts(self.params).kinds
+        if kinds[0] is None or kinds != self._passed:
+            _check_gradients(self.names, gradients, self.params)
+            self._passed = kinds
 
     def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
         """Update the parameters, and leave their amaxes in the plan.
@@ -628,20 +637,7 @@ def _check_pieces(name: str, p: torch.Tensor, pieces: Sequence[ops.MasterPiece])
 
 
 def _check_gradients(names: Sequence[str], gradients: _Tensors, params: _Tensors) -> None:
-    """Raises for the first gradient that kernels cannot read. Every step asks all at once, in loops in C."""
-    given = [gradient for gradient in gradients if gradient is not None]
-    theirs = [p for p, gradient in zip(params, gradients, strict=True) if gradient is not None]
-    readable = {(torch.strided, dtype, p.device) for p in params[:1] for dtype in _GRADIENT_DTYPES}
-    if (
-        set(map(type, given)) <= PLAIN
-        and set(map(operator.attrgetter("layout", "dtype", "device"), given)) <= readable
-        and list(map(torch.Tensor.numel, given)) == list(map(torch.Tensor.numel, theirs))
-        and all(map(torch.Tensor.is_contiguous, given))
-        and all(map(torch.Tensor.data_ptr, given))
-        and functools.reduce(operator.or_, map(torch.Tensor.data_ptr, given), 0) % 4 == 0
-        and find_freed(given) is None
-    ):
-        return
+    """Raises for the first gradient that kernels cannot read."""
     for name, gradient, p in zip(names, gradients, params, strict=True):
         if gradient is not None:
             name = f"the gradient of {name}"
