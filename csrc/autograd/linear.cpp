@@ -75,10 +75,15 @@ THPObjectPtr checked(PyObject* result) {
 
 // Conditions
 
-// No autocast, no inference mode, no dispatch mode, no transform of torch.func, no tracing.
-bool is_default_state() {
+// No inference mode, no dispatch mode, no transform of torch.func, no tracing; autocast only where it may be
+// on.
+bool is_default_state(bool autocast) {
     const auto state = c10::impl::tls_local_dispatch_key_set();
-    return state.included_ == c10::default_included_set && state.excluded_ == c10::default_excluded_set;
+    // The keys that are excluded by default are those of autocast.
+    const bool excluded = autocast
+                              ? (state.excluded_ | c10::default_excluded_set) == c10::default_excluded_set
+                              : state.excluded_ == c10::default_excluded_set;
+    return excluded && state.included_ == c10::default_included_set;
 }
 
 constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
@@ -222,9 +227,8 @@ struct LinearBackward : Node {
         const Tensor grad = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
         const Tensor saved_x = x.unpack(getptr()), saved_weight = weight.unpack(getptr());
         const at::ScalarType dtype = grad.scalar_type();
-        const bool is_fast = is_default_state() && !at::GradMode::is_enabled() && is_plain(grad) &&
-                             dtype_code(dtype) >= 0 &&
-                             (!saved_x.defined() || (is_plain(saved_x) && saved_x.scalar_type() == dtype));
+        const bool is_fast = is_default_state(false) && !at::GradMode::is_enabled() && is_plain(grad) &&
+                             dtype_code(dtype) >= 0 && (!saved_x.defined() || is_plain(saved_x));
         if (is_fast) {
             std::optional<variable_list> found = gradients(grad, saved_x, saved_weight);
             if (found) return *std::move(found);
@@ -254,7 +258,7 @@ struct LinearBackward : Node {
         if (x_needs) result[0] = at::matmul(grad, values_of(*source, dtype));
         const Tensor rows = as_rows(grad);
         if (weight_needs) {
-            const Tensor others = as_rows(x);
+            const Tensor others = as_rows(x.scalar_type() == dtype ? x : x.to(dtype));
             if (place.defined()) {
                 at::mm_out(place, rows.t(), others);
                 result[1] = std::move(place);
@@ -307,8 +311,12 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
     }
     Tensor y;
     {
+        const bool autocast = !is_default_state(false);
         at::AutoDispatchBelowADInplaceOrView below;
-        y = at::linear(x, values_of(source, weight.scalar_type()), bias);
+        const Tensor values = values_of(source, weight.scalar_type());
+        // Autocast would keep its copy of a leaf, which has no history here, for other operations.
+        y = autocast ? at::linear(x.detach(), values, bias.defined() ? bias.detach() : bias)
+                     : at::linear(x, values, bias);
     }
     if (node) {
         auto* saved = static_cast<LinearBackward*>(&*node);
@@ -326,7 +334,7 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 3, "linear() takes x, weight and bias, got ", count, " arguments");
     const bool has_bias = given[2] != Py_None;
-    if (!is_default_state() || !is_exact(given[0]) || (has_bias && !is_exact(given[2])) ||
+    if (!is_default_state(true) || !is_exact(given[0]) || (has_bias && !is_exact(given[2])) ||
         Py_TYPE(given[1]) != reinterpret_cast<PyTypeObject*>(python.weight_type))
         Py_RETURN_NONE;
     const Tensor& x = THPVariable_Unpack(given[0]);

@@ -340,6 +340,42 @@ def test_nothing_outlives_the_graph(device):
     assert gone() is None
 
 
+# Autocast
+
+
+@pytest.mark.parametrize("shape", ["2D", "3D"])
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast(device, dtype, where, shape):
+    product, native = Product(device, SHAPES[shape], dtype=dtype), []
+
+    def run():
+        leaves = product.leaves()
+        with torch.autocast(device.type, torch.bfloat16, enabled=where != "backward"):
+            y = F.linear(*leaves.values())
+        native.append(is_native(y))
+        with torch.autocast(device.type, torch.bfloat16, enabled=where != "forward"):
+            y.backward(product.grad.to(y.dtype))
+        return {"y": y, **gradients_of(leaves)}
+
+    assert_same(run)
+    assert native == [True, False]
+
+
+def test_autocast_keeps_no_copy_without_history(device):
+    """Of leaves, whose copies in its dtype it keeps for other operations."""
+    product = Product(device, dtype=torch.float32)
+
+    def run():
+        leaves, plain = product.leaves(), product.quantized.dequantize()
+        with torch.autocast(device.type, torch.bfloat16):
+            y = F.linear(*leaves.values()) + F.linear(leaves["x"], plain, leaves["bias"])
+        y.backward(product.grad.to(y.dtype))
+        return gradients_of(leaves)
+
+    assert_same(run)
+
+
 # What is not plain
 
 
@@ -352,26 +388,17 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-AROUND = {
-    "autocast": lambda device: torch.autocast(device.type, torch.bfloat16),
-    "dispatch mode": lambda device: Mode(),
-}
-
-
-@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
-def test_what_goes_the_python_way(device, around, where):
-    product = Product(device, dtype=torch.float32 if around == "autocast" else torch.bfloat16)
-    before, after = (AROUND[around] if where in (name, "both") else None for name in ("forward", "backward"))
-    native = []
+def test_a_dispatch_mode(device, where):
+    product, native = Product(device), []
 
     def run():
         leaves = product.leaves()
-        with contextlib.nullcontext() if before is None else before(device):
+        with contextlib.nullcontext() if where == "backward" else Mode():
             y = F.linear(*leaves.values())
         native.append(is_native(y))
-        with contextlib.nullcontext() if after is None else after(device):
-            y.backward(product.grad.to(y.dtype))
+        with contextlib.nullcontext() if where == "forward" else Mode():
+            y.backward(product.grad)
         return {"y": y, **gradients_of(leaves)}
 
     assert_same(run)
