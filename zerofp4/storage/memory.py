@@ -33,13 +33,16 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 def dispatches(tensor: torch.Tensor) -> bool:
     """Whether operations on the tensor are its class's own, so that its memory need not mean anything."""
-    kind = type(tensor)
+    return _class_dispatches(type(tensor))
+
+
+def _class_dispatches(kind: type) -> bool:
     return kind is not torch.Tensor and kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
 
 
 def any_dispatches(tensors: Sequence[torch.Tensor]) -> bool:
-    """dispatches() of any of a list. A step asks this of hundreds, so one tensor of each class is asked."""
-    return any(map(dispatches, dict(zip(map(type, tensors), tensors, strict=True)).values()))
+    """dispatches() of any of a list. A step asks this of hundreds, so each class is asked once."""
+    return any(map(_class_dispatches, set(map(type, tensors))))
 
 
 def _inside(tensor: torch.Tensor) -> str:

@@ -110,15 +110,6 @@ def test_a_backward_pass_that_breaks_off_on_one_rank(world, where, name):
     check_weights(list(models[1][0].parameters()), models[1][1])
 
 
-@on_ranks(2, time_limit=60)
-def test_all_break_off_in_other_places(world):
-    models = make_models(world)
-    for net, optimizer in models:
-        break_off(net, world, "layers.0" if world.rank else "rare")
-        optimizer.zero_grad(set_to_none=False)
-    good_step(world, models, 0, "after")
-
-
 @on_ranks(2, 3, time_limit=60)
 def test_a_rank_that_has_not_reduced_what_the_others_have_clipped(world):
     """It sends alone; the others take their part before all raise, or it would arrive in the next step."""
