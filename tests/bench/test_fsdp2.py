@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
-from cases.bench import bench_on_two_ranks
+from cases.bench import two_ranks
 from early import waits_for
 from zerofp4_bench.rules import KINDS
-
-SIZES = ["--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
-
-
-def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    return bench_on_two_ranks(folder, "fsdp2", *SIZES)
 
 
 @pytest.mark.heavy

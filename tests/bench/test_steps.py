@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases.bench import bench_on_two_ranks
+from cases.bench import two_ranks
 from early import waits_for
 from zerofp4_bench import ranks
 from zerofp4_bench.ranks import Timer
@@ -21,17 +21,12 @@ from zerofp4.distributed import PREFIX
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 PARTS = ("step", "step_clipped", "reduce", "update", "publish")
-SMALL = ["--scale", "256", "--repeats", "1"]
-
-
-def step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    return bench_on_two_ranks(folder, "step", *SMALL, "--bucket-mb", "0.01")
 
 
 @pytest.mark.heavy
-@waits_for(step)
+@waits_for(two_ranks)
 def test_a_step_of_two_ranks(early):
-    run, folder = early(step)
+    run, folder = early(two_ranks)
     assert run.returncode == 0, run.stderr
     result = json.loads((folder / "step_2_ranks_cpu.json").read_text())
     rows = {row["name"].removesuffix("/2xcpu"): row for row in result["rows"]}
@@ -54,8 +49,8 @@ def test_a_step_of_two_ranks(early):
 
 
 def step_of_one(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    command = [sys.executable, "scripts/bench.py", "step", *SMALL, "--transport", "collective", "peer"]
-    command += ["--output", str(folder)]
+    command = [sys.executable, "scripts/bench.py", "step", "--scale", "256", "--repeats", "1"]
+    command += ["--transport", "collective", "peer", "--output", str(folder)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300), folder
 
 

@@ -1,4 +1,4 @@
-"""scripts/bench.py, as tests of it start it."""
+"""scripts/bench.py on two ranks of the CPU, as tests of it start it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from pathlib import Path
 
 from zerofp4_bench.session import ROOT
 
+STEP = ["step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
+FSDP2 = ["fsdp2", "--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
+PROGRAM = f"""
+import sys, bench
+for arguments in ({STEP}, {FSDP2}):
+    bench.main([*arguments, "--output", sys.argv[1]])
+"""
 
-def bench_on_two_ranks(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, Path]:
-    """On the CPU. What came of it, and the folder that it wrote to."""
+
+def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
+    """One start for both. What came of it, and the folder that they wrote to."""
+    program = folder / "both.py"
+    program.write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, "scripts/bench.py", *arguments, "--output", str(folder)]
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command = [*launcher, str(program), str(folder)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True), folder
