@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "ZEROFP4_AUTOGRAD": "0 for the node of F.linear in Python; when building: none in C++",
     "ZEROFP4_CUDA": "when building: 0 leaves CUDA out",
     "ZEROFP4_CUDA_ARCHS": "when building: the GPU architectures, or all, or native",
+    "ZEROFP4_CUDA_OPTIMIZE": "when building: 0 hardly optimizes GPU code, to see that it compiles",
     "NVCC": "when building: the CUDA compiler in place of the one on the PATH",
     "CXX": "when building: the C++ compiler in place of g++",
     "CUDA_VISIBLE_DEVICES": "the GPUs that torch sees; empty for none",
