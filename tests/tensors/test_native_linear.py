@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases.gradient_places import memory_of
 from helpers import assert_bytes_equal
-from tensor_helpers import DTYPES, make, values
+from tensor_helpers import DTYPES, VIEWS, make, values
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,6 +111,20 @@ def test_bytes(device, dtype, bias, shape, format):
 )
 def test_what_is_frozen(device, bias, frozen):
     assert_same(Product(device, bias=bias, frozen=frozen.split()).run)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_memory_out_of_order(device, view, bias):
+    product = Product(device, (34, 80), bias)
+
+    def run():
+        leaves = product.leaves()
+        y = F.linear(VIEWS[view](leaves["x"]), leaves["weight"], leaves["bias"])
+        y.sum().backward()  # a gradient of one element
+        return {"y": y, **gradients_of(leaves)}
+
+    assert_same(run)
 
 
 def test_without_gradients(device):
