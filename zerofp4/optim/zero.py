@@ -533,7 +533,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
         found_inf = sum(flags) if flags else None
         find_word = in_phase("scan", self._agreement.find_word)
-        groups = self._groups if self._schedule is None else None  # gradients have stand-ins
+        groups = None if self.communication.adds_to_slices else self._groups  # not of stand-ins
         word = find_word(gradients, found_inf=found_inf, when=when, groups=groups)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
