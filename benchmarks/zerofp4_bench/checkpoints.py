@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -20,7 +19,8 @@ import zerofp4
 from zerofp4.launch import World
 from zerofp4_bench.ranks import Timer
 from zerofp4_bench.session import Session
-from zerofp4_bench.workloads import weight_shapes
+from zerofp4_bench.step import with_gradients
+from zerofp4_bench.workloads import parameters_of, weight_shapes
 
 TMPFS = "/dev/shm"
 WHAT = {
@@ -91,14 +91,9 @@ def shared_folder(storage: str, size: int, world: World) -> Path:
 
 
 def optimizer_state(shapes: list[tuple[int, int]], world: World) -> dict:
-    options = {"device": world.device, "dtype": torch.bfloat16}
-    named = []
-    for i, shape in enumerate(shapes):
-        value = zerofp4.quantize(torch.randn(shape, **options), columnwise=True)
-        named.append((f"layers.{i}.weight", nn.Parameter(value)))
+    named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters_of(shapes, world.device))]
     optimizer = zerofp4.optim.ZeroFP4Optimizer(named, zerofp4.optim.FusedAdamW, lr=1e-4)
-    for _, parameter in named:
-        parameter.grad = torch.full(parameter.shape, 1e-3, **options)
+    with_gradients([parameter for _, parameter in named])
     optimizer.step()
     optimizer.zero_grad()
     return {"optimizer": optimizer}

@@ -11,7 +11,7 @@ from torch import nn
 import zerofp4
 from zerofp4_bench.rules import HOST_COUNTS, MODEL_COUNT
 from zerofp4_bench.session import Session
-from zerofp4_bench.workloads import Tensors, chosen, many
+from zerofp4_bench.workloads import Tensors, chosen, many, parameters_of
 
 SIDE = 32
 LIST_ITEMS = 448
@@ -93,14 +93,10 @@ def swizzle(session: Session) -> None:
 
 def optimizer_step(session: Session, weights: int) -> None:
     """A world of one, with nothing to reduce: what ZeroFP4Optimizer adds to the optimizer that it wraps."""
-    options = {"device": session.device, "dtype": torch.bfloat16}
-    parameters = [
-        nn.Parameter(zerofp4.quantize(torch.randn(SIDE, SIDE, **options), columnwise=True))
-        for _ in range(weights)
-    ]
+    parameters = parameters_of([(SIDE, SIDE)] * weights, session.device)
     optimizer = zerofp4.optim.ZeroFP4Optimizer(parameters, torch.optim.AdamW, lr=1e-3, fused=True)
     for parameter in parameters:
-        parameter.grad = torch.ones(SIDE, SIDE, **options)
+        parameter.grad = torch.ones(SIDE, SIDE, device=session.device, dtype=torch.bfloat16)
     whole = session.clock.host_us(optimizer.step)
     optimizer.inner.found_inf = torch.zeros((), device=session.device)  # which torch reads, as in a step
     inner = session.clock.host_us(optimizer.inner.step)

@@ -55,15 +55,11 @@ def read_masters(workload: Workload) -> Moved:
     return Moved(4 * workload.owned, "4n: masters", workload.owned)
 
 
-def cast_blocks(workload: Workload, elements: int) -> Moved:
-    """Of weights with a scale for so many elements, which the cast writes."""
-    rule = f"{4.5 + 1 / elements:.6g}n: masters, codes, and a scale per {elements}"
-    return Moved((4.5 + 1 / elements) * workload.owned, rule, workload.owned)
-
-
-def local_step_blocks(workload: Workload, elements: int) -> Moved:
-    rule = f"{8.5 + 1 / elements:.6g}n: masters twice, codes, and a scale per {elements}"
-    return Moved((8.5 + 1 / elements) * workload.owned, rule, workload.owned)
+def cast_blocks(workload: Workload, elements: int, reads: int = 1) -> Moved:
+    """Of weights with a scale for so many elements, which the cast writes. reads: of a master."""
+    size = 4 * reads + 0.5 + 1 / elements
+    rule = f"{size:.6g}n: masters{' twice' * (reads - 1)}, codes, and a scale per {elements}"
+    return Moved(size * workload.owned, rule, workload.owned)
 
 
 def transpose(workload: Workload) -> Moved:
@@ -154,6 +150,7 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "local_step_1d/16384": 92,
         "transpose/llama3-8b": 88,
         "adamw/llama3-8b": 90,
+        "adamw_compact/llama3-8b": 88,
         "quantize_1d/16384": 75,
         "quantize_2d/16384": 80,
         "quantize_2d_both/16384": 70,

@@ -9,18 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-import zerofp4
 from zerofp4.launch import World
 from zerofp4.layout import ceil_div
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4_bench.ranks import MEGABYTES, Timer, free_memory
 from zerofp4_bench.session import Session
 from zerofp4_bench.traffic import WAYS, Step, count_floors, measure_speeds, step_of
-from zerofp4_bench.workloads import Shapes, elements_of, weight_shapes
+from zerofp4_bench.workloads import ADAMW, Shapes, elements_of, parameters_of, weight_shapes
 
 COMPARED = ("step", "step_clipped", "publish", "update")
-ARGUMENTS = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-"""What AdamW is given, in all steps that are compared."""
 MAX_NORM = 1.0
 PUBLICATION = ("amaxes", "cast", "weights", "transpose")
 """The phases behind an update."""
@@ -86,16 +83,14 @@ class Ours:
         """With parameters that have no gradients."""
         communication = Communication(overlap=overlap, **self.communication)
         torch.manual_seed(0)
-        like = {"device": self.timer.device, "dtype": torch.bfloat16}
-        values = (torch.randn(shape, **like) for shape in self.shapes)
-        parameters = [nn.Parameter(zerofp4.quantize(value, columnwise=True)) for value in values]
+        parameters = parameters_of(self.shapes, self.timer.device)
         optimizer = ZeroFP4Optimizer(parameters, optimizer_class, communication=communication, **options)
         return optimizer, parameters
 
     def measure(self) -> tuple[dict[str, float], Step]:
         """Milliseconds by part, of all but the publication, and what a step moves."""
         timer, found = self.timer, {}
-        optimizer, parameters = self.build(FusedAdamW, capturable=True, **ARGUMENTS)
+        optimizer, parameters = self.build(FusedAdamW, capturable=True, **ADAMW)
         with_gradients(parameters)
         shared, bucket_mb = (optimizer.describe()[name] for name in ("shared_bytes", "bucket_mb"))
         clip = functools.partial(optimizer.clip_grad_norm_, MAX_NORM)
@@ -252,7 +247,7 @@ def measure_bf16(timer: Timer, shapes: Shapes) -> dict[str, float] | None:
     own = weights[world.rank * part : (world.rank + 1) * part]
     master = nn.Parameter(torch.zeros(part, device=device))
     master.grad = torch.zeros_like(master)
-    optimizer = torch.optim.AdamW([master], fused=True, **ARGUMENTS)
+    optimizer = torch.optim.AdamW([master], fused=True, **ADAMW)
     average = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -196,17 +196,14 @@ def grouped(session: Session, options: argparse.Namespace) -> None:
         given = make_input(session, (sum(m_splits), workload.pieces[0].shape[1]))
         on_device = torch.tensor(m_splits, device=session.device)
         name, whole = workload.name, shape_name(given.x.shape)
-        one = time_quantize(session, f"quantize_1d/{whole}", given, block=ACTIVATION)
-        run = in_groups(given, on_device, block=ACTIVATION)
-        ours = session.time(f"quantize_grouped/{name}", run, rules.counted_as(one))
-        session.ratio(f"grouped_over_one/{name}", "ratio", ours, one)
+        for kind, how in (("_rht", RHT), ("", {"block": ACTIVATION})):
+            one = time_quantize(session, f"quantize_1d{kind}/{whole}", given, **how)
+            run = in_groups(given, on_device, **how)
+            ours = session.time(f"quantize_grouped{kind}/{name}", run, rules.counted_as(one))
+            session.ratio(f"grouped{kind}_over_one/{name}", "ratio", ours, one)
         session.launches(f"launches/quantize_grouped/{name}", run)
         run = in_groups(given, m_splits, block=ACTIVATION)
         session.time(f"quantize_grouped_host_splits/{name}", run, rules.counted_as(one))
-        one = time_quantize(session, f"quantize_1d_rht/{whole}", given, **RHT)
-        run = in_groups(given, on_device, **RHT)
-        ours = session.time(f"quantize_grouped_rht/{name}", run, rules.counted_as(one))
-        session.ratio(f"grouped_rht_over_one/{name}", "ratio", ours, one)
 
 
 def in_groups(given: Input, m_splits: torch.Tensor | list[int], **options) -> partial:

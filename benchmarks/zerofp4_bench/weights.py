@@ -5,9 +5,11 @@ import argparse
 import torch
 
 import zerofp4
+from zerofp4.optim.moments import Slice
+from zerofp4.shard import Shard
 from zerofp4_bench import peers, rules
 from zerofp4_bench.session import Session
-from zerofp4_bench.workloads import Tensors, chosen
+from zerofp4_bench.workloads import ADAMW, Tensors, chosen
 
 STAGES = {
     "begin": ("cast_begin", rules.begin),
@@ -24,7 +26,8 @@ KINDS = {
 }
 """Of weights whose scales the cast makes, as rows call them: what empty() is given."""
 
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+ROW = 4096
+"""Elements of a row of the matrix that stands for a list in compact state."""
 
 
 def local_step(session: Session, options: argparse.Namespace) -> None:
@@ -45,11 +48,11 @@ def local_step_blocks(session: Session, options: argparse.Namespace) -> None:
     """CastPlan.step() of weights in blocks of 1x16, and with four over six, whose cast makes their scales."""
     for workload in chosen(options):
         for kind, settings in KINDS.items():
-            if settings.get("four_over_six") and not workload.is_whole:
+            if settings.get("four_over_six") and workload.owned < workload.elements:
                 continue  # shards must have whole blocks
             plan = Tensors(workload, session.device, **settings).plan()
             part, each = f"{kind}/{workload.part_name}", 16 if settings["block"] == (1, 16) else 256
-            session.time(f"local_step_{part}", plan.step, rules.local_step_blocks(workload, each))
+            session.time(f"local_step_{part}", plan.step, rules.cast_blocks(workload, each, reads=2))
             if session.clock.is_cuda:
                 stages = {
                     f"amax_{part}": ("partial_amax", rules.read_masters(workload)),
@@ -79,6 +82,20 @@ def adamw(session: Session, options: argparse.Namespace) -> None:
             theirs = with_and_without_cast(session, tensors, "torch_adamw", optimizer, tensors.plan())
             for mine, peer in zip(ours, theirs, strict=True):
                 mine["speedup"] = session.compare(mine, peer)
+        if workload.part is not None:
+            compact_adamw(session, tensors)
+
+
+def compact_adamw(session: Session, tensors: Tensors) -> None:
+    """The same in compact state, with masters of 24 bits and bfloat16 gradients, as one matrix."""
+    shape = torch.Size((tensors.flat.numel() // ROW, ROW))
+    high = tensors.flat[: shape.numel()].bfloat16()
+    high.grad, low = torch.randn_like(high).mul_(1e-2), torch.zeros_like(high, dtype=torch.uint8)
+    slices = {high: Slice(shape, Shard(0, shape.numel()), low, 0)}
+    optimizer = zerofp4.optim.FusedAdamW([{"params": [high], "slices": slices}], **ADAMW)
+    rule = "12.25n: masters of 3 bytes and moments read and written, bfloat16 gradient read"
+    moved = rules.Moved(12.25 * shape.numel(), rule, shape.numel())
+    session.time(f"adamw_compact/{tensors.workload.name}", optimizer.step, moved)
 
 
 def with_gradients(tensors: Tensors) -> list[torch.Tensor]:

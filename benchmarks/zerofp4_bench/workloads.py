@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 import zerofp4
 from zerofp4.format import BLOCK
@@ -14,6 +15,7 @@ from zerofp4.layout import ceil_div
 from zerofp4.shard import Shard, intersect
 
 RANK, RANKS = 1, 4  # whose slice of the Llama list is owned
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}  # in all steps that are compared
 SMALL_SHAPES = ((768, 768), (256, 2880), (256, 2872))  # 2872 is no multiple of 16
 
 
@@ -60,11 +62,6 @@ class Workload:
     @cached_property
     def owned(self) -> int:
         return sum(piece.shard.numel for piece in self.pieces)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each weight is owned whole."""
-        return self.owned == self.elements
 
     @cached_property
     def tiles(self) -> int:
@@ -176,6 +173,12 @@ def chosen(options: argparse.Namespace) -> Iterator[Workload]:
     """The workloads that the options ask for."""
     for name in options.workload:
         yield SCALED[name](options.scale) if name in SCALED else square(options.size)
+
+
+def parameters_of(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
+    """NVFP4 weights of normal values, with both copies."""
+    values = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    return [nn.Parameter(zerofp4.quantize(value, columnwise=True)) for value in values]
 
 
 class Tensors:

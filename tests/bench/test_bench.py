@@ -156,6 +156,7 @@ def test_all_writes_a_file_per_operation(early):
     assert rows["reference_eager_local_step/64"]["bytes"] == rows["local_step/64"]["bytes"]
     llama_name = "llama3-8b-scale200"
     assert rows[f"transpose/{llama_name}"]["bytes"] == llama(200).elements
+    assert rows[f"adamw_compact/{llama_name}"]["bytes"] == 12.25 * (llama(200).owned // 4096 * 4096)
     both, theirs = rows[f"adamw_then_cast/{llama_name}"], rows[f"torch_adamw_then_cast/{llama_name}"]
     assert both["speedup"] == theirs["times_ours"] == pytest.approx(theirs["ms"] / both["ms"])
     assert both["bytes"] == theirs["bytes"]

@@ -124,13 +124,13 @@ def test_swizzle(tmp_path):
 def test_grouped(tmp_path):
     rows = measure("grouped", tmp_path)
     assert list(rows) == [
+        "quantize_1d_rht/1280x10",
+        "quantize_grouped_rht/64x20x10",
+        "grouped_rht_over_one/64x20x10",
         "quantize_1d/1280x10",
         "quantize_grouped/64x20x10",
         "grouped_over_one/64x20x10",
         "quantize_grouped_host_splits/64x20x10",
-        "quantize_1d_rht/1280x10",
-        "quantize_grouped_rht/64x20x10",
-        "grouped_rht_over_one/64x20x10",
     ]
 
 
