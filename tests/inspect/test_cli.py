@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,8 +44,9 @@ def built_for(monkeypatch, architectures, *devices, unusable=None):
 
 
 def shown(capsys, *arguments) -> tuple[int, str]:
+    """The exit status, and what was printed, with one space between columns."""
     code = main(["info", *arguments])
-    return code, capsys.readouterr().out
+    return code, re.sub(" {2,}", " ", capsys.readouterr().out)
 
 
 def version(_):
@@ -90,8 +92,8 @@ def test_info_of_this_machine(capsys):
     problems = [line for line in text.splitlines() if line.startswith("problem: ")]
     assert code == (1 if problems else 0)
     running = zerofp4.build_info()["cpu"]["running"]
-    assert f"CPU kernels           {running}, out of " in text
-    assert f"torch                 {torch.__version__}, " in text
+    assert f"CPU kernels {running}, out of " in text
+    assert f"torch {torch.__version__}, " in text
     assert "MPI of a test" in text or "no mpi4py" in text
 
 
@@ -100,7 +102,7 @@ def test_what_makes_the_node_of_a_product(monkeypatch, capsys, reason):
     monkeypatch.setattr(info, "why_python_autograd", lambda: reason)
     _, text = shown(capsys)
     by = "by zerofp4._autograd" if reason is None else f"in Python: {reason}"
-    assert f"\nF.linear              {by}\n" in text
+    assert f"\nF.linear {by}\n" in text
 
 
 def test_json_is_what_collect_returns(capsys):
@@ -116,24 +118,24 @@ def test_variables_that_are_set_are_shown(monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("CXX", raising=False)
     _, text = shown(capsys)
-    assert "OMP_NUM_THREADS       '3' (threads of operations on the CPU)" in text
-    assert "CXX                   not set (" in text
+    assert "OMP_NUM_THREADS '3' (threads of operations on the CPU)" in text
+    assert "CXX not set (" in text
 
 
 def test_gpus_that_can_run(monkeypatch, capsys):
     built_for(monkeypatch, ARCHITECTURES, ("H200", (9, 0)), ("B200", (10, 0)), ("later", (11, 0)))
     code, text = shown(capsys)
     assert code == 0 and text.endswith("\nno problem found\n")
-    assert "GPU 0                 H200, compute capability 9.0: runs sm_90\n" in text
-    assert "GPU 1                 B200, compute capability 10.0: runs sm_100f\n" in text
-    assert "GPU 2                 later, compute capability 11.0: runs compute_90\n" in text
+    assert "GPU 0 H200, compute capability 9.0: runs sm_90\n" in text
+    assert "GPU 1 B200, compute capability 10.0: runs sm_100f\n" in text
+    assert "GPU 2 later, compute capability 11.0: runs compute_90\n" in text
 
 
 def test_a_gpu_that_the_package_refuses_is_a_problem(monkeypatch, capsys):
     built_for(monkeypatch, [], ("H200", (9, 0)), unusable="zerofp4 was built without CUDA")
     code, text = shown(capsys)
     assert code == 1
-    assert "CUDA kernels          not compiled in\n" in text
+    assert "CUDA kernels not compiled in\n" in text
     assert text.endswith("\nproblem: GPU 0 cannot be used: zerofp4 was built without CUDA\n")
 
 
@@ -155,14 +157,14 @@ def test_an_instruction_set_that_is_not_there_is_a_problem(monkeypatch, capsys):
     monkeypatch.setattr(info, "build_info", refuse)
     code, text = shown(capsys)
     assert code == 1
-    assert "CPU kernels           none, out of none\n" in text
+    assert "CPU kernels none, out of none\n" in text
     assert "problem: RuntimeError: ZEROFP4_CPU_ISA: this build runs baseline" in text
 
 
 def test_a_torch_without_process_groups(monkeypatch, capsys):
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     _, text = shown(capsys)
-    assert "process groups        none: this torch was built without torch.distributed\n" in text
+    assert "process groups none: this torch was built without torch.distributed\n" in text
 
 
 @pytest.mark.parametrize(
