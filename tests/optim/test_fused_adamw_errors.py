@@ -116,6 +116,7 @@ def freed(gradient):
         (torch.Tensor.half, TypeError, "must be float32 or bfloat16, got torch.float16"),
         (torch.Tensor.to_sparse, RuntimeError, "must be dense, got layout torch.sparse_coo"),
         (lambda g: torch._efficientzerotensor(g.shape, device=g.device), TypeError, "is an efficient zero"),
+        (torch._neg_view, ValueError, "has its negative bit set, which kernels do not see"),
         (freed, RuntimeError, "needs 48 bytes of its storage, which has 0: it was freed"),
         (lambda g: freed(torch.cat([g, g])[4:]), RuntimeError, "needs 96 bytes of its storage, which has 0"),
         (lambda g: g.t().contiguous().t(), ValueError, r"must be contiguous, got shape \(4, 3\) with"),

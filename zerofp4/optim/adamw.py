@@ -23,7 +23,7 @@ from zerofp4.optim.moments import (
     scales_shape,
     suits_compact,
 )
-from zerofp4.storage import check_memory, check_plain, dispatches
+from zerofp4.storage import check_memory, check_plain, check_signs, dispatches
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
@@ -644,6 +644,7 @@ def _check_gradients(names: Sequence[str], gradients: _Tensors, params: _Tensors
             if gradient.layout != torch.strided:
                 raise RuntimeError(f"{name} must be dense, got layout {gradient.layout}")
             check_plain(name, gradient)
+            check_signs(name, gradient)
             if gradient.dtype not in _GRADIENT_DTYPES:
                 raise TypeError(f"{name} must be float32 or bfloat16, got {gradient.dtype}")
             _check_place(name, gradient, p.device, p.numel())
