@@ -216,6 +216,7 @@ def fused_adamw() -> None:
     optimizer.step()
     assert_type(optimizer.amaxes_outdated(), bool)
     plan.step()
+    zerofp4.optim.FusedAdamW([{"params": [master], "state": "full"}], state="compact")
 
 
 def main() -> None:

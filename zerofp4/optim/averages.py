@@ -18,10 +18,10 @@ class AveragedMasters:
     an update keeps, from 0 to 1.
 
     Call update() after each step. It takes no part in collectives. The average takes 4 bytes for each element
-    of this rank's slice, and update() as many once more for the largest bucket while it runs. No value of it
-    is ever quantized. master_state_dict(model, averages), save_safetensors(model, averages, folder) and
-    unconvert_model(model, averages) give it in the model's own keys; state_dict() and load_state_dict() are
-    for torch.distributed.checkpoint, in a world of any size.
+    of this rank's slice, and update() as many once more for the largest bucket while it runs, or with masters
+    of 24 bits twice more. No value of it is ever quantized. master_state_dict(model, averages),
+    save_safetensors(model, averages, folder) and unconvert_model(model, averages) give it in the model's own
+    keys; state_dict() and load_state_dict() are for torch.distributed.checkpoint, in a world of any size.
 
     Raises TypeError for what is no ZeroFP4Optimizer, ValueError for a decay out of range.
     """
