@@ -11,7 +11,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.nn import NVFP4Recipe, autocast
+from zerofp4.nn import NVFP4Recipe, autocast, quantizers
 
 RECIPE = NVFP4Recipe(weight_block=(1, 16), backward="dequantized")
 
@@ -105,16 +105,49 @@ def test_layers_by_a_recipe(device, compiled):
         assert_bytes_equal(mine, other, "a gradient")
 
 
-def test_a_quantized_backward_pass_is_refused(device):
+@pytest.mark.parametrize("choice", [None, zerofp4.FourOverSix()])
+def test_a_quantized_backward_pass_multiplies_the_rows(device, choice):
+    """In exact products, which need no blocks along the contraction."""
+    layer = nn.Sequential(nn.Linear(64, 96, bias=False)).to(device)
+    zerofp4.convert_model(layer, layers=True, block=(1, 16), four_over_six=choice)
+    weight, x = layer[0].weight, values(32).to(device).requires_grad_()
+    grad = torch.randn(32, 96, generator=torch.Generator().manual_seed(3)).to(device)
+    with autocast(NVFP4Recipe(weight_block=(1, 16), stochastic_rounding=False, backend="exact")):
+        layer(x).backward(grad)
+    expected = zerofp4.quantize(grad, block=(1, 16)).dequantize().double() @ weight.dequantize().double()
+    torch.testing.assert_close(x.grad, expected.float(), rtol=1e-5, atol=1e-5)  # sums of another order
+
+
+@pytest.mark.parametrize("columnwise", [True, False])
+def test_exact_products_read_no_columns(device, monkeypatch, columnwise):
+    """Of tiles: neither those that a weight has, nor ones that are made for the product."""
+    models = [mlp(device), mlp(device)]
+    for model, keeps in zip(models, (True, columnwise), strict=True):
+        zerofp4.convert_model(model, layers=True, columnwise=keeps)
+    x = values(32).to(device, torch.bfloat16)
+    recipe = NVFP4Recipe(backend="exact", stochastic_rounding=False)
+    expected = gradients(models[0], x, autocast(recipe))
+    if columnwise:
+        for i in (0, 2):
+            models[1][i].weight.columnwise_data.fill_(0x77)
+    monkeypatch.setattr(quantizers, "derived_side", None)
+    found = gradients(models[1], x, autocast(recipe))
+    for mine, other in zip([found[1], *found[2]], [expected[1], *expected[2]], strict=True):
+        assert_bytes_equal(mine, other, "a gradient")
+
+
+def test_a_quantized_backward_pass_is_refused_on_fp4_tensor_cores(device, monkeypatch):
     model = mlp(device)
     zerofp4.convert_model(model, layers=True, block=(1, 16))
     x = values(32).to(device, torch.bfloat16)
+    with autocast(NVFP4Recipe()), pytest.raises(ValueError, match="needs a high-precision parameter"):
+        model(x)
+    monkeypatch.setattr(quantizers, "chosen_backend", lambda device, backend: "native")
+    monkeypatch.setattr(quantizers, "_quantizers", {})
     with (
         autocast(NVFP4Recipe(weight_block=(1, 16))),
-        pytest.raises(ValueError, match="has no columns for a quantized backward pass"),
+        pytest.raises(ValueError, match="has no columns for a quantized backward pass on FP4 tensor cores"),
     ):
-        model(x)
-    with autocast(NVFP4Recipe()), pytest.raises(ValueError, match="needs a high-precision parameter"):
         model(x)
 
 

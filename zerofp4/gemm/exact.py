@@ -52,6 +52,14 @@ def factors(
     """(values of a, values of b, alpha): [rows, contraction] without their global scales, the last group of
     a transform completed, and the float32 [1] that is the product of those; None for no factor.
     """
+    left, right, alpha = _stored_factors(a, b, dtype)
+    return left.t() if a.is_transposed else left, right.t() if b.is_transposed else right, alpha
+
+
+def _stored_factors(
+    a: Operand, b: Operand, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The same, values as the copies have them."""
     if keeps_values(a.record) or keeps_values(b.record):
         scale_a, scale_b = a.global_scale(), b.global_scale()
         alpha = None if scale_a is None else scale_a * scale_b

@@ -42,13 +42,13 @@ def why_not_grouped(device: torch.device, dtype: torch.dtype, sizes: Sequence[in
 
 class GroupedOperand:
     """The matrices of one shape, one for each group, that products of groups have as their other factor: of
-    operands, or one side of the record of a stack.
+    operands, or one side of the record of a stack. transposed: they stand for the transposes of that side.
 
     Raises ValueError for matrices of four over six with different largest scales, or a side that is missing.
     """
 
-    def __init__(self, records: Sequence[NVFP4Storage], side: str):
-        self._side, self._records = side, records
+    def __init__(self, records: Sequence[NVFP4Storage], side: str, transposed: bool = False):
+        self._side, self._records, self._transposed = side, records, transposed
         self._is_stack = records[0].experts is not None
         first = records[0]
         copies = unstack(first, first.experts) if self._is_stack else records
@@ -72,7 +72,8 @@ class GroupedOperand:
         """bfloat16 [groups, rows, contraction], exact, without global scales; kept where all records keep
         theirs.
         """
-        return kept_stack(self._records, self._side, torch.bfloat16, self._made)
+        values = kept_stack(self._records, self._side, torch.bfloat16, self._made)
+        return values.transpose(1, 2) if self._transposed else values
 
     def _made(self) -> torch.Tensor:
         data = [each.data for each in self._sides]  # which may be on its way, each time anew

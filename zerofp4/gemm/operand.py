@@ -24,7 +24,7 @@ class Operand:
     stack of matrices, of which tensor[e] is one.
     """
 
-    __slots__ = ("copy", "device", "is_nvfp4", "record", "shape", "side", "tensor")
+    __slots__ = ("copy", "device", "is_nvfp4", "is_transposed", "record", "shape", "side", "tensor")
 
     def __init__(self, tensor: Any, *, columnwise: bool = False):
         self.tensor, self.side = tensor, SIDES[columnwise]
@@ -46,6 +46,17 @@ class Operand:
         rows, cols = self.record.matrix
         self.shape = (cols, rows) if columnwise else (rows, cols)
         """(rows, contraction). The copy may hold more of the contraction: the last group of a transform."""
+        self.is_transposed = False
+        """Whether it is the transpose of what its copy stands for."""
+
+    @classmethod
+    def of_rows(cls, record: NVFP4Storage) -> "Operand":
+        """For exact products: [K, M], the transpose of the rowwise copy. A matrix in blocks of 16x16 has the
+        values of its columnwise copy there, and one in blocks of 1x16 need not have another.
+        """
+        operand = cls(record)
+        operand.shape, operand.is_transposed = operand.shape[::-1], True
+        return operand
 
     @property
     def transform(self) -> str:

@@ -74,11 +74,11 @@ def convert_model(
 
     block: (16, 16), or (1, 16), the blocks along the inputs in which serving engines read weights. These have
     rows only, 0.56 bytes an element: no stacks of experts and no Conv1D are converted, and inside autocast
-    they take NVFP4Recipe(weight_block=(1, 16), backward="dequantized").
+    they take NVFP4Recipe(weight_block=(1, 16)), on FP4 tensor cores with backward="dequantized".
 
-    columnwise: keep the transposed copy too, which the gradients of quantized products read. Without it a
-    weight takes 0.51 bytes an element in place of 1.01, and where a backward pass needs the transpose, it is
-    made from the rows each time. None: in blocks of 16x16.
+    columnwise: keep the transposed copy too, which gradients read on FP4 tensor cores; all other products
+    take the rows. Without it a weight takes 0.51 bytes an element in place of 1.01, and where a backward pass
+    needs the transpose, it is made from the rows each time. None: in blocks of 16x16.
 
     four_over_six: of two scales for each block the one with the smaller error, now and in casts.
 

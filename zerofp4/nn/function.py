@@ -93,7 +93,7 @@ class LinearFunction(torch.autograd.Function):
     """y [T, N] = x [T, K] w^T + bias, and its gradients, by a recipe (NUMERICS: in all backends of the gemm).
 
     - y: x rowwise, w rowwise; sums times alpha, plus bias in float32, rounded once to x's dtype.
-    - dx: the gradient g rowwise, w columnwise; in x's dtype.
+    - dx: the gradient g rowwise, w columnwise, or the same values from its rows; in x's dtype.
     - dw: g columnwise and x columnwise, in the weight's dtype, or added unrounded to main_grad. x is saved as
       its columnwise copy only.
     - the bias' gradient is the sum of g's rows.
@@ -109,7 +109,8 @@ class LinearFunction(torch.autograd.Function):
         y, q_x = call.forward(x, bias, weight_needs and quantizers.quantized_backward)
         side = "columnwise" if quantizers.quantized_backward else "rowwise"
         # A primary weight may have rows only, from which its columns follow.
-        weight_side = side if getattr(call.weight, side) is not None else "rowwise"
+        has_columns = call.weight.columnwise is not None
+        weight_side = "columnwise" if has_columns and not quantizers.reads_rows(call.weight) else "rowwise"
         ctx.x, buffers = Kept.of(q_x, side, quantizers.layout) if weight_needs else (None, [])
         # A cached weight that is kept dequantized is more than its buffers: that is not this call's to save.
         ctx.cached = call.weight if x_needs and keeps_values(call.weight) else None
@@ -167,7 +168,10 @@ def _quantized(quantizers, grad, x, weight, dtypes, main_grad, out):
     backend = quantizers.recipe.backend
     q_grad = quantizers.record("gradient", grad, rowwise=weight is not None, columnwise=x is not None)
     if weight is not None:
-        columns = Operand(with_columns(weight), columnwise=True)
+        if quantizers.reads_rows(weight):
+            columns = Operand.of_rows(weight)
+        else:
+            columns = Operand(with_columns(weight), columnwise=True)
         grad_x = gemm(q_grad, columns, out_dtype=dtypes[0], backend=backend)
     if x is not None:
         operands = Operand(q_grad, columnwise=True), Operand(x, columnwise=True)

@@ -18,7 +18,7 @@ from zerofp4.gemm import (
     why_not_grouped,
 )
 from zerofp4.nn.function import Kept, LinearCall
-from zerofp4.nn.quantizers import nvfp4_options, with_columns
+from zerofp4.nn.quantizers import nvfp4_options, rows_are_enough
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, recipe_of_key
 from zerofp4.storage import Side, Storage, rebindings
 from zerofp4.tensors import GroupedNVFP4Tensor, quantize_grouped
@@ -61,7 +61,7 @@ class GroupedWeights:
     def __init__(self, records: Sequence[Storage], lasting: bool = False):
         self.lasting = lasting
         self._records, self._rebindings = list(records), rebindings()
-        self._sides: dict[str, GroupedOperand] = {}
+        self._sides: dict[tuple[str, bool], GroupedOperand] = {}
         self._kept: list[tuple[Kept, list[torch.Tensor]]] = []
 
     def are(self, records: Sequence[Storage]) -> bool:
@@ -70,25 +70,24 @@ class GroupedWeights:
         return same and rebindings() == self._rebindings
 
     def rowwise(self) -> GroupedOperand:
-        return self._operand("rowwise")
+        return self._operand("rowwise", False)
 
     def columnwise(self) -> GroupedOperand:
-        """Derived at every call from records that have rows only."""
-        if all(record.columnwise is not None for record in self._records):
-            return self._operand("columnwise")
-        return GroupedOperand([with_columns(record) for record in self._records], "columnwise")
+        """Of their columns, or of rows that have the same values."""
+        rows = all(map(rows_are_enough, self._records))
+        return self._operand("rowwise" if rows else "columnwise", rows)
 
-    def _operand(self, side: str) -> GroupedOperand:
-        made = self._sides.get(side)
+    def _operand(self, side: str, transposed: bool) -> GroupedOperand:
+        made = self._sides.get((side, transposed))
         if made is None:
-            made = self._sides[side] = GroupedOperand(self._records, side)
+            made = self._sides[side, transposed] = GroupedOperand(self._records, side, transposed)
         return made
 
     def kept(self) -> list[tuple[Kept, list[torch.Tensor]]]:
-        """Of each what the gradient of the input is made from: its columns, or rows where it has none."""
+        """Of each what the gradient of the input is made from."""
         if not self._kept:
             self._kept = [
-                Kept.of(record, "rowwise" if record.columnwise is None else "columnwise", "compact")
+                Kept.of(record, "rowwise" if rows_are_enough(record) else "columnwise", "compact")
                 for record in self._records
             ]
         return self._kept

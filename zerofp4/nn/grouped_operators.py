@@ -13,7 +13,7 @@ from zerofp4.nn.grouped_function import (
     multiply_groups,
     sums_of_groups,
 )
-from zerofp4.nn.operators import record_of_buffers
+from zerofp4.nn.operators import kept_side, record_of_buffers
 from zerofp4.nn.quantizers import Quantizers, WeightCache, check_primary, quantizers_of
 from zerofp4.nn.recipe import Recipe, recipe_of_key
 from zerofp4.ops import grouped_shapes
@@ -71,8 +71,8 @@ def _cached(weights, quantizers, caches: list[int], is_first: bool) -> list[Stor
     return [WeightCache.of_handle(cache).get(weight, quantizers, is_first).record for weight, cache in pairs]
 
 
-def _copy_of(record) -> list[torch.Tensor]:
-    side: Side = record.columnwise
+def _copy_of(record, side_name: str) -> list[torch.Tensor]:
+    side: Side = getattr(record, side_name)
     return [side.data, side.scales["compact"], side.amax]
 
 
@@ -90,12 +90,14 @@ def _grouped_linear(
     elif caches:
         records = _cached(weights, quantizers, caches, is_first)
     else:
-        records = [quantizers.record("weight", each, rowwise=True, columnwise=x_needs) for each in weights]
+        columnwise = x_needs and quantizers.weight_columns
+        records = [quantizers.record("weight", each, rowwise=True, columnwise=columnwise) for each in weights]
         own = records if x_needs else []
     y, q_x = multiply_groups(x, splits, chosen, GroupedWeights(records), biases, weight_needs)
     places = [torch.stack([q_x.offsets, q_x.data_offsets, q_x.scale_offsets]), q_x.error]
-    kept_x = _copy_of(q_x) if weight_needs else []
-    return [y, *places, *kept_x, *(buffer for record in own for buffer in _copy_of(record))]
+    kept_x = _copy_of(q_x, "columnwise") if weight_needs else []
+    side = kept_side(quantizers, "weight")
+    return [y, *places, *kept_x, *(buffer for record in own for buffer in _copy_of(record, side))]
 
 
 def _fake_grouped_linear(
@@ -108,8 +110,9 @@ def _fake_grouped_linear(
             kept.append(x.new_empty(shapes[name], dtype=NVFP4Storage.buffer_dtype(name)))
     if weights and not caches and x_needs:
         quantizers = quantizers_of(recipe_of_key(recipe), x.device)
+        copies = {"rowwise": True, "columnwise": quantizers.weight_columns}
         for weight in weights:
-            kept += _copy_of(quantizers.record("weight", weight, rowwise=True, columnwise=True))
+            kept += _copy_of(quantizers.record("weight", weight, **copies), kept_side(quantizers, "weight"))
     rows = (weights or primary)[0].shape[-2]
     places = x.new_empty((3, groups + 1), dtype=torch.int64), x.new_empty(1, dtype=torch.int32)
     return [x.new_empty(x.shape[0], rows), *places, *kept]
@@ -152,10 +155,11 @@ def _gradients(
 
 
 def _restored(quantizers: Quantizers, dtype: torch.dtype, copy: list[torch.Tensor]) -> Storage:
-    *stack, cols, half = copy[0].shape
-    shape = torch.Size((*stack, 2 * half, cols))
-    blank = quantizers.blank("weight", shape, dtype, columnwise=True)
-    return Kept(type(blank), shape, blank.context(), "columnwise", "compact", _COPY).record(tuple(copy))
+    *stack, rows, half = copy[0].shape
+    side = kept_side(quantizers, "weight")
+    shape = torch.Size((*stack, *((rows, 2 * half) if side == "rowwise" else (2 * half, rows))))
+    blank = quantizers.blank("weight", shape, dtype, columnwise=side == "columnwise")
+    return Kept(type(blank), shape, blank.context(), side, "compact", _COPY).record(tuple(copy))
 
 
 def _groups(recipe, grad, splits, offsets, error, x, cols: int) -> GroupedNVFP4Tensor:

@@ -136,9 +136,7 @@ def linear_call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_
             record = layer._weight_cache.get(weight, quantizers, is_first).record
         return LinearCall(quantizers, record, main_grad, lambda: weight_state(weight) == state)
     if is_first is None:
-        columnwise = x_needs and quantizers.quantized_backward
-        own = quantizers.record("weight", weight.detach(), rowwise=True, columnwise=columnwise)
-        return LinearCall(quantizers, own, main_grad)
+        return LinearCall(quantizers, quantizers.weight(weight.detach(), x_needs), main_grad)
     cache = layer._weight_cache
     kept = cache.get(weight, quantizers, is_first)
     made_from = cache.state

@@ -55,8 +55,14 @@ def record_of_buffers(primary: list[torch.Tensor | None], dtype: torch.dtype, e4
     return record
 
 
-def _kept(quantizers: Quantizers, record: Storage) -> tuple[Kept, list[torch.Tensor]]:
-    return Kept.of(record, "columnwise" if quantizers.quantized_backward else "rowwise", quantizers.layout)
+def kept_side(quantizers: Quantizers, role: str) -> str:
+    columns = quantizers.weight_columns if role == "weight" else quantizers.quantized_backward
+    return "columnwise" if columns else "rowwise"
+
+
+def _kept(quantizers: Quantizers, role: str, record: Storage) -> list[torch.Tensor]:
+    """The buffers that are kept of an input or a weight that was quantized for this call."""
+    return Kept.of(record, kept_side(quantizers, role), quantizers.layout)[1]
 
 
 def _linear(
@@ -73,20 +79,20 @@ def _linear(
     elif cache != NO_CACHE:
         operand = WeightCache.of_handle(cache).get(weight, quantizers, is_first).record
     else:
-        operand = own = quantizers.record("weight", weight, rowwise=True, columnwise=x_needs and quantized)
+        operand = own = quantizers.weight(weight, x_needs)
     y, q_x = LinearCall(quantizers, operand).forward(x, bias, weight_needs and quantized)
-    kept_x = _kept(quantizers, q_x)[1] if weight_needs else []
-    return [y, *kept_x, *(_kept(quantizers, own)[1] if own is not None and x_needs else [])]
+    kept_x = _kept(quantizers, "input", q_x) if weight_needs else []
+    return [y, *kept_x, *(_kept(quantizers, "weight", own) if own is not None and x_needs else [])]
 
 
 def _fake_linear(x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first, x_needs, weight_needs):
     quantizers = quantizers_of(recipe_of_key(recipe), x.device)
-    columnwise = quantizers.quantized_backward
     kept = []
     if weight_needs:
-        kept += _kept(quantizers, quantizers.record("input", x, rowwise=True, columnwise=columnwise))[1]
+        copies = {"rowwise": True, "columnwise": quantizers.quantized_backward}
+        kept += _kept(quantizers, "input", quantizers.record("input", x, **copies))
     if weight is not None and cache == NO_CACHE and x_needs:
-        kept += _kept(quantizers, quantizers.record("weight", weight, rowwise=True, columnwise=columnwise))[1]
+        kept += _kept(quantizers, "weight", quantizers.weight(weight, x_needs))
     rows = primary[0].shape[0] if weight is None else weight.shape[0]
     return [x.new_empty(x.shape[0], rows), *kept]
 
@@ -112,8 +118,8 @@ def _linear_gradients(
 
 
 def _restored(quantizers: Quantizers, role: str, shape: torch.Size, dtype: torch.dtype, buffers) -> Storage:
-    blank = quantizers.blank(role, shape, dtype, columnwise=quantizers.quantized_backward)
-    side = "columnwise" if quantizers.quantized_backward else "rowwise"
+    side = kept_side(quantizers, role)
+    blank = quantizers.blank(role, shape, dtype, columnwise=side == "columnwise")
     kept = Kept(type(blank), shape, blank.context(), side, quantizers.layout, len(buffers))
     return kept.record(tuple(buffers))
 

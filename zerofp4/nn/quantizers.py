@@ -9,6 +9,7 @@ import torch
 
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
 from zerofp4.gemm import chosen_backend, keep_values, refresh_values
+from zerofp4.layout import check_matrix
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Storage
 from zerofp4.tensors import (
@@ -26,6 +27,7 @@ ROLES = ("input", "weight", "gradient")
 class Quantizers:
     """The quantizers of a recipe. layout: of the scales that its products read, "compact" for the exact
     backend and "swizzled" for the native one. keeps_values: whether a cached weight is kept dequantized too.
+    weight_columns: whether a weight is quantized with a columnwise copy, for a gradient of x that reads it.
     """
 
     def __init__(self, recipe: Recipe, backend: str):
@@ -36,6 +38,9 @@ class Quantizers:
         self.keeps_values = recipe.cache == "dequantized" and backend == "exact"
         self.is_nvfp4 = isinstance(recipe, NVFP4Recipe)
         self.quantized_backward = recipe.backward == "quantized"
+        self._is_exact = backend == "exact"
+        has_tiles = self.is_nvfp4 and recipe.weight_block == (BLOCK, BLOCK)
+        self.weight_columns = self.quantized_backward and not (self._is_exact and has_tiles)
         self._made: dict[tuple, Quantizer] = {}
 
     def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
@@ -43,11 +48,23 @@ class Quantizers:
         record = self.record(role, x, rowwise=rowwise, columnwise=columnwise)
         return NVFP4Tensor(record) if isinstance(record, NVFP4Storage) else MXFP8Tensor(record)
 
+    def reads_rows(self, weight: Storage) -> bool:
+        """Whether the gradient of x reads the rows of a weight, and not its columns."""
+        return not self.quantized_backward or (self._is_exact and self.is_nvfp4 and rows_are_enough(weight))
+
     def record(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Storage:
         """The same without the tensor around it."""
         if self.is_nvfp4:
             return self._nvfp4(role, rowwise, columnwise).record(x)
         return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=(self.layout,)).record
+
+    def weight(self, weight: torch.Tensor, x_needs: bool) -> Storage:
+        """A weight for one call. x_needs: whether the gradient of x is made from it. Raises ValueError where
+        that gradient could not be.
+        """
+        if self.is_nvfp4:
+            check_matrix(*weight.shape[-2:], columnwise=x_needs and self.quantized_backward)
+        return self.record("weight", weight, rowwise=True, columnwise=x_needs and self.weight_columns)
 
     def input(self, x: torch.Tensor, *, columnwise: bool) -> Storage:
         """x as a layer's input, with a rowwise copy: x may be quantized already.
@@ -129,11 +146,23 @@ def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
             f"weight_block {recipe.weight_block} of the recipe needs a high-precision parameter, but weight "
             f"is an NVFP4Tensor with block {weight.record.block}"
         )
-    if weight.record.block[0] == 1 and recipe.backward == "quantized":
+    if weight.record.block[0] == 1 and recipe.backward == "quantized" and not _is_exact(weight, recipe):
         raise ValueError(
             f"weight is an NVFP4Tensor with block {weight.record.block}, which has no columns for a "
-            "quantized backward pass: use NVFP4Recipe(backward='dequantized')"
+            "quantized backward pass on FP4 tensor cores: use NVFP4Recipe(backward='dequantized'), or "
+            "backend='exact'"
         )
+
+
+def _is_exact(weight: NVFP4Tensor, recipe: Recipe) -> bool:
+    return chosen_backend(weight.device, recipe.backend) == "exact"
+
+
+def rows_are_enough(record: NVFP4Storage) -> bool:
+    """Whether exact products of the columnwise copy may take the rows: both have the same values, or there
+    are no others.
+    """
+    return record.rowwise is not None and (record.block == (BLOCK, BLOCK) or record.columnwise is None)
 
 
 def with_columns(record: Storage) -> Storage:
@@ -217,12 +246,12 @@ class WeightCache:
                 keep_values(kept.record)
             return
         if not isinstance(weight, NVFP4Tensor):
-            quantizers.update_("weight", kept, weight.detach(), columnwise=quantizers.quantized_backward)
+            quantizers.update_("weight", kept, weight.detach(), columnwise=quantizers.weight_columns)
         refresh_values(kept.record)
 
     def _made(self, weight: torch.Tensor, quantizers: Quantizers) -> QuantizedTensor:
         if not isinstance(weight, NVFP4Tensor):
-            columnwise = quantizers.quantized_backward
+            columnwise = quantizers.weight_columns
             return quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
         # A record of its own: what it keeps is as old as the cache, the weight's own is not.
         record = NVFP4Storage.from_context(weight.record.shape, weight.record.context())

@@ -22,7 +22,7 @@ class NVFP4Recipe:
     """All three products of a layer from NVFP4 operands: activations and gradients in blocks of 1x16.
 
     weight_block: (16, 16), whose columnwise copy is the transpose, or (1, 16): of high-precision parameters,
-    or, with a dequantized backward, of those that are NVFP4 in such blocks themselves.
+    or of those that are NVFP4 in such blocks themselves, on FP4 tensor cores with a dequantized backward.
     stochastic_rounding: of gradients, with torch's default generator of their device.
     hadamard, random_signs: the transform of both operands of the weight's gradient, and whether with signs.
     four_over_six: how activations and high-precision weights choose their scales; gradients never do.

@@ -132,6 +132,19 @@ def test_the_bytes_of_ranks_that_share_memory(world, late, overlap):
     check(*models[1])
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@on_ranks(2)
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_the_bytes_of_gpus_that_share_memory(world, overlap):
+    options = {"overlap": overlap, "bucket_mb": SMALL}
+    models = [make(world, transport=transport, **options) for transport in ("collective", "peer")]
+    for step in range(3):
+        for model in models:
+            take_step(world, *model, step)
+        assert_all_equal(*(model_bytes(parameters) for parameters, _ in models), f"step {step}")
+    check(*models[1])
+
+
 SCALE_READS = {
     "rowwise": lambda w: w.rowwise_scale,
     "expanded": lambda w: w.expanded_scale(),
