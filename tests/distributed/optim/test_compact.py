@@ -42,13 +42,22 @@ def run(parameters, optimizer, steps):
     "options",
     [
         {},
-        {"bucket_mb": 0.003, "reduction": "reduce_scatter", "gradient_wire": torch.float32},
         {"bucket_mb": 0.01, "overlap": "backward"},
         {"bucket_mb": 0.01, "overlap": "forward"},
         {"accumulate": "sharded", "gradient_wire": torch.float32},
     ],
 )
 def test_the_bytes_of_the_reference_at_any_world_size(world, options):
+    check_training(world, options)
+
+
+@on_ranks(2)
+def test_gradients_of_a_reduce_scatter(world):
+    """Whose sum of two equal ones is exact in any order."""
+    check_training(world, {"bucket_mb": 0.003, "reduction": "reduce_scatter", "gradient_wire": torch.float32})
+
+
+def check_training(world, options):
     """Each rank has whole groups. The last step is clipped."""
     parameters = make_sharded(world.device)
     expected, optimizer = Whole(parameters), build(parameters, **options)
