@@ -132,6 +132,21 @@ def test_the_bytes_of_ranks_that_share_memory(world, late, overlap):
     check(*models[1])
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("bucket_mb", [SMALL, None])
+def test_compact_state_is_that_of_one_rank(world, bucket_mb):
+    """Whose groups a slice must not cut, either."""
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    options = {"state": "compact", "bucket_mb": bucket_mb}
+    models = [make(world, process_group=group, **options) for group in (alone, None)]
+    for step in range(3):
+        for parameters, optimizer in models:
+            set_gradients(parameters, make_gradients(parameters, step))
+            optimizer.step()
+        assert_all_equal(*(optimizer.gathered_masters() for _, optimizer in models), f"step {step}: master")
+        check(*models[1])
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @on_ranks(2)
 @pytest.mark.parametrize("overlap", [None, "forward"])
