@@ -206,7 +206,7 @@ def measure(
 
 def shard(model: Decoder, mesh: DeviceMesh, reshards: bool, is_ours: bool) -> torch.optim.Optimizer:
     if is_ours:
-        integration.prepare(model)
+        integration.prepare(model, columnwise=True)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=POLICY, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=reshards)

@@ -42,8 +42,8 @@ def prepare(
       module of fully_shard that is not told otherwise. The first gather decides for good.
 
     amax_groups: lists of weights of the model, as they are now, that share one amax.
-    columnwise: layers of zerofp4.nn, which multiply the transposed codes in their backward pass, get them,
-    made on each rank from what was gathered. No other layer does. None: in blocks of 16x16.
+    columnwise: layers of zerofp4.nn get the transposed codes too, made on each rank from what was gathered;
+    no other layer does. None: on FP4 tensor cores, where their backward pass reads them, of 16x16 blocks.
     block: (16, 16), or (1, 16), in which serving engines read weights: their scales are gathered behind the
     codes, 1/16 byte an element.
     four_over_six: of two scales for each block the one with the smaller error; in blocks of 1x16.
@@ -52,7 +52,7 @@ def prepare(
     for amax groups of other weights, and for blocks and choices that are not supported; nothing is changed
     then.
     """
-    columns = weight_columns(block, columnwise)
+    columns = columnwise if weight_columns(block, columnwise) else False
     if four_over_six is not None and tuple(block) != (1, BLOCK):
         raise ValueError(
             f"four_over_six needs block (1, 16) here, got {tuple(block)}: fully_shard cuts between any rows, "

@@ -59,7 +59,8 @@ class Weight:
     """One parameter that prepare has taken over, shared by all tensors that are its master or a piece of it.
 
     name: the parameter's in the model. dtype: that it had. takes_codes: whether its module multiplies codes.
-    columnwise: whether that is to have the transposed copy of them too. block, four_over_six: how it is cast.
+    columnwise: whether that is to have the transposed copy of them too; None where there are FP4 tensor
+    cores. block, four_over_six: how it is cast.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Weight:
         name: str,
         dtype: torch.dtype,
         takes_codes: bool,
-        columnwise: bool,
+        columnwise: bool | None,
         block: tuple[int, int] = (BLOCK, BLOCK),
         four_over_six: FourOverSix | None = None,
     ):
@@ -117,8 +118,11 @@ class Weight:
             compact = whole.view(-1, whole.shape[-1])[: self.record.matrix[0]].view(SCALE_DTYPE)
             self.record.rowwise, self.scales = Side(None, {"compact": compact}, amax), whole[rank]
         else:
-            layouts = ("compact", "swizzled") if has_fp4_tensor_cores(placement.device) else ("compact",)
-            columnwise = self.columnwise and not placement.param.is_dtensor  # then its module gets values
+            has_tensor_cores = has_fp4_tensor_cores(placement.device)
+            layouts = ("compact", "swizzled") if has_tensor_cores else ("compact",)
+            columnwise = has_tensor_cores if self.columnwise is None else self.columnwise
+            if placement.param.is_dtensor:  # its module gets plain values
+                columnwise = False
             for side in ("rowwise", "columnwise")[: 1 + columnwise]:
                 scales = _empty_scales(self.record, side, layouts, local.device)
                 setattr(self.record, side, Side(None, scales, amax))
