@@ -58,7 +58,8 @@ _PLAIN = {torch.Tensor, type(None)}
 
 
 def plain_kinds(tensors: list[torch.Tensor | None]) -> bytes | list | None:
-    """TensorFacts.kinds, if each tensor is plain and dense, was not freed, and has no lazy sign; else None.
+    """TensorFacts.kinds, if each tensor is plain and dense, lies where no freed storage can, and has no lazy
+    sign; else None.
 
     Who checked tensors need not check others of equal kinds.
     """

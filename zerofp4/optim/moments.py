@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from zerofp4.format import STATE_GROUP
 from zerofp4.layout import ceil_div
 from zerofp4.ops import MasterPiece
-from zerofp4.reference import CompactMoments, decode_moments, encode_moments
+from zerofp4.reference import CompactMoments, decode_moments, encode_moments, root
 from zerofp4.shard import Shard, state_groups, state_unit
 
 FULL = {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -155,7 +155,7 @@ def _encoded(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torch
     first, second = exp_avg.reshape(-1, cols), exp_avg_sq.reshape(-1, cols)
     outputs = [new[name].view(len(first), *new[name].shape[len(shape) - 1 :]) for name in new]
     for rows in _row_ranges(first):
-        roots = second[rows].sqrt().clamp(max=2.0**64)
+        roots = root(second[rows]).clamp(max=2.0**64)
         for output, values in zip(outputs, encode_moments(first[rows], roots), strict=True):
             output[rows] = values
     return new

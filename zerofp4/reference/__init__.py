@@ -5,7 +5,7 @@ where a product has three factors the brackets say which two are multiplied firs
 changes bytes.
 """
 
-from zerofp4.reference.adamw import adamw_step, average, power, square_sums
+from zerofp4.reference.adamw import adamw_step, average, power, root, square_sums
 from zerofp4.reference.compact import (
     CompactMoments,
     code_values,
@@ -121,6 +121,7 @@ __all__ = [
     "quantize_experts",
     "quantize_mxfp8",
     "random_bytes",
+    "root",
     "round_master",
     "scale_candidates",
     "scaled",
