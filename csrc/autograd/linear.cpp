@@ -216,6 +216,12 @@ struct LinearBackward : Node {
 
     std::string name() const override { return "LinearBackward"; }
 
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+        TORCH_CHECK(false,
+                    "compiled autograd cannot trace the node in C++ of F.linear with an NVFP4 weight: set "
+                    "ZEROFP4_AUTOGRAD=0, which takes the one in Python");
+    }
+
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex);
         x.reset_data();
@@ -341,7 +347,7 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const Tensor& weight = THPVariable_Unpack(given[1]);
     const Tensor bias = unwrapped(given[2]);
     if (!is_plain(x) || (has_bias && !is_plain(bias)) || weight.is_inference() ||
-        dtype_code(weight.scalar_type()) < 0)
+        weight._fw_grad(0).defined() || dtype_code(weight.scalar_type()) < 0)
         Py_RETURN_NONE;
     const std::optional<Source> source = source_of(given[1], x.device());
     if (!source) Py_RETURN_NONE;

@@ -76,6 +76,16 @@ def test_sparse_gradients(device):
     assert_refused(optimizer, "gradient of layout torch.sparse_coo: gradients must be dense")
 
 
+def test_a_gradient_of_fewer_elements(device):
+    """Assigned through .data, which torch does not check."""
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    parameters[0].grad.data = parameters[0].grad.new_zeros(2, 2)
+    assert_refused(optimizer, r"\['params'\]\[0\] has a gradient of shape \(2, 2\)")
+
+
 @pytest.mark.parametrize("offset", [0, 64])
 def test_gradients_that_were_freed(device, offset):
     """A view of a freed storage is at its offset, not at address 0."""

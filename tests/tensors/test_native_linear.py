@@ -15,6 +15,7 @@ from cases.gradient_places import memory_of
 from helpers import assert_bytes_equal
 from tensor_helpers import DTYPES, VIEWS, make, values
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -453,6 +454,22 @@ def test_forward_differentiation(device):
 
     assert_same(run)
     assert run()["tangent"] is not None
+
+
+def test_forward_differentiation_by_a_weight_is_refused(device):
+    weight = zerofp4.quantize(torch.ones(32, 32, device=device))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(weight, torch.ones(32, 32, device=device))
+        with pytest.raises(NotImplementedError):
+            F.linear(torch.ones(1, 32, device=device), dual)
+
+
+def test_compiled_autograd_hears_what_to_do(device):
+    weight = torch.nn.Parameter(zerofp4.quantize(torch.ones(32, 32, device=device)))
+    y = F.linear(torch.ones(1, 32, device=device), weight)
+    compiler = torch.compile(backend="eager")
+    with compiled_autograd._enable(compiler), pytest.raises(RuntimeError, match="set ZEROFP4_AUTOGRAD=0"):
+        y.sum().backward()
 
 
 # Which one is used

@@ -152,9 +152,9 @@ class ShardedParameters:
     # What others have done to the parameters
 
     def check_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise RuntimeError for a gradient that is sparse, elsewhere, or freed."""
+        """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, or of another shape."""
         device = self.buckets[0].device
-        for name, gradient in zip(self.names, gradients, strict=True):
+        for name, gradient, parameter in zip(self.names, gradients, self.parameters, strict=True):
             if gradient is None:
                 continue
             if gradient.layout != torch.strided:
@@ -163,6 +163,8 @@ class ShardedParameters:
                 problem = f"on {gradient.device}, and its master is on {device}"
             elif find_freed([gradient]) is not None:
                 problem = "whose storage was freed in place (resize_)"
+            elif gradient.shape != parameter.shape:
+                problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(parameter.shape)}"
             else:
                 continue
             raise RuntimeError(f"{name} has a gradient {problem}")
