@@ -300,3 +300,20 @@ def test_a_gradient_that_is_refused(device):
     with pytest.raises(TypeError, match="must be float32 or bfloat16, got"):
         optimizer.step()
     expected.check()
+
+
+@pytest.mark.parametrize("saver", ["full", "compact"])
+def test_a_converted_state_is_its_own(device, saver):
+    """Also of a parameter without elements, as a rank of fully_shard may have it."""
+    params = [torch.randn(4, 64, device=device), torch.randn(0, 64, device=device)]
+    saved = FusedAdamW(params, state=saver, **OPTIONS)
+    set_random_gradients(params)
+    saved.step()
+    copies = [p.clone() for p in params]
+    loaded = FusedAdamW(copies, state="compact" if saver == "full" else "full", **OPTIONS)
+    loaded.load_state_dict(saved.state_dict())
+    saved.step()
+    assert [loaded.state[p]["step"].item() for p in copies] == [1, 1]
+    set_random_gradients(copies)
+    loaded.step()
+    assert [loaded.state[p]["step"].item() for p in copies] == [2, 2]

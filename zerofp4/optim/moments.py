@@ -118,7 +118,8 @@ def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dic
     new = _encoded(**values) if compact else _decoded(**values)
     shapes = {"scales": scales_shape(p.shape)}
     made = {name: _sharded_like(p, value, shapes.get(name, p.shape)) for name, value in new.items()}
-    return {"step": entries["step"], **made}
+    step = entries["step"]  # which the other optimizer goes on to count
+    return {"step": step.clone() if torch.is_tensor(step) else step, **made}
 
 
 def encode_shard(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, cols: int) -> dict[str, torch.Tensor]:
@@ -166,7 +167,7 @@ def _decoded(
 ) -> dict[str, torch.Tensor]:
     cols = exp_avg_codes.shape[-1]
     first, second = exp_avg_codes.reshape(-1, cols), exp_avg_sq_codes.reshape(-1, cols)
-    scales = scales.reshape(len(first), -1, 2)
+    scales = scales.reshape(len(first), ceil_div(cols, STATE_GROUP), 2)
     outputs = [torch.empty_like(first, dtype=torch.float32) for _ in range(2)]
     for rows in _row_ranges(first):
         moments = decode_moments(CompactMoments(first[rows], second[rows], scales[rows]))
