@@ -90,6 +90,7 @@ class Checked:
         self.held = take_over(masters_from, trainable, names, group, shardings)
         """Masters of an earlier optimizer, by id(parameter)."""
         trained = {id(one.parameter): one for one in self.trained}
+        self._numbers = {key: number for number, key in enumerate(trained)}
         self.announcement = Announcement(
             members=[self._announce(k, trained.get(id(p))) for k, p in enumerate(self.parameters)],
             ranks=[place.ranks for place in self.places],
@@ -208,7 +209,8 @@ class Checked:
         if trained is not None and self.trained[trained.leader] is not trained:
             kind += f", in amax_groups with {self.trained[trained.leader].name}"
         if trained is not None and trained.is_compact:
-            kind += ", in compact state"
+            # Random bytes are those of the number: it must be that of all who have the parameter.
+            kind += f", in compact state as number {self._numbers[id(p)]}"
         if id(p) in self.held:
             kind += ", of masters_from"
         if sharding.replicas is not None:

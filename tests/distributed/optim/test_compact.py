@@ -151,6 +151,27 @@ def test_ranks_that_choose_differently(world):
         build([p], state=("full", "compact")[world.rank])
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["replicated_over", "mesh"])
+def test_replicas_have_one_number(world, way):
+    """Their random bytes are those of it. Here a rank has one or two parameters of its own before it."""
+    alone = [dist.new_group([rank]) for rank in range(2)][world.rank]
+    mesh = init_device_mesh(world.device.type, (2, 1))
+    both = dist.new_group([0, 1])
+    where = {
+        "mesh": {"process_group": mesh},
+        "replicated_over": {"process_group": alone, "replicated_over": both},
+    }[way]
+    own, shared = ([torch.zeros(4, 64, device=world.device) for _ in range(n)] for n in (1 + world.rank, 1))
+    groups = [
+        {"params": [nn.Parameter(p) for p in own], "process_group": alone},
+        {"params": [nn.Parameter(p) for p in shared], **where},
+    ]
+    ZeroFP4Optimizer(groups, FusedAdamW, lr=1e-3)
+    with pytest.raises(ValueError, match=r"compact state as number 1.* compact state as number 2"):
+        ZeroFP4Optimizer(groups, FusedAdamW, lr=1e-3, state="compact")
+
+
 # Checkpoints
 
 
