@@ -18,11 +18,11 @@ _NAME = "zerofp4._autograd"
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
     """The extension, or None and the reason. Raises ValueError for a wrong value of the variable."""
-    given = os.environ.get(VARIABLE, "1")
+    given = os.environ.get(VARIABLE, "0")  # it may deadlock where several threads compute with one weight
     if given not in ("0", "1"):
         raise ValueError(f"{VARIABLE}={given!r}: it is 0 or 1")
     if given == "0":
-        return None, f"{VARIABLE} is 0"
+        return None, f"{VARIABLE} is not 1"
     try:
         extension = importlib.import_module(_NAME)
     except ModuleNotFoundError:
