@@ -91,10 +91,14 @@ constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::C
                                       c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
                                       c10::DispatchKey::AutocastCUDA});
 
-// A dense tensor on a CPU or a GPU, with no other behavior and no tangent of forward AD.
+// A dense tensor on a CPU or a GPU, with no other behavior.
 bool is_plain(const Tensor& tensor) {
-    return (tensor.key_set() | kPlain) == kPlain && !tensor.is_inference() && !tensor._fw_grad(0).defined();
+    return (tensor.key_set() | kPlain) == kPlain && !tensor.is_inference();
 }
+
+// Whether forward AD differentiates by the tensor. Not to be asked with the GIL: it takes a lock of the
+// tensor that another thread may hold while it waits for the GIL, as when it makes the node of a leaf.
+bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
 
 bool is_exact(PyObject* object) { return THPVariable_CheckExact(object); }
 
@@ -234,7 +238,8 @@ struct LinearBackward : Node {
         const Tensor saved_x = x.unpack(getptr()), saved_weight = weight.unpack(getptr());
         const at::ScalarType dtype = grad.scalar_type();
         const bool is_fast = is_default_state(false) && !at::GradMode::is_enabled() && is_plain(grad) &&
-                             dtype_code(dtype) >= 0 && (!saved_x.defined() || is_plain(saved_x));
+                             dtype_code(dtype) >= 0 && (!saved_x.defined() || is_plain(saved_x)) &&
+                             !has_tangent(grad) && !has_tangent(saved_x);
         if (is_fast) {
             std::optional<variable_list> found = gradients(grad, saved_x, saved_weight);
             if (found) return *std::move(found);
@@ -347,15 +352,17 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const Tensor& weight = THPVariable_Unpack(given[1]);
     const Tensor bias = unwrapped(given[2]);
     if (!is_plain(x) || (has_bias && !is_plain(bias)) || weight.is_inference() ||
-        weight._fw_grad(0).defined() || dtype_code(weight.scalar_type()) < 0)
+        dtype_code(weight.scalar_type()) < 0)
         Py_RETURN_NONE;
     const std::optional<Source> source = source_of(given[1], x.device());
     if (!source) Py_RETURN_NONE;
     Tensor y;
     {
         NoGil released;
-        y = forward(x, weight, bias, *source);
+        if (!has_tangent(x) && !has_tangent(weight) && !has_tangent(bias))
+            y = forward(x, weight, bias, *source);
     }
+    if (!y.defined()) Py_RETURN_NONE;
     return THPVariable_Wrap(std::move(y));
     END_HANDLE_TH_ERRORS
 }

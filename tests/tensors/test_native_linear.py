@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import sys
+import threading
 import weakref
 
 import pytest
@@ -470,6 +472,31 @@ def test_compiled_autograd_hears_what_to_do(device):
     compiler = torch.compile(backend="eager")
     with compiled_autograd._enable(compiler), pytest.raises(RuntimeError, match="set ZEROFP4_AUTOGRAD=0"):
         y.sum().backward()
+
+
+def test_threads_with_one_weight(device):
+    """One asks for the weight's tangent while another makes the node of its gradient, which needs the GIL."""
+    leaves = Product(device).leaves()
+    expected, found = F.linear(*leaves.values()).detach(), []
+
+    def compute():
+        for _ in range(3000):
+            y = F.linear(*leaves.values())
+        found.append(y.detach())
+
+    threads = [threading.Thread(target=compute) for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(found) == 3
+    for y in found:
+        assert_bytes_equal(y, expected, "outputs")
 
 
 # Which one is used

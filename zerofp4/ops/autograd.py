@@ -18,7 +18,7 @@ _NAME = "zerofp4._autograd"
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
     """The extension, or None and the reason. Raises ValueError for a wrong value of the variable."""
-    given = os.environ.get(VARIABLE, "0")  # it may deadlock where several threads compute with one weight
+    given = os.environ.get(VARIABLE, "0")
     if given not in ("0", "1"):
         raise ValueError(f"{VARIABLE}={given!r}: it is 0 or 1")
     if given == "0":
