@@ -73,6 +73,22 @@ def run(plan):
     plan.post()
 
 
+def check_replays(weights, masters, starts) -> None:
+    """Of a captured step, on a GPU."""
+    plan = zerofp4.CastPlan(weights, masters, starts)
+    run(plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.step()
+        plan.post()
+    for _ in range(2):
+        for master in masters:
+            master.mul_(-2).add_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        check_kinds(weights, masters)
+
+
 def check_plan_and_functions(weights, masters, starts):
     """Two steps of a plan, then the functions, from masters that change in between."""
     plan = zerofp4.CastPlan(weights, masters, starts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check_kinds, check_plan_and_functions, make_kinds, run
+from cases.cast import ROWS, TILES, check_kinds, check_plan_and_functions, check_replays, make_kinds, run
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
@@ -82,19 +82,7 @@ def test_what_is_not_finite_is_skipped(device):
 @pytest.mark.parametrize("count", [1, 4])
 def test_replays_of_a_captured_step(count):
     shapes = [(34, 288), (33, 50), (130, 1000), (64, 64)][:count]
-    weights, masters, starts = make_kinds("cuda", shapes, [TILES, ROWS], CHOICES[:1])
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    run(plan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.step()
-        plan.post()
-    for _ in range(2):
-        for master in masters:
-            master.mul_(-2).add_(0.5)
-        graph.replay()
-        torch.cuda.synchronize()
-        check_kinds(weights, masters)
+    check_replays(*make_kinds("cuda", shapes, [TILES, ROWS], CHOICES[:1]))
 
 
 # What is refused

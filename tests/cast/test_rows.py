@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check_kinds, check_plan_and_functions, make_kinds, run
+from cases.cast import ROWS, TILES, check_kinds, check_plan_and_functions, check_replays, make_kinds, run
 from helpers import assert_bytes_equal, at_an_odd_address, needs_gpu
 
 import zerofp4
@@ -149,19 +149,7 @@ def test_a_captured_post_keeps_scales(monkeypatch, captured):
 @pytest.mark.parametrize("count", [1, 3])
 def test_replays_of_a_captured_step(count, blocks):
     shapes = [(34, 288), (130, 1000), (33, 50)][:count]
-    weights, masters, starts = make_kinds("cuda", shapes, blocks)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    run(plan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.step()
-        plan.post()
-    for _ in range(2):
-        for master in masters:
-            master.mul_(-2).add_(0.5)
-        graph.replay()
-        torch.cuda.synchronize()
-        check_kinds(weights, masters)
+    check_replays(*make_kinds("cuda", shapes, blocks))
 
 
 # What is refused
