@@ -53,6 +53,7 @@ class ShardedParameters:
         self.trained, self._late = checked.trained, late
         self.parameters = [one.parameter for one in self.trained]
         self.names = [one.name for one in self.trained]
+        self._shapes = [parameter.shape for parameter in self.parameters]
         named = zip(checked.parameters, checked.names, strict=True)
         self._frozen = {p: name for p, name in named if not p.requires_grad}
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
@@ -154,7 +155,7 @@ class ShardedParameters:
     def check_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, or of another shape."""
         device = self.buckets[0].device
-        for name, gradient, parameter in zip(self.names, gradients, self.parameters, strict=True):
+        for name, gradient, shape in zip(self.names, gradients, self._shapes, strict=True):
             if gradient is None:
                 continue
             if gradient.layout != torch.strided:
@@ -163,8 +164,8 @@ class ShardedParameters:
                 problem = f"on {gradient.device}, and its master is on {device}"
             elif find_freed([gradient]) is not None:
                 problem = "whose storage was freed in place (resize_)"
-            elif gradient.shape != parameter.shape:
-                problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(parameter.shape)}"
+            elif gradient.shape != shape:
+                problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(shape)}"
             else:
                 continue
             raise RuntimeError(f"{name} has a gradient {problem}")
