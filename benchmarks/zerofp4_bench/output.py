@@ -153,7 +153,34 @@ def summary_section() -> str:
     return f"{picture}\n\n{markdown_table(Table(('', 'ours', 'against'), 'lrl', rows))}"
 
 
-SECTIONS = {"performance.md": summary_section, "measurements.md": docs_section}
+def finetune_section() -> str:
+    """A table for docs/serving.md of what examples/quantization_aware_finetune.py has written to
+    benchmarks/results/finetune; nothing while there is no file.
+    """
+    results = [json.loads(path.read_text()) for path in sorted((RESULTS / "finetune").glob("*.json"))]
+    names = list(dict.fromkeys(name for result in results for name in result["losses"]))
+    rows = [
+        (finetune_words(result), *(f"{result['losses'].get(name, math.nan):.4f}" for name in names))
+        for result in results
+    ]
+    header = ("model and training", *names)
+    return markdown_table(Table(header, "l" + "r" * len(names), rows)) if rows else ""
+
+
+def finetune_words(result: dict) -> str:
+    options = result["options"]
+    choices = {"four_over_six": "four over six", "teacher": "teacher", "fsdp": "fully_shard"}
+    words = [f"{result['parameters'] / 1e6:.1f}M parameters", f"blocks of {options['block']}"]
+    words += [word for name, word in choices.items() if options[name]]
+    device = f"{result['ranks']} x {result['device']}" if result["ranks"] > 1 else result["device"]
+    return ", ".join([*words, f"{options['steps']} steps", device])
+
+
+SECTIONS = {
+    "performance.md": summary_section,
+    "measurements.md": docs_section,
+    "serving.md": finetune_section,
+}
 """By page of docs/, what stands between its markers."""
 
 

@@ -6,7 +6,9 @@ import argparse
 import importlib
 import os
 import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -55,6 +57,22 @@ def check_python(module: str, arguments: list[str]) -> None:
         assert hasattr(importlib.import_module(module), "parse_options")
 
 
+def check_example(script: Path, arguments: list[str]) -> None:
+    """Its files are the reader's."""
+
+    def parse_args(self):
+        original(self)
+        raise Parsed
+
+    original = argparse.ArgumentParser.parse_args
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args),
+        mock.patch.object(sys, "argv", [str(script), *arguments]),
+        pytest.raises(Parsed),
+    ):
+        runpy.run_path(str(script))
+
+
 def check_shell(script: Path, arguments: list[str]) -> None:
     """The comment at its top explains every option; what else it is given are folders, or of an option."""
     explained = re.findall(r"[\w-]+", script.read_text().partition("set -euo pipefail")[0])
@@ -78,6 +96,9 @@ def test_the_command_can_start(command):
         check_python({"zerofp4": "zerofp4.inspect.cli"}.get(words[2], words[2]), words[3:])
         return
     script = ROOT / words[0]
+    if script.parent == ROOT / "examples":
+        check_example(script, words[1:])
+        return
     assert script.parent == ROOT / "scripts" and script.exists(), f"there is no {words[0]}"
     if len(words) > 1 and not by_python:
         assert os.access(script, os.X_OK), f"{words[0]} is not executable"

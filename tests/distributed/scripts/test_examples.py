@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import json
 import runpy
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerofp4
 from distributed.cases import shared_folder
 from distributed.processes import ROOT
 from distributed.run import on_ranks, run_ranks
@@ -92,8 +95,74 @@ def test_training_with_other_packages(world, example):
     gc.collect()
 
 
+FINETUNE = "quantization_aware_finetune"
+FEW_STEPS = ["--pretrain-steps", 150, "--steps", 40, "--batch-size", 8]
+TRAININGS = {
+    "zero": ["--four-over-six", "--block", "16x16", "--control", "--format", "modelopt"],
+    "fsdp": ["--fsdp", "--four-over-six", "--teacher"],
+}
+
+
+@on_ranks(1, 2, time_limit=180.0)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_quantization_aware_finetune(world, training):
+    """The losses are what each training is for, and the folder has the codes that were trained."""
+    for package in ("transformers", "safetensors"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    folder = shared_folder(world)
+    told = folder / "told.json"
+    arguments = [folder / "served", "--json", told, *FEW_STEPS, *TRAININGS[training]]
+    with pytest.MonkeyPatch.context() as patch:
+        names = run_in_group(patch, FINETUNE, *arguments)
+    losses, format = names["losses"], names["options"].format
+    whole = dict(zerofp4.serving.weights(names["model"], format).whole())
+    assert losses["bfloat16"] <= losses["start"] / 2
+    assert losses["rounded once"] != losses["bfloat16"]
+    if "--teacher" in TRAININGS[training]:  # the text itself, as in the other training, teaches more
+        assert abs(losses["fine-tuned"] - losses["bfloat16"]) < 0.01
+    else:
+        assert losses["fine-tuned"] < losses["rounded once"] - 0.01
+    assert ("bfloat16, as long" in losses) == (training == "zero")
+    dist.barrier()  # rank 0 has written the table
+    result = json.loads(told.read_text())
+    assert result["losses"] == losses and result["ranks"] == world.world_size
+    written = importlib.import_module("safetensors.torch").load_file(folder / "served" / "model.safetensors")
+    quantized = {name: tensor for name, tensor in whole.items() if "_proj.weight" in name}
+    assert len(quantized) == 3 * 2 * 7
+    for name, tensor in quantized.items():
+        assert torch.equal(as_bytes(written[name]), as_bytes(tensor.cpu())), name
+    names.clear()
+    gc.collect()
+
+
+def as_bytes(tensor):
+    return tensor.flatten().view(torch.uint8)
+
+
+WRONG = {
+    "--model": ["--model", "nowhere"],
+    "no file nowhere": ["--text", "nowhere"],
+    "--json": ["--json", "nowhere/table.json"],
+    "--steps": ["--steps", "0"],
+    "--four-over-six": ["--fsdp", "--four-over-six", "--block", "16x16"],
+    "at most 2048 tokens": ["--sequence-length", "4096"],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_quantization_aware_finetune_refuses(what, tmp_path, monkeypatch, capsys):
+    """Before anything is trained."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [FINETUNE, "served", *WRONG[what]])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "examples" / f"{FINETUNE}.py"))
+    assert what in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_no_example_is_left_out():
-    """And each fits on a screen or two."""
+    """And each fits on a screen or two, but for the whole recipe of a fine-tuning."""
     examples = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
-    assert examples.keys() == {"own_optimizer_step", "resume", *ALONE, *PACKAGES}
-    assert all(len(path.read_text().splitlines()) < 80 for path in examples.values())
+    assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, *ALONE, *PACKAGES}
+    lines = {name: len(path.read_text().splitlines()) for name, path in examples.items()}
+    assert lines.pop(FINETUNE) < 220 and max(lines.values()) < 80
