@@ -155,11 +155,15 @@ ranks; None where the means are in the bucket's `gradients`.
 class Step:
     """Updates masters and publishes them as weights, bucket by bucket.
 
+    run() is a whole step. What updates inside a backward pass calls the same verbs itself: begin(), then
+    send(), update(), cast() and complete() of every bucket, and raises `failure` at the end.
+
     transport: of the buckets, those of each process group side by side.
     sends: whether a step sends gradients; False where backward passes have sent them.
     late: takes the gathers of NVFP4 weights that go on behind a step; None where a step waits for all.
+    opens_each: whether weights of later buckets are still read while a bucket is updated.
 
-    [Note: an error after the agreement] What fails on this rank while the program runs is kept in `_failure`,
+    [Note: an error after the agreement] What fails on this rank while the program runs is kept in `failure`,
     and the program goes on, since the other ranks wait for this rank's part in every collective. From then on
     this rank updates nothing, and joins every further amax reduction with a flag, so that no rank changes the
     NVFP4 weights of those buckets. A bucket whose reduction it joined without the flag is cast and transposed
@@ -167,19 +171,26 @@ class Step:
     at once, since nobody is left who would wait.
     """
 
-    def __init__(self, transport: Transport, sends: bool = True, late: LateGathers | None = None):
+    def __init__(
+        self,
+        transport: Transport,
+        sends: bool = True,
+        late: LateGathers | None = None,
+        opens_each: bool = False,
+    ):
         self.buckets, self.transport = transport.buckets, transport
-        self._sends, self._late = sends, late
+        self._sends, self._late, self._opens_each = sends, late, opens_each
         # Groups run one after the other: a rank never has collectives of two groups to begin whose order
         # would depend on how many buckets each has.
         pairs = enumerate(itertools.pairwise(self.buckets), start=1)
         starts = [b for b, (before, bucket) in pairs if not bucket.is_sharded_like(before)]
         self._groups = list(itertools.pairwise([0, *starts, len(self.buckets)]))
         """(first, end) of the buckets of each process group."""
-        # Of one run():
+        # Of one program:
+        self.failure = OwnError()
         self._update: Update | None = None
-        self._gradients: Gradients | None = None
-        self._failure = OwnError()
+        self._gradients: dict[int, Gradients] = {}
+        """By bucket, what was sent and has not been used."""
         self._flagged: set[int] = set()
         """Buckets whose amax reduction this rank has joined with a flag, so that no rank casts them."""
         self._gathers: dict[int, Waitable | None] = {}
@@ -198,105 +209,111 @@ class Step:
             empty where this rank only takes its part in the exchange of gradients, which nobody uses.
         error: of this rank, which takes part without changing anything and raises it.
         """
-        self._update, self._gradients, self._failure = update, gradients, error or OwnError()
-        self._flagged, self._gathers = set(), {}
         try:
-            if gradients is not None:
-                in_phase("gradients", self.transport.begin)()
+            self.begin(update, error or OwnError(), averages=gradients is not None)
             for first, end in self._groups:
-                self._send_gradients(first)
-                for turn in range(first, end + 2):
-                    if turn < end:
-                        self._update_bucket(turn, is_last=turn + 1 == end)
+                for turn in range(first, end + 3):
+                    if turn < end and gradients is not None:
+                        self.send(turn, gradients)
                     if first <= turn - 1 < end:
-                        self._cast(turn - 1)
-                    if first <= turn - 2:
-                        self._complete(turn - 2)
-            self._start_late_gathers()
+                        self.update(turn - 1)
+                    if first <= turn - 2 < end:
+                        self.cast(turn - 2)
+                    if first <= turn - 3:
+                        self.complete(turn - 3)
+            self._start_late_gathers(gradients is not None)
         except CollectiveError as gone:
-            self._failure.raise_if_any(cause=gone)  # it came first, and may be why the others have gone
+            self.failure.raise_if_any(cause=gone)  # it came first, and may be why the others have gone
             raise
         finally:
-            self._update = self._gradients = None
-            # As after any update in place, a backward pass through the old values fails. Plans note theirs.
-            rounded = [bucket for bucket in self.buckets if bucket.plan is None]
-            torch.autograd.graph.increment_version([p for bucket in rounded for p in bucket.parameters])
-        self._failure.raise_if_any()
+            self._update, self._gradients = None, {}
+        self.failure.raise_if_any()
 
-    def _send_gradients(self, b: int) -> None:
-        if self._gradients is not None and self._sends:
-            in_phase("gradients", self.transport.send_gradients)(b, self._gradients or None)
+    # What run() does, for one bucket at a time
 
-    def _update_bucket(self, b: int, is_last: bool) -> None:
+    def begin(self, update: Update | None, failure: OwnError, averages: bool = True) -> None:
+        """A new program begins. averages: whether gradients are exchanged."""
+        self._update, self._gradients, self.failure = update, {}, failure
+        self._flagged, self._gathers = set(), {}
+        if averages:
+            in_phase("gradients", self.transport.begin)()
+
+    def send(self, b: int, gradients: Gradients) -> None:
+        """Begin to send the gradients of bucket b, while the one before is waited for."""
+        self._gradients[b] = gradients
+        if self._sends:
+            in_phase("gradients", self.transport.send_gradients)(b, gradients or None)
+
+    def update(self, b: int) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
-        if not is_last:
-            self._send_gradients(b + 1)  # before this one is waited for: the network works on both
-        if self._update is not None:
-            with self._failure:
-                in_phase("update", self._read_and_update)(b)
-        elif self._gradients is not None:
+        bucket, gradients = self.buckets[b], self._gradients.pop(b, None)
+        if self._update is not None and (gradients is None or gradients):
+            with self.failure:
+                in_phase("update", self._read_and_update)(b, gradients)
+        elif gradients is not None:
             in_phase("gradients", self.transport.discard)(b)
-        if b == 0:
+        if b == 0 or self._opens_each:
             in_phase("weights", self.transport.open_weights)()
-        plan = self.buckets[b].plan
-        if plan is None:
+        if bucket.plan is None:
+            # As after any update in place, a backward pass through the old values fails. Plans note theirs.
+            torch.autograd.graph.increment_version(bucket.parameters)
             return
-        if self._failure:
-            in_phase("amaxes", plan.abstain)()
+        if self.failure:
+            in_phase("amaxes", bucket.plan.abstain)()
         else:
-            with self._failure:  # start_step() itself joins with a flag where it raises
+            with self.failure:  # start_step() itself joins with a flag where it raises
                 # It returns an error of an earlier step on another rank, which the agreement has told by now.
-                in_phase("amaxes", plan.start_step)()
-        if self._failure:
+                in_phase("amaxes", bucket.plan.start_step)()
+        if self.failure:
             self._flagged.add(b)
 
-    def _read_and_update(self, b: int) -> None:
+    def _read_and_update(self, b: int, gradients: Gradients | None) -> None:
         arrived = None
-        if self._gradients is not None:
+        if gradients is not None:
             if self.transport.adds_in_update[b]:
-                arrived = in_phase("gradients", self.transport.arrived)(b, self._gradients)
+                arrived = in_phase("gradients", self.transport.arrived)(b, gradients)
             else:
-                in_phase("gradients", self.transport.average)(b, self._gradients)
-        if not self._failure:
+                in_phase("gradients", self.transport.average)(b, gradients)
+        if not self.failure:
             self._update(b, arrived)
 
-    def _cast(self, b: int) -> None:
+    def cast(self, b: int) -> None:
         """Write scales and this rank's codes, from the reduced amaxes; the gather of codes starts."""
         plan, is_late = self.buckets[b].plan, self._is_late(b)
-        with self._failure:
+        with self.failure:
             if plan is not None and b not in self._flagged:
                 in_phase("cast", plan.finish_step)(None if is_late else self.transport.halfway(b))
-            elif plan is None and not self._failure:
+            elif plan is None and not self.failure:
                 in_phase("cast", self.buckets[b].cast)()
         if not is_late:
             self._gathers[b] = in_phase("weights", self.transport.gather)(b)
 
-    def _complete(self, b: int) -> None:
+    def complete(self, b: int) -> None:
         """Wait for the codes of all ranks, and transpose them."""
         gather, plan = self._gathers.pop(b, None), self.buckets[b].plan
         if gather is not None:
             in_phase("weights", gather.wait)()
         if plan is not None and not self._is_late(b) and b not in self._flagged:
-            with self._failure:
+            with self.failure:
                 in_phase("transpose", plan.complete)()
 
     def _is_late(self, b: int) -> bool:
         bucket = self.buckets[b]
         return self._late is not None and bucket.plan is not None and bucket.world_size > 1
 
-    def _start_late_gathers(self) -> None:
+    def _start_late_gathers(self, averages: bool) -> None:
         """Behind everything that the step waits for; the gathers of the first parameters first."""
         late = filter(self._is_late, range(len(self.buckets)))
         late = sorted(late, key=lambda b: min(self.buckets[b].indices))
-        if late and self._gradients is not None:
+        if late and averages:
             # No gather that the current stream waits for says that the other ranks have read their rows.
             in_phase("gradients", self.transport.end)()
         for b in late:
             bucket = self.buckets[b]
             gather = in_phase("weights", self.transport.gather)(b)
-            with self._failure:
+            with self.failure:
                 self._late.add(bucket, gather, bucket.plan.derive_columns)
-                if not self._failure:
+                if not self.failure:
                     bucket.plan.note_written()
 
     def average(self, gradients: Gradients, squares: torch.Tensor | None = None) -> OwnError:
@@ -305,22 +322,19 @@ class Step:
         gradients, squares: as of run() and Transport.average().
         Returns what went wrong on this rank, which has taken its part in all exchanges.
         """
-        error, self._gradients = OwnError(), gradients
-        try:
-            in_phase("gradients", self.transport.begin)()
-            for first, end in self._groups:
-                self._send_gradients(first)
-                for b in range(first, end):
-                    if b + 1 < end:
-                        self._send_gradients(b + 1)
+        error = OwnError()
+        in_phase("gradients", self.transport.begin)()
+        for first, end in self._groups:
+            for turn in range(first, end + 1):
+                if turn < end and self._sends:
+                    in_phase("gradients", self.transport.send_gradients)(turn, gradients or None)
+                if turn > first:
                     with error:
                         if gradients:
-                            in_phase("gradients", self.transport.average)(b, gradients, squares)
+                            in_phase("gradients", self.transport.average)(turn - 1, gradients, squares)
                         else:
-                            in_phase("gradients", self.transport.discard)(b)
-            in_phase("gradients", self.transport.end)()
-        finally:
-            self._gradients = None
+                            in_phase("gradients", self.transport.discard)(turn - 1)
+        in_phase("gradients", self.transport.end)()
         return error
 
     def describe(self) -> dict[str, Any]:
