@@ -12,6 +12,7 @@ quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
     mpirun -n 2 python scripts/train.py
     python scripts/train.py --preset 124m --recipe nvfp4 --micro-batches 4 --corpus all --tokenizer 8192
     python scripts/train.py --config llama/config.json --corpus books/ --tokenizer 4096
+    python scripts/train.py --optimizer compact_adamw --overlap update
 
 A corpus may be a file or a folder of your own, and the model one of Hugging Face's transformers.
 
@@ -205,7 +206,10 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                     micro_loss.backward()
                 loss += micro_loss.item()
             phases.mark()
-            norm, skipped = optimizer.clip_grad_norm_(options.clip or math.inf), optimizer.skipped_steps
+            norm = None  # backward passes that update leave no gradients
+            if options.overlap != "update":
+                norm = float(optimizer.clip_grad_norm_(options.clip or math.inf))
+            skipped = optimizer.skipped_steps
             phases.mark()
             lr = optimizer.param_groups[0]["lr"]
             optimizer.step()
@@ -227,7 +231,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
             progress.count(step, seconds, time.perf_counter() - start, left_out=profiled)
             if profiled:
                 profile.end(step, seconds, times)
-            row = {"step": step, "loss": loss, "lr": lr, "grad_norm": float(norm)}
+            row = {"step": step, "loss": loss, "lr": lr, "grad_norm": norm}
             row |= {"tokens_per_second": tokens / seconds, "seconds": progress.seconds}
             if step % validate_every == 0 or step == options.steps or stop:
                 row["validation_loss"] = validate(model, text, options, world)

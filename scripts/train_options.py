@@ -79,9 +79,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sequence-length", type=at_least(int, 1), default=128, help="tokens per sequence (default: 128)")
     micro_batches = ("--micro-batches", "--grad-accumulation")
     add(*micro_batches, type=at_least(int, 1), default=1, help="per step (default: 1)")
-    add("--clip", type=at_least(float, 0.0), default=1.0, help="largest gradient norm, 0: any (default: 1)")
-    overlap = "gradients travel in backward passes, weights in forward passes (default: in the step)"
-    add("--overlap", choices=["backward", "forward", "both"], help=overlap)
+    clip = "largest gradient norm, 0: any (default: 1; 0 with --overlap update)"
+    add("--clip", type=at_least(float, 0.0), help=clip)
+    overlap = "gradients travel in backward passes, weights in forward passes (default: in the step), or "
+    overlap += "backward passes update weights, with fused_adamw or compact_adamw"
+    add("--overlap", choices=["backward", "forward", "both", "update"], help=overlap)
     sums = "micro-batches: in gradients, or as means in FP32 slices (default: local)"
     add("--accumulate", choices=["local", "sharded"], default="local", help=sums)
     add("--gradient-dtype", choices=["float32"], help="what micro-batches add up in (default: the weights')")
@@ -120,6 +122,13 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
     for name, default in of_ours.items():
         if options.parallel == "fsdp2" and getattr(options, name) != default:
             parser.error(f"argument --{name.replace('_', '-')}: takes --parallel zero")
+    if options.overlap == "update":
+        if OPTIMIZERS[options.optimizer][0] is not FusedAdamW:
+            parser.error("argument --overlap: update takes --optimizer fused_adamw or compact_adamw")
+        if options.micro_batches > 1 or options.clip:
+            parser.error("argument --overlap: update takes --micro-batches 1 and --clip 0")
+    if options.clip is None:
+        options.clip = 0.0 if options.overlap == "update" else 1.0
     if options.corpus not in CORPORA and not Path(options.corpus).exists():
         parser.error(f"argument --corpus: there is no {options.corpus}, nor is it {' or '.join(CORPORA)}")
     if options.recipe == "mxfp8" and options.weights != "bf16":

@@ -184,7 +184,7 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "layers.md": [(4, calls_all_layers)],
     "megatron.md": [(1, hands_over_to_megatron)],
     "muon.md": [(1, gives_muon_its_matrices)],
-    "optimizer.md": [(1, has_trained), (1, has_trained)],
+    "optimizer.md": [(1, has_trained), (1, has_trained), (1, has_trained)],
     "own-step.md": [(1, casts_its_piece), (5, shares_amaxes)],
     "serving.md": [(3, has_served)],
     "trainers.md": [

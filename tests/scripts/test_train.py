@@ -94,6 +94,20 @@ def test_a_recipe_and_micro_batches(tmp_path, recipe):
 
 
 @pytest.mark.heavy
+def test_updates_in_the_backward_pass(tmp_path):
+    """The losses of a run without."""
+    rows = []
+    for overlap in ([], ["--overlap", "update"]):
+        options = ["--steps", "6", "--optimizer", "compact_adamw", "--clip", "0", *overlap]
+        finished = train_here(tmp_path / str(len(rows)), *options)
+        assert finished.status == 0, finished.output
+        rows.append(read_rows(tmp_path / str(len(rows))))
+    losses = [[(row["loss"], row.get("validation_loss")) for row in run] for run in rows]
+    assert losses[0] == losses[1] and losses[0][-1][0] < losses[0][0][0]
+    assert [rows[0][0]["grad_norm"] > 0, rows[1][0]["grad_norm"]] == [True, None]
+
+
+@pytest.mark.heavy
 def test_mxfp8(tmp_path):
     options = ["--steps", "12", "--micro-batches", "2", "--recipe", "mxfp8", "--weights", "bf16"]
     finished = train_here(tmp_path, *options)
@@ -167,6 +181,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
         ),
         (["--step", "3"], "unrecognized arguments: --step 3"),
         (["--parallel", "fsdp2", "--overlap", "backward"], "argument --overlap: takes --parallel zero"),
+        (["--overlap", "update"], "update takes --optimizer fused_adamw or compact_adamw"),
+        (
+            ["--overlap", "update", "--optimizer", "fused_adamw", "--clip", "1"],
+            "argument --overlap: update takes --micro-batches 1 and --clip 0",
+        ),
         (["--recipe", "fp8"], "argument --recipe: invalid choice: 'fp8'"),
         (["--recipe", "mxfp8"], "argument --recipe: mxfp8 takes --weights bf16"),
         (["--tokenizer", "256"], "argument --tokenizer: must be at least 257, got 256"),

@@ -65,7 +65,12 @@ def kind_key(parameter: torch.Tensor) -> tuple:
 
 
 def build_buckets(
-    trained: Sequence[Trained], bucket_mb: float, wire: torch.dtype | None, as_made: bool, rounded_first: bool
+    trained: Sequence[Trained],
+    bucket_mb: float,
+    wire: torch.dtype | None,
+    as_made: bool,
+    rounded_first: bool,
+    updates_early: bool = False,
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 
@@ -76,6 +81,8 @@ def build_buckets(
     bucket_mb: megabytes of the gradients of one bucket, all ranks' parts together. wire: as of Bucket.
     as_made: sort buckets as a backward pass is expected to make their gradients: NVFP4 weights of the last
         layers first. Dense buckets follow, since each spans many layers and, as a rule, the embedding.
+    updates_early: cut buckets of one rank, too, whose gradients are freed one bucket at a time; and sort all
+        of them as a backward pass is expected to complete them: by their first parameter, from the last one.
     rounded_first: within a sharding, put NVFP4 weights last, so that a step waits for dense weights only.
     """
     states = ("full", "compact", "compact24")
@@ -94,19 +101,21 @@ def build_buckets(
             indices = list(indices)
             parameters = [trained[i].parameter for i in indices]
             sizes = [p.numel() * (wire or gradient_dtype(p)).itemsize for p in parameters]
-            most = int(bucket_mb * 2**20) if world_size > 1 else sum(sizes)
+            most = int(bucket_mb * 2**20) if world_size > 1 or updates_early else sum(sizes)
             leaders = [trained[i].leader for i in indices]
             is_whole = indices[0] in owners
             if is_whole:
                 cut = in_whole_slices(sizes, [owners[i] for i in indices], leaders, most // world_size)
             else:
-                cut = in_buckets(sizes, leaders, most, first_last=as_made)
+                cut = in_buckets(sizes, leaders, most, first_last=as_made or updates_early)
             for positions_in_bucket in cut:
                 chosen = [indices[position] for position in positions_in_bucket]
                 with_ranks = [owners[i] for i in chosen] if is_whole else None
                 members = [trained[i].parameter for i in chosen]
                 state = trained[indices[0]].state
                 built.append(Bucket(chosen, members, sharding, with_ranks, wire, state))
+    if updates_early:
+        return sorted(built, key=lambda b: -min(b.indices))
     return sorted(built, key=lambda b: (not b.is_packed, -min(b.indices))) if as_made else built
 
 

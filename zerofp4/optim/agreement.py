@@ -327,6 +327,23 @@ class Agreement:
                     )
                 )
 
+    def begin_buckets(self) -> None:
+        """Buckets are agreed on one by one, from here to end_buckets()."""
+        self._first.zero_()
+
+    def accept_bucket(self, own: torch.Tensor | None) -> None:
+        """Take over the word of all ranks for one bucket. own: as of accept_nonfinite()."""
+        word = own if self.world_size == 1 else self._word_of_all
+        if word is None:
+            self.nonfinite.zero_()
+            return
+        torch.ne(word, 0, out=self.nonfinite)
+        torch.maximum(self._first, word, out=self._first)
+
+    def end_buckets(self) -> None:
+        """The step is one with a NaN or Inf if a bucket was."""
+        torch.ne(self._first, 0, out=self.nonfinite)
+
     def count_step(self) -> None:
         """A step ends, skipped or not."""
         self._skipped.add_(self.nonfinite)

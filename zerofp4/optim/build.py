@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
-from zerofp4.distributed import first_difference
+from zerofp4.distributed import first_difference, rank_and_size
 from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, kind_key
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
-from zerofp4.optim.inner import InnerClass, class_numbers, inner_classes, is_muon, matrix_work, try_options
+from zerofp4.optim.inner import InnerClass, class_numbers, inner_classes, matrix_work, try_options
 from zerofp4.optim.moments import suits_compact
 from zerofp4.optim.state_dict import own_name
 from zerofp4.tensors import NVFP4Tensor
@@ -77,6 +77,8 @@ class Checked:
         """Options of the optimizer's own class."""
         self.trained = self._find_trained(tried)
         self._check_update_at_once()
+        if communication.updates_early:
+            self._check_updates_early(on_nonfinite, group)
         trainable, names = [one.parameter for one in self.trained], [one.name for one in self.trained]
         check_gradient_dtype(communication.gradient_dtype, trainable, names)
         self.hosts = find_hosts(communication.hosts, group)
@@ -159,6 +161,22 @@ class Checked:
                         f"grad_dtype of a later torch than {torch.__version__}, 2.11 for one"
                     )
 
+    def _check_updates_early(self, on_nonfinite: str, group: dist.ProcessGroup | None) -> None:
+        """Raise ValueError for what cannot be with updates inside the backward pass."""
+        for one in self.classes:
+            if one.optimizer_class is not FusedAdamW or one.whole:
+                name = "whole matrices" if one.whole else one.optimizer_class.__name__
+                raise ValueError(
+                    f'overlap="update" needs FusedAdamW, which updates one bucket after the other: not {name}'
+                )
+        if on_nonfinite == "raise":
+            raise ValueError(
+                'on_nonfinite="raise" is not supported with overlap="update": other weights are updated by '
+                'then. "skip" leaves out the bucket with a NaN or Inf, and skipped_steps counts the step'
+            )
+        if rank_and_size(group)[1] > 1:
+            raise ValueError('overlap="update" is of one rank alone')
+
     def _choose_transport(self, group: dist.ProcessGroup | None) -> tuple[str, str | None]:
         """The transport to try, and why it is "collective" if nobody asked for that.
 
@@ -223,18 +241,15 @@ def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], s
 
     Raises ValueError for compact state of classes that do not have it. Muon's keeps its own.
     """
-    choices = [group.get("state", state) for group in param_groups]
-    named = {"": state} | {f"param_groups[{g}]: ": choice for g, choice in enumerate(choices)}
-    for where, choice in named.items():
-        if choice not in ("full", "compact"):
-            raise ValueError(f'{where}state must be "full" or "compact", got {choice!r}')
-    for g, (group, inner, chosen) in enumerate(zip(param_groups, classes, choices, strict=True)):
-        name = inner.optimizer_class.__name__
+    if state not in ("full", "compact"):
+        raise ValueError(f'state must be "full" or "compact", got {state!r}')
+    for g, (group, inner) in enumerate(zip(param_groups, classes, strict=True)):
+        chosen, name = group.get("state", state), inner.optimizer_class.__name__
         if issubclass(inner.optimizer_class, FusedAdamW):
             if chosen == "compact" and inner.whole:
                 raise ValueError(f'param_groups[{g}]: state="compact" excludes whole_matrices=True')
             group["state"] = chosen
-        elif chosen == "compact" and ("state" in group or not is_muon(inner.optimizer_class)):
+        elif chosen == "compact" and ("state" in group or not inner.whole):
             raise ValueError(f'param_groups[{g}]: state="compact" is of FusedAdamW, and its class is {name}')
 
 

@@ -14,7 +14,7 @@ REDUCTIONS = ("ordered", "reduce_scatter")
 _CHOICES = {
     "transport": TRANSPORTS,
     "reduction": REDUCTIONS,
-    "overlap": (None, "backward", "forward", "both"),
+    "overlap": (None, "backward", "forward", "both", "update"),
     "accumulate": ("local", "sharded"),
     "gradient_dtype": (None, torch.float32),
 }
@@ -30,7 +30,8 @@ class Communication:
         "reduce_scatter" uses the backend's, which adds in the dtype that is sent. All ranks get the same
         result, which may differ between world sizes.
     overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
-        forward pass, "both", or None.
+        forward pass, "both", or None. "update" has backward passes update each weight as soon as its gradient
+        is there, and free the gradient (page on the optimizer).
     accumulate: "local" adds up micro-batches in p.grad, "sharded" in this rank's FP32 slices.
     bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
     gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
@@ -75,6 +76,11 @@ class Communication:
                 'that they share is added up in step(), once; accumulate="local" adds up micro-batches in '
                 'p.grad, and transport="collective" takes "sharded"'
             )
+        if self.updates_early and self.adds_to_slices:
+            raise ValueError(
+                'accumulate="sharded" is not supported with overlap="update", which uses each gradient as '
+                "soon as it is there"
+            )
         if has_hosts and self.sends_early:
             raise ValueError(f"hosts are not supported with {self.early_options}")
         if not self.is_ordered and (has_hosts or self.transport == "peer"):
@@ -107,7 +113,12 @@ class Communication:
     @property
     def sends_early(self) -> bool:
         """Whether backward passes send gradients, or step() does."""
-        return self.overlaps_backward or self.adds_to_slices
+        return self.overlaps_backward or self.adds_to_slices or self.updates_early
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether backward passes update masters and weights."""
+        return self.overlap == "update"
 
     @property
     def early_options(self) -> str:

@@ -57,9 +57,12 @@ class ShardedParameters:
         named = zip(checked.parameters, checked.names, strict=True)
         self._frozen = {p: name for p, name in named if not p.requires_grad}
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
-        as_made, wire = checked.communication.overlaps_backward, checked.communication.gradient_wire
+        options = checked.communication
+        as_made, wire = options.overlaps_backward, options.gradient_wire
         rounded_first = late is not None and not as_made
-        self.buckets = build_buckets(self.trained, bucket_mb, wire, as_made, rounded_first)
+        self.buckets = build_buckets(
+            self.trained, bucket_mb, wire, as_made, rounded_first, options.updates_early
+        )
         for bucket in self.buckets:
             bucket.allocate(peers)
             bucket.take_values()
@@ -130,6 +133,12 @@ class ShardedParameters:
         gradients = [g for i, piece in enumerate(pieces) for g in self._as_optimized(i, piece)]
         return [master for own in self.optimized for master in own], gradients
 
+    def share_gradients(self) -> None:
+        """Let all buckets have `gradients` in the same memory, each until its update."""
+        flat = torch.zeros(max(bucket.slice_numel for bucket in self.buckets), device=self.buckets[0].device)
+        for bucket in self.buckets:
+            bucket.gradients = flat[: bucket.slice_numel]
+
     def _build_plan(self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]) -> StagedPlan:
         """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""
         inside = {id(weight.record) for weight in bucket.parameters}
@@ -186,10 +195,9 @@ class ShardedParameters:
         written = self.written()
         if written:
             raise RuntimeError(
-                f"{self.names[written[0]]} was written to since the last step, but weights follow masters: "
-                "load a model before its optimizer is built, or before the optimizer loads a checkpoint; "
-                "wrap it in DistributedDataParallel, which writes rank 0's values, before that or with "
-                "init_sync=False"
+                f"{self.names[written[0]]} was written to since the last step, which its FP32 master would "
+                "undo: load a model before its optimizer is built, or before load_state_dict(); wrap it in "
+                "DistributedDataParallel, which writes rank 0's values, before that or with init_sync=False"
             )
         if any(attributes(_requires_grad, self._frozen)):
             name = next(name for p, name in self._frozen.items() if p.requires_grad)

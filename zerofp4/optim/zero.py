@@ -34,6 +34,8 @@ from zerofp4.engine import (
     Rounds,
     Step,
     Transport,
+    UpdateSchedule,
+    add_gradient_hooks,
     are_as_sent,
     check_gradients,
     find_advice,
@@ -55,10 +57,10 @@ from zerofp4.optim.communication import Communication
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, check_finite, give_gradients, has_hooks
 from zerofp4.optim.norm import clip_arguments, global_norm
-from zerofp4.optim.piece import gathered
+from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state_dict import Masters, SavedState, load_error, read_state_dict
+from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
 from zerofp4.storage import DtypeGroup, group_by_dtype
 from zerofp4.tensors import had_master
 
@@ -195,6 +197,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agreement = Agreement(slots, device, group, on_nonfinite, communication.gradient_wire)
         self._offer_parts()
         self._transport, self._schedule = self._make_transport(group)
+        self._updates: UpdateSchedule | None = None
+        """Of updates inside backward passes. [Note: when a weight may be written]"""
+        if communication.updates_early:
+            self._updates = UpdateSchedule(self._shards.buckets, self._shards.names)
+            add_gradient_hooks(self, self._shards.parameters, ZeroFP4Optimizer._note_gradient)
         is_local = all(memory is None for memory in self._transport.memory)
         self._averages_nothing = self.world_size == 1 and is_local and self._schedule is None
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
@@ -204,7 +211,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._why_at_once is None:
             buckets, masters = self._shards.buckets, self._shards.masters
             self._update = BucketUpdate(self.inners.all[0], buckets, masters, self._transport)
-        self._step = Step(self._transport, sends=self._schedule is None, late=late)
+        opens_each = communication.updates_early
+        self._step = Step(self._transport, sends=self._schedule is None, late=late, opens_each=opens_each)
         is_alone = self.world_size == 1
         self._skip = self._agreement.nonfinite if is_alone else torch.zeros_like(self._agreement.nonfinite)
         """What an update reads on the device: 1 where this step changes nothing.
@@ -262,10 +270,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             in_flight = None
             if early or adds:  # on a CPU only the host could wait for a bucket in a backward pass
                 in_flight = len(shards.buckets) if self.found_inf.device.type == "cpu" else 2
+            aliased = not (adds or options.updates_early)
             transport = CollectiveTransport(
-                shards.buckets, early=in_flight, aliased=not adds, ordered=options.is_ordered
+                shards.buckets, early=in_flight, aliased=aliased, ordered=options.is_ordered
             )
             transport = transport if in_flight is None else ArrivingMeans(transport, adds)
+        if options.updates_early and not all(transport.adds_in_update):
+            shards.share_gradients()
         if not (early or adds):
             return transport, None
         find_word = self._agreement.find_word
@@ -321,6 +332,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         with gradients of the same parameters. In a replay a NaN or Inf skips the step on every rank, whatever
         on_nonfinite is.
         """
+        if self._updates is not None:
+            return self._close_pass(closure)
         if self._is_capturing():
             self._check_can_capture(closure)
         if self._took_next_step:
@@ -358,8 +371,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         of any size. step() uses the scaled gradients, or skips them where they hold a NaN or Inf. In a world
         of one they stay in p.grad, where nobody may write before step(), which scales them as it reads them.
 
-        Raises ValueError unless max_norm is 0 or more and norm_type positive, else as step().
+        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError with
+        overlap="update", else as step().
         """
+        if self._updates is not None:
+            raise RuntimeError(
+                "clip_grad_norm_ needs all gradients, and overlap='update' has used them by now: build the "
+                "optimizer without it, or leave out the clipping"
+            )
         if self._is_capturing():
             raise RuntimeError(
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
@@ -404,15 +423,167 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._took_next_step = False
         if self._schedule is not None:
             self._schedule.drop()
+        if self._updates is not None and not self._updates.has_begun:
+            self._updates.start_over()
         super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """As that of DistributedDataParallel: backward passes under it only accumulate, in p.grad, and the
-        next one outside of it sends everything. Does nothing where gradients are sent in step().
+        next one outside of it sends everything. Does nothing where gradients are sent in step(). Raises
+        RuntimeError with overlap="update".
         """
+        if self._updates is not None:
+            raise RuntimeError("no_sync() accumulates gradients, and overlap='update' uses each at once")
         with contextlib.nullcontext() if self._schedule is None else self._schedule.no_sync():
             yield
+
+    # With overlap="update"
+
+    def _note_gradient(self, i: int, _: torch.Tensor) -> None:
+        """In a backward pass: the gradient of parameter i is in p.grad."""
+        if self._shards.holder.is_taken_over:
+            return
+        with self._breaking("backward()", self._updates):
+            self._updates.follow()
+            for b in self._updates.note(i):
+                self._take_turn(b)
+
+    def _take_turn(self, turn: int) -> None:
+        """Send bucket `turn`, update the one before it, cast the one before that, and transpose the one
+        before that. One rank alone does all of it to one bucket.
+        """
+        step, buckets = self._step, range(len(self._shards.buckets))
+        if not self._updates.has_begun:
+            self._begin_pass()
+        sent, updated, cast, completed = (turn - stage * self._updates.lag for stage in range(4))
+        if sent in buckets:
+            step.send(sent, self._take_gradients(sent))
+        if updated in buckets:
+            self._agree_on(updated)
+            step.update(updated)
+        if cast in buckets:
+            step.cast(cast)
+        if completed in buckets:
+            step.complete(completed)
+        self._shards.accept_values()
+
+    def _begin_pass(self) -> None:
+        """Do what a step does before its first bucket. An error of this rank is kept until step()."""
+        error, updates = OwnError(), self._updates
+        with error:
+            if self._peers is not None:
+                OwnError(self._peers.take_error()).raise_if_any()
+            self._raise_if_broken()
+            if is_capturing(self.found_inf.device):
+                raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
+            if self.inners.found_inf() is not None:
+                raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
+            if not self._weights_follow:
+                self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
+            self._shards.check_unchanged(self.param_groups)
+            check_finite(self.param_groups)
+            self.inners.push_options(self.param_groups)
+            self._begin_update(())
+        updates.has_begun, self._weights_follow, self._consolidated = True, True, None
+        self.found_inf.zero_()
+        self._agreement.begin_buckets()
+        self._step.begin(self._update, error)
+
+    def _take_gradients(self, b: int) -> Gradients:
+        """The gradients of bucket b, and None for all other parameters. p.grad of the bucket is None from now
+        on. Empty where this rank has an error, which leaves them where they are.
+        """
+        names, parameters, failure = self._shards.names, self._shards.parameters, self._step.failure
+        present, word, gradients = [False] * len(names), None, ()
+        if not failure:
+            with failure:
+                indices = self._shards.buckets[b].indices
+                own = gradients_of([parameters[i] for i in indices])
+                found = dict(zip(indices, own, strict=True))
+                of_all = [found.get(i) for i in range(len(names))]
+                self._shards.check_unchanged(self.param_groups)
+                self._shards.check_gradients(of_all)
+                check_gradients(self._transport, b, of_all, names)
+                word = in_phase("scan", self._agreement.find_word)(own, indices)
+                gradients = self._transport.prepare(of_all)
+                present = [gradient is not None for gradient in of_all]
+                with torch._C.DisableTorchFunctionSubclass():
+                    for i in indices:
+                        parameters[i].grad = None
+                for gradient in own:
+                    if gradient is not None and gradient.is_cuda:  # it may come from another stream
+                        gradient.record_stream(torch.cuda.current_stream(gradient.device))
+        self._updates.waiting[b] = present, word
+        return gradients
+
+    def _agree_on(self, b: int) -> None:
+        """The agreement of all ranks on the update of bucket b."""
+        failure, agreement = self._step.failure, self._agreement
+        present, word = self._updates.waiting.pop(b)
+        if self.world_size == 1:
+            self._update.present = present
+        else:
+            call = Call(is_clip=False, averages=True, step=self._saved.steps)
+            groups = self.inners.param_groups  # as of the first bucket, whatever a scheduler has done since
+            in_phase("vote", agreement.begin)(present, call, failure, word, groups, Rounds())
+            with failure:
+                agreement.read(groups, earlier=False)
+        agreement.accept_bucket(word)
+        self._set_skip()
+        torch.maximum(self.found_inf, self._skip, out=self.found_inf)
+        if not failure:
+            self._updates.has_updated = True
+            self._saved.unsound = "a backward pass has updated masters: call step() before they are saved"
+
+    def _close_pass(self, closure: Callable[[], Any] | None) -> Any:
+        """step(): take the buckets that no backward pass has completed, and finish all."""
+        updates, step, loss, error = self._updates, self._step, None, OwnError()
+        try:
+            with self._breaking("step()", updates):
+                with error:
+                    if closure is not None:
+                        with torch.enable_grad():
+                            loss = closure()
+                    self._check_can_close()
+                updates.follow()
+                if not updates.has_begun:
+                    self._begin_pass()
+                with step.failure:
+                    error.raise_if_any()
+                for turn in updates.rest():
+                    self._take_turn(turn)
+                for behind in range(3 * updates.lag):
+                    self._take_turn(len(self._shards.buckets) + behind)
+                step.failure.raise_if_any()
+        finally:
+            if updates.has_updated:
+                self._agreement.end_buckets()
+                self._agreement.count_step()
+                self._saved.steps += 1
+            if self.broken is None:
+                self._saved.unsound = None
+            updates.start_over()
+        return loss
+
+    def _give_up_pass(self) -> None:
+        """Take this rank's part in what is left of a step, and change nothing more."""
+
+        def refuse() -> NoReturn:
+            raise RuntimeError("load_state_dict() came before step()")
+
+        with contextlib.suppress(RuntimeError):
+            self._close_pass(refuse)
+
+    def _check_can_close(self) -> None:
+        self._raise_if_broken()
+        scale = vars(self).get("grad_scale")
+        if isinstance(scale, torch.Tensor) or self._scaler_found_inf is not None:
+            self.grad_scale = 1  # as in _unscale()
+            raise RuntimeError(
+                "a GradScaler has scaled the loss, and overlap='update' has used gradients as they were"
+            )
+        self._updates.check_taken(gradients_of(self._shards.parameters))
 
     # Before the agreement
 
@@ -697,11 +868,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     # Behind an error
 
     @contextlib.contextmanager
-    def _breaking(self, call: str) -> Iterator[None]:
-        """What is raised inside leaves the optimizer broken."""
+    def _breaking(self, call: str, updates: UpdateSchedule | None = None) -> Iterator[None]:
+        """What is raised inside leaves the optimizer broken. updates: only once a bucket was updated."""
         try:
             yield
         except BaseException as error:
+            if updates is not None and (self.broken is not None or not updates.has_updated):
+                raise
             # Its text is kept, not the error, whose traceback has frames that hold this.
             self.broken = RuntimeError(
                 f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
@@ -803,10 +976,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         Parameters that have moved get the memory of the optimizer again, as by refresh().
 
         Raises ValueError (TypeError for what is no dict), on every rank and before anything has changed, for
-        what does not fit, states of different steps, what two saves wrote, where a master would stay and a
-        parameter has moved or the optimizer is `broken`, and where the state dict has no memory of a master
-        but that of a parameter which was written to: load a checkpoint there, or build a new optimizer.
+        what does not fit, states of different steps, what two saves wrote, and where a master would stay and
+        a parameter has moved or the optimizer is `broken`.
         """
+        if self._updates is not None and self._updates.has_begun:
+            self._give_up_pass()
         before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
@@ -865,7 +1039,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "bf16_equivalent": 2 * sum(p.numel() for bucket in sharded for p in bucket.parameters),
         }
 
-    def _handed_masters(self) -> tuple[Masters, set[int]]:
+    def _handed_masters(self) -> tuple[dict[int, Piece], set[int]]:
         """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
         ids of parameters that somebody has written to since the last step. Raises ValueError.
         """
@@ -876,6 +1050,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "masters_from holds gradients of backward passes that no step has used, which would be lost: "
                 "call its step() or zero_grad() first"
             )
+        if self._updates is not None and self._updates.has_begun:
+            raise ValueError("masters_from is in the middle of a step: call its step() first")
         written = {id(self._shards.parameters[i]) for i in self._shards.written()}
         return self._saved.masters(), written
 

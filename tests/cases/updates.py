@@ -1,0 +1,74 @@
+"""A model whose weights are read in every way, and optimizers of it with and without overlap="update"."""
+
+from __future__ import annotations
+
+import torch
+from distributed.optim.cases import model_bytes, whole_state
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zerofp4
+from cases.optim import assert_all_equal, keywords
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+TINY = 1e-4
+"""bucket_mb for each parameter alone."""
+SMALL = 0.02
+"""For several."""
+
+
+class Net(nn.Module):
+    """A table that is both embedding and output layer, several layers, one of them used twice and one read
+    without a gradient, too, one that some inputs do not reach, and a norm in FP32.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 64, dtype=torch.bfloat16)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(4))
+        self.norm = nn.LayerNorm(64)
+        self.rare = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+    def forward(self, tokens, rare=True, reentrant=None, shared=True):
+        """reentrant: how layers are recomputed; None for not at all. shared: a layer is used twice."""
+        x = self.embedding(tokens)
+        with torch.no_grad():
+            constant = self.layers[3](x)
+        x = x + constant
+        for layer in [*self.layers, *([self.layers[1]] if shared else [])]:
+            x = F.gelu(layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant))
+        x = self.norm(x.float()).bfloat16()
+        return F.linear(self.rare(x) if rare else x, self.embedding.weight).float()
+
+
+def make(world, overlap="update", **options):
+    torch.manual_seed(3)
+    net = Net().to(world.device)
+    zerofp4.convert_model(net)
+    options = OPTIONS | {"overlap": overlap} | options
+    return net, ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(options))
+
+
+def make_pair(world, **options):
+    """Without overlap, and with updates in the backward pass."""
+    return [make(world, overlap, **options) for overlap in (None, "update")]
+
+
+def loss_of(net, world, seed, **how):
+    generator = torch.Generator().manual_seed(100 * world.rank + seed)
+    tokens = torch.randint(32, (16,), generator=generator).to(world.device)
+    return F.cross_entropy(net(tokens, **how), (tokens * 5 + 3) % 32)
+
+
+def all_bytes(net, optimizer):
+    """Of weights, masters and moments, whole on every rank."""
+    parameters = list(net.parameters())
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
+
+
+def assert_same(models, what):
+    expected, *others = [all_bytes(*model) for model in models]
+    for found in others:
+        assert_all_equal(found, expected, what)

@@ -1,0 +1,465 @@
+"""overlap="update" of one rank alone: backward passes update each weight as soon as its gradient is there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
+from cases.updates import OPTIONS, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
+from helpers import needs_gpu
+from torch import nn
+from torch.nn import functional as F
+
+import zerofp4
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+
+
+@pytest.fixture
+def world(device):
+    return SimpleNamespace(device=device, rank=0, world_size=1)
+
+
+@contextlib.contextmanager
+def nothing_changes(net, optimizer):
+    before = [tensor.clone() for tensor in all_bytes(net, optimizer)]
+    yield
+    assert_all_equal(all_bytes(net, optimizer), before, "nothing changes")
+
+
+def step_of(world, models, seed, **how):
+    """A backward pass and a step of each model, with equal losses."""
+    losses = []
+    for net, optimizer in models:
+        loss = loss_of(net, world, seed, **how)
+        loss.backward()
+        if optimizer.describe()["overlap"] == "update" and how.get("rare", True):
+            assert all(p.grad is None for p in net.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert len(set(losses)) == 1
+
+
+def moved(net, optimizer, before):
+    """The names of parameters whose masters are others than before."""
+    pairs = zip(optimizer.gathered_masters(), before, net.named_parameters(), strict=True)
+    return {name for now, then, (name, _) in pairs if not now.equal(then)}
+
+
+# The bytes of a plain step
+
+
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize("bucket_mb", [TINY, SMALL, None])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_the_bytes_of_a_plain_step(world, state, bucket_mb, reentrant):
+    """Of a tied weight, one that is used twice, one that is read without a gradient, recomputed ones."""
+    models = make_pair(world, state=state, bucket_mb=bucket_mb)
+    how = {"reentrant": reentrant, "shared": not reentrant}
+    for step in range(4):
+        step_of(world, models, step, rare=step != 2, **how)
+        assert_same(models, f"step {step}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_dtype": torch.float32},
+        {"gradient_wire": torch.float32},
+        {"gradient_wire": torch.float16},
+        {"reduction": "reduce_scatter"},
+    ],
+)
+def test_gradients_of_other_dtypes(world, options):
+    models = make_pair(world, bucket_mb=SMALL, **options)
+    for step in range(3):
+        step_of(world, models, step, rare=step != 1)
+    assert_same(models, "the end")
+
+
+def test_gradients_that_somebody_assigned(device):
+    """All of a step in step(), fp16 parameters and experts too, in any order of memory; a second one none."""
+    models = []
+    for overlap in (None, "update"):
+        parameters = make_parameters(device)
+        options = keywords(OPTIONS, overlap=overlap, bucket_mb=TINY)
+        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **options)
+        models.append((parameters, optimizer))
+    for step in range(3):
+        for parameters, optimizer in models:
+            gradients = make_gradients(parameters, step)
+            gradients[step] = None
+            set_gradients(parameters, gradients)
+            if step == 2:
+                parameters[0].grad = parameters[0].grad.t().contiguous().t()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_all_equal(models[1][1].gathered_masters(), models[0][1].gathered_masters(), f"step {step}")
+
+
+def test_steps_without_gradients(world):
+    """They change no weight and no master, before and after steps that do."""
+    net, optimizer = make(world, bucket_mb=TINY)
+    with nothing_changes(net, optimizer):
+        optimizer.step()
+    step_of(world, [(net, optimizer)], 0)
+    with nothing_changes(net, optimizer):
+        optimizer.step()
+        optimizer.step(lambda: None)
+    assert optimizer._saved.steps == 4
+
+
+def test_members_of_an_amax_group_are_updated_together(world):
+    models = []
+    for overlap in (None, "update"):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+        zerofp4.convert_model(net.to(world.device))
+        options = {"overlap": overlap, "amax_groups": [[net[0].weight, net[3].weight]]}
+        options = OPTIONS | {"bucket_mb": TINY} | options
+        models.append((net, ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(options))))
+    assert sorted(b["parameters"] for b in models[1][1].describe()["buckets"]) == [1, 1, 2]
+    for step in range(2):
+        for net, optimizer in models:
+            net(torch.ones(8, 64, dtype=torch.bfloat16, device=world.device) * step).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert models[1][0][0].weight.amax.equal(models[1][0][3].weight.amax)
+        assert_same(models, f"step {step}")
+
+
+def test_options_are_those_of_the_first_update(world):
+    """A scheduler that steps before the optimizer changes the next step."""
+    models = make_pair(world, bucket_mb=TINY)
+    for step in range(3):
+        for net, optimizer in models:
+            loss_of(net, world, step, rare=step != 1).backward()
+            early = optimizer.describe()["overlap"] == "update"
+            if not early:
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.02 / (step + 2)
+            if early:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.param_groups[0]["lr"] == 0.02 / (step + 2)
+        assert_same(models, f"step {step}")
+
+
+def test_a_backward_pass_in_a_closure(world):
+    models = make_pair(world, bucket_mb=TINY)
+    for step in range(2):
+        for net, optimizer in models:
+
+            def closure(net=net, optimizer=optimizer, seed=step):
+                optimizer.zero_grad()
+                loss = loss_of(net, world, seed)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).item() > 0
+        assert_same(models, f"step {step}")
+
+
+def test_checkpoints_in_between(world):
+    """Each goes on from what the other has saved."""
+    models = make_pair(world, state="compact", bucket_mb=TINY)
+    step_of(world, models, 0)
+    for turn in range(2):
+        files = [io.BytesIO() for _ in models]
+        for (_, optimizer), file in zip(models, files, strict=True):
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+        for (_, optimizer), file in zip(models, reversed(files), strict=True):
+            optimizer.load_state_dict(torch.load(file, weights_only=False))
+        assert_same(models, f"loaded {turn}")
+        step_of(world, models, turn + 1)
+        assert_same(models, f"stepped {turn}")
+
+
+# Memory
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_no_more_than_a_bucket_of_gradients_lives(world, reentrant):
+    """As hooks see it that come behind those of the optimizer."""
+    net, optimizer = make(world, bucket_mb=TINY)
+    parameters = list(net.parameters())
+    largest = max(p.numel() for p in parameters) * 2
+    alive = []
+
+    def count(_):
+        alive.append(sum(p.grad.nbytes for p in parameters if p.grad is not None))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(count)
+    loss_of(net, world, 0, reentrant=reentrant).backward()
+    assert len(alive) == len(parameters) and max(alive) <= largest
+    optimizer.step()
+
+
+@needs_gpu
+def test_the_peak_of_a_backward_pass():
+    """Above that of a forward and backward pass it has neither the gradients of the model nor FP32 copies."""
+    device, size, count = torch.device("cuda"), 1024, 16
+
+    def peak(overlap):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(size, size, bias=False, dtype=torch.bfloat16) for _ in range(count)))
+        zerofp4.convert_model(net.to(device))
+        options = OPTIONS | {"overlap": overlap, "bucket_mb": 2}
+        optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(options))
+        x = torch.randn(16, size, dtype=torch.bfloat16, device=device)
+        for step in range(2):
+            if step:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated() - before
+
+    gradients = 2 * count * size * size
+    assert peak("update") < peak(None) - gradients * 3 // 4
+
+
+@needs_gpu
+def test_a_backward_pass_on_another_stream():
+    """The weights are there for what is queued behind step(), on its stream."""
+    world = SimpleNamespace(device=torch.device("cuda"), rank=0)
+    models, side = make_pair(world, bucket_mb=TINY), torch.cuda.Stream()
+    for step in range(3):
+        for net, optimizer in models:
+            with torch.cuda.stream(side):
+                side.wait_stream(torch.cuda.default_stream())
+                torch.cuda._sleep(10_000_000)
+                loss_of(net, world, step).backward()
+            torch.cuda.default_stream().wait_stream(side)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(models, f"step {step}")
+
+
+# NaN and Inf
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bucket_with_a_nan_or_inf_is_left_out(world, bad):
+    net, optimizer = make(world, bucket_mb=TINY)
+    step_of(world, [(net, optimizer)], 0)
+    before = [master.clone() for master in optimizer.gathered_masters()]
+    hooks = [net.layers[i].weight.register_hook(lambda g: g * bad) for i in (2, 0)]
+    loss_of(net, world, 1).backward()
+    for hook in hooks:
+        hook.remove()
+    optimizer.step()
+    everything = {name for name, _ in net.named_parameters()}
+    assert moved(net, optimizer, before) == everything - {"layers.0.weight", "layers.2.weight"}
+    assert optimizer.found_inf.item() == 1 and optimizer.skipped_steps == 1
+    assert "layers.0.weight" in optimizer.first_nonfinite()
+    zerofp4.testing.verify_model(net, optimizer)
+    step_of(world, [(net, optimizer)], 2)
+    assert moved(net, optimizer, before) == everything
+    assert optimizer.found_inf.item() == 0 and optimizer.skipped_steps == 1
+    assert optimizer.first_nonfinite() is None
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer_class": torch.optim.AdamW}, "needs FusedAdamW, .* not AdamW"),
+        ({"optimizer_class": torch.optim.SGD}, "needs FusedAdamW, .* not SGD"),
+        ({"whole_matrices": True}, "needs FusedAdamW, .* not whole matrices"),
+        ({"on_nonfinite": "raise"}, "other weights are updated by then"),
+    ],
+)
+def test_what_an_optimizer_cannot_be_built_with(options, message):
+    parameters = make_parameters(torch.device("cpu"), specifications=[((16, 64), torch.bfloat16, True)])
+    options = {"optimizer_class": FusedAdamW, "lr": 0.1} | options
+    with pytest.raises(ValueError, match=message):
+        ZeroFP4Optimizer(parameters, communication=Communication(overlap="update"), **options)
+    with pytest.raises(ValueError, match=r'accumulate="sharded" is not supported with overlap="update"'):
+        Communication(overlap="update", accumulate="sharded")
+
+
+def test_calls_that_need_all_gradients(world):
+    net, optimizer = make(world, bucket_mb=TINY)
+    loss_of(net, world, 0).backward()
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ needs all gradients"):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="accumulates gradients"), optimizer.no_sync():
+        pass
+    optimizer.step()
+    assert optimizer.broken is None
+
+
+def test_a_second_backward_pass(world):
+    """Which gradients of both are in the masters is not known."""
+    net, optimizer = make(world, bucket_mb=TINY)
+    loss_of(net, world, 0).backward()
+    with pytest.raises(RuntimeError, match="got a second gradient before step"):
+        loss_of(net, world, 1).backward()
+    assert optimizer.broken is not None
+    with pytest.raises(RuntimeError, match="of no more use"):
+        optimizer.step()
+
+
+def test_a_second_backward_pass_before_any_update(world):
+    """It changes nothing, and zero_grad() drops both."""
+    net, optimizer = make(world)  # `rare` is in the one bucket of NVFP4 weights
+    x = torch.ones(1, 64, dtype=torch.bfloat16, device=world.device)
+    for _ in range(2):
+        F.linear(x, net.layers[0].weight).sum().backward()
+        with nothing_changes(net, optimizer), pytest.raises(RuntimeError, match="got a second gradient"):
+            F.linear(x, net.layers[0].weight).sum().backward()
+        assert optimizer.broken is None
+        optimizer.zero_grad()
+    step_of(world, [(net, optimizer)], 0)
+
+
+def test_a_weight_that_two_reentrant_segments_use(world):
+    net, optimizer = make(world, bucket_mb=TINY)
+    with pytest.raises(RuntimeError, match="use_reentrant=False where several segments use one weight"):
+        loss_of(net, world, 0, reentrant=True).backward()
+    assert optimizer.broken is not None
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_node_that_reads_an_updated_weight_fails(world, quantized):
+    """It saved the weight for the gradient of its input alone, and would run behind the update."""
+    net, _ = make(world, bucket_mb=TINY)
+    weight = net.layers[0].weight if quantized else net.embedding.weight
+    x = torch.ones(8, 64, dtype=torch.bfloat16, device=world.device, requires_grad=True)
+    hidden = F.linear(x, weight.detach())[:, :1].expand(8, 64)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        F.linear(hidden, weight).sum().backward()
+
+
+def test_a_gradient_that_comes_behind_the_update(world):
+    net, optimizer = make(world, bucket_mb=TINY)
+    loss_of(net, world, 0).backward()
+    net.norm.weight.grad = torch.ones_like(net.norm.weight)
+    with pytest.raises(RuntimeError, match=r"norm.weight.* was assigned after its update"):
+        optimizer.step()
+
+
+def test_grad_scaler_and_a_found_inf_of_ones_own(world):
+    net, optimizer = make(world, bucket_mb=TINY)
+    optimizer.inner.found_inf = torch.zeros((), device=world.device)
+    with nothing_changes(net, optimizer), pytest.raises(RuntimeError, match="heeds no found_inf"):
+        loss_of(net, world, 0).backward()
+        optimizer.step()
+    optimizer.inner.found_inf = None
+    optimizer.zero_grad()
+    loss_of(net, world, 0).backward()
+    optimizer.grad_scale = torch.full((), 2.0, device=world.device)  # as GradScaler.step() does
+    with pytest.raises(RuntimeError, match="a GradScaler has scaled the loss"):
+        optimizer.step()
+    assert optimizer.broken is not None
+
+
+# Errors
+
+
+def test_an_error_before_the_first_update_changes_nothing(world):
+    """It waits for step(), and leaves gradients where they are."""
+    net, optimizer = make(world, bucket_mb=TINY)
+    step_of(world, [(net, optimizer)], 0)
+    with nothing_changes(net, optimizer):
+        optimizer.param_groups[0]["lr"] = math.nan
+        loss_of(net, world, 1).backward()
+        assert all(p.grad is not None for p in net.parameters())
+        with pytest.raises(ValueError, match="must be finite"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
+    assert optimizer.broken is None and optimizer._saved.steps == 1
+    optimizer.step()
+    assert optimizer._saved.steps == 2
+
+
+def test_an_error_behind_the_first_update_breaks_the_optimizer(world):
+    """No bucket behind it is updated. A checkpoint mends it."""
+    net, optimizer = make(world, bucket_mb=TINY)
+    step_of(world, [(net, optimizer)], 0)
+    good = torch.load(_saved(optimizer.state_dict()), weights_only=False)
+    masters = [master.clone() for master in optimizer.gathered_masters()]
+
+    def write(_):
+        with torch.no_grad():
+            net.rare.weight.zero_()  # after its update
+
+    hook = net.layers[2].weight.register_hook(write)
+    loss_of(net, world, 1).backward()
+    hook.remove()
+    assert "layers.3.weight" in moved(net, optimizer, masters)
+    assert "layers.0.weight" not in moved(net, optimizer, masters)
+    with pytest.raises(RuntimeError, match=r"rare.weight.* was written to"):
+        optimizer.step()
+    assert "was written to" in str(optimizer.broken)
+    with pytest.raises(RuntimeError, match="must not be saved"):
+        _saved(optimizer.state_dict())
+    optimizer.zero_grad()
+    optimizer.load_state_dict(good)
+    assert_all_equal(optimizer.gathered_masters(), masters, "masters")
+    step_of(world, [(net, optimizer)], 2)
+
+
+def _saved(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return file
+
+
+def test_between_a_backward_pass_and_its_step(world):
+    """Nothing is saved or handed over; a checkpoint may be loaded, and step() goes on."""
+    models = make_pair(world, bucket_mb=TINY)
+    step_of(world, models, 0)
+    net, optimizer = models[1]
+    good = torch.load(_saved(optimizer.state_dict()), weights_only=False)
+    loss_of(net, world, 1).backward()
+    with pytest.raises(RuntimeError, match="call step\\(\\) before they are saved"):
+        _saved(optimizer.state_dict())
+    with pytest.raises(ValueError, match="in the middle of a step"):
+        ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(OPTIONS))
+    optimizer.load_state_dict(good)
+    assert optimizer.broken is None
+    assert_same(models, "loaded")
+    step_of(world, models, 2)
+    assert_same(models, "after")
+    _saved(optimizer.state_dict())
+
+
+def test_a_pass_that_breaks_off(world):
+    """step() closes it: what it had made is in the masters, as without overlap."""
+    models = make_pair(world, bucket_mb=TINY)
+    for net, optimizer in models:
+        hook = net.layers[1].register_full_backward_pre_hook(_refuse)
+        with pytest.raises(ArithmeticError):
+            loss_of(net, world, 0).backward()
+        hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(models, "broken off")
+    step_of(world, models, 1)
+    assert_same(models, "after")
+
+
+def _refuse(*_):
+    raise ArithmeticError
+
+
+def test_hooks_end_with_the_optimizer(world):
+    net, optimizer = make(world, bucket_mb=TINY)
+    new = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(OPTIONS))
+    with nothing_changes(net, new):
+        loss_of(net, world, 0).backward()
+    assert all(p.grad is not None for p in net.parameters())
+    new.step()
