@@ -105,6 +105,14 @@ __device__ __forceinline__ void shift_words(uint32_t (&both)[2 * kWords], uint32
     }
 }
 
+// Asks the L2 for elements that this lane loads later, by sectors of 32 bytes.
+template <int kCount, typename T>
+__device__ __forceinline__ void prefetch_elements(const T* p) {
+#pragma unroll
+    for (int i = 0; i < kCount * static_cast<int>(sizeof(T)); i += 32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p) + i));
+}
+
 // The same as load_words for elements T at any address: two aligned vectors, shifted. Both must be readable.
 template <typename T, bool kLastUse, int kWords>
 __device__ __forceinline__ void load_shifted_words(const T* p, uint32_t (&words)[kWords]) {

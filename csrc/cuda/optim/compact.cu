@@ -4,7 +4,9 @@
 // bytes, a lane has the columns of a tile, and four lanes have a group.
 //
 // There are so few bytes that the number of instructions decides. Roots and reciprocals are short sequences
-// that are correctly rounded in a range; what may lie outside is brought there first.
+// that are correctly rounded in a range; what may lie outside is brought there first. The registers of a row
+// leave room for 16 warps on an SM, too few to hide the latency of memory: a warp that has a row asks the L2
+// for the next one.
 
 #include <type_traits>
 
@@ -141,6 +143,14 @@ struct LaneRow {
         gradient.take(index, words, gradients);
     }
     template <typename Gradient>
+    __device__ __forceinline__ void prefetch(const AdamWDescriptor& tensor, const Gradient& gradient,
+                                             int64_t index) {
+        gradient.prefetch(index);
+        prefetch_elements<kColumns>(in_global(tensor.compact.exp_avg) + index);
+        prefetch_elements<kColumns>(in_global(tensor.compact.exp_avg_sq) + index);
+        masters.prefetch(tensor, index);
+    }
+    template <typename Gradient>
     __device__ __forceinline__ void load_elements(const AdamWDescriptor& tensor, const Gradient& gradient,
                                                   int64_t index, int64_t group, int count) {
         load<Elements>(tensor.compact, index, count);
@@ -198,6 +208,9 @@ struct FloatMasters {
     __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
         Access::store(in_global(tensor.master) + index, count, words);
     }
+    __device__ __forceinline__ void prefetch(const AdamWDescriptor& tensor, int64_t index) {
+        prefetch_elements<kColumns>(in_global(tensor.master) + index);
+    }
     __device__ __forceinline__ float at(int k) const { return from_bits(words[k]); }
     // Takes four, from element k on.
     __device__ __forceinline__ void set(int k, const float (&values)[4], uint32_t) {
@@ -224,6 +237,10 @@ struct SplitMasters {
     __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
         Access::store(in_global(tensor.compact.high) + index, count, high);
         Access::store(in_global(tensor.compact.low) + index, count, low);
+    }
+    __device__ __forceinline__ void prefetch(const AdamWDescriptor& tensor, int64_t index) {
+        prefetch_elements<kColumns>(in_global(tensor.compact.high) + index);
+        if (tensor.compact.low != nullptr) prefetch_elements<kColumns>(in_global(tensor.compact.low) + index);
     }
     // join_master. Counted from -128 on the low byte lies behind the magnitude of the high part.
     __device__ __forceinline__ float at(int k) const {
@@ -431,6 +448,8 @@ __device__ __forceinline__ float update_rows(const AdamWTable& table, const Adam
         int count = kColumns;
         if (whole) {
             row.load_vectors(tensor, gradient, index, group);
+            if (at.row % kBlock + kRowsAtOnce < kBlock)
+                row.prefetch(tensor, gradient, index + kRowsAtOnce * tensor.cols);
         } else {
             count = owned_of_lane(tensor, at, index);
             row.load_elements(tensor, gradient, index, group, count);

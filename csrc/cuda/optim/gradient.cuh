@@ -24,6 +24,9 @@ struct GivenGradient {
     __device__ __forceinline__ void load(int64_t offset, Words& words) const {
         load_words<false>(own + offset, words);
     }
+    __device__ __forceinline__ void prefetch(int64_t offset) const {
+        prefetch_elements<kCount>(own + offset);
+    }
     __device__ __forceinline__ void take(int64_t, Words& words, float (&values)[kCount]) const {
         unpack<G>(words, values);
 #pragma unroll
@@ -95,6 +98,7 @@ class MeanGradient {
             if (r < pieces.count) load_words<false>(rows.of_rank(r) + offset, words[r]);
         }
     }
+    __device__ __forceinline__ void prefetch(int64_t) const {}
     __device__ __forceinline__ void take(int64_t offset, Words& words, float (&values)[kCount]) const {
         unpack<G>(words[0], values);
 #pragma unroll
