@@ -406,9 +406,15 @@ PyObject* configure(PyObject*, PyObject* given) {
     END_HANDLE_TH_ERRORS
 }
 
+// fits(dequantize): whether configure() can be given it.
+PyObject* fits(PyObject*, PyObject* capsule) {
+    return PyBool_FromLong(PyCapsule_IsValid(capsule, kDequantizeCapsule));
+}
+
 PyMethodDef kMethods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},
     {"configure", &configure, METH_VARARGS, nullptr},
+    {"fits", &fits, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_autograd", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};

@@ -536,9 +536,16 @@ def test_an_extension_that_is_not_there(monkeypatch, afresh, error, reason):
     assert re.search(reason, ops.why_python_autograd())
 
 
+def test_an_extension_of_another_build_is_not_used(monkeypatch, afresh):
+    extension, _ = autograd._load()
+    monkeypatch.setattr(extension, "fits", lambda function: False)
+    autograd._load.cache_clear()
+    assert re.search("and zerofp4._C are of different builds", ops.why_python_autograd())
+
+
 def test_the_variable(monkeypatch, afresh):
     monkeypatch.setenv("ZEROFP4_AUTOGRAD", "0")
-    assert ops.why_python_autograd() == "ZEROFP4_AUTOGRAD is not 1"
+    assert ops.why_python_autograd() == "ZEROFP4_AUTOGRAD is 0"
     autograd._load.cache_clear()
     monkeypatch.setenv("ZEROFP4_AUTOGRAD", "off")
     with pytest.raises(ValueError, match="ZEROFP4_AUTOGRAD='off': it is 0 or 1"):

@@ -18,11 +18,11 @@ _NAME = "zerofp4._autograd"
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
     """The extension, or None and the reason. Raises ValueError for a wrong value of the variable."""
-    given = os.environ.get(VARIABLE, "0")
+    given = os.environ.get(VARIABLE, "1")
     if given not in ("0", "1"):
         raise ValueError(f"{VARIABLE}={given!r}: it is 0 or 1")
     if given == "0":
-        return None, f"{VARIABLE} is not 1"
+        return None, f"{VARIABLE} is 0"
     try:
         extension = importlib.import_module(_NAME)
     except ModuleNotFoundError:
@@ -31,6 +31,8 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"{_NAME} cannot be loaded, rebuild it for torch {torch.__version__}: {error}"
     if extension.TORCH_VERSION != torch.__version__:
         return None, f"{_NAME} was built for torch {extension.TORCH_VERSION}, this is {torch.__version__}"
+    if not extension.fits(_C.dequantize_function):
+        return None, f"{_NAME} and zerofp4._C are of different builds: build both"
     return extension, ""
 
 
