@@ -246,17 +246,31 @@ def test_large_state_is_converted_in_parts(device, monkeypatch):
 # What is refused
 
 
-def test_another_kind_than_what_is_there(device):
-    optimizer, params = trained(device, state="compact")
-    before = [p.clone() for p in params]
-    optimizer.param_groups[0]["state"] = "full"
-    with pytest.raises(ValueError, match="must have step, exp_avg, exp_avg_sq: call load_state_dict"):
-        optimizer.step()
-    for p, old in zip(params, before, strict=True):
-        assert_bytes_equal(p, old, "parameter")
-    optimizer.load_state_dict(optimizer.state_dict())
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_choice_that_is_changed_later(device, steps):
+    """Also before the first step, and of a copy of the optimizer."""
+    optimizer, params = trained(device, steps, state="compact")
+    set_random_gradients(params)
+    for each in (optimizer, copy.deepcopy(optimizer)):
+        copies = each.param_groups[0]["params"]
+        before = [p.clone() for p in copies]
+        each.param_groups[0]["state"] = "full"
+        for call in (each.step, lambda each=each: each.load_state_dict(each.state_dict())):
+            with pytest.raises(ValueError, match=r"was 'compact' when the .* was built and is 'full' now"):
+                call()
+        for p, old in zip(copies, before, strict=True):
+            assert_bytes_equal(p, old, "parameter")
+    optimizer.param_groups[0]["state"] = "compact"
     optimizer.step()
-    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state[params[0]]) == {"step", *STATE}
+
+
+def test_state_of_another_kind(device):
+    optimizer, params = trained(device, state="compact")
+    full, _ = trained(device)
+    optimizer.state[params[0]] = full.state_dict()["state"][0]
+    with pytest.raises(ValueError, match="has step, exp_avg, exp_avg_sq and must have step, exp_avg_codes"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -285,9 +299,32 @@ def test_loaded_state_of_other_shapes(device):
     given.load_state_dict(optimizer.state_dict())
     saved = given.state_dict()
     saved["state"][0]["exp_avg_sq"] = saved["state"][0]["exp_avg_sq"][1:]
-    with pytest.raises(ValueError, match=r"exp_avg_sq .* must have shape \(40, 192\), got \(39, 192\)"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq .* must have shape \(40, 192\) .* got \(39, 192\)"):
         optimizer.load_state_dict(saved)
     assert optimizer.state is state and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "change", "message"),
+    [
+        ("full", "exp_avg", torch.t, r"\(40, 192\) and torch.float32, got \(192, 40\)"),
+        ("full", "exp_avg_sq", torch.flatten, r"\(40, 192\) and torch.float32, got \(7680,\)"),
+        ("compact", "exp_avg_codes", torch.t, r"\(40, 192\) and torch.int8, got \(192, 40\)"),
+        ("compact", "exp_avg_sq_codes", torch.Tensor.short, r"torch.uint8, got \(40, 192\) and torch.int16"),
+        ("compact", "scales", torch.flatten, r"\(40, 3, 2\) and torch.float32, got \(240,\)"),
+        ("compact", "scales", torch.Tensor.half, r"torch.float32, got \(40, 3, 2\) and torch.float16"),
+        ("compact", "scales", torch.Tensor.double, r"torch.float32, got \(40, 3, 2\) and torch.float64"),
+    ],
+)
+@pytest.mark.parametrize("loader", ["full", "compact"])
+def test_loaded_state_of_as_many_elements_and_of_other_dtypes(device, state, name, change, message, loader):
+    given, _ = trained(device, 1, state=state)
+    optimizer, _ = trained(device, 1, state=loader)
+    before, saved = optimizer.state, given.state_dict()
+    saved["state"][0][name] = change(saved["state"][0][name])
+    with pytest.raises(ValueError, match=f"^{name} in the state of AdamW must have shape .*{message}"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state is before
 
 
 def test_a_gradient_that_is_refused(device):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+
 import pytest
 import torch
 from cases.compact import HYPERS, Whole, make_sharded
@@ -10,6 +13,7 @@ from helpers import assert_bytes_equal
 from torch import nn
 
 import zerofp4
+from zerofp4.engine import joined
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
@@ -183,3 +187,91 @@ def test_an_amax_group_of_two_states():
     wide, narrow = (nn.Parameter(zerofp4.quantize(torch.zeros(16, cols))) for cols in (64, 32))
     with pytest.raises(ValueError, match="share an amax, but not their `state` and dtype"):
         build([wide, narrow], amax_groups=[[wide, narrow]])
+
+
+def test_a_group_of_another_class_has_no_state_to_choose():
+    """Whole matrices or not, and whatever the value is."""
+    p, q = (nn.Parameter(torch.zeros(4, 64)) for _ in range(2))
+    with pytest.raises(ValueError, match="is of FusedAdamW, and its class is SGD"):
+        ZeroFP4Optimizer([p], torch.optim.SGD, whole_matrices=True, state="compact")
+    beside = {"params": [q], "optimizer_class": torch.optim.SGD, "lr": 0.1, "state": "small"}
+    with pytest.raises(ValueError, match=r'\[1\]: state must be "full" or "compact", got .small.'):
+        ZeroFP4Optimizer([{"params": [p]}, beside], FusedAdamW)
+
+
+@pytest.mark.parametrize("beside", [[], [torch.optim.SGD]])
+def test_a_choice_that_is_changed_later(beside):
+    """Updated bucket by bucket, and all at once. Nothing else has changed."""
+    if beside and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    parameters = [nn.Parameter(torch.randn(4, 64, dtype=torch.bfloat16)) for _ in range(2 + len(beside))]
+    groups = [{"params": [p], "state": s} for p, s in zip(parameters, ("compact", "full"), strict=False)]
+    groups += [{"params": [parameters[-1]], "optimizer_class": c, "lr": 0.1} for c in beside]
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=0.1)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    before = [optimizer.gathered_masters(), optimizer.state_dict()]
+    for group, other in zip(optimizer.param_groups, ("full", "compact", "compact"), strict=False):
+        missing = object()
+        chosen, group["state"] = group.get("state", missing), other
+        for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(before[1])):
+            with pytest.raises(ValueError, match=rf"'state'\] was .* when .* built and is '{other}' now"):
+                call()
+        group["state"] = chosen
+        if chosen is missing:
+            del group["state"]
+    for master, found in zip(before[0], optimizer.gathered_masters(), strict=True):
+        assert_bytes_equal(found, master, "master")
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.double, torch.Tensor.half])
+def test_scales_of_another_dtype(change):
+    p = nn.Parameter(torch.randn(4, 64, dtype=torch.bfloat16))
+    optimizer = build([p])
+    state = optimizer.state_dict()
+    state["state"][0]["scales"] = state["state"][0]["scales"].map(change)
+    with pytest.raises(ValueError, match=r"no tensor of torch.float32: .*\.scales"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("dtype", "state"), [(torch.bfloat16, "compact"), (torch.float32, "full")])
+def test_a_written_parameter_that_is_its_own_master(device, dtype, state):
+    """Its old value is nowhere but in a checkpoint, or in an optimizer with masters of its own."""
+    p = nn.Parameter(torch.randn(4, 64, device=device).to(dtype))
+    optimizer = build([p], state=state)
+    set_gradients([p], make_gradients([p], 0))
+    optimizer.step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+    with torch.no_grad():
+        p.zero_()
+    with pytest.raises(RuntimeError, match=r"written to .* before the optimizer loads a checkpoint"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"written to, and holds its own master, .* build a new optimizer"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert_bytes_equal(p.detach(), before, "parameter")
+    optimizer.step()
+    with torch.no_grad():
+        p.copy_(before)
+    again = build([p], state=state)
+    assert_bytes_equal(again.gathered_masters()[0], before.float(), "master")
+
+
+def test_each_master_of_24_bits_is_converted_once(monkeypatch):
+    """By an export, and by an optimizer that takes over: one after the other, none of them stays in FP32."""
+    model = nn.Sequential(*(nn.Linear(64, 8, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+    optimizer, made = build(model.parameters()), []
+
+    def join(*planes):
+        assert not any(ref() is not None for ref in made[:-1])
+        values = joined(*planes)
+        made.append(weakref.ref(values))
+        return values
+
+    monkeypatch.setattr("zerofp4.optim.sharded.joined", join)
+    dict(zerofp4.master_state_dict(model, optimizer, torch.bfloat16))
+    assert len(made) == 3
+    made.clear()
+    build(model.parameters(), masters_from=optimizer)
+    assert len(made) == 3

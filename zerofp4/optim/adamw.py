@@ -16,6 +16,7 @@ from zerofp4.optim.moments import (
     COMPACT,
     FULL,
     Slice,
+    check_choice,
     check_rows,
     converted,
     first_state,
@@ -85,6 +86,8 @@ class FusedAdamW(torch.optim.Optimizer):
         capturable: bool = False,
         state: str = "full",
     ):
+        self._chosen: dict[torch.Tensor, str] = {}
+        """By parameter, the `state` of its group when it was added."""
         self._slices: dict[torch.Tensor, Slice] = {}
         """By parameter, what it is a slice of: those of ZeroFP4Optimizer that are kept in compact state."""
         self._take_parts([Part()])
@@ -112,27 +115,40 @@ class FusedAdamW(torch.optim.Optimizer):
             for i, (p, local) in enumerate(zip(group["params"], locals_of(group["params"]), strict=True)):
                 name = parameter_name(len(self.param_groups) - 1, i, group)
                 _check_parameter(name, local, self._device(), slices.get(p))
-                if keeps_compact(p, group):
-                    check_rows(name, p)
                 if p in seen:
                     raise ValueError(f"{name} is in the group twice")
                 seen.add(p)
+            self._check_choices(self.param_groups)
         except Exception:
             self.param_groups.pop()
             raise
         self._slices |= slices
 
+    def _check_choices(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError where the `state` of a group has changed, and where DTensors cannot have it."""
+        chosen = {}
+        for g, group in enumerate(param_groups):
+            for i, p in enumerate(group["params"]):
+                chosen[p] = self._chosen.get(p, group["state"])
+                check_choice(f"param_groups[{g}]", group["state"], chosen[p])
+                if p not in self._chosen and keeps_compact(p, group):
+                    check_rows(parameter_name(g, i, group), p)
+        self._chosen = chosen
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         slices = vars(self).setdefault("_slices", {})  # a copy has none
+        vars(self).setdefault("_chosen", {})
         defaults = {"state": "full"} | (state.get("defaults") or self.defaults)
         for group in state["param_groups"]:
             group.setdefault("state", defaults["state"])
             _check_options(defaults | group)
+        self._check_choices(state["param_groups"])
+        for group in state["param_groups"]:
             for p in group["params"]:
                 entries = _received(state["state"].get(p, {}), p.device)
                 if entries:
                     compact = p in slices or keeps_compact(p, group)
-                    state["state"][p] = converted(p, entries, compact)
+                    state["state"][p] = converted(p, entries, compact, slices.get(p))
         super().__setstate__(state)
         if not hasattr(self, "_parts"):  # this is a copy, or was unpickled
             self._take_parts([Part()])
@@ -225,6 +241,7 @@ class FusedAdamW(torch.optim.Optimizer):
             _check_options(group, f"param_groups[{g}]", device)
         ids = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
         if ids != self._assigned:
+            self._check_choices(self.param_groups)
             members = [
                 Member(p, g, parameter_name(g, i, group), keeps_compact(p, group), self._slices.get(p))
                 for g, group in enumerate(self.param_groups)
@@ -352,8 +369,7 @@ class Part:
                 kept = _KEPT[i >= self.full]
                 if not state.keys() >= kept.keys():
                     raise ValueError(
-                        f"the state of {name} has {', '.join(state)} and must have {', '.join(kept)}: call "
-                        "load_state_dict(state_dict()) once the option `state` has changed, which converts it"
+                        f"the state of {name} has {', '.join(state)} and must have {', '.join(kept)}"
                     ) from None
             raise
 

@@ -17,7 +17,7 @@ from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
-from zerofp4.optim.inner import InnerClass, class_numbers, inner_classes, matrix_work, try_options
+from zerofp4.optim.inner import InnerClass, class_numbers, inner_classes, is_muon, matrix_work, try_options
 from zerofp4.optim.moments import suits_compact
 from zerofp4.optim.state_dict import own_name
 from zerofp4.tensors import NVFP4Tensor
@@ -241,15 +241,18 @@ def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], s
 
     Raises ValueError for compact state of classes that do not have it. Muon's keeps its own.
     """
-    if state not in ("full", "compact"):
-        raise ValueError(f'state must be "full" or "compact", got {state!r}')
-    for g, (group, inner) in enumerate(zip(param_groups, classes, strict=True)):
-        chosen, name = group.get("state", state), inner.optimizer_class.__name__
+    choices = [group.get("state", state) for group in param_groups]
+    named = {"": state} | {f"param_groups[{g}]: ": choice for g, choice in enumerate(choices)}
+    for where, choice in named.items():
+        if choice not in ("full", "compact"):
+            raise ValueError(f'{where}state must be "full" or "compact", got {choice!r}')
+    for g, (group, inner, chosen) in enumerate(zip(param_groups, classes, choices, strict=True)):
+        name = inner.optimizer_class.__name__
         if issubclass(inner.optimizer_class, FusedAdamW):
             if chosen == "compact" and inner.whole:
                 raise ValueError(f'param_groups[{g}]: state="compact" excludes whole_matrices=True')
             group["state"] = chosen
-        elif chosen == "compact" and ("state" in group or not inner.whole):
+        elif chosen == "compact" and ("state" in group or not is_muon(inner.optimizer_class)):
             raise ValueError(f'param_groups[{g}]: state="compact" is of FusedAdamW, and its class is {name}')
 
 

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def master_state_dict(
     return _values(model, _find_masters(optimizer, dtype)[1], dtype)
 
 
-def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, dict[int, Piece]]:
+def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, Mapping[int, Piece]]:
     """The optimizer, and this rank's pieces of its masters or their averages, by the identity of the
     parameter. source: the optimizer, or AveragedMasters of it.
     """
@@ -61,7 +61,7 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, di
 
 @torch.no_grad()
 def _values(
-    model: nn.Module, masters: dict[int, Piece], dtype: torch.dtype
+    model: nn.Module, masters: Mapping[int, Piece], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value, is_parameter in _tensors(model):
         yield key, parameter_values(value, masters, dtype) if is_parameter else value.detach().clone()
@@ -75,7 +75,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
             yield key, parameters.get(key, value), key in parameters
 
 
-def parameter_values(parameter: torch.Tensor, masters: dict[int, Piece], dtype: torch.dtype) -> torch.Tensor:
+def parameter_values(
+    parameter: torch.Tensor, masters: Mapping[int, Piece], dtype: torch.dtype
+) -> torch.Tensor:
     """A new plain tensor: the whole master of a parameter, which is collective, or what one without a master
     holds.
     """
@@ -195,7 +197,7 @@ def unconvert_model(
     Returns the names of the parameters. Raises RuntimeError, before anything is changed, for a weight that
     another optimizer or DistributedDataParallel holds.
     """
-    masters: dict[int, Piece] = {}
+    masters: Mapping[int, Piece] = {}
     if optimizer is not None:
         optimizer, masters = _find_masters(optimizer, torch.float32)
     found = [

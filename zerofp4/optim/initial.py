@@ -22,8 +22,8 @@ def take_over(
     names: Sequence[str],
     group: dist.ProcessGroup | None,
     shardings: Sequence[Sharding],
-) -> dict[int, Piece]:
-    """This rank's pieces of the masters that an earlier optimizer holds for parameters, by id(parameter).
+) -> Mapping[int, Piece]:
+    """This rank's pieces of the masters that an earlier optimizer holds, by id(parameter).
 
     source: None, or a ZeroFP4Optimizer.
     group: all ranks that step together.
@@ -38,20 +38,17 @@ def take_over(
     if not source.process_group.refers_to(group):
         raise ValueError("masters_from must shard its masters over the same process group")
     handed, written = source._handed_masters()
-    taken = {}
-    for p, name, sharding in zip(parameters, names, shardings, strict=True):
-        if id(p) not in handed:
-            continue
-        if not handed[id(p)].about.home.group.refers_to(sharding.group):
+    taken = [row for row in zip(parameters, names, shardings, strict=True) if id(row[0]) in handed]
+    for p, name, sharding in taken:
+        if not handed.home(id(p)).group.refers_to(sharding.group):
             raise ValueError(f"{name} is sharded over another process group than in masters_from")
         if id(p) in written:
             raise ValueError(
                 f"{name} was written to since the last step of masters_from, whose master would undo that"
             )
-        taken[id(p)] = handed[id(p)]
     if not taken:
         raise ValueError("masters_from has the master of none of the trainable parameters of params")
-    return taken
+    return handed
 
 
 def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Piece]) -> None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofp4.optim.moments import check_choice
+
 NOT_ELEMENTWISE = {
     "Adafactor": "its second moments are sums over rows and columns of a matrix: whole_matrices=True gives "
     "it whole ones",
@@ -20,6 +22,10 @@ NOT_ELEMENTWISE = {
 
 
 _grad = operator.attrgetter("grad")
+
+
+def is_muon(optimizer_class: type) -> bool:
+    return any(base.__name__ == "Muon" for base in optimizer_class.__mro__)
 
 
 class InnerClass(NamedTuple):
@@ -76,15 +82,15 @@ def _inner_class(where: str, optimizer_class: Any, defaults: dict, whole: bool |
     """Check one class. where: what error messages call the argument. whole: whole_matrices."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"{where} must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
-    bases = {base.__name__ for base in optimizer_class.__mro__}
-    if "Muon" in bases and whole is False:
+    if is_muon(optimizer_class) and whole is False:
         raise ValueError(f"whole_matrices=False: {optimizer_class.__name__} orthogonalizes whole matrices")
+    bases = {base.__name__ for base in optimizer_class.__mro__}
     for name, reason in NOT_ELEMENTWISE.items():
         if name in bases and not (whole and name == "Adafactor"):
             raise ValueError(
                 f"{where}: {optimizer_class.__name__} cannot run on shards of parameters, {reason}"
             )
-    return InnerClass(optimizer_class, defaults, bool(whole) or "Muon" in bases)
+    return InnerClass(optimizer_class, defaults, bool(whole) or is_muon(optimizer_class))
 
 
 def try_options(
@@ -174,6 +180,10 @@ class InnerOptimizers:
         groups = [iter(optimizer.param_groups) for optimizer in self.all]
         return [next(groups[number]) for number in self._numbers]
 
+    def _check_choices(self, param_groups: Sequence[dict]) -> None:
+        for g, (group, inner_group) in enumerate(zip(param_groups, self.param_groups, strict=True)):
+            check_choice(f"param_groups[{g}]", group.get("state"), inner_group.get("state"))
+
     def push_options(self, param_groups: Sequence[dict]) -> None:
         """Copy the options of the parameter groups to the optimizers.
 
@@ -192,6 +202,7 @@ class InnerOptimizers:
                         "which param_groups of the ZeroFP4Optimizer would undo: change these, and build "
                         "schedulers over the ZeroFP4Optimizer"
                     )
+        self._check_choices(param_groups)
         for group, inner_group in zip(param_groups, inner_groups, strict=True):
             inner_group.update(options(group))
         self._copies = list(map(dict, [*param_groups, *inner_groups]))
@@ -256,6 +267,7 @@ class InnerOptimizers:
         Raises what the optimizers raise for options that are out of range, and for their state.
         """
         try_options(self._classes, param_groups, device)
+        self._check_choices(param_groups)
         for number, optimizer in enumerate(self.all):
             masters = [master for group in optimizer.param_groups for master in group["params"]]
             positions = {id(master): i for i, master in enumerate(masters)}

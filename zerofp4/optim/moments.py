@@ -62,6 +62,15 @@ def suits_compact(shape: torch.Size) -> bool:
     return len(shape) >= 2 and shape[-1] >= STATE_GROUP
 
 
+def check_choice(group: str, state: Any, chosen: Any) -> None:
+    """Raises ValueError if the `state` of a parameter group is not what it was built with."""
+    if state != chosen:
+        raise ValueError(
+            f"{group}['state'] was {chosen!r} when the optimizer was built and is {state!r} now: build a new "
+            "optimizer for another one, which can load_state_dict() this one's state_dict()"
+        )
+
+
 def check_rows(name: str, p: torch.Tensor) -> None:
     """Raises ValueError for a DTensor whose ranks would share groups of a row."""
     parts = [
@@ -94,15 +103,15 @@ def first_state(p: torch.Tensor, compact: bool, of: Slice | None = None) -> dict
     return {"step": step, **codes, "scales": _sharded_like(p, scales, scales_shape(p.shape))}
 
 
-def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dict[str, Any]:
-    """The state of a parameter as full or as compact state, whichever it is. Empty state stays empty.
+def converted(
+    p: torch.Tensor, entries: Mapping[str, Any], compact: bool, of: Slice | None = None
+) -> dict[str, Any]:
+    """The state of a parameter as full or as compact state, whichever it is. of: as in first_state().
 
-    Raises ValueError for what is neither, and for what has not the shape of the parameter.
+    Raises ValueError for what is neither, and for another shape or dtype than this parameter's state has.
     """
-    kept = COMPACT if compact else FULL
-    if not entries or entries.keys() >= kept.keys():
-        return dict(entries)
-    given = FULL if compact else COMPACT
+    kept, other = (COMPACT, FULL) if compact else (FULL, COMPACT)
+    given = kept if entries.keys() >= kept.keys() else other
     if not entries.keys() >= given.keys():
         raise ValueError(
             f"the state of AdamW must have {', '.join(FULL)}, or {', '.join(COMPACT)}, got {list(entries)}"
@@ -110,11 +119,16 @@ def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dic
     values = {name: _local(entries[name]) for name in given if name != "step"}
     shape = _local(p).shape
     for name, value in values.items():
-        wanted = scales_shape(shape) if name == "scales" else shape
-        if value.shape != wanted:
+        wanted = shape
+        if name == "scales":
+            wanted = scales_shape(shape) if of is None else (of.groups, 2)
+        if (tuple(value.shape), value.dtype) != (tuple(wanted), given[name]):
             raise ValueError(
-                f"{name} in the state of AdamW must have shape {tuple(wanted)}, got {tuple(value.shape)}"
+                f"{name} in the state of AdamW must have shape {tuple(wanted)} and {given[name]}, got "
+                f"{tuple(value.shape)} and {value.dtype}"
             )
+    if given is kept:
+        return dict(entries)
     new = _encoded(**values) if compact else _decoded(**values)
     shapes = {"scales": scales_shape(p.shape)}
     made = {name: _sharded_like(p, value, shapes.get(name, p.shape)) for name, value in new.items()}

@@ -195,9 +195,10 @@ class ShardedParameters:
         written = self.written()
         if written:
             raise RuntimeError(
-                f"{self.names[written[0]]} was written to since the last step, which its FP32 master would "
-                "undo: load a model before its optimizer is built, or before load_state_dict(); wrap it in "
-                "DistributedDataParallel, which writes rank 0's values, before that or with init_sync=False"
+                f"{self.names[written[0]]} was written to since the last step, but weights follow masters: "
+                "load a model before its optimizer is built, or before the optimizer loads a checkpoint; "
+                "wrap it in DistributedDataParallel, which writes rank 0's values, before that or with "
+                "init_sync=False"
             )
         if any(attributes(_requires_grad, self._frozen)):
             name = next(name for p, name in self._frozen.items() if p.requires_grad)

@@ -24,6 +24,7 @@ from zerofp4.optim.moments import COMPACT, FULL, decode_shard, encode_shard, sca
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece, gathered
 from zerofp4.optim.seal import Saves, SealedTuple, make_id
 from zerofp4.shard import Shard, state_groups
+from zerofp4.tensors import QuantizedTensor
 
 # Names and numbers
 
@@ -107,7 +108,7 @@ class Entry(NamedTuple):
     device: None for that of the masters.
     trial_shape: of a tensor, for a matrix of TRIAL_SHAPE; None if it has the shape of what is updated.
     is_flag: whether it is 0 of a parameter that has no state yet.
-    is_exact: whether no other dtype will do: of codes and planes of masters.
+    is_exact: whether no other dtype will do: of compact state and planes of masters.
     per_group: whether it has two for each group of compact state, in place of one for each element.
     """
 
@@ -145,7 +146,7 @@ their own: nobody takes one for a master.
 ANY_MASTER = MASTERS["full"] | MASTERS["compact24"]
 MOMENTS = {name: MASTER for name in FULL if name != "step"}
 CODES = {
-    name: Entry("tensor", dtype, is_exact=name != "scales", per_group=name == "scales")
+    name: Entry("tensor", dtype, is_exact=True, per_group=name == "scales")
     for name, dtype in COMPACT.items()
     if name != "step"
 }
@@ -373,8 +374,8 @@ class SavedState(Mapping):
 
 
 class Masters(Mapping):
-    """Pieces of the float32 masters, by the identity of the parameter. One of 24 bits is converted when it is
-    asked for.
+    """Pieces of the float32 masters, by the identity of the parameter. One of 24 bits is converted each time
+    that it is asked for, and nothing keeps what it is converted into.
     """
 
     def __init__(self, saved: SavedState):
@@ -384,6 +385,13 @@ class Masters(Mapping):
     def __getitem__(self, key: int) -> Piece:
         i = self._positions[key]
         return self._saved.piece(i, "master", self._saved.shards.float_master(i))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._positions
+
+    def home(self, key: int) -> Home:
+        """Where the pieces of a master are."""
+        return self._saved.parameters[self._positions[key]].home
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._positions)
@@ -445,9 +453,14 @@ def read_state_dict(
         groups.append(group | _find_options(group, [state_dict["param_groups"][g] for g in sources]))
     saved.inners.load(groups, states, saved.device)
     for i in written:
+        own, p = saved.parameters[i], saved.shards.parameters[i]
         if masters[i] is None:
-            shard = saved.parameters[i].shard
-            masters[i] = initial_values(saved.shards.parameters[i])[shard.start : shard.end]
+            masters[i] = initial_values(p)[own.shard.start : own.shard.end]
+        elif any(_lies_in(value, p) for value in matched[own.number][1].values()):
+            raise ValueError(
+                f"{own.label} was written to, and holds its own master, or the upper part of it: state_dict "
+                "has that memory, and the value before is lost. Load a checkpoint, or build a new optimizer"
+            )
     pairs = zip(saved.parameters, masters, strict=True)
     stay = [own.label for own, master in pairs if own.shard.numel and master is None]
     obstacle = saved.unsound or moved
@@ -462,6 +475,13 @@ def read_state_dict(
             stacklevel=3,
         )
     return masters, find_saves(state_dict, saved.save_id)
+
+
+def _lies_in(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a value of a state dict is memory of a parameter, as in state_dict() of its own optimizer."""
+    if not isinstance(value, Piece) or isinstance(parameter, QuantizedTensor):
+        return False
+    return 0 <= value.present().data_ptr() - parameter.data_ptr() < parameter.nbytes
 
 
 def _match(

@@ -57,10 +57,10 @@ from zerofp4.optim.communication import Communication
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, check_finite, give_gradients, has_hooks
 from zerofp4.optim.norm import clip_arguments, global_norm
-from zerofp4.optim.piece import Piece, gathered
+from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
+from zerofp4.optim.state_dict import Masters, SavedState, load_error, read_state_dict
 from zerofp4.storage import DtypeGroup, group_by_dtype
 from zerofp4.tensors import had_master
 
@@ -976,8 +976,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         Parameters that have moved get the memory of the optimizer again, as by refresh().
 
         Raises ValueError (TypeError for what is no dict), on every rank and before anything has changed, for
-        what does not fit, states of different steps, what two saves wrote, and where a master would stay and
-        a parameter has moved or the optimizer is `broken`.
+        what does not fit, states of different steps, what two saves wrote, where a master would stay and a
+        parameter has moved or the optimizer is `broken`, and where the state dict has no memory of a master
+        but that of a parameter which was written to: load a checkpoint there, or build a new optimizer.
         """
         if self._updates is not None and self._updates.has_begun:
             self._give_up_pass()
@@ -1039,7 +1040,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "bf16_equivalent": 2 * sum(p.numel() for bucket in sharded for p in bucket.parameters),
         }
 
-    def _handed_masters(self) -> tuple[dict[int, Piece], set[int]]:
+    def _handed_masters(self) -> tuple[Masters, set[int]]:
         """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
         ids of parameters that somebody has written to since the last step. Raises ValueError.
         """
