@@ -75,21 +75,22 @@ THPObjectPtr checked(PyObject* result) {
 
 // Conditions
 
-// No inference mode, no dispatch mode, no transform of torch.func, no tracing; autocast only where it may be
-// on.
-bool is_default_state(bool autocast) {
-    const auto state = c10::impl::tls_local_dispatch_key_set();
-    // The keys that are excluded by default are those of autocast.
-    const bool excluded = autocast
-                              ? (state.excluded_ | c10::default_excluded_set) == c10::default_excluded_set
-                              : state.excluded_ == c10::default_excluded_set;
-    return excluded && state.included_ == c10::default_included_set;
-}
-
 constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
                                       c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
                                       c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
                                       c10::DispatchKey::AutocastCUDA});
+
+// No inference mode, no dispatch mode, no transform of torch.func, no tracing; autocast only where it may be
+// on.
+bool is_default_state(bool autocast) {
+    const auto state = c10::impl::tls_local_dispatch_key_set();
+    // A node runs without names in a torch that still has named tensors, which plain ones do not notice.
+    if (state.included_ != c10::default_included_set ||
+        !((state.excluded_ - c10::default_excluded_set) & kPlain).empty())
+        return false;
+    // The keys that are excluded by default are those of autocast.
+    return autocast || (state.excluded_ | c10::default_excluded_set) == state.excluded_;
+}
 
 // A dense tensor on a CPU or a GPU, with no other behavior.
 bool is_plain(const Tensor& tensor) {

@@ -130,6 +130,19 @@ def test_memory_out_of_order(device, view, bias):
     assert_same(run)
 
 
+def test_python_dequantizes_nothing(device, monkeypatch):
+    """Nor does the thread of a GPU that goes back through the graph."""
+    found, original = [], zerofp4.NVFP4Tensor._values_of
+
+    def counting(record, dtype):
+        found.append(dtype)
+        return original(record, dtype)
+
+    monkeypatch.setattr(zerofp4.NVFP4Tensor, "_values_of", staticmethod(counting))
+    native, python = by_both(lambda: (Product(device).run(), len(found))[1])
+    assert (native, python) == (0, 2)
+
+
 def test_without_gradients(device):
     product = Product(device)
     with torch.no_grad():
