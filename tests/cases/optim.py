@@ -174,7 +174,7 @@ class Net(nn.Module):
 def make_net(device, seed=0):
     torch.manual_seed(seed)
     net = Net().to(device)
-    zerofp4.convert_model(net)
+    zerofp4.convert_model(net, columnwise=True)
     return net
 
 

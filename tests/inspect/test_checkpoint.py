@@ -27,7 +27,7 @@ def trained():
     """A model with one weight in NVFP4 and a frozen layer in bf16, and its optimizer, after some steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 3)).bfloat16()
-    zerofp4.convert_model(model)
+    zerofp4.convert_model(model, columnwise=True)
     model[1].requires_grad_(False)
     optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=0.1)
     for _ in range(STEPS):

@@ -46,6 +46,14 @@ def pair(device, columnwise=True):
     return turned, linear
 
 
+def test_its_columns_are_kept(device):
+    """Its forward pass reads them, also in exact products."""
+    turned, linear = pair(device, columnwise=None)
+    assert turned.weight.columnwise_data is not None
+    reads = zerofp4.ops.has_fp4_tensor_cores(torch.device(device))
+    assert (linear.weight.columnwise_data is not None) == reads
+
+
 def step(layer, recipe, x):
     x = x.clone().requires_grad_()
     layer.zero_grad()

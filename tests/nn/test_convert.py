@@ -49,7 +49,7 @@ def test_report_and_bytes(device):
     torch.manual_seed(0)
     model = Model(device=device)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    report = zerofp4.convert_model(model)
+    report = zerofp4.convert_model(model, columnwise=True)
     assert report.converted == ["up", "down", "layers.0"]
     assert report.skipped == {
         "tokens.weight": "Embedding is not an nn.Linear",

@@ -11,7 +11,7 @@ from tensor_helpers import values
 from torch import nn
 
 import zerofp4
-from zerofp4 import NVFP4Tensor
+from zerofp4 import NVFP4Tensor, ops
 from zerofp4.nn import Linear, autocast
 
 
@@ -93,9 +93,23 @@ def test_rows_alone_give_the_bytes_of_both_copies(device, name):
         assert_bytes_equal(mine, other, f"result {i}")
 
 
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("has_tensor_cores", [True, False])
+def test_columns_are_kept_where_something_reads_them(monkeypatch, has_tensor_cores, layers):
+    """Where there are FP4 tensor cores, by layers of ours; the exact backend reads rows."""
+    monkeypatch.setattr(ops, "has_fp4_tensor_cores", lambda device: has_tensor_cores)
+    module = nn.Sequential(*model(), zerofp4.nn.Linear(64, 64, dtype=torch.bfloat16))
+    zerofp4.convert_model(module, layers=layers)
+    kept = [part.weight.columnwise_data is not None for part in (module[1], module[-1])]
+    assert kept == [has_tensor_cores and layers, has_tensor_cores]
+    rows = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
+    zerofp4.convert_model(rows, layers=True, block=(1, 16))
+    assert rows[0].weight.columnwise_data is None
+
+
 def test_rows_alone_take_half_a_byte():
     module = nn.Sequential(nn.Linear(512, 512, bias=False, dtype=torch.bfloat16))
-    zerofp4.convert_model(module, columnwise=False)
+    zerofp4.convert_model(module)
     assert module[0].weight.nbytes <= 0.51 * 512 * 512
 
 

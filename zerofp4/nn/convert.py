@@ -19,7 +19,7 @@ from zerofp4.nn.choice import (
     is_layer,
     linear_forward,
 )
-from zerofp4.tensors import INIT_VAL, check_not_held, quantize, weight_columns
+from zerofp4.tensors import INIT_VAL, check_not_held, quantize, reads_columns, weight_columns
 
 LAYERS: dict[type[nn.Module] | str, Callable[[nn.Module], None]] = {}
 """By type of module, or CONV1D, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
@@ -76,9 +76,10 @@ def convert_model(
     rows only, 0.56 bytes an element: no stacks of experts and no Conv1D are converted, and inside autocast
     they take NVFP4Recipe(weight_block=(1, 16)), on FP4 tensor cores with backward="dequantized".
 
-    columnwise: keep the transposed copy too, which gradients read on FP4 tensor cores; all other products
-    take the rows. Without it a weight takes 0.51 bytes an element in place of 1.01, and where a backward pass
-    needs the transpose, it is made from the rows each time. None: in blocks of 16x16.
+    columnwise: keep the transposed copy too: 1.01 bytes an element in place of 0.51. None keeps it only where
+    something reads it: the backward pass of layers of zerofp4.nn on GPUs with FP4 tensor cores, if the model
+    is there already, and zerofp4.nn.Conv1D anywhere. What reads a copy that was not kept makes it from the
+    rows each time.
 
     four_over_six: of two scales for each block the one with the smaller error, now and in casts.
 
@@ -98,7 +99,7 @@ def convert_model(
     replaced: convert the model first. All before anything is changed. Warns where parameters were sharded
     before, as none of those is converted.
     """
-    columns = weight_columns(block, columnwise)
+    weight_columns(block, columnwise)  # raises for a copy that a cast cannot write
     options = {"block": block, "four_over_six": four_over_six}
     report, chosen = choose_weights(model, filter_fn, block=block)
     for choice in chosen:
@@ -112,6 +113,7 @@ def convert_model(
     for choice in chosen:
         name, module, parameter_name = choice
         amax = amaxes.get(id(choice.parameter))
+        columns = _read_columns(module, layers) if columnwise is None else columnwise
         converted = primary_parameter(choice.parameter, name, columns, amax=amax, **options)
         setattr(module, parameter_name, converted)
         report.converted.append(name)
@@ -125,6 +127,13 @@ def convert_model(
         fuse()
     _warn_of_shards(model, report)
     return report
+
+
+def _read_columns(module: nn.Module, layers: bool) -> bool | None:
+    """Whether something reads the columnwise copy of a module's weight; None where its device decides."""
+    if layers and _kind(module) == CONV1D:
+        return True  # its forward pass
+    return None if layers or getattr(module, "takes_nvfp4_weight", False) else False
 
 
 def _shared_amaxes(
@@ -179,15 +188,18 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
 def primary_parameter(
     weight: nn.Parameter,
     name: str,
-    columnwise: bool = True,
+    columnwise: bool | None = None,
     *,
     block: tuple[int, int] = (BLOCK, BLOCK),
     four_over_six: FourOverSix | None = None,
     amax: torch.Tensor | None = None,
 ) -> nn.Parameter:
-    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one. amax: that
-    it shares with others; its own if None.
+    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one. columnwise:
+    whether it has that copy; None where a layer of zerofp4.nn reads it. amax: that it shares with others; its
+    own if None.
     """
+    if columnwise is None:
+        columnwise = reads_columns(block, weight.device)
     # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
     layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
     options = {"columnwise": columnwise, "scale_layouts": layouts}

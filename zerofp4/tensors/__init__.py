@@ -1,6 +1,6 @@
 """Quantized tensors: autograd and torch over records, and the functions that make them."""
 
-from zerofp4.tensors.arguments import weight_columns
+from zerofp4.tensors.arguments import reads_columns, weight_columns
 from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.gradient_places import GradientPlace, gradient_place
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
@@ -35,6 +35,7 @@ __all__ = [
     "quantize_dequantize",
     "quantize_grouped",
     "quantize_mxfp8",
+    "reads_columns",
     "register_handler",
     "swizzle_scales",
     "unswizzle_scales",

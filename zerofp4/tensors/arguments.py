@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zerofp4 import ops
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.storage import SIDES, check_block, check_plain, scale_name
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
@@ -60,6 +61,13 @@ def weight_columns(block: tuple[int, int], columnwise: bool | None) -> bool:
             "does not follow from its rows"
         )
     return has_tiles if columnwise is None else columnwise
+
+
+def reads_columns(block: tuple[int, int], device: torch.device) -> bool:
+    """Whether products of layers read a columnwise copy of a weight in such blocks: on FP4 tensor cores. The
+    exact backend reads its rows.
+    """
+    return tuple(block) == (BLOCK, BLOCK) and ops.has_fp4_tensor_cores(device)
 
 
 def check_out(

@@ -48,7 +48,7 @@ def make(world, name="FusedAdamW", kind=ZeroFP4Optimizer, **options):
     options.setdefault("transport", "collective")
     torch.manual_seed(3)
     net = Net().to(world.device)
-    zerofp4.convert_model(net)
+    zerofp4.convert_model(net, columnwise=True)
     optimizer = kind(net.named_parameters(), CLASSES[name], **keywords(OPTIONS, options))
     return net, optimizer
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import zerofp4
 from distributed.fsdp2.test_fsdp2 import Mlp
 from distributed.run import on_ranks
-from zerofp4 import FourOverSix
-from zerofp4.integrations.fsdp2 import gathered, weight
+from zerofp4 import FourOverSix, ops
+from zerofp4.integrations.fsdp2 import gathered
 from zerofp4.optim import FusedAdamW
 
 ROWS = {"block": (1, 16)}
@@ -80,7 +80,7 @@ def test_layers_multiply_what_is_gathered(world):
 @pytest.mark.parametrize("has_tensor_cores", [True, False])
 def test_columns_are_made_where_products_read_them(world, has_tensor_cores):
     names, patch = ("up.weight", "down.weight"), pytest.MonkeyPatch()
-    patch.setattr(weight, "has_fp4_tensor_cores", lambda device: has_tensor_cores)
+    patch.setattr(ops, "has_fp4_tensor_cores", lambda device: has_tensor_cores)
     run = start(world, model=make_model(world, model_class=lambda: Mlp(zerofp4.nn.Linear)))
     patch.undo()
     run.step(0)

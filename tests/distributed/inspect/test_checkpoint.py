@@ -32,7 +32,7 @@ def inspected(path) -> dict:
 def trained(world):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64)).bfloat16().to(world.device)
-    zerofp4.convert_model(model)
+    zerofp4.convert_model(model, columnwise=True)
     optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=0.1)
     for p in model.parameters():
         p.grad = torch.randn(p.shape).to(p)

@@ -46,7 +46,7 @@ def test_ten_thousand_steps_hold_no_more_than_the_first_thousand(world, transpor
         pytest.skip("only GPUs read each other's memory")
     torch.manual_seed(3)
     net = nn.Sequential(*(nn.Linear(48, 48, dtype=torch.bfloat16) for _ in range(3))).to(world.device)
-    zerofp4.convert_model(net)
+    zerofp4.convert_model(net, columnwise=True)
     options = {"overlap": "both", "transport": transport, "bucket_mb": TINY}
     optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(OPTIONS, options))
     x = torch.randn(16, 48, device=world.device).bfloat16() + world.rank

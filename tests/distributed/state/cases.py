@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.empty = nn.Parameter(torch.zeros(0, 4, dtype=torch.bfloat16))
         self.unused = nn.Parameter(torch.randn(40, dtype=torch.bfloat16))
         self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
-        zerofp4.convert_model(self, filter_fn)
+        zerofp4.convert_model(self, filter_fn, columnwise=True)
 
 
 def make_model(world, seed=0, filter_fn=None) -> Model:

@@ -175,7 +175,7 @@ def test_a_weight_in_pieces_is_not_read_into_copies_of_a_quantized_one(world):
     path = shared_folder(world)
     dcp.save({"weight": distribute_tensor(values, mesh, [Shard(0)])}, checkpoint_id=path)
     layer = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16, device=world.device)
-    zerofp4.convert_model(layer, lambda *_: True)
+    zerofp4.convert_model(layer, lambda *_: True, columnwise=True)
     with pytest.raises(dcp.CheckpointException, match="load the model before convert_model, or call"):
         dcp.load(layer.state_dict(), checkpoint_id=path)
     zerofp4.plain_state_dict(layer)
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_torchs_adamw_and_back(world, kind, dtype):
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=there)
     model.load_state_dict(state["model"])
-    zerofp4.convert_model(model)
+    zerofp4.convert_model(model, columnwise=True)
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), fused, lr=0.5)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     with pytest.raises(dcp.CheckpointException, match=r"Missing key .*: optimizer.state.\S+.master"):
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_torchs_adamw_and_back(world, kind, dtype):
     if kind == "plain":  # the same as from its state dict
         other = make()
         other.load_state_dict(plain.state_dict())
-        zerofp4.convert_model(other)
+        zerofp4.convert_model(other, columnwise=True)
         direct = zerofp4.optim.ZeroFP4Optimizer(other.named_parameters(), fused, lr=0.5)
         direct.load_state_dict(copy.deepcopy(adamw.state_dict()))
         train(world, other, direct, range(3, 5))

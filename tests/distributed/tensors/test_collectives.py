@@ -15,7 +15,7 @@ def converted(world) -> torch.nn.Linear:
     """A layer of values that differ between ranks."""
     torch.manual_seed(world.rank)
     layer = torch.nn.Linear(80, 48, device=world.device, dtype=torch.bfloat16)
-    zerofp4.convert_model(layer)
+    zerofp4.convert_model(layer, columnwise=True)
     return layer
 
 

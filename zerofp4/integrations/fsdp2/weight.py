@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from zerofp4 import ops
 from zerofp4.distributed import rank_and_size
 from zerofp4.format import BLOCK, SCALE_DTYPE, FourOverSix
 from zerofp4.integrations.fsdp2.gathered import Gathered
 from zerofp4.layout import ceil_div
-from zerofp4.ops import has_fp4_tensor_cores
 from zerofp4.storage import NVFP4Storage, Side, empty_buffer
+from zerofp4.tensors import reads_columns
 
 NOT_ATTACHED = "has no codes yet: call zerofp4.integrations.fsdp2.attach(model, optimizer) before the forward"
 
@@ -118,9 +119,10 @@ class Weight:
             compact = whole.view(-1, whole.shape[-1])[: self.record.matrix[0]].view(SCALE_DTYPE)
             self.record.rowwise, self.scales = Side(None, {"compact": compact}, amax), whole[rank]
         else:
-            has_tensor_cores = has_fp4_tensor_cores(placement.device)
-            layouts = ("compact", "swizzled") if has_tensor_cores else ("compact",)
-            columnwise = has_tensor_cores if self.columnwise is None else self.columnwise
+            layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(placement.device) else ("compact",)
+            columnwise = self.columnwise
+            if columnwise is None:
+                columnwise = reads_columns(self.block, placement.device)
             if placement.param.is_dtensor:  # its module gets plain values
                 columnwise = False
             for side in ("rowwise", "columnwise")[: 1 + columnwise]:
