@@ -7,7 +7,7 @@
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
     torchrun --nproc-per-node 2 scripts/bench.py step --transport collective peer
                                                 and fsdp2, megatron and checkpoint; also without torchrun
-    scripts/bench.py docs                       charts, and the tables of docs/, from the results
+    scripts/bench.py docs                       the tables and charts of docs/, from the results
 
 Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
 the 224 weights of Llama-3-8B's layers; the process owns what rank 1 of 4 owns when the flat buffer of the
@@ -17,7 +17,7 @@ each owned from an odd element. `268mb-scales` is a matrix whose scales of 1x16 
 
 Times are medians after a warm-up; percentages are of a device-to-device copy measured in the same process
 before and after (the higher of both), bytes read plus bytes written over time. Each row says how its bytes
-were counted. An operation writes OUTPUT/<operation>_<device>.json, and the bar chart of all results there.
+were counted. An operation writes OUTPUT/<operation>_<device>.json.
 
 Others are torch's own ways, and torchao, gemlite and fouroversix where they can be imported: installed, or
 below a folder on PYTHONPATH. One that is absent or fails is said to be, and left out.
@@ -25,6 +25,7 @@ below a folder on PYTHONPATH. One that is absent or fails is said to be, and lef
 
 import argparse
 import gc
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add_options(add_command(commands, "all", every), NAMES)
     for name, (run, *settings) in OF_RANKS.items():
         add_options_of_ranks(add_command(commands, name, run.__doc__), *settings)
-    summary = "write the charts, and the tables of docs/, from the results"
+    summary = "write the tables and charts of docs/ from the results"
     add_command(commands, "docs", summary)
     options = parser.parse_args(arguments)
     if options.command in (*OPERATIONS, "all"):
@@ -196,29 +197,21 @@ def write(result: dict, folder: Path) -> None:
     print(f"wrote {path}", flush=True)
 
 
-def draw(folder: Path) -> bool:
-    """Draw the charts of a folder's results. False without matplotlib."""
-    charts = output.draw(folder)
-    if charts is None:
-        print("no chart: matplotlib is not installed (the extra `train` has it)")
-    for path in charts or ():
-        print(f"wrote {path}")
-    return charts is not None
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.command == "docs":
-        if draw(RESULTS):
-            print(f"wrote {draw_memory.draw()}")
-        for path in output.write_docs():
+        paths = output.write_docs()
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no charts: matplotlib is not installed (the extra `train` has it)")
+        else:
+            paths += [output.draw_summary(), draw_memory.draw()]
+        for path in paths:
             print(f"wrote {path}")
     elif options.command in OF_RANKS:
         measure_on_ranks(options)
     else:
         for name in SHOWN if options.command == "all" else [options.command]:
             measure(name, options)
-        draw(options.output)
     return 0
 
 

@@ -1,7 +1,7 @@
 """What scripts/bench.py measures and how it shows it. Result files lie beside this folder, in results/.
 
 workloads.py names what is measured, rules.py counts its bytes and has the targets, session.py times and
-collects rows, output.py shows result files as tables and charts.
+collects rows, output.py shows result files.
 
 An operation on one device is a function(session, options) in weights.py, tensors.py, layers.py or host.py,
 and a line of OPERATIONS in operations.py; peers.py has what others do in its place. What several ranks do

@@ -1,4 +1,4 @@
-"""Result files as tables and charts: on the terminal, on two pages of docs/ and beside the files."""
+"""Result files as tables: on the terminal and on pages of docs/; and the chart of the summary."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from zerofp4_bench.operations import SHOWN
 from zerofp4_bench.rules import KINDS
-from zerofp4_bench.session import RESULTS, ROOT, device_type
+from zerofp4_bench.session import RESULTS, ROOT
 from zerofp4_bench.traffic import (
     HOST_GBPS,
     HOST_GPUS,
@@ -21,10 +21,8 @@ from zerofp4_bench.traffic import (
     Growth,
     growth_of,
 )
-from zerofp4_bench.weights import STAGES
 
 BEGIN, END = "<!-- benchmarks: begin -->\n", "\n<!-- benchmarks: end -->"
-MOST_ROWS = 16
 
 
 def load(folder: Path) -> list[tuple[Path, dict]]:
@@ -38,19 +36,6 @@ def load(folder: Path) -> list[tuple[Path, dict]]:
         return result["threads"] is not None, place, path.name
 
     return sorted(results, key=order)
-
-
-def selected(rows: list[dict]) -> list[dict]:
-    """What a chart shows: rows with a target, peers, ratios, and of the others the first until there are
-    MOST_ROWS; in their order.
-    """
-
-    def is_first(row: dict) -> bool:
-        return row["target"] is not None or bool({"times_ours", "ratio", "speedup"} & row.keys())
-
-    others = [row for row in rows if not is_first(row)]
-    left_out = {row["name"] for row in others[max(0, MOST_ROWS - (len(rows) - len(others))) :]}
-    return [row for row in rows if row["name"] not in left_out]
 
 
 def device_name(result: dict) -> str:
@@ -125,23 +110,11 @@ def markdown_table(table: Table) -> str:
 
 
 def docs_section() -> str:
-    """All tables, for docs/measurements.md: per device its chart, if there is one, then its tables; at the
-    end, how steps of several GPUs grow.
-    """
-    parts, results = [], load(RESULTS)
-    grown = growth_of([result for _, result in results])
-
-    def show(words: str, picture: Path) -> None:
-        text = f"![{words}]({Path('..', picture.relative_to(ROOT))})"
-        if picture.exists() and text not in parts:
-            parts.append(text)
-
-    for path, result in results:
-        show(f"Percent of the copy ceiling on {result['device']}", chart_path(RESULTS, result))
-        parts.append(markdown(path, result))
-    if grown is not None:
+    """All tables, for docs/measurements.md; at the end, how steps of several GPUs grow."""
+    results = load(RESULTS)
+    parts = [markdown(path, result) for path, result in results]
+    if (grown := growth_of([result for _, result in results])) is not None:
         parts += [growth_words(grown), markdown_table(growth_table(grown))]
-        show("A step of several hosts, predicted", RESULTS / HOSTS_CHART)
         parts += [hosts_words(grown), markdown_table(hosts_table(grown))]
     return "\n\n".join(parts)
 
@@ -234,18 +207,6 @@ def headlines(results: list[dict]) -> list[tuple[str, str, str, float]]:
     return found
 
 
-def draw_summary(path: Path, rows: list[tuple[str, str, str, float]]) -> None:
-    figure, axes = new_picture(1, 1, figsize=(8, INCHES_PER_BAR * len(rows) + 1))
-    panel, names = axes[0, 0], [what.replace("`", "") for what, *_ in rows]
-    colors = [STAGE if name.startswith("Predicted") else OURS for name in names]
-    bars = panel.barh(names, [ratio for *_, ratio in rows], color=colors)
-    panel.bar_label(bars, fmt="%.2f", padding=4, fontsize=8.5)
-    panel.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    panel.set_xlabel("time or memory, over that of the other way; light blue: predicted")
-    panel.invert_yaxis()
-    save_picture(figure, path)
-
-
 def growth_words(growth: Growth) -> str:
     memory, link = (speed / 1e9 for speed in growth.speeds[:2])
     others = "; ".join(f"{result['benchmark']} on {result['device']}" for result in growth.left_out)
@@ -311,45 +272,11 @@ def hosts_table(growth: Growth) -> Table:
     return Table(header, "l" * len(header), rows)
 
 
-# Charts
+# The chart
 
-OURS, STAGE, PEER, TARGET = "#1f5fa8", "#8db8e2", "#b9bec6", "#c8352b"
+OURS, PREDICTION = "#1f5fa8", "#8db8e2"
 INCHES_PER_BAR = 0.26
 SUMMARY_CHART = "summary_cuda.png"
-HOSTS_CHART = "step_growth_hosts_cuda.png"
-HOST_LINES = {"default": OURS, "reduce_scatter": "#1b8a5a", "collective": STAGE, "bf16": PEER}
-
-
-def chart_path(folder: Path, result: dict) -> Path:
-    return folder / f"percent_of_copy_{device_type(result)}.png"
-
-
-def draw(folder: Path) -> list[Path] | None:
-    """Draw all charts of a folder's result files; None without matplotlib.
-
-    percent_of_copy_<device>.png for each kind of device, a panel for each file with times; how a step of
-    several hosts grows with the number of GPUs; and the summary.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    results = [result for _, result in load(folder)]
-    charts: dict[Path, list[dict]] = {}
-    for result in results:
-        if any("ms" in row for row in result["rows"]):
-            charts.setdefault(chart_path(folder, result), []).append(result)
-    for path, panels in charts.items():
-        draw_device(path, panels)
-    drawn = list(charts)
-    if (grown := growth_of(results)) is not None:
-        draw_hosts(folder / HOSTS_CHART, grown)
-        drawn.append(folder / HOSTS_CHART)
-    if rows := headlines(results):
-        draw_summary(folder / SUMMARY_CHART, rows)
-        drawn.append(folder / SUMMARY_CHART)
-    return drawn
 
 
 def new_picture(rows: int, cols: int, **options) -> tuple[Any, Any]:
@@ -370,78 +297,16 @@ def save_picture(figure, path: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_device(path: Path, results: list[dict]) -> None:
-    timed = [selected([row for row in result["rows"] if "ms" in row]) for result in results]
-    heights = [len(rows) + 0.5 for rows in timed]
-    size = (10, INCHES_PER_BAR * sum(heights) + 0.4 * len(results) + 1)
-    figure, axes = new_picture(len(results), 1, figsize=size, height_ratios=heights)
-    for panel, rows, result in zip(axes.flat, timed, results, strict=True):
-        draw_panel(panel, rows)
-        ceiling = f"copy {result['copy_gbps']:,.0f} GB/s"
-        panel.set_title(f"{result['benchmark']}  ({ceiling})", loc="left", fontsize=10)
-    widest = max(row["percent_of_copy"] for rows in timed for row in rows)
-    axes[0, 0].set_xlim(0, max(100, widest) * 1.36)  # room for what stands right of the bars
-    axes[-1, 0].set_xlabel("percent of a device-to-device copy (bytes read and written over time)")
-    words = "ours blue, its stages light blue, peers gray, targets red"
-    figure.suptitle(f"{results[0]['device']}: {words}", fontsize=11)
-    save_picture(figure, path)
-
-
-def draw_panel(panel, rows: list[dict]) -> None:
-    values = [row["percent_of_copy"] for row in rows]
-    panel.axvline(100, color="black", linewidth=0.8, linestyle=":", zorder=0)
-    panel.barh(range(len(rows)), values, height=0.74, color=[color(row) for row in rows])
-    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        if has_mark(row):
-            panel.vlines(row["target"], place - 0.48, place + 0.48, color=TARGET, linewidth=2)
-        panel.annotate(
-            label(row),
-            (max(value, row["target"]) if has_mark(row) else value, place),
-            (5, 0),
-            textcoords="offset points",
-            verticalalignment="center",
-            fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )
-    panel.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8.5)
-    panel.set_ylim(len(rows) - 0.4, -0.6)
-    panel.tick_params(axis="y", length=0)
-    panel.tick_params(axis="x", labelsize=8.5)
-    panel.spines["left"].set_visible(False)
-
-
-def color(row: dict) -> str:
-    if "times_ours" in row:
-        return PEER
-    return STAGE if row["name"].split("/")[0] in STAGES else OURS
-
-
-def has_mark(row: dict) -> bool:
-    return row["target"] is not None and row["kind"] == "percent_of_copy"
-
-
-def label(row: dict) -> str:
-    ms = row["ms"]
-    took = f"{ms:,.0f}" if ms >= 1000 else f"{ms:.3g}"
-    text = f"{row['percent_of_copy']:.0f}%   {took} ms"
-    if "times_ours" in row:
-        text += f"   {row['times_ours']:.2f} times ours"
-    return text
-
-
-def draw_hosts(path: Path, growth: Growth) -> None:
-    figure, axes = new_picture(1, len(HOST_GBPS), figsize=(10, 4.2), sharey=True)
-    for panel, gbps in zip(axes.flat, HOST_GBPS, strict=True):
-        for way, line in HOST_LINES.items():
-            predicted = [growth.on_hosts(way, gpus, gbps)[0] or math.nan for gpus in HOST_GPUS]
-            panel.plot(predicted, "--", color=line, linewidth=1.5, marker=".", label=f"{way}, predicted")
-        panel.set_title(f"step, {gbps} GB/s a GPU between hosts", loc="left", fontsize=10)
-        panel.set_ylim(0)
-        panel.set_xticks(range(len(HOST_GPUS)), [f"{gpus:,}" for gpus in HOST_GPUS])
-        panel.set_xlabel(f"GPUs, {OF_HOST} a host")
-        panel.set_ylabel("ms")
-        panel.grid(axis="y", linewidth=0.4)
-    handles, _ = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles=handles, ncols=2, loc="outside lower center", frameon=False)
-    figure.suptitle(f"A step of several hosts, predicted from {growth.base.result['device']}", fontsize=12)
-    save_picture(figure, path)
+def draw_summary() -> Path:
+    """Draw the chart of the summary, from benchmarks/results. Needs matplotlib."""
+    rows = headlines([result for _, result in load(RESULTS)])
+    figure, axes = new_picture(1, 1, figsize=(8, INCHES_PER_BAR * len(rows) + 1))
+    panel, names = axes[0, 0], [what.replace("`", "") for what, *_ in rows]
+    colors = [PREDICTION if name.startswith("Predicted") else OURS for name in names]
+    bars = panel.barh(names, [ratio for *_, ratio in rows], color=colors)
+    panel.bar_label(bars, fmt="%.2f", padding=4, fontsize=8.5)
+    panel.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    panel.set_xlabel("time or memory, over that of the other way; light blue: predicted")
+    panel.invert_yaxis()
+    save_picture(figure, RESULTS / SUMMARY_CHART)
+    return RESULTS / SUMMARY_CHART

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -62,11 +61,6 @@ def check_result(result: dict, benchmark: str) -> dict[str, dict]:
     return rows
 
 
-def check_chart(folder, device: str = "cpu") -> None:
-    if importlib.util.find_spec("matplotlib") is not None:
-        assert (folder / f"percent_of_copy_{device}.png").read_bytes().startswith(b"\x89PNG")
-
-
 def local_step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     options = ["local_step", *SMALL[:-1], "2", "--no-peers"]
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *options]
@@ -86,7 +80,6 @@ def test_local_step_from_the_command_line(early):
     assert result["threads"] == 2 and result["settings"]["scale"] == 200
     assert all(row["target"] is None for row in rows.values())
     assert "local_step/10-small" in run.stdout and "of copy   8.5n + 6 per tile of all weights" in run.stdout
-    check_chart(folder)
 
 
 def checkpoint_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
@@ -164,7 +157,6 @@ def test_all_writes_a_file_per_operation(early):
     for name in ("post/1", "all_gather/1", "quantize_rht_swizzled", "swizzle_scales/448"):
         assert rows[f"host_{name}"]["host_us"] > 0
     assert rows["host_linear"]["plain_us"] > 0 and rows["host_zero_step/1"]["inner_us"] > 0
-    check_chart(folder)
 
 
 @needs_gpu
@@ -180,7 +172,6 @@ def test_launches_and_memory_on_a_gpu(tmp_path):
     bench.main(["local_step", *options, "--workload", "square", "--size", "64"])
     rows = check_result(json.loads((tmp_path / "local_step_cuda.json").read_text()), "local_step")
     assert {f"{stage}/64" for stage in ("begin", "amax", "scale", "cast")} <= rows.keys()
-    check_chart(tmp_path, "cuda")
 
 
 @pytest.mark.parametrize(("device", "target"), [("cpu", None), ("cuda", 60)])

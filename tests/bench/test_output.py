@@ -1,14 +1,14 @@
-"""How scripts/bench.py shows results: notes, tables, the summary, and what charts leave out."""
+"""How scripts/bench.py shows results: notes, tables and the summary."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import sys
 
 import bench
+import draw_memory
 import pytest
 from zerofp4_bench import output
-from zerofp4_bench.output import MOST_ROWS, selected
 from zerofp4_bench.session import RESULTS, Clock
 
 
@@ -39,15 +39,26 @@ def test_notes(row, expected):
     assert output.note(row) == expected
 
 
-def test_a_table_on_the_terminal_and_no_chart_without_matplotlib(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_a_table_on_the_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     small = ["--device", "cpu", "--size", "64", "--repeats", "1"]
     bench.main(["transpose", *small, "--workload", "square", "--output", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "operation ms % of copy target" in [" ".join(line.split()) for line in shown.splitlines()]
-    assert "no chart: matplotlib is not installed (the extra `train` has it)" in shown
-    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("has_matplotlib", [False, True])
+def test_docs_are_written_and_charts_drawn_where_that_can_be(has_matplotlib, monkeypatch, capsys):
+    found = [] if has_matplotlib else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(output, "write_docs", lambda: ["page"])
+    monkeypatch.setattr(output, "draw_summary", lambda: "summary")
+    monkeypatch.setattr(draw_memory, "draw", lambda: "memory")
+    bench.main(["docs"])
+    lines = capsys.readouterr().out.splitlines()
+    charts = ["wrote summary", "wrote memory"]
+    missing = ["no charts: matplotlib is not installed (the extra `train` has it)"]
+    assert lines == ["wrote page", *charts] if has_matplotlib else [*missing, "wrote page"]
 
 
 def test_results_are_shown_by_device_then_in_the_order_of_all(results):
@@ -66,10 +77,7 @@ def test_the_section_of_the_docs_has_tables_of_times_and_of_counts(results):
     counted = {"name": "host_step/10", "kind": "host_us", "host_us": 61.0, "target": 60, "rule": "one step"}
     content = {"benchmark": "amax", "device": "D", "threads": None, "copy_gbps": 4000.0}
     (results / "amax_cuda.json").write_text(json.dumps(content | {"rows": [timed, counted]}))
-    (results / "percent_of_copy_cuda.png").write_bytes(b"")
     assert output.docs_section().splitlines() == [
-        "![Percent of the copy ceiling on D](../results/percent_of_copy_cuda.png)",
-        "",
         "D, `results/amax_cuda.json`: copy ceiling 4,000 GB/s.",
         "",
         "| operation | ms | % of copy | target |",
@@ -80,23 +88,6 @@ def test_the_section_of_the_docs_has_tables_of_times_and_of_counts(results):
         "|---|---:|---|",
         "| host_step/10 | 61.0 us | at most 60 us: missed |",
     ]
-
-
-def row_named(name: str, **more) -> dict:
-    timed = {"ms": 1.0, "gbps": 1.0, "percent_of_copy": 1.0, "rule": "n", "kind": "percent_of_copy"}
-    return {"name": name, "target": None, **timed, **more}
-
-
-def test_targets_and_peers_are_shown_first():
-    plain = [row_named(f"row/{i}") for i in range(MOST_ROWS)]
-    assert selected(plain) == plain
-    target, peer = row_named("quantize_1d/16384", target=75), row_named("peer/16384", times_ours=2.0)
-    rows = [*plain, target, peer]
-    assert selected(rows) == [*plain[:-2], target, peer]
-    ratio = {"name": "step_over_bf16/2xcuda", "target": None, "kind": "ratio", "ratio": 0.9, "rule": "n"}
-    assert selected([*plain, ratio]) == [*plain[:-1], ratio]
-    many = [row_named(f"quantize/{i}", target=1) for i in range(MOST_ROWS + 2)]
-    assert selected([*plain, *many]) == many
 
 
 def test_the_summary_has_times_and_memory_over_those_of_others():

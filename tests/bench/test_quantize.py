@@ -29,7 +29,6 @@ RHT_ROWS = (
 @pytest.fixture(autouse=True)
 def quick_copies(monkeypatch):
     monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
-    monkeypatch.setattr(bench, "draw", lambda folder: None)  # test_bench.py looks at charts
 
 
 @pytest.fixture
