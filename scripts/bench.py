@@ -7,6 +7,8 @@
     scripts/bench.py quantize --no-peers        without what others do, the compiled reference above all
     torchrun --nproc-per-node 2 scripts/bench.py step --transport collective peer
                                                 and fsdp2, megatron and checkpoint; also without torchrun
+    scripts/bench.py states                     steps with full and compact state, of one rank
+    scripts/bench.py fidelity                   losses of paired runs, and errors, of compact state
     scripts/bench.py docs                       the tables and charts of docs/, from the results
 
 Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
@@ -36,6 +38,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import draw_memory
+from fidelity import SEEDS, fidelity
+from gpt import PRESETS
 from zerofp4_bench import output
 from zerofp4_bench.checkpoints import checkpoint
 from zerofp4_bench.fsdp2 import fsdp2
@@ -43,6 +47,7 @@ from zerofp4_bench.megatron import megatron
 from zerofp4_bench.operations import OPERATIONS, SHOWN
 from zerofp4_bench.ranks import only_rank_0_speaks
 from zerofp4_bench.session import RESULTS, Session, keep_freed_memory, save
+from zerofp4_bench.states import states
 from zerofp4_bench.step import step
 from zerofp4_bench.workloads import NAMES
 
@@ -79,13 +84,24 @@ STORAGE = {
 }
 LAYERS = {"type": at_least(1), "help": "of each model (default: 8 of Llama-3-8B's, 28 of the other)"}
 TOKENS = {"type": at_least(1), "default": 1024, "help": "in a rank's batch (default: 1024)"}
-OF_RANKS: dict[str, tuple[Callable, int, int, str, dict]] = {
+FIDELITY = {
+    "seeds": {"type": int, "choices": SEEDS, "default": 5, "help": "pairs of runs (default: 5)"},
+    "preset": {"choices": PRESETS, "default": "1m", "help": "of scripts/train.py, in pairs (default: 1m)"},
+    "steps": {"type": at_least(1), "default": 400, "help": "of each run of a pair (default: 400)"},
+    "error_preset": {"choices": PRESETS, "default": "124m", "help": "of errors (default: 124m)"},
+    "error_steps": {"type": at_least(1), "default": 200, "help": "of the run for errors (default: 200)"},
+}
+OF_RANKS: dict[str, tuple[Callable, int | None, int | None, str, dict]] = {
     "step": (step, 1, 20, "steps", {"bucket_mb": BUCKETS, "transport": TRANSPORTS}),
+    "states": (states, 1, 20, "steps", {}),
     "checkpoint": (checkpoint, 2, 3, "saves and loads", {"storage": STORAGE}),
     "fsdp2": (fsdp2, 1, 10, "groups of 4 steps", {"layers": LAYERS, "tokens": TOKENS}),
     "megatron": (megatron, 2, 20, "updates", {}),
+    "fidelity": (fidelity, None, None, "", FIDELITY),
 }
-"""What runs, scale on GPUs and repeats unless others are asked for, what repeats count, and options."""
+"""What runs, scale on GPUs and repeats unless others are asked for, None where there are no such options,
+what repeats count, and options.
+"""
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -133,12 +149,13 @@ def add_options(parser: argparse.ArgumentParser, workloads: tuple[str, ...]) -> 
 
 
 def add_options_of_ranks(
-    parser: argparse.ArgumentParser, scale: int, repeats: int, of: str, options: dict[str, dict]
+    parser: argparse.ArgumentParser, scale: int | None, repeats: int | None, of: str, options: dict[str, dict]
 ) -> None:
     add = parser.add_argument
-    words = f"divides the dimensions of the weights (default: {scale}, CPU {CPU_SCALE_OF_RANKS})"
-    add("--scale", type=at_least(1), help=words)
-    add("--repeats", type=at_least(1), default=repeats, help=f"{of} per median (default: {repeats})")
+    if scale is not None:
+        words = f"divides the dimensions of the weights (default: {scale}, CPU {CPU_SCALE_OF_RANKS})"
+        add("--scale", type=at_least(1), help=words)
+        add("--repeats", type=at_least(1), default=repeats, help=f"{of} per median (default: {repeats})")
     for name, settings in options.items():
         add(f"--{name.replace('_', '-')}", **settings)
     add_output(parser)
@@ -176,14 +193,16 @@ def measure(name: str, options: argparse.Namespace) -> None:
 def measure_on_ranks(options: argparse.Namespace) -> None:
     """All ranks measure, rank 0 writes."""
     run, scale, _, _, own = OF_RANKS[options.command]
-    world = init_process_group()
+    world, copies = init_process_group(), 5
     try:
-        options.scale = options.scale or (scale if world.device.type == "cuda" else CPU_SCALE_OF_RANKS)
+        if scale is not None:
+            options.scale = options.scale or (scale if world.device.type == "cuda" else CPU_SCALE_OF_RANKS)
+            own, copies = ("scale", "repeats", *own), options.repeats
         with only_rank_0_speaks(world):
             name = f"{options.command}_{world.world_size}_ranks"
-            session = Session(name, world.device, options.repeats)
+            session = Session(name, world.device, copies)
             run(session, options, world)
-            settings = {key: getattr(options, key) for key in ("scale", "repeats", *own)}
+            settings = {key: getattr(options, key) for key in own}
             result = session.result(settings)
             if world.rank == 0:
                 write(result, options.output)

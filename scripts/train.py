@@ -296,13 +296,18 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
     return 128 + interrupt.signal if interrupt.asked else 0
 
 
-def execute(options: argparse.Namespace, world: World) -> int:
-    """Train what the options ask for and say what went wrong; returns the exit code. Collective."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: the same sums in every run
-    # Else torch's profiler says on each rank when it begins and ends; what it has not seen, the summary says.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+def compute_deterministically() -> None:
+    """The same sums in every run of this process from now on."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
+
+
+def execute(options: argparse.Namespace, world: World) -> int:
+    """Train what the options ask for and say what went wrong; returns the exit code. Collective."""
+    compute_deterministically()
+    # Else torch's profiler says on each rank when it begins and ends; what it has not seen, the summary says.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         path = None if options.corpus in CORPORA else Path(options.corpus)
         text = CORPORA[options.corpus]() if path is None else Text.of_path(path)

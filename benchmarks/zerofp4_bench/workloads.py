@@ -175,10 +175,10 @@ def chosen(options: argparse.Namespace) -> Iterator[Workload]:
         yield SCALED[name](options.scale) if name in SCALED else square(options.size)
 
 
-def parameters_of(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
-    """NVFP4 weights of normal values, with both copies."""
+def parameters_of(shapes: Shapes, device: torch.device, columnwise: bool = True) -> list[nn.Parameter]:
+    """NVFP4 weights of normal values."""
     values = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
-    return [nn.Parameter(zerofp4.quantize(value, columnwise=True)) for value in values]
+    return [nn.Parameter(zerofp4.quantize(value, columnwise=columnwise)) for value in values]
 
 
 class Tensors:

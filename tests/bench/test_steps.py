@@ -1,16 +1,18 @@
 """scripts/bench.py step: a step of one rank and of two. Never how fast anything is."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import fidelity
 import pytest
 import torch
 from cases.bench import two_ranks
 from early import waits_for
-from zerofp4_bench import ranks
+from zerofp4_bench import ranks, states
 from zerofp4_bench.ranks import Timer
 from zerofp4_bench.rules import KINDS
 from zerofp4_bench.session import ROOT
@@ -68,6 +70,74 @@ def test_a_step_of_one_rank(early):
     for part in ("step", "step_clipped", "update", "publish"):
         assert {part, f"{part}_over_floor"} <= set(names)
     assert "nothing travels" in run.stdout
+
+
+def of_states(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
+    """Weights as small as they may be: with a larger scale rows would be too short for compact state."""
+    own = ["--repeats", "1", "--output", str(folder)]
+    tiny = ["--preset", "tiny", "--steps", "2", "--seeds", "2"]
+    tiny += ["--error-preset", "tiny", "--error-steps", "3"]
+    program = f"""
+import sys, bench
+from zerofp4_bench import session
+session.Clock.copy_gbps = lambda self: 10.0
+bench.main(["states", "--scale", "64", *{own}])
+bench.main(["fidelity", *{tiny + own[2:]}])
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300), folder
+
+
+@pytest.mark.heavy
+@waits_for(of_states)
+def test_steps_of_full_and_of_compact_state(early):
+    run, folder = early(of_states)
+    assert run.returncode == 0, run.stderr
+    (path,) = folder.glob("states_1_ranks_*.json")
+    rows = {row["name"].split("/")[0]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["kept_full"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 2 + 12, abs=0.01)
+    assert rows["kept_compact"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 2 + 5.125, abs=0.01)
+    for other in ("full", "torch_bf16"):
+        expected = rows["step_compact"]["milliseconds"] / rows[f"step_{other}"]["milliseconds"]
+        assert rows[f"step_compact_over_{other}"]["ratio"] == pytest.approx(expected)
+    if "step_flash" not in rows:
+        assert "step_flash is left out: No module named 'flashoptim'" in run.stdout
+
+
+@pytest.mark.heavy
+@waits_for(of_states)
+def test_fidelity_of_compact_state(early):
+    run, folder = early(of_states)
+    assert run.returncode == 0, run.stderr
+    (path,) = folder.glob("fidelity_1_ranks_*.json")
+    rows = {row["name"].split("/")[0]: row for row in json.loads(path.read_text())["rows"]}
+    losses = rows["loss_difference"]
+    percent = [100 * (c / f - 1) for f, c in zip(losses["full"], losses["compact"], strict=True)]
+    assert len(percent) == 2 and losses["full"] != losses["compact"]
+    assert losses["percent"] == abs(losses["mean"]) == pytest.approx(abs(sum(percent) / 2))
+    half = 12.706 * abs(percent[0] - percent[1]) / 2
+    assert losses["interval"] == pytest.approx([losses["mean"] - half, losses["mean"] + half])
+    for what in ("m", "v", "masters", "update"):
+        row = rows[f"error_{what}"]
+        assert list(row["over_steps"]) == ["1", "2", "3"] and row["percent"] == row["over_steps"]["3"]
+        assert len(row["by_layer"]) == 11 and "blocks.1.down.weight" in row["by_layer"]
+        assert all(0 < error < 10 for error in row["by_layer"].values())
+    assert rows["error_masters"]["percent"] < rows["error_m"]["percent"]
+
+
+@pytest.mark.parametrize(("change", "error"), [(1.0, 0.0), (1.01, 1.0)])
+def test_errors_are_of_the_same_parameters(change, error):
+    full = {name: {what: torch.full((2, 2), v) for what in "mv"} for v, name in enumerate("ab", 1)}
+    full = {name: values | {"masters": values["m"], "update": values["v"]} for name, values in full.items()}
+    compact = {name: {what: value * change for what, value in full[name].items()} for name in "ba"}
+    for errors in fidelity.find_errors(full, compact).values():
+        assert errors == pytest.approx({"a": error, "b": error}, abs=1e-5)
+
+
+def test_states_are_of_one_rank():
+    with pytest.raises(ValueError, match="states measures one rank"):
+        states.states(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(world_size=2))
 
 
 def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():
