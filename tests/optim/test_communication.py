@@ -17,6 +17,7 @@ from zerofp4.optim import Communication, ZeroFP4Optimizer
         ({"accumulate": None}, "accumulate must be one of"),
         ({"accumulate": "sharded", "transport": "peer"}, "is not supported with transport"),
         ({"accumulate": "sharded", "overlap": "backward", "transport": "peer"}, "is not supported with"),
+        ({"accumulate": "sharded", "overlap": "update"}, 'is not supported with overlap="update"'),
         ({"transport": "nvlink"}, "transport must be one of"),
         ({"gradient_wire": torch.float64}, "gradient_wire must be None or one of"),
         ({"gradient_dtype": torch.float16}, "gradient_dtype must be one of"),

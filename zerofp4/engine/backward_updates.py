@@ -19,7 +19,8 @@ class UpdateSchedule:
     gradient alone (of `weight.detach()`) fails, since the update counts as a write in place. Reentrant
     checkpoints accumulate once for each segment: a weight that two segments use gets a second gradient, which
     note() refuses. A segment that is recomputed later and reads the weight without a gradient finds new
-    values; nothing can tell.
+    values; nothing can tell. Other ranks write into a weight behind the agreement on its bucket, which this
+    rank joins when its own gradients are complete.
 
     buckets: all of the same ranks. names: of all trainable parameters.
     """
@@ -47,6 +48,13 @@ class UpdateSchedule:
         self._noted: set[int] = set()
         self._missing = [set(bucket.indices) for bucket in self._buckets]
         self._taken: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward pass has made gradients since the last step(). Another rank may have begun, and
+        wait for this one, whose first bucket lacks a gradient.
+        """
+        return self.has_begun or bool(self._noted)
 
     def note(self, i: int) -> list[int]:
         """The gradient of parameter i is there. Returns the buckets to be taken now.

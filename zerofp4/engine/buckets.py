@@ -446,13 +446,19 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 
 def in_turns(
-    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], device: torch.device, count: int = 2
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None],
+    device: torch.device,
+    count: int = 2,
+    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> list[torch.Tensor | None]:
     """Contiguous tensors of these shapes and dtypes, of which only `count` neighbours are used at a time, so
     that each shares memory with the one `count` before it. None for None.
+
+    make: makes the memory, from a shape and dtype; None is for torch.empty().
     """
     sizes = [math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout is not None]
-    memory = torch.empty(min(count, len(sizes)), max(sizes, default=0), dtype=torch.uint8, device=device)
+    make = make or functools.partial(torch.empty, device=device)
+    memory = make((min(count, len(sizes)), max(sizes, default=0)), dtype=torch.uint8)
     turns = itertools.cycle(memory)
     return [
         None if layout is None else next(turns).view(layout[1])[: math.prod(layout[0])].view(layout[0])
@@ -478,8 +484,15 @@ def private_memory(buckets: Sequence[Bucket], count: int = 2, aliased: bool = Tr
     return found
 
 
-def shared_memory(buckets: Sequence[Bucket], peers: Peers) -> list[GradientMemory]:
-    """By bucket, memory for this rank's own gradients that the other ranks read. Collective."""
+def shared_memory(buckets: Sequence[Bucket], peers: Peers, count: int | None = None) -> list[GradientMemory]:
+    """By bucket, memory for this rank's own gradients that the other ranks read. Collective.
+
+    count: how many buckets use it at a time, in turns; None for all, which p.grad may alias.
+    """
+    if count is not None:
+        layouts = [((b.world_size, b.slice_numel), b.sent_as) for b in buckets]
+        turns = in_turns(layouts, buckets[0].device, count, peers.zeros)
+        return [GradientMemory(bucket, flat) for bucket, flat in zip(buckets, turns, strict=True)]
     storages, found = set(), []
     for bucket in buckets:
         flat = peers.zeros((bucket.world_size, bucket.slice_numel), bucket.sent_as)

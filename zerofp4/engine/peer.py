@@ -36,12 +36,22 @@ class PeerTransport(Transport):
       while copies are queued, these are of gradients that were dropped: what a step uses has left before
       anything behind begin(). Memory that buckets use in turns waits until its copies have left.
 
+    [Note: three buffers in turns] With `in_turns` the shared memory of a rank has the gradients of three
+    buckets at a time. send_gradients() copies a bucket there; arrived(), average() and discard() wait in a
+    barrier until every rank has. Every rank sends bucket b + 1, enters the barrier of bucket b, and reads
+    bucket b. So behind the barrier of bucket b + 1 nobody reads bucket b any more, and in front of it nobody
+    has sent bucket b + 3, which is copied over bucket b. Behind the last bucket come the gathers of weights,
+    as above.
+
     buckets: of all ranks of peers.
     early: whether a BackwardSchedule sends gradients.
+    in_turns: whether buckets have memory in turns. Then begin() does not wait.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], peers: Peers, early: bool = False):
-        self.buckets, self._peers, self._early = buckets, peers, early
+    def __init__(
+        self, buckets: Sequence[Bucket], peers: Peers, early: bool = False, in_turns: bool = False
+    ):
+        self.buckets, self._peers, self._early, self._in_turns = buckets, peers, early, in_turns
         self.dtypes = [bucket.sent_as for bucket in buckets]
         self.adds_in_update = [bucket.sent_as in UPDATE_DTYPES for bucket in buckets]
         self.sent_bytes = [bucket.sent_bytes for bucket in buckets]
@@ -65,7 +75,7 @@ class PeerTransport(Transport):
             for bucket, memory in zip(buckets, self.memory, strict=True):
                 self._connect(bucket, memory)
         else:
-            self.memory = shared_memory(buckets, peers)
+            self.memory = shared_memory(buckets, peers, 3 if in_turns else None)
             for bucket, memory in zip(buckets, self.memory, strict=True):
                 self._rows.append(peers.rows_like(memory.flat[peers.rank]))
                 self._own_views.append(bucket.own_views(memory.flat[peers.rank]))
@@ -92,22 +102,25 @@ class PeerTransport(Transport):
         self._received.append(received)
 
     def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
-        for memory in () if self._early else self.memory:
+        for memory in () if self._early or self._in_turns else self.memory:
             memory.take(gradients)
         return gradients
 
     # Gradients
 
     def begin(self) -> None:
+        if self._in_turns:
+            self.error = None
+            return
         if self._early:
             self._peers.wait_until_sent()
         self._peers.arrive()
 
     def send_gradients(self, b: int, gradients: Gradients | None) -> None:
-        """Without `early` nothing: gradients are read where they are. With it, waits for no other rank and is
-        not collective.
+        """Waits for no other rank and is not collective. Does nothing where gradients are read where they
+        are.
         """
-        if not self._early or gradients is None:
+        if gradients is None or not (self._early or self._in_turns):
             return
         memory, place = self.memory[b], self.memory[b].flat.data_ptr()
         if place in self._left and not memory.aliased:
@@ -116,6 +129,8 @@ class PeerTransport(Transport):
             memory.take(gradients)
         except Exception as error:  # the agreement tells the others
             self.error = self.error or error_text(error)
+            return
+        if self._in_turns:
             return
         self._left[place] = self._peers.start_copies(*self._copies[b])
 
@@ -128,7 +143,13 @@ class PeerTransport(Transport):
         self._wait()
         ops.average_rows(self._rows[b], self.buckets[b].gradients, squares)
 
+    def discard(self, b: int) -> None:
+        if self._in_turns:
+            self._peers.arrive()
+
     def _wait(self) -> None:
+        if self._in_turns:
+            self._peers.arrive()
         if self.error is not None:
             raise RuntimeError(self.error)
         if not self._early:  # reads and copies that share NVLink make each other slower

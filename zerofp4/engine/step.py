@@ -161,7 +161,6 @@ class Step:
     transport: of the buckets, those of each process group side by side.
     sends: whether a step sends gradients; False where backward passes have sent them.
     late: takes the gathers of NVFP4 weights that go on behind a step; None where a step waits for all.
-    opens_each: whether weights of later buckets are still read while a bucket is updated.
 
     [Note: an error after the agreement] What fails on this rank while the program runs is kept in `failure`,
     and the program goes on, since the other ranks wait for this rank's part in every collective. From then on
@@ -171,15 +170,9 @@ class Step:
     at once, since nobody is left who would wait.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        sends: bool = True,
-        late: LateGathers | None = None,
-        opens_each: bool = False,
-    ):
+    def __init__(self, transport: Transport, sends: bool = True, late: LateGathers | None = None):
         self.buckets, self.transport = transport.buckets, transport
-        self._sends, self._late, self._opens_each = sends, late, opens_each
+        self._sends, self._late = sends, late
         # Groups run one after the other: a rank never has collectives of two groups to begin whose order
         # would depend on how many buckets each has.
         pairs = enumerate(itertools.pairwise(self.buckets), start=1)
@@ -252,7 +245,7 @@ class Step:
                 in_phase("update", self._read_and_update)(b, gradients)
         elif gradients is not None:
             in_phase("gradients", self.transport.discard)(b)
-        if b == 0 or self._opens_each:
+        if b == 0:
             in_phase("weights", self.transport.open_weights)()
         if bucket.plan is None:
             # As after any update in place, a backward pass through the old values fails. Plans note theirs.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
-from zerofp4.distributed import first_difference, rank_and_size
+from zerofp4.distributed import first_difference
 from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, kind_key
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
@@ -78,7 +78,7 @@ class Checked:
         self.trained = self._find_trained(tried)
         self._check_update_at_once()
         if communication.updates_early:
-            self._check_updates_early(on_nonfinite, group)
+            self._check_updates_early(on_nonfinite)
         trainable, names = [one.parameter for one in self.trained], [one.name for one in self.trained]
         check_gradient_dtype(communication.gradient_dtype, trainable, names)
         self.hosts = find_hosts(communication.hosts, group)
@@ -161,7 +161,7 @@ class Checked:
                         f"grad_dtype of a later torch than {torch.__version__}, 2.11 for one"
                     )
 
-    def _check_updates_early(self, on_nonfinite: str, group: dist.ProcessGroup | None) -> None:
+    def _check_updates_early(self, on_nonfinite: str) -> None:
         """Raise ValueError for what cannot be with updates inside the backward pass."""
         for one in self.classes:
             if one.optimizer_class is not FusedAdamW or one.whole:
@@ -174,8 +174,6 @@ class Checked:
                 'on_nonfinite="raise" is not supported with overlap="update": other weights are updated by '
                 'then. "skip" leaves out the bucket with a NaN or Inf, and skipped_steps counts the step'
             )
-        if rank_and_size(group)[1] > 1:
-            raise ValueError('overlap="update" is of one rank alone')
 
     def _choose_transport(self, group: dist.ProcessGroup | None) -> tuple[str, str | None]:
         """The transport to try, and why it is "collective" if nobody asked for that.

@@ -211,8 +211,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._why_at_once is None:
             buckets, masters = self._shards.buckets, self._shards.masters
             self._update = BucketUpdate(self.inners.all[0], buckets, masters, self._transport)
-        opens_each = communication.updates_early
-        self._step = Step(self._transport, sends=self._schedule is None, late=late, opens_each=opens_each)
+        self._step = Step(self._transport, sends=self._schedule is None, late=late)
         is_alone = self.world_size == 1
         self._skip = self._agreement.nonfinite if is_alone else torch.zeros_like(self._agreement.nonfinite)
         """What an update reads on the device: 1 where this step changes nothing.
@@ -265,7 +264,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._hosts is not None:
             return HostTransport(shards.buckets, group, self._hosts, self._peers), None
         if self._peers is not None:
-            transport = PeerTransport(shards.buckets, self._peers, early)
+            transport = PeerTransport(shards.buckets, self._peers, early, in_turns=options.updates_early)
         else:
             in_flight = None
             if early or adds:  # on a CPU only the host could wait for a bucket in a backward pass
@@ -313,7 +312,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return False
         has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buckets)
         can_skip = self._update is not None and self._on_nonfinite == "skip"
-        return can_skip and self._schedule is None and not has_replicas
+        return can_skip and self._schedule is None and self._updates is None and not has_replicas
 
     # A step
 
@@ -980,7 +979,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         parameter has moved or the optimizer is `broken`, and where the state dict has no memory of a master
         but that of a parameter which was written to: load a checkpoint there, or build a new optimizer.
         """
-        if self._updates is not None and self._updates.has_begun:
+        if self._updates is not None and self._updates.is_open:
             self._give_up_pass()
         before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
         moved = self._shards.find_moved()
@@ -1051,7 +1050,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "masters_from holds gradients of backward passes that no step has used, which would be lost: "
                 "call its step() or zero_grad() first"
             )
-        if self._updates is not None and self._updates.has_begun:
+        if self._updates is not None and self._updates.is_open:
             raise ValueError("masters_from is in the middle of a step: call its step() first")
         written = {id(self._shards.parameters[i]) for i in self._shards.written()}
         return self._saved.masters(), written

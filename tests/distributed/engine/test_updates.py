@@ -1,0 +1,271 @@
+"""overlap="update" of several ranks: backward passes exchange, update, cast and gather each bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.optim import assert_all_equal, keywords, make_parameters
+from cases.updates import OPTIONS, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
+
+from distributed.engine.file_peers import FilePeers
+from distributed.optim.cases import check_weights
+from distributed.run import on_ranks
+from zerofp4.engine.topology import Topology
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+
+FOUND = "found an error, and no rank takes this step"
+
+
+@contextlib.contextmanager
+def nothing_changes(net, optimizer):
+    before = [tensor.clone() for tensor in all_bytes(net, optimizer)]
+    yield
+    assert_all_equal(all_bytes(net, optimizer), before, "nothing changes")
+
+
+def step_of(world, models, seed, **how):
+    for net, optimizer in models:
+        loss_of(net, world, seed, **how).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_steps(world, models):
+    """Of real gradients: of a parameter that only some ranks use, of recomputed segments, of ranks without a
+    backward pass; and checkpoints that the one takes over from the other.
+    """
+    for step in range(5):
+        rare = (step + world.rank) % 3 > 0
+        reentrant = (None, False, True)[step % 3]
+        for net, optimizer in models:
+            if step != 3 or world.rank:
+                loss_of(net, world, step, rare=rare, reentrant=reentrant, shared=not reentrant).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(models, f"step {step}")
+        if step == 2:
+            states = [optimizer.state_dict() for _, optimizer in models]
+            for (_, optimizer), state in zip(models, reversed(states), strict=True):
+                optimizer.load_state_dict(state)
+    for net, optimizer in models:
+        check_weights(list(net.parameters()), optimizer)
+
+
+@on_ranks(1, 2, 3, time_limit=120)
+@pytest.mark.parametrize(
+    ("state", "bucket_mb"), [("full", TINY), ("compact", TINY), ("compact", SMALL), ("full", None)]
+)
+def test_the_bytes_of_a_plain_step(world, state, bucket_mb):
+    whole_steps(world, make_pair(world, state=state, bucket_mb=bucket_mb, transport="collective"))
+
+
+@on_ranks(2, time_limit=120)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_dtype": torch.float32},
+        {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
+        {"gradient_wire": torch.float16},
+        {"reduction": "reduce_scatter"},
+    ],
+)
+def test_gradients_of_other_dtypes(world, options):
+    """Those that no update can add up are averaged in memory that all buckets share."""
+    whole_steps(world, make_pair(world, bucket_mb=SMALL, transport="collective", **options))
+
+
+def with_peers(world, check, late, **options):
+    """Ranks on the CPU that share memory in files: a plain model by collectives, and one with updates."""
+    alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
+    group = dist.new_group(backend="gloo")
+
+    def find(transport, hosts, given, *_):
+        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
+
+    with mock.patch.object(zero, "find_topology", find):
+        models = [
+            make(alone, None, transport="collective", process_group=group, **options),
+            make(alone, "update", transport="peer", process_group=group, **options),
+        ]
+        assert models[1][1].describe()["transport"] == "peer"
+        check(alone, models)
+
+
+@on_ranks(2, 3, time_limit=120)
+@pytest.mark.parametrize(
+    ("late", "options"),
+    [
+        (True, {"bucket_mb": TINY}),
+        (False, {"bucket_mb": TINY, "state": "compact"}),
+        (True, {"bucket_mb": SMALL, "gradient_wire": torch.float16}),
+    ],
+)
+def test_ranks_that_share_memory(world, late, options):
+    with_peers(world, whole_steps, late, **options)
+
+
+@on_ranks(2)
+def test_three_buckets_of_shared_memory(world):
+    def check(_, models):
+        buckets = [bucket["gradients"] for bucket in models[1][1].describe()["buckets"]]
+        peers = models[1][1]._peers
+        weights = sum(bucket.weights.nbytes for bucket in models[1][1]._shards.buckets)
+        assert peers.nbytes - weights <= 3 * 2 * max(buckets) < sum(buckets)
+
+    with_peers(world, check, True, bucket_mb=TINY)
+
+
+# Memory
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("reduction", ["ordered", "reduce_scatter"])
+def test_no_gradients_of_a_whole_model(world, reduction):
+    """A bucket is gone from p.grad when it is sent: before that, what other parameters of it have."""
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective", reduction=reduction)
+    parameters = list(net.parameters())
+    alive = []
+
+    def count(_):
+        alive.append(sum(p.grad.nbytes for p in parameters if p.grad is not None))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(count)
+    loss_of(net, world, 0).backward()
+    assert max(alive) < sum(p.numel() * 2 for p in parameters) / 2
+    assert all(p.grad is None for p in parameters)
+    optimizer.step()
+    own = [memory.flat.untyped_storage() for memory in optimizer._transport.memory if memory is not None]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
+    assert held <= 2 * 2 * max(p.numel() + 256 * world.world_size for p in parameters)
+
+
+# NaN and Inf
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bucket_with_a_nan_or_inf_on_one_rank(world, bad):
+    """It is left out on all of them, and no other is."""
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective")
+    step_of(world, [(net, optimizer)], 0)
+    before = [master.clone() for master in optimizer.gathered_masters()]
+    hook = net.layers[2].weight.register_hook(lambda g: g * (bad if world.rank else 1))
+    loss_of(net, world, 1).backward()
+    hook.remove()
+    optimizer.step()
+    names = [name for name, _ in net.named_parameters()]
+    pairs = zip(names, optimizer.gathered_masters(), before, strict=True)
+    assert [name for name, now, then in pairs if now.equal(then)] == ["layers.2.weight"]
+    assert optimizer.found_inf.item() == 1 and optimizer.skipped_steps == 1
+    assert "layers.2.weight" in optimizer.first_nonfinite()
+    check_weights(list(net.parameters()), optimizer)
+    step_of(world, [(net, optimizer)], 2)
+    assert optimizer.found_inf.item() == 0 and optimizer.skipped_steps == 1
+
+
+# Errors
+
+
+def write(weight):
+    with torch.no_grad():
+        weight.zero_()
+
+
+@on_ranks(2, 3)
+def test_an_error_of_one_rank_before_the_first_update(world):
+    """Nothing changes on any rank, and all raise in step()."""
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective")
+    step_of(world, [(net, optimizer)], 0)
+    good = optimizer.state_dict()
+    with nothing_changes(net, optimizer):
+        if world.rank == 1:
+            optimizer.param_groups[0]["lr"] = math.nan
+        loss_of(net, world, 1).backward()
+        with pytest.raises((ValueError, RuntimeError), match="must be finite" if world.rank == 1 else FOUND):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = OPTIONS["lr"]
+    assert optimizer.broken is None
+    optimizer.zero_grad()
+    step_of(world, [(net, optimizer)], 2)
+    assert good.keys() and optimizer._saved.steps == 2
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("way", ["collective", "peer"])
+def test_an_error_of_one_rank_behind_the_first_update(world, way):
+    """No rank updates another bucket; all are broken, and a checkpoint mends them."""
+
+    def check(alone, models):
+        net, optimizer = models[-1]
+        step_of(alone, [(net, optimizer)], 0)
+        good = optimizer.state_dict()
+        good["state"] = {n: {k: v.clone() for k, v in e.items()} for n, e in good["state"].items()}
+        before = [master.clone() for master in optimizer.gathered_masters()]
+        written = net.rare.weight if world.rank == 1 else torch.zeros(2)
+        hook = net.layers[2].weight.register_hook(lambda _: write(written))
+        loss_of(net, alone, 1).backward()
+        hook.remove()
+        with pytest.raises(RuntimeError, match="was written to" if world.rank == 1 else FOUND):
+            optimizer.step()
+        assert optimizer.broken is not None
+        pairs = zip(net.named_parameters(), optimizer.gathered_masters(), before, strict=True)
+        moved = {name for (name, _), now, then in pairs if not now.equal(then)}
+        assert "rare.weight" in moved and "layers.0.weight" not in moved
+        with pytest.raises(RuntimeError, match="of no more use"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(good)
+        assert_all_equal(optimizer.gathered_masters(), before, "masters")
+        step_of(alone, [(net, optimizer)], 2)
+        check_weights(list(net.parameters()), optimizer)
+
+    if way == "peer":
+        with_peers(world, check, True, bucket_mb=TINY)
+    else:
+        check(world, [make(world, bucket_mb=TINY, transport="collective")])
+
+
+@on_ranks(2)
+def test_a_checkpoint_between_a_backward_pass_and_its_step(world):
+    """What has begun to travel ends, and zero_grad() drops what has not."""
+    models = make_pair(world, bucket_mb=TINY, transport="collective")
+    step_of(world, models, 0)
+    net, optimizer = models[1]
+    good = models[0][1].state_dict()
+    loss_of(net, world, 1, rare=world.rank == 0).backward()
+    optimizer.load_state_dict(good)
+    optimizer.zero_grad()
+    assert optimizer.broken is None
+    assert_same(models, "loaded")
+    step_of(world, models, 2)
+    assert_same(models, "after")
+
+
+@on_ranks(2)
+def test_options_differ_between_ranks(world):
+    """As of the first update: what a scheduler changes behind it is compared in the next step."""
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective")
+    loss_of(net, world, 0).backward()
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + world.rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    with nothing_changes(net, optimizer):
+        loss_of(net, world, 1).backward()
+        with pytest.raises(RuntimeError, match=r"'lr'\] must be the same on every rank"):
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_groups_of_some_ranks(world):
+    parameters = make_parameters(world.device)
+    group = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    param_groups, options = [{"params": parameters, "process_group": group}], {"overlap": "update"}
+    with pytest.raises(ValueError, match=r"overlap='update'.* is not supported where parameter groups"):
+        ZeroFP4Optimizer(param_groups, FusedAdamW, **keywords(OPTIONS, options))
