@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -270,3 +272,25 @@ def test_a_consolidated_state(world):
     for each in ((parameters, optimizer), (others, loaded)):
         run(*each, range(2, 4))
     assert_all_equal(whole_state(others, loaded), whole_state(parameters, optimizer), "state")
+
+
+@on_ranks(1, 2, 3)
+def test_a_model_that_is_loaded_without_its_optimizer(world):
+    """bf16 parameters are the upper part of their masters, whose owners have lost it: all ranks raise. NVFP4
+    weights are made from their masters again.
+    """
+    parameters = make_sharded(world.device)
+    optimizer = build(parameters)
+    run(parameters, optimizer, range(2))
+    saved, weights = copy.deepcopy(optimizer.state_dict()), model_bytes(parameters)
+    packed = [p for p in parameters if isinstance(p, zerofp4.NVFP4Tensor)]
+    for written, is_lost in ((packed, False), (parameters, True)):
+        with torch.no_grad():
+            for p in written:
+                p.zero_()
+        if is_lost:
+            with pytest.raises(ValueError, match="written to, and holds its own master, or the upper part"):
+                optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(saved if is_lost else optimizer.state_dict())
+        assert_all_equal(model_bytes(parameters), weights, "weights")
+    run(parameters, optimizer, range(2, 3))
