@@ -46,15 +46,21 @@ def longest_sequence(file: Path) -> int | None:
     return next((found[name] for name in LONGEST if isinstance(found.get(name), int)), None)
 
 
-def make_model(file: Path, vocabulary: int) -> nn.Module:
-    """A causal language model with initial weights in float32, whose vocabulary has as many tokens as the
-    configuration says. Raises ConfigError, also where these are fewer than those of the text.
+def make_model(file: Path, vocabulary: int, device: torch.device, recomputes: bool = False) -> nn.Module:
+    """A causal language model with initial weights in bfloat16, made on the device, whose vocabulary has as
+    many tokens as the configuration says. Raises ConfigError, also where these are fewer than those of the
+    text.
+
+    recomputes: its layers keep only their inputs for the backward pass, which computes them once more.
     """
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        with device:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if recomputes:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{file}: {error}") from error
     tokens = model.get_input_embeddings().num_embeddings

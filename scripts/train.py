@@ -13,6 +13,8 @@ quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
     python scripts/train.py --preset 124m --recipe nvfp4 --micro-batches 4 --corpus all --tokenizer 8192
     python scripts/train.py --config llama/config.json --corpus books/ --tokenizer 4096
     python scripts/train.py --optimizer compact_adamw --overlap update
+    python scripts/train.py --config examples/configs/llama_20b.json --recompute --sequence-length 2048 \\
+        --batch-size 2 --optimizer compact_adamw --overlap update --steps 20
 
 A corpus may be a file or a folder of your own, and the model one of Hugging Face's transformers.
 
@@ -49,7 +51,7 @@ import zerofp4
 from zerofp4.distributed import Stage
 from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
 from zerofp4.optim import Communication, ZeroFP4Optimizer
-from zerofp4.testing import VerificationError, verify_model
+from zerofp4.testing import VerificationError, verify_weights
 
 VALIDATIONS = 10  # how often in a run the held-out loss is measured
 VALIDATION_BATCHES = 8
@@ -120,7 +122,7 @@ def build(
     torch.manual_seed(options.seed)
     quantizes, is_sharded = RECIPES[options.recipe] is not None, options.parallel == "fsdp2"
     if options.config is not None:
-        model = make_model(Path(options.config), vocabulary).to(world.device)
+        model = make_model(Path(options.config), vocabulary, world.device, options.recompute)
         blocks, takes = layers_of(model), None  # all but the output layer, and embeddings
     else:
         linear = zerofp4.nn.Linear if quantizes else nn.Linear
@@ -172,6 +174,17 @@ def validate(model: nn.Module, text: Text, options: argparse.Namespace, world: W
         losses = [loss.item() for loss in losses]
     model.train()
     return mean_over_ranks([sum(losses) / len(losses)], world.device)[0]
+
+
+def verify(model: nn.Module, optimizer: ZeroFP4Optimizer) -> dict[str, int]:
+    """verify_model(), one weight after the other: the masters of a large model fit into memory once."""
+    weights = dict(model.named_parameters())
+    found = {"nvfp4_weights": 0, "other_weights": 0}
+    for name, master in zerofp4.master_state_dict(model, optimizer):
+        if name in weights:  # else a buffer, or a second name
+            for kind, count in verify_weights({name: weights.pop(name)}, [master]).items():
+                found[kind] += count
+    return found
 
 
 def train(kind: str, options: argparse.Namespace, text: Text, world: World, interrupt: Interrupt) -> dict:
@@ -245,7 +258,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
         **(summary := progress.summary(list(recorder.rows), tokens)),
         "validation_loss_per_byte": summary["validation_loss"] / text.bytes_per_token,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "verified": optimizer.verify() if options.parallel == "fsdp2" else verify_model(model, optimizer),
+        "verified": optimizer.verify() if options.parallel == "fsdp2" else verify(model, optimizer),
         "gathered_bytes_per_step": optimizer.gathered_bytes_per_step(),
         "milliseconds_per_step": phases.of_step(),
         "sent_bytes_per_step": described(optimizer)["bytes_sent"],

@@ -73,6 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what products are made of (default: none, bfloat16)",
     )
     add("--config", type=Path, help="config.json of transformers, in place of a preset")
+    recompute = "layers of --config keep their inputs alone for the backward pass"
+    add("--recompute", action="store_true", help=recompute)
     corpus = "stdlib, all below its folder, or a file or folder of text (default: stdlib)"
     add("--corpus", default="stdlib", metavar="{stdlib,all,PATH}", help=corpus)
     add("--tokenizer", type=at_least(int, 257), metavar="TOKENS", help="train one (default: bytes)")
@@ -113,6 +115,8 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             parser.error(f"argument --recipe: {options.recipe} with --config takes --weights nvfp4")
         if options.recipe != "none" and options.parallel == "fsdp2":
             parser.error(f"argument --recipe: {options.recipe} with --config takes --parallel zero")
+    elif options.recompute:
+        parser.error("argument --recompute: takes --config")
     if context is not None and options.sequence_length > context:
         parser.error(
             f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from pathlib import Path
 
 import hugging_face
 import memory
@@ -146,6 +147,28 @@ class Statm:
 
     def exists(self) -> bool:
         return True
+
+
+@needs_transformers
+@pytest.mark.parametrize(("name", "billions"), [("llama_3_8b", 8.0), ("llama_20b", 20.0)])
+def test_configurations_of_large_models(name, billions):
+    config = Path(train.__file__).parents[1] / "examples" / "configs" / f"{name}.json"
+    options = train.parse_options(["--config", str(config), "--recompute", "--sequence-length", "2048"])
+    model = hugging_face.make_model(Path(options.config), 256, torch.device("meta"), options.recompute)
+    assert billions * 1e9 <= sum(p.numel() for p in model.parameters()) < 1.04 * billions * 1e9
+    assert all(layer.gradient_checkpointing for layer in hugging_face.layers_of(model))
+
+
+@needs_transformers
+@pytest.mark.heavy
+def test_what_is_recomputed_changes_no_number(tmp_path, book):
+    options = ["--config", write_config(tmp_path, num_hidden_layers=2), "--corpus", book, "--steps", "5"]
+    options += ["--optimizer", "compact_adamw", "--overlap", "update"]
+    for name in ("kept", "recomputed"):
+        more = ["--recompute"] if name == "recomputed" else []
+        finished = train_here(tmp_path / name, *options, *more)
+        assert finished.status == 0, finished.output
+    assert read_numbers(tmp_path / "kept") == read_numbers(tmp_path / "recomputed")
 
 
 @needs_transformers
