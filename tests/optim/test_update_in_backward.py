@@ -13,6 +13,7 @@ from cases.optim import assert_all_equal, keywords, make_gradients, make_paramet
 from cases.updates import OPTIONS, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
 from helpers import needs_gpu
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import zerofp4
@@ -181,6 +182,19 @@ def test_checkpoints_in_between(world):
         assert_same(models, f"stepped {turn}")
 
 
+def test_weights_that_were_written_after_a_checkpoint_was_loaded(world):
+    """They yield to the masters, as in a plain step."""
+    models = make_pair(world, bucket_mb=TINY)
+    step_of(world, models, 0)
+    for net, optimizer in models:
+        optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
+        with torch.no_grad():
+            net.rare.weight.zero_()
+            net.embedding.weight.add_(1)
+    step_of(world, models, 1)
+    assert_same(models, "after")
+
+
 # Memory
 
 
@@ -199,6 +213,22 @@ def test_no_more_than_a_bucket_of_gradients_lives(world, reentrant):
         p.register_post_accumulate_grad_hook(count)
     loss_of(net, world, 0, reentrant=reentrant).backward()
     assert len(alive) == len(parameters) and max(alive) <= largest
+    optimizer.step()
+
+
+def test_the_memory_of_a_gradient_is_freed(world):
+    """By the time the next but one is made, whatever refers to it: of 13 gradients one or two live."""
+    net, optimizer = make(world, bucket_mb=TINY)
+    made, alive = [], []
+
+    def note(gradient):
+        made.append(StorageWeakRef(gradient.untyped_storage()))
+        alive.append(sum(not storage.expired() for storage in made))
+
+    for p in net.parameters():
+        p.register_hook(note)
+    loss_of(net, world, 0).backward()
+    assert len(made) == 13 and max(alive) <= 3  # weight, bias, and what made them
     optimizer.step()
 
 

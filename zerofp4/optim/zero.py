@@ -478,12 +478,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
             if self.inners.found_inf() is not None:
                 raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
-            if not self._weights_follow:
-                self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
-            self._shards.check_unchanged(self.param_groups)
             check_finite(self.param_groups)
             self.inners.push_options(self.param_groups)
             self._begin_update(())
+        if not self._weights_follow:
+            self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
         updates.has_begun, self._weights_follow, self._consolidated = True, True, None
         self.found_inf.zero_()
         self._agreement.begin_buckets()
