@@ -12,7 +12,7 @@ import memory
 import pytest
 import torch
 import train
-from cases.train import read_numbers, train_here
+from cases.train import read_numbers, read_rows, train_here
 from text import Text, TextTooShortError
 
 from zerofp4.launch import World
@@ -161,14 +161,22 @@ def test_configurations_of_large_models(name, billions):
 
 @needs_transformers
 @pytest.mark.heavy
-def test_what_is_recomputed_changes_no_number(tmp_path, book):
-    options = ["--config", write_config(tmp_path, num_hidden_layers=2), "--corpus", book, "--steps", "5"]
-    options += ["--optimizer", "compact_adamw", "--overlap", "update"]
-    for name in ("kept", "recomputed"):
-        more = ["--recompute"] if name == "recomputed" else []
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_recomputed_and_updated_early_changes_no_number(tmp_path, book, tied):
+    config = write_config(tmp_path, num_hidden_layers=2, tie_word_embeddings=tied)
+    options = ["--config", config, "--corpus", book, "--steps", "5", "--optimizer", "compact_adamw"]
+    ways = {
+        "plain": ["--clip", "0"],
+        "kept": ["--overlap", "update"],
+        "recomputed": ["--overlap", "update", "--recompute"],
+    }
+    numbers = {}
+    for name, more in ways.items():
         finished = train_here(tmp_path / name, *options, *more)
         assert finished.status == 0, finished.output
-    assert read_numbers(tmp_path / "kept") == read_numbers(tmp_path / "recomputed")
+        rows = read_rows(tmp_path / name)
+        numbers[name] = [(row["step"], row["loss"], row["lr"], row.get("validation_loss")) for row in rows]
+    assert numbers["plain"] == numbers["kept"] == numbers["recomputed"]
 
 
 @needs_transformers
