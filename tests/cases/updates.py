@@ -46,7 +46,7 @@ class Net(nn.Module):
 def make(world, overlap="update", **options):
     torch.manual_seed(3)
     net = Net().to(world.device)
-    zerofp4.convert_model(net)
+    zerofp4.convert_model(net, columnwise=True)
     options = OPTIONS | {"overlap": overlap} | options
     return net, ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(options))
 

@@ -120,7 +120,7 @@ def test_members_of_an_amax_group_are_updated_together(world):
     for overlap in (None, "update"):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)))
-        zerofp4.convert_model(net.to(world.device))
+        zerofp4.convert_model(net.to(world.device), columnwise=True)
         options = {"overlap": overlap, "amax_groups": [[net[0].weight, net[3].weight]]}
         options = OPTIONS | {"bucket_mb": TINY} | options
         models.append((net, ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(options))))

@@ -18,6 +18,7 @@ from distributed.cases import raised_everywhere
 from distributed.engine import peer_checks
 from distributed.engine.overlap_cases import SMALL, TINY
 from distributed.engine.overlap_checks import on_gpu as early_check
+from distributed.engine.update_checks import on_gpu as update_check
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks
 from zerofp4.engine import topology
@@ -52,13 +53,16 @@ CHECKS = {
         {"check": "nothing_comes_of_it", "bucket_mb": TINY, "gradient_wire": torch.float16},
     ),
     "early, one after another": (early_check, {"check": "one_after_another", "bucket_mb": SMALL}),
+    "updates": (update_check, {"bucket_mb": TINY}),
+    "updates, compact": (update_check, {"bucket_mb": SMALL, "state": "compact"}),
+    "updates, rounded": (update_check, {"bucket_mb": SMALL, "gradient_wire": torch.float16}),
     "late": (peer_checks.a_rank_that_does_not_come, {}),
 }
 
 
 MORE = (
     *("barriers", "fused", "one bucket", "in sequence", "rounded", "early", "early, clipped"),
-    *("early micro-batches", "early, rounded", "late"),
+    *("early micro-batches", "early, rounded", "updates", "late"),
 )
 """What three and four ranks run of CHECKS: of three equal gradients the mean is not always one of them, which
 the checks of torch's optimizers take it for.

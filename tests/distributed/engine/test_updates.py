@@ -14,6 +14,7 @@ from cases.optim import assert_all_equal, keywords, make_parameters
 from cases.updates import OPTIONS, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
 
 from distributed.engine.file_peers import FilePeers
+from distributed.engine.update_checks import whole_steps
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4.engine.topology import Topology
@@ -34,27 +35,6 @@ def step_of(world, models, seed, **how):
         loss_of(net, world, seed, **how).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole_steps(world, models):
-    """Of real gradients: of a parameter that only some ranks use, of recomputed segments, of ranks without a
-    backward pass; and checkpoints that the one takes over from the other.
-    """
-    for step in range(5):
-        rare = (step + world.rank) % 3 > 0
-        reentrant = (None, False, True)[step % 3]
-        for net, optimizer in models:
-            if step != 3 or world.rank:
-                loss_of(net, world, step, rare=rare, reentrant=reentrant, shared=not reentrant).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(models, f"step {step}")
-        if step == 2:
-            states = [optimizer.state_dict() for _, optimizer in models]
-            for (_, optimizer), state in zip(models, reversed(states), strict=True):
-                optimizer.load_state_dict(state)
-    for net, optimizer in models:
-        check_weights(list(net.parameters()), optimizer)
 
 
 @on_ranks(1, 2, 3, time_limit=120)
