@@ -176,10 +176,9 @@ def measure(
             optimizer.step()
             optimizer.zero_grad()
 
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
     rule = f"forward, backward and optimizer, {how}, one of {STEPS} that follow each other"
-    step = timer.ms(f"{name}/step", steps, rule, parts=STEPS)
+    with timer.peak(f"{name}/peak", f"model and optimizer included, {how}", before) as peak:
+        step = timer.ms(f"{name}/step", steps, rule, parts=STEPS)
 
     def count(part: str, kind: str, value: float, rule: str) -> float:
         timer.count(f"{name}/{part}", kind, value, f"{rule}, {how}")
@@ -188,8 +187,7 @@ def measure(
     rate = tokens * timer.world.world_size / (step / 1e3)
     found = {"tokens": count("tokens", "tokens_per_second", rate, "of all ranks")}
     if is_cuda:
-        peak = (torch.cuda.max_memory_allocated(device) - before) / MEGABYTES
-        found["peak"] = count("peak", "megabytes", peak, "allocated for model, optimizer and steps")
+        (found["peak"],) = peak
         of_blocks = 0.0
         if timer.world.world_size > 1:
             times = in_kernels(steps)

@@ -49,33 +49,28 @@ class Timer:
         self.count(name, "milliseconds", found, rule)
         return found
 
-    def time(self, run: Run, *, before: Run | None = None, from_idle: bool = False) -> float:
-        """Milliseconds. before: what is done before each call, not timed."""
+    def time(self, run: Run, **options) -> float:
+        """Milliseconds. options: of in_turns()."""
+        return self.in_turns(run, **options)[0]
+
+    def in_turns(
+        self, *runs: Run, before: Run | None = None, from_idle: bool = False, of_host: bool = False
+    ) -> list[float]:
+        """Milliseconds of each, where one follows the other in every repeat: so all meet the clocks that
+        products leave a GPU which they warm up.
+
+        before: what is done before each turn, not timed. of_host: those until a call returns.
+        """
         times = []
         for _ in range(WARM_UP + self.repeats):
             if before is not None:
                 before()
-            times.append(self._once(run, from_idle))
-        return self._longest(times[WARM_UP:])
-
-    def in_turns(self, *runs: Run) -> list[float]:
-        """time() of each, where one follows the other in every repeat: so all meet the clocks that products
-        leave a GPU which they warm up.
-        """
-        times = [[self._once(run, False) for run in runs] for _ in range(WARM_UP + self.repeats)]
+            times.append([self._once(run, from_idle, of_host) for run in runs])
         return [self._longest(list(own)) for own in zip(*times[WARM_UP:], strict=True)]
 
     def host_ms(self, name: str, run: Run, rule: str) -> None:
         """A row of the milliseconds until a call returns, where the device has nothing to do before."""
-        times = []
-        for _ in range(WARM_UP + self.repeats):
-            self._meet()
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1e3)
-        self.session.clock.synchronize()
-        found = self._longest(times[WARM_UP:])
-        self.count(name, "milliseconds", found, f"until the host is done, {rule}")
+        self.ms(name, run, f"until the host is done, {rule}", of_host=True)
 
     def spans(self, run: Run, **parts: Iterable[str]) -> dict[str, float]:
         """Milliseconds of parts of a call, each of one or several phases of zerofp4.distributed.PHASES, under
@@ -106,9 +101,9 @@ class Timer:
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return statistics.median(longest.tolist())
 
-    def _once(self, run: Run, from_idle: bool) -> float:
+    def _once(self, run: Run, from_idle: bool, of_host: bool) -> float:
         self._meet()
-        if self.device.type == "cpu":
+        if of_host or self.device.type == "cpu":
             begin = time.perf_counter()
             run()
             return (time.perf_counter() - begin) * 1e3

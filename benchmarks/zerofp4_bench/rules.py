@@ -219,6 +219,7 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "fsdp2/resident/rows_and_columns": 1.02,
         "megatron/weights": 1.1,
         "states/kept_compact": 7.7,
+        "states/peak_in_backward": 5.9,
     },
     "milliseconds": {
         f"step/{prefix}{name}": 0.5 for prefix in ("", "peer_") for name in ("host_step", "host_graph_step")

@@ -98,6 +98,7 @@ def test_steps_of_full_and_of_compact_state(early):
     rows = {row["name"].split("/")[0]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["kept_full"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 2 + 12, abs=0.01)
     assert rows["kept_compact"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 2 + 5.125, abs=0.01)
+    assert rows["kept_in_backward"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 5.125, abs=0.01)
     for other in ("full", "torch_bf16"):
         expected = rows["step_compact"]["milliseconds"] / rows[f"step_{other}"]["milliseconds"]
         assert rows[f"step_compact_over_{other}"]["ratio"] == pytest.approx(expected)
@@ -162,7 +163,7 @@ def test_what_is_done_before_a_call_is_done_before_every_call(monkeypatch):
     calls = []
     timer = Timer.__new__(Timer)
     timer.repeats, timer._longest = 2, sum
-    monkeypatch.setattr(timer, "_once", lambda run, from_idle: run() or 1.0)
+    monkeypatch.setattr(timer, "_once", lambda run, *how: run() or 1.0)
     assert timer.time(lambda: calls.append("run"), before=lambda: calls.append("before")) == 2.0
     assert calls == ["before", "run"] * (ranks.WARM_UP + 2)
 
