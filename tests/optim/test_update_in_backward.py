@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import zerofp4
-from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer
 
 
 @pytest.fixture
@@ -452,9 +452,17 @@ def test_between_a_backward_pass_and_its_step(world):
     step_of(world, models, 0)
     net, optimizer = models[1]
     good = torch.load(_saved(optimizer.state_dict()), weights_only=False)
+    averages = AveragedMasters(optimizer)
     loss_of(net, world, 1).backward()
     with pytest.raises(RuntimeError, match="call step\\(\\) before they are saved"):
         _saved(optimizer.state_dict())
+    for call in (
+        lambda: zerofp4.master_state_dict(net, optimizer),
+        lambda: optimizer.consolidate_state_dict(),
+        lambda: averages.update(),
+    ):
+        with pytest.raises(RuntimeError, match="call step\\(\\) before they are saved"):
+            call()
     with pytest.raises(ValueError, match="in the middle of a step"):
         ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(OPTIONS))
     optimizer.load_state_dict(good)

@@ -44,7 +44,7 @@ class AveragedMasters:
         ZeroFP4Optimizer was built over the parameters.
         """
         self.optimizer._shards.check_not_taken_over()
-        self.optimizer._raise_if_broken()
+        self.optimizer._check_sound()
         for average, buffer in zip(self._slices, self.optimizer._shards.buckets, strict=True):
             average.mul_(self.decay).add_(buffer.float_masters() * (1 - self.decay))
 

@@ -53,7 +53,7 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, Ma
     if not isinstance(optimizer, ZeroFP4Optimizer):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
     optimizer._shards.check_not_taken_over()
-    optimizer._raise_if_broken()
+    optimizer._check_sound()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
     return optimizer, (optimizer._saved if source is optimizer else source).masters()

@@ -887,6 +887,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "build a new optimizer"
             ) from self.broken
 
+    def _check_sound(self) -> None:
+        """Raise RuntimeError where masters may be of two steps: also between a pass and its step()."""
+        self._raise_if_broken()
+        if self._saved.unsound is not None:
+            raise RuntimeError(self._saved.unsound)
+
     # In a CUDA graph
 
     def _is_capturing(self) -> bool:
@@ -951,7 +957,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._consolidated = whole if rank == to else None
 
     def _check_can_consolidate(self, to: int) -> None:
-        self._raise_if_broken()
+        self._check_sound()
         if not (isinstance(to, int) and 0 <= to < self.world_size):
             raise ValueError(f"to must be a rank from 0 to {self.world_size - 1}, got {to!r}")
         if self._agreement.has_other_parameters_elsewhere():
