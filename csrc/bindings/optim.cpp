@@ -13,7 +13,7 @@ namespace {
 AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t step,
                                  uintptr_t present, int gradient_dtype, int64_t start, int64_t numel,
                                  int64_t rows, int64_t cols, int weight_dtype, int64_t tile_offset,
-                                 int64_t amax_offset, const CompactState& compact) {
+                                 int64_t amax_offset, int64_t own_offset, const CompactState& compact) {
     AdamWDescriptor tensor{};
     tensor.master = pointer<float>(master);
     tensor.exp_avg = pointer<float>(exp_avg);
@@ -28,6 +28,7 @@ AdamWDescriptor adamw_descriptor(uintptr_t master, uintptr_t exp_avg, uintptr_t 
     tensor.weight_dtype = static_cast<DType>(weight_dtype);
     tensor.tile_offset = tile_offset;
     tensor.amax_offset = amax_offset;
+    tensor.own_offset = own_offset;
     tensor.compact = compact;
     tensor.compact.aligned = compact.aligned && master % 16 == 0;
     return tensor;
@@ -138,7 +139,7 @@ void bind_optim(py::module_& m) {
     py::class_<AdamWDescriptor>(m, "AdamWDescriptor")
         .def(py::init(&adamw_descriptor), py::kw_only(), "master"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
              "present"_a, "gradient_dtype"_a, "start"_a, "numel"_a, "rows"_a, "cols"_a, "weight_dtype"_a,
-             "tile_offset"_a, "amax_offset"_a, "compact"_a = CompactState{});
+             "tile_offset"_a, "amax_offset"_a, "own_offset"_a, "compact"_a = CompactState{});
     py::class_<AdamWOptions>(m, "AdamWOptions")
         .def(py::init(&adamw_options), py::kw_only(), "lr_address"_a, "skip"_a, "factor"_a, "lr"_a, "beta1"_a,
              "beta2"_a, "eps"_a, "weight_decay"_a, "maximize"_a);

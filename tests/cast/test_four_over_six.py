@@ -9,7 +9,6 @@ from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
 from zerofp4 import FourOverSix
-from zerofp4.optim import FusedAdamW
 
 CHOICES = [FourOverSix(256, "mae"), FourOverSix(256, "mse"), FourOverSix(448, "mae"), FourOverSix(448, "mse")]
 SHAPES = {TILES: [(34, 288), (16, 16), (2, 2), (130, 1000)], ROWS: [(33, 288), (3, 16), (1, 2), (131, 1000)]}
@@ -126,11 +125,6 @@ def test_a_shard_of_whole_blocks_is_taken(block, shape, start, numel):
     zerofp4.CastPlan([weight], [torch.zeros(numel)], [start]).step()
 
 
-def test_optimizers_that_leave_amaxes():
-    weights, masters, starts = make_kinds("cpu", [(32, 32)], [TILES], CHOICES[:1])
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer = FusedAdamW(masters, lr=0.1)
-    with pytest.raises(ValueError, match=r"four_over_six FourOverSix.*: an optimizer leaves the amaxes of"):
-        optimizer.offer_amaxes(plan)
+def test_choices_that_are_none():
     with pytest.raises(TypeError, match="four_over_six must be a FourOverSix or None, got bool"):
         zerofp4.empty((16, 16), four_over_six=True)

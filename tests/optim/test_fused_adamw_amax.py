@@ -6,13 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.cast import check, check_transposes, make
+from cases.cast import ROWS, TILES, check, check_transposes, make, make_kinds
 from cases.fused import OPTIONS, Expected, set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zerofp4
+from zerofp4 import FourOverSix
 from zerofp4.optim import FusedAdamW
 
 
@@ -75,6 +76,50 @@ def test_amaxes_of_shards(device, pieces, grouped, seed):
     for step in range(2):
         case.plan.staged.reduced.fill_(123)
         expected.compare_steps(range(step, step + 1), gradient)
+        case.check_amaxes()
+
+
+KINDS = {"rows": [ROWS], "rows and tiles": [ROWS, TILES], "tiles": [TILES]}
+
+
+@pytest.mark.parametrize("choices", [[None], [FourOverSix()]], ids=["one scale", "four over six"])
+@pytest.mark.parametrize("blocks", KINDS)
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_weights_whose_scales_travel(device, state, blocks, choices):
+    """Their own amaxes and those of their groups, also of masters without a gradient."""
+    shapes = [(34, 288), (32, 64), (2, 2), (130, 1000), (16, 128)]
+    weights, masters, starts = make_kinds(device, shapes, KINDS[blocks], choices)
+    parameters = [master.view(shape) for master, shape in zip(masters, shapes, strict=True)]
+    groups = {"amax_groups": [[weights[1], weights[4]]]}
+    case = Offered(weights, masters, starts, parameters, {"lr": 0.1, "state": state}, **groups)
+    for step in range(3):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = None if i == step else torch.randn_like(parameter)
+        if step == 2:
+            masters[3].view(-1)[7] = math.inf
+        case.plan.staged.reduced.fill_(123)
+        case.optimizer.step()
+        case.check_amaxes()
+        if step < 2:
+            with mock.patch.object(case.plan.staged._stages, "begin_amax", side_effect=AssertionError):
+                case.plan.step()
+            first = weights[0]
+            values = masters[0].view(first.shape).to(first.dtype)
+            options = {"block": first.block, "four_over_six": first.four_over_six}
+            expected = zerofp4.quantize(values, **options)
+            assert_bytes_equal(first.rowwise_data, expected.rowwise_data, "codes")
+            assert_bytes_equal(first.rowwise_scale, expected.rowwise_scale, "scales")
+
+
+def test_shards_between_blocks_of_weights_whose_scales_travel(device):
+    weights = [zerofp4.empty((40, 288), block=ROWS, device=device), zerofp4.empty((40, 40), block=ROWS)]
+    weights[1] = weights[1].to(device)
+    masters = [torch.randn(288 * 20 + 32, device=device), torch.randn(40 + 8, device=device)]
+    case = Offered(weights, masters, [5 * 288 + 16, 32])
+    for _ in range(2):
+        set_random_gradients(masters)
+        case.plan.staged.reduced.fill_(123)
+        case.optimizer.step()
         case.check_amaxes()
 
 

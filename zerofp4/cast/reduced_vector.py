@@ -49,7 +49,7 @@ class ReducedVector:
     ):
         self._words: list[list[_Words]] = [[] for _ in records]
         """By weight, of each of its matrices."""
-        self._cut: list[list[int]] = []
+        self.cut: list[list[int]] = []
         """By weight, the blocks of 1x16 that a boundary of shards cuts, in order."""
         first, self._groups_end = {}, HEADER_WORDS
         for record, group in zip(records, amax_groups, strict=True):
@@ -63,7 +63,7 @@ class ReducedVector:
                 cut = {block for shards in rank_shards for block in cut_blocks(shards[i], cols)} - {None}
             tiles = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
             count = 1 + len(cut) if record.scales_travel else tiles
-            self._cut.append(sorted(cut))
+            self.cut.append(sorted(cut))
             for e in range(record.amax_shape[0]):
                 self._words[i].append(_Words(total, total + count, first[group] + e))
                 total += round_up(count, _VECTOR_WORDS)
@@ -80,7 +80,7 @@ class ReducedVector:
             piece = _piece(record, master, shard, words[0])
             if record.block[0] == 1:
                 first, last = (
-                    -1 if block is None else words[0].first + 1 + self._cut[i].index(block)
+                    -1 if block is None else words[0].first + 1 + self.cut[i].index(block)
                     for block in cut_blocks(shard, record.matrix[1])
                 )
                 piece = piece._replace(cut_offsets=(first, last))

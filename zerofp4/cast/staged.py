@@ -137,20 +137,23 @@ class StagedPlan:
 
     @property
     def takes_amaxes(self) -> bool:
-        """Whether an optimizer may leave them: not of weights whose scales travel."""
-        return not any(record.scales_travel for record in self.records)
+        """Whether an optimizer may leave them: not where shards cut a block of 1x16, whose amax no update
+        computes. The same on every rank.
+        """
+        return not any(self._vector.cut)
 
     def master_pieces(self) -> list[MasterPiece]:
         """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
         pieces of the experts of a weight follow one another, and lie one behind the other in its master.
 
-        Raises ValueError for a weight whose scales travel, and whose amaxes no optimizer leaves.
+        Raises ValueError for a weight with blocks that boundaries of shards cut: no optimizer leaves their
+        amaxes.
         """
-        for name, record in zip(self._names, self.records, strict=True):
-            if record.scales_travel:
+        for name, cut in zip(self._names, self._vector.cut, strict=True):
+            if cut:
                 raise ValueError(
-                    f"{name} has block {record.block} and four_over_six {record.four_over_six}: an optimizer "
-                    "leaves the amaxes of 16x16 blocks without four over six only"
+                    f"{name} has {len(cut)} blocks of 1x16 that shards cut: an optimizer leaves amaxes where "
+                    "shards begin and end between blocks"
                 )
         items = self._vector.items(self._request)
         return [item.piece for item in items if item.piece.shard.numel]
@@ -372,7 +375,8 @@ class StagedPlan:
 
         zeros: makes it, from a shape and dtype.
         """
-        if self.takes_amaxes or not self._sharded:
+        travel = any(record.scales_travel for record in self.records)
+        if not travel or not self._sharded:
             return None
         shards = [travelling_shards(self.records, of_rank) for of_rank in self._rank_shards]
         scales = travelling_scales(self.records)

@@ -472,6 +472,7 @@ def _common(item: AdamWItem | CompactItem, piece: MasterPiece) -> dict[str, int]
         "weight_dtype": DTYPE_CODES[piece.dtype],
         "tile_offset": piece.tile_offset,
         "amax_offset": piece.amax_offset,
+        "own_offset": piece.own_offset,
     }
 
 
@@ -528,7 +529,7 @@ class AdamWStage:
 
     items: all AdamWItem, or all CompactItem.
     reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
-    tiles with owned elements are written, words of amax groups raised.
+    tiles with owned elements are written, words of amax groups and of weights whose scales travel raised.
 
     Masters, moments and gradients that do not lie at a vector's alignment (4 columns) are accessed element by
     element on a GPU.

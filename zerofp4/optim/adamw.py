@@ -184,7 +184,8 @@ class FusedAdamW(torch.optim.Optimizer):
         plan.step(), call plan.refresh(), which takes the amaxes back: amaxes_outdated() tells, and
         ZeroFP4Optimizer does it. Call offer_amaxes anew after masters have moved and the plan was refreshed.
 
-        Raises ValueError if a master of the plan is not one of the parameters.
+        Raises ValueError if a master of the plan is not one of the parameters, and where shards cut blocks of
+        1x16.
         """
         self._take_parts([Part(plan.staged, [p for group in self.param_groups for p in group["params"]])])
 

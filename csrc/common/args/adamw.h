@@ -41,6 +41,8 @@ struct AdamWDescriptor : ShardGeometry {
     CompactState compact;  // all null in a list of ordinary tensors
 };
 
+ZEROFP4_HD bool wants_amaxes(const AdamWDescriptor& tensor) { return tensor.amax_offset >= 0; }
+
 // The options of a parameter group.
 struct AdamWOptions {
     const float* lr_address;  // float[1] that is read in place of lr, or null

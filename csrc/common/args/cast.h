@@ -44,7 +44,9 @@ struct ShardGeometry {
     int32_t padding;     // 0, as everywhere: descriptors are compared byte by byte
     // Of tile (0, 0)'s amax, row-major [ceil(rows/16), ceil(cols/16)]; negative when no tile amax is wanted.
     int64_t tile_offset;
-    int64_t amax_offset;  // of the amax of this weight's group
+    int64_t amax_offset;  // of the amax of this weight's group; negative where no amax is wanted
+    // Of the weight's own amax, where scales are known to the rank alone that owns a block; else negative.
+    int64_t own_offset;
     // Work: units [strip_begin, next weight's strip_begin) of amax and cast, row-major over strips x chunks.
     int64_t strip_begin;
     int64_t first_strip;  // strip (tile row) of the first owned element
@@ -59,10 +61,8 @@ struct WeightDescriptor : ShardGeometry {
     // Four over six, as FourOverSix has it; 0 where it is not wanted.
     int32_t e4m3_max;
     int32_t squared_error;
-    // Where scales are known to the rank alone that owns a block (tile_offset is negative): where the
-    // weight's own amax goes in the reduced vector, and those of the 1x16 blocks in which the shard begins
-    // and ends; negative where the shard has all of that block.
-    int64_t own_offset;
+    // Where own_offset is given, of the amaxes of the 1x16 blocks in which the shard begins and ends;
+    // negative where the shard has all of that block.
     int64_t cut_offsets[2];
     uint8_t* codes;  // the byte that holds element `start`, that is byte start / 2 of the packed weight
     float* amax;     // float[1], or null

@@ -3,7 +3,6 @@
 // Rounding to a dtype keeps the order of magnitudes, and so do the bits of every dtype with NaN above Inf.
 // The maximum is therefore taken over the raw bits as integers, and only the maximum of a tile is rounded.
 
-#include "cpu/device/raise.h"
 #include "cpu/kernels.h"
 #include "cpu/strip/patch.h"
 #include "cpu/strip/tile_amax.h"
@@ -66,8 +65,7 @@ void amax_of_units(const CastTable& table, const WeightDescriptor& weight, int64
         const float found = patch_amax<T>(table, weight, patch_of_unit(weight, unit));
         amax = found > amax ? found : amax;
     }
-    raise_to(table.reduced + weight.amax_offset, amax);
-    if (weight.own_offset >= 0) raise_to(table.reduced + weight.own_offset, amax);
+    raise_words(table.reduced, weight, amax);
     if (begin == 0) publish_cut_blocks<T>(table, weight);
 }
 

@@ -1,8 +1,7 @@
-// adamw_update: masters and moments from gradients, and the tile amaxes of the masters as they are then.
+// adamw_update: masters and moments from gradients, and the amaxes of the masters as they are then.
 
 #include "common/adamw.h"
 
-#include "cpu/device/raise.h"
 #include "cpu/kernels.h"
 #include "cpu/optim/gradients.h"
 #include "cpu/strip/patch.h"
@@ -64,12 +63,12 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
             amax = found > amax ? found : amax;
         }
     }
-    if constexpr (kAmax) raise_to(table.reduced + tensor.amax_offset, amax);
+    if constexpr (kAmax) raise_words(table.reduced, tensor, amax);
 }
 
 template <class G>
 void update_with(const AdamWTable& table, const AdamWDescriptor& tensor, int64_t begin, int64_t end) {
-    if (tensor.tile_offset >= 0) return update_units<G, false, true>(table, tensor, begin, end);
+    if (wants_amaxes(tensor)) return update_units<G, false, true>(table, tensor, begin, end);
     return update_units<G, false, false>(table, tensor, begin, end);
 }
 
@@ -79,7 +78,7 @@ void adamw_update(const AdamWTable& table, int threads) {
     parallel_items(table.tensors, table.count, &AdamWDescriptor::strip_begin, table.strip_units, threads,
                    kPatchGrain, [&](const AdamWDescriptor& tensor, int64_t begin, int64_t end) {
                        if (table.steps[&tensor - table.tensors].gradient == nullptr) {
-                           if (tensor.tile_offset < 0) return;
+                           if (!wants_amaxes(tensor)) return;
                            return update_units<float, true, true>(table, tensor, begin, end);
                        }
                        if (tensor.gradient_dtype == DType::kBFloat16)

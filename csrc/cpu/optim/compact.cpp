@@ -2,7 +2,6 @@
 
 #include "common/compact.h"
 
-#include "cpu/device/raise.h"
 #include "cpu/kernels.h"
 #include "cpu/optim/gradients.h"
 #include "cpu/strip/patch.h"
@@ -157,12 +156,12 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
                 col += x.count;
             }
         }
-        if (tensor.tile_offset < 0) continue;
+        if (!wants_amaxes(tensor)) continue;
         const float found =
             publish_tiles(table.reduced, tensor, patch, [&](int64_t t) { return tile_magnitude(most, t); });
         amax = found > amax ? found : amax;
     }
-    if (tensor.tile_offset >= 0) raise_to(table.reduced + tensor.amax_offset, amax);
+    if (wants_amaxes(tensor)) raise_words(table.reduced, tensor, amax);
 }
 
 }  // namespace
@@ -171,7 +170,7 @@ void compact_update(const AdamWTable& table, int threads) {
     parallel_items(table.tensors, table.count, &AdamWDescriptor::strip_begin, table.strip_units, threads,
                    kPatchGrain, [&](const AdamWDescriptor& tensor, int64_t begin, int64_t end) {
                        if (table.steps[&tensor - table.tensors].gradient == nullptr) {
-                           if (tensor.tile_offset >= 0) update_units<float, false>(table, tensor, begin, end);
+                           if (wants_amaxes(tensor)) update_units<float, false>(table, tensor, begin, end);
                        } else if (tensor.gradient_dtype == DType::kBFloat16) {
                            update_units<BFloat16, true>(table, tensor, begin, end);
                        } else {

@@ -2,6 +2,7 @@
 // Amaxes of the tiles of a patch, to the reduced vector.
 
 #include "common/dtype.h"
+#include "cpu/device/raise.h"
 #include "cpu/strip/patch.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
@@ -41,6 +42,12 @@ inline float publish_tiles(float* reduced, const ShardGeometry& weight, const Pa
         amax = found > amax ? found : amax;
     }
     return amax;
+}
+
+// Raises the words of a weight that have the amax of all that is owned.
+inline void raise_words(float* reduced, const ShardGeometry& weight, float amax) {
+    raise_to(reduced + weight.amax_offset, amax);
+    if (weight.own_offset >= 0) raise_to(reduced + weight.own_offset, amax);
 }
 
 }  // namespace zerofp4::cpu::ZEROFP4_ISA

@@ -1,7 +1,6 @@
 // The start of a step: the reduced vector is cleared, then raised to the amaxes of what this rank owns.
 
 #include "common/args/cast.h"
-#include "cuda/device/raise.cuh"
 #include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {
@@ -52,12 +51,6 @@ __device__ __forceinline__ void publish_cut_blocks(float* reduced, const WeightD
     const int64_t offset = weight.cut_offsets[half];
     if (lane_index() % kBlock == 0 && offset >= 0)
         reduced[offset] = round_to(weight.weight_dtype, amax_of_bits(bits));
-}
-
-// Raises the words of a weight that a warp leaves.
-__device__ __forceinline__ void raise_words(float* reduced, const WeightDescriptor& weight, float amax) {
-    raise_group(reduced + weight.amax_offset, amax);
-    if (weight.own_offset >= 0) raise_group(reduced + weight.own_offset, amax);
 }
 
 template <bool kSingle>

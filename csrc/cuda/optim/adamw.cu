@@ -1,4 +1,4 @@
-// AdamW on a list of tensors in one pass over their memory, and the tile amaxes of the masters as they are
+// AdamW on a list of tensors in one pass over their memory, and the amaxes of the masters as they are
 // then. A thread block takes a strip of 16 rows by 128 columns, each of its warps two rows: memory that is
 // both read and written is fastest where what all blocks have on their way lies close together, in short work
 // that is done once. For the same reason nothing is marked as used for the last time.
@@ -224,7 +224,7 @@ __device__ __forceinline__ void update_rows(const AdamWDescriptor& tensor, const
             store_masked<kApart>(arrays, r * pitch, owned, values);
         }
     }
-    if (tensor.tile_offset >= 0) leave(bits, of_warps);
+    if (wants_amaxes(tensor)) leave(bits, of_warps);
 }
 
 __device__ __forceinline__ void read_rows(const AdamWDescriptor& tensor, int64_t row, int64_t lane_col,
@@ -281,24 +281,23 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
     const int64_t row = first_row + warp_index() * kWarpRows;
     const int64_t lane_col = col + lane_column<kNeighbours>();
     const AdamWStep step = table.steps[&tensor - table.tensors];
-    const bool wants_amaxes = tensor.tile_offset >= 0;
     __shared__ WarpBits of_warps;
     if (step.gradient == nullptr) {
-        if (wants_amaxes) read_rows(tensor, row, lane_col, whole, of_warps);
+        if (wants_amaxes(tensor)) read_rows(tensor, row, lane_col, whole, of_warps);
     } else if (tensor.gradient_dtype == DType::kBFloat16) {
         update_strip<Gradient<BFloat16, kLaneColumns>>(table, tensor, step, row, col, whole, of_warps);
     } else {
         update_strip<Gradient<float, kLaneColumns>>(table, tensor, step, row, col, whole, of_warps);
     }
-    if (!wants_amaxes) return;
+    if (!wants_amaxes(tensor)) return;
     __syncthreads();
     if (warp_index() != 0) return;
     uint32_t bits = 0;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) bits = max(bits, of_warps[warp][lane_index() / kTileLanes]);
     const float amax = round_to(tensor.weight_dtype, amax_of_bits(bits));
-    publish_tile(table.reduced, tensor, first_row, lane_col, amax);
-    raise_group(table.reduced + tensor.amax_offset, amax);
+    if (tensor.tile_offset >= 0) publish_tile(table.reduced, tensor, first_row, lane_col, amax);
+    raise_words(table.reduced, tensor, amax);
 }
 
 }  // namespace

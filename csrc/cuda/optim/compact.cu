@@ -12,9 +12,8 @@
 
 #include "common/compact.h"
 #include "cuda/device/raise.cuh"
-#include "cuda/format/magnitudes.cuh"
 #include "cuda/optim/gradient.cuh"
-#include "cuda/strip/master_strip.cuh"
+#include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {
 namespace {
@@ -456,7 +455,7 @@ __device__ __forceinline__ float update_rows(const AdamWTable& table, const Adam
         }
         const RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
         update_row(step, random, values, row);
-        if (tensor.tile_offset >= 0) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
+        if (wants_amaxes(tensor)) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
         if (whole) {
             row.template store<Vectors>(tensor, index, kColumns);
         } else {
@@ -488,7 +487,7 @@ template <typename Masters, template <typename, int> class Gradient>
 __device__ __forceinline__ float most_of_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
                                                const Place& at, const CodeValues& values) {
     const AdamWStep& step = *in_global(table.steps + (&tensor - table.tensors));
-    if (step.gradient == nullptr) return tensor.tile_offset >= 0 ? read_rows<Masters>(tensor, at) : 0.0f;
+    if (step.gradient == nullptr) return wants_amaxes(tensor) ? read_rows<Masters>(tensor, at) : 0.0f;
     return tensor.gradient_dtype == DType::kBFloat16
                ? update_rows<Masters, Gradient<BFloat16, kColumns>>(table, tensor, step, at, values)
                : update_rows<Masters, Gradient<float, kColumns>>(table, tensor, step, at, values);
@@ -514,16 +513,16 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocksPerSm)
     float most = tensor.compact.high != nullptr
                      ? most_of_strip<SplitMasters, Gradient>(table, tensor, at, values)
                      : most_of_strip<FloatMasters, Gradient>(table, tensor, at, values);
-    if (tensor.tile_offset < 0) return;
+    if (!wants_amaxes(tensor)) return;
 #pragma unroll
     for (int lanes = kRowLanes; lanes < kLanes; lanes *= 2)
         most = larger_magnitude(most, __shfl_xor_sync(kAllLanes, most, lanes));
     const float amax = round_to(tensor.weight_dtype, amax_of_bits(to_bits(most)));
-    if (lane_index() < kRowLanes && amax > 0.0f)
+    if (tensor.tile_offset >= 0 && lane_index() < kRowLanes && amax > 0.0f)
         table
             .reduced[tensor.tile_offset + at.row / kBlock * ceil_div(tensor.cols, kBlock) + at.col / kBlock] =
             amax;
-    raise_group(table.reduced + tensor.amax_offset, amax);
+    raise_words(table.reduced, tensor, amax);
 }
 
 }  // namespace

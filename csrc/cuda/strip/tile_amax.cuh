@@ -1,6 +1,7 @@
 #pragma once
 // Amaxes of tiles, from the lanes that have read a strip to the reduced vector.
 
+#include "cuda/device/raise.cuh"
 #include "cuda/format/magnitudes.cuh"
 #include "cuda/strip/master_strip.cuh"
 
@@ -31,6 +32,12 @@ __device__ __forceinline__ void publish_tile(float* reduced, const ShardGeometry
         const int64_t tile = row / kBlock * ceil_div(weight.cols, kBlock) + lane_col / kBlock;
         reduced[weight.tile_offset + tile] = amax;
     }
+}
+
+// Raises the words of a weight that have the amax of all that is owned.
+__device__ __forceinline__ void raise_words(float* reduced, const ShardGeometry& weight, float lane_amax) {
+    raise_group(reduced + weight.amax_offset, lane_amax);
+    if (weight.own_offset >= 0) raise_group(reduced + weight.own_offset, lane_amax);
 }
 
 }  // namespace zerofp4::cuda
