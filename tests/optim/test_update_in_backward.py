@@ -103,6 +103,19 @@ def test_gradients_that_somebody_assigned(device):
         assert_all_equal(models[1][1].gathered_masters(), models[0][1].gathered_masters(), f"step {step}")
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled(world, whole):
+    """Layers, or the model, whose gradients one node makes."""
+    models = make_pair(world, bucket_mb=TINY)
+    for net, _ in models:
+        for module in [net] if whole else net.layers:
+            module.compile(backend="aot_eager")
+    for step in range(2):
+        step_of(world, models, step)
+    assert_same(models, "the end")
+
+
 def test_steps_without_gradients(world):
     """They change no weight and no master, before and after steps that do."""
     net, optimizer = make(world, bucket_mb=TINY)
