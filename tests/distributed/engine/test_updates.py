@@ -17,6 +17,7 @@ from distributed.engine.file_peers import FilePeers
 from distributed.engine.update_checks import whole_steps
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
+from zerofp4 import ops
 from zerofp4.engine.topology import Topology
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 
@@ -97,6 +98,39 @@ def test_three_buckets_of_shared_memory(world):
         peers = models[1][1]._peers
         weights = sum(bucket.weights.nbytes for bucket in models[1][1]._shards.buckets)
         assert peers.nbytes - weights <= 3 * 2 * max(buckets) < sum(buckets)
+
+    with_peers(world, check, True, bucket_mb=TINY)
+
+
+@on_ranks(2)
+def test_a_rank_that_is_ahead_overwrites_nothing(world):
+    """It has sent the next bucket but one before the other rank reads the present one."""
+
+    def check(_, models):
+        parameters, optimizer = list(models[1][0].parameters()), models[1][1]
+        transport, group = optimizer._transport, optimizer.process_group()
+        transport.begin()
+
+        def send(b):
+            if b < len(transport.buckets):
+                shapes = {i: parameters[i].shape for i in transport.buckets[b].indices}
+                value, dtype = float(b + world.rank), transport.dtypes[b]
+                transport.send_gradients(b, {i: torch.full(s, value, dtype=dtype) for i, s in shapes.items()})
+
+        send(0)
+        send(1)
+        for b, bucket in enumerate(transport.buckets):
+            rows, means = transport.arrived(b, {}).rows[0], torch.empty(bucket.slice_numel)
+            if world.rank == 0:
+                ops.average_rows(rows, means)
+                send(b + 2)
+                dist.barrier(group)
+            else:
+                dist.barrier(group)
+                ops.average_rows(rows, means)
+                send(b + 2)
+            assert all((mean == b + 0.5).all() for mean in bucket.own_views(means) if mean is not None), b
+        assert optimizer._peers.log == ["arrive"] * len(transport.buckets)
 
     with_peers(world, check, True, bucket_mb=TINY)
 
