@@ -8,6 +8,7 @@
     torchrun --nproc-per-node 2 scripts/bench.py step --transport collective peer
                                                 and fsdp2, megatron and checkpoint; also without torchrun
     scripts/bench.py states                     steps with full and compact state, of one rank
+    scripts/bench.py export                     a folder for serving engines, from the shape of Llama-3-8B
     scripts/bench.py fidelity                   losses of paired runs, and errors, of compact state
     scripts/bench.py docs                       the tables and charts of docs/, from the results
 
@@ -42,6 +43,7 @@ from fidelity import SEEDS, fidelity
 from gpt import PRESETS
 from zerofp4_bench import output
 from zerofp4_bench.checkpoints import checkpoint
+from zerofp4_bench.export import export
 from zerofp4_bench.fsdp2 import fsdp2
 from zerofp4_bench.megatron import megatron
 from zerofp4_bench.operations import OPERATIONS, SHOWN
@@ -95,6 +97,7 @@ OF_RANKS: dict[str, tuple[Callable, int | None, int | None, str, dict]] = {
     "step": (step, 1, 20, "steps", {"bucket_mb": BUCKETS, "transport": TRANSPORTS}),
     "states": (states, 1, 20, "steps", {}),
     "checkpoint": (checkpoint, 2, 3, "saves and loads", {"storage": STORAGE}),
+    "export": (export, 1, 1, "exports", {"storage": STORAGE}),
     "fsdp2": (fsdp2, 1, 10, "groups of 4 steps", {"layers": LAYERS, "tokens": TOKENS}),
     "megatron": (megatron, 2, 20, "updates", {}),
     "fidelity": (fidelity, None, None, "", FIDELITY),
@@ -235,6 +238,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["checkpoint"]:  # which measures memory
+    if sys.argv[1:2] not in (["checkpoint"], ["export"]):  # which measure memory
         keep_freed_memory()
     sys.exit(main())

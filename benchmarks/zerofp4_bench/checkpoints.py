@@ -78,7 +78,7 @@ def shared_folder(storage: str, size: int, world: World) -> Path:
             free, needed = shutil.disk_usage(found[0]).free, size * world.world_size
             if free < needed:
                 Path(found[0]).rmdir()
-                found[1] = f"{found[0]}: {free / 1e9:.1f} GB free, two checkpoints take {needed / 1e9:.1f}"
+                found[1] = f"{found[0]}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are written"
         except OSError as error:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0)

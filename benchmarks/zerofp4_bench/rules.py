@@ -221,6 +221,7 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "states/kept_compact": 7.7,
         "states/peak_in_backward": 5.9,
     },
+    "megabytes": {"export/host_memory": 2000, "export/gpu_memory": 2000},
     "milliseconds": {
         f"step/{prefix}{name}": 0.5 for prefix in ("", "peer_") for name in ("host_step", "host_graph_step")
     },

@@ -105,6 +105,33 @@ def test_checkpoint_in_a_world_of_one(early):
     assert {"save_over_dtensors", "load_over_dtensors"} <= names
 
 
+def export_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
+    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "export", "--repeats", "1"]
+    command += ["--scale", "64", "--output", str(folder)]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300), folder
+
+
+@pytest.mark.heavy
+@waits_for(export_run)
+def test_export_in_a_world_of_one(early):
+    for package in ("transformers", "safetensors"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    run, folder = early(export_run)
+    assert run.returncode == 0, run.stderr
+    (path,) = folder.glob("export_1_ranks_*.json")
+    assert [entry.name for entry in folder.iterdir() if entry.is_dir()] == []
+    rows = check_result(json.loads(path.read_text()), "export_1_ranks")
+    found = {name.split("/")[0]: row for name, row in rows.items()}
+    assert {"size", "save", "host_memory"} <= found.keys()
+    hidden, inputs, layers, vocabulary = 64, 224, 32, 2004
+    quantized = layers * (2 * hidden * hidden + 2 * hidden * 64 + 3 * hidden * inputs)
+    others = 2 * (2 * vocabulary * hidden + (2 * layers + 1) * hidden)
+    scalars = 4 * 7 * layers
+    assert found["size"]["megabytes"] == (quantized * 9 / 16 + others + scalars) / 1e6
+    assert "export 1 of 1" in run.stdout and "2 of 2 MB" in run.stdout
+
+
 def test_help_of_checkpoint_says_what_it_takes(capsys):
     with pytest.raises(SystemExit):
         bench.main(["checkpoint", "--help"])
