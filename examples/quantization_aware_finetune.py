@@ -204,6 +204,7 @@ say("validation losses", *(f"\n  {name:18} {loss:.4f}" for name, loss in losses.
 if world.rank == 0 and options.json is not None:
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     result = {"device": device, "ranks": world.world_size, "parameters": numel, "losses": losses}
-    result |= {"options": vars(options), "seconds": time.perf_counter() - started}
+    told = {name: value for name, value in vars(options).items() if name not in ("folder", "json")}
+    result |= {"options": told, "seconds": time.perf_counter() - started}
     options.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
 zerofp4.launch.destroy_process_group()
