@@ -17,6 +17,8 @@ TINY = 1e-4
 """bucket_mb for each parameter alone."""
 SMALL = 0.02
 """For several."""
+SERVED = [{"block": (1, 16), "columnwise": False}, {"four_over_six": zerofp4.FourOverSix()}]
+"""Blocks whose scales travel with the codes."""
 
 
 class Net(nn.Module):
@@ -43,10 +45,11 @@ class Net(nn.Module):
         return F.linear(self.rare(x) if rare else x, self.embedding.weight).float()
 
 
-def make(world, overlap="update", **options):
+def make(world, overlap="update", blocks=None, **options):
+    """blocks: options of convert_model(); with columnwise copies unless they say otherwise."""
     torch.manual_seed(3)
     net = Net().to(world.device)
-    zerofp4.convert_model(net, columnwise=True)
+    zerofp4.convert_model(net, **{"columnwise": True} | (blocks or {}))
     options = OPTIONS | {"overlap": overlap} | options
     return net, ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(options))
 

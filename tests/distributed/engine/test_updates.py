@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_parameters
-from cases.updates import OPTIONS, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
+from cases.updates import OPTIONS, SERVED, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
 
 from distributed.engine.file_peers import FilePeers
 from distributed.engine.update_checks import whole_steps
@@ -44,6 +44,12 @@ def step_of(world, models, seed, **how):
 )
 def test_the_bytes_of_a_plain_step(world, state, bucket_mb):
     whole_steps(world, make_pair(world, state=state, bucket_mb=bucket_mb, transport="collective"))
+
+
+@on_ranks(2, 3, time_limit=120)
+@pytest.mark.parametrize("blocks", SERVED)
+def test_weights_whose_scales_travel(world, blocks):
+    whole_steps(world, make_pair(world, blocks=blocks, bucket_mb=TINY, transport="collective"))
 
 
 @on_ranks(2, time_limit=120)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from cases.updates import assert_same, loss_of, make_pair
 
 from distributed.engine.peer_checks import gpu_of
-from distributed.optim.cases import check_weights
+from zerofp4.testing import verify_model
 
 
 def on_gpu(world, **options):
@@ -36,4 +36,4 @@ def whole_steps(world, models):
             for (_, optimizer), state in zip(models, reversed(states), strict=True):
                 optimizer.load_state_dict(state)
     for net, optimizer in models:
-        check_weights(list(net.parameters()), optimizer)
+        verify_model(net, optimizer)
