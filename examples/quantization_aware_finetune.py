@@ -28,7 +28,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 LARGE = {"hidden_size": 1536, "intermediate_size": 5120, "num_hidden_layers": 18, "num_attention_heads": 12}
 PRESETS = {  # sizes of a Llama; sequence length, learning rates and steps
     "tiny": (SMALL, {"sequence_length": 64, "lr": 6e-4, "pretrain_lr": 6e-3, "pretrain_steps": 200}),
-    "500m": (LARGE, {"sequence_length": 1024, "lr": 6e-5, "pretrain_lr": 6e-4, "pretrain_steps": 600}),
+    "500m": (LARGE, {"sequence_length": 1024, "lr": 3e-5, "pretrain_lr": 3e-4, "pretrain_steps": 600}),
 }
 
 
@@ -48,9 +48,9 @@ def read_options():
     add("--json", type=Path, help="file for the table, the options and the time")
     add("--batch-size", type=int, default=16, help="sequences on each rank (default: 16)")
     add("--steps", type=int, default=200, help="of fine-tuning (default: 200)")
-    add("--lr", type=float, help="of fine-tuning (default: 6e-4 for tiny, else 6e-5)")
+    add("--lr", type=float, help="of fine-tuning (default: 6e-4 for tiny, else 3e-5)")
     add("--pretrain-steps", type=int, help="in bfloat16 (default: 200 for tiny, else 600)")
-    add("--pretrain-lr", type=float, help="of these steps (default: 6e-3 for tiny, else 6e-4)")
+    add("--pretrain-lr", type=float, help="of these steps (default: 6e-3 for tiny, else 3e-4)")
     add("--sequence-length", type=int, help="in tokens (default: 64 for tiny, else 1024)")
     options = parser.parse_args()
     defaults = PRESETS[options.preset if options.model is None else "500m"][1]
@@ -179,13 +179,13 @@ check_sizes(model.config)
 numel = sum(p.numel() for p in model.parameters())
 say(f"{numel:,} parameters, {len(text):,} tokens to train on, {world.world_size} ranks")
 
-losses = {"start": validation_loss(model)}
+losses = {}
 if not is_trained:
+    losses["start"] = validation_loss(model)
     train("bfloat16", model, zero_optimizer(model, options.pretrain_lr), options.pretrain_steps)
-    losses["bfloat16"] = validation_loss(model)
-    if losses["bfloat16"] > losses["start"] / 2:  # rounding random weights would show nothing
-        raise SystemExit(f"validation losses {losses}: not half of the first; raise --pretrain-steps")
-losses["bfloat16"] = losses.get("bfloat16", losses["start"])
+losses["bfloat16"] = validation_loss(model)
+if not is_trained and losses["bfloat16"] > losses["start"] / 2:  # rounding would show nothing
+    raise SystemExit(f"validation losses {losses}: not half of the first; raise --pretrain-steps")
 original = copy.deepcopy(model) if options.teacher or options.control else None
 
 optimizer = quantize(model)

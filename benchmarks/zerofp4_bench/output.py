@@ -132,10 +132,11 @@ def finetune_section() -> str:
     """
     results = [json.loads(path.read_text()) for path in sorted((RESULTS / "finetune").glob("*.json"))]
     names = list(dict.fromkeys(name for result in results for name in result["losses"]))
-    rows = [
-        (finetune_words(result), *(f"{result['losses'].get(name, math.nan):.4f}" for name in names))
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        losses = [result["losses"].get(name) for name in names]
+        cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+        rows.append((finetune_words(result), *cells))
     header = ("model and training", *names)
     return markdown_table(Table(header, "l" + "r" * len(names), rows)) if rows else ""
 

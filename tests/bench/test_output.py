@@ -71,6 +71,24 @@ def test_results_are_shown_by_device_then_in_the_order_of_all(results):
     assert names == ["local_step_cuda", "adamw_cuda", "host_cuda", "x_cuda", "local_step_cpu"]
 
 
+def test_the_table_of_fine_tunings(results):
+    """Nothing while there is no file. A model that a run has not trained has no loss."""
+    assert output.finetune_section() == ""
+    options = {"block": "1x16", "four_over_six": True, "teacher": False, "fsdp": True, "steps": 7}
+    content = {"device": "D", "ranks": 2, "parameters": 538_000_000, "options": options}
+    (results / "finetune").mkdir()
+    for name, losses in (("a", {"bfloat16": 1.5}), ("b", {"bfloat16": 1.25, "fine-tuned": 1.0})):
+        path = results / "finetune" / f"{name}.json"
+        path.write_text(json.dumps(content | {"losses": losses, "ranks": 1 + (name == "a")}))
+    what = "538.0M parameters, blocks of 1x16, four over six, fully_shard, 7 steps"
+    assert output.finetune_section().splitlines() == [
+        "| model and training | bfloat16 | fine-tuned |",
+        "|---|---:|---:|",
+        f"| {what}, 2 x D | 1.5000 |  |",
+        f"| {what}, D | 1.2500 | 1.0000 |",
+    ]
+
+
 def test_the_section_of_the_docs_has_tables_of_times_and_of_counts(results):
     timed = {"name": "amax/64", "ms": 0.5, "gbps": 2000.0, "percent_of_copy": 50.0, "rule": "4n"}
     timed |= {"kind": "percent_of_copy", "target": 40}
