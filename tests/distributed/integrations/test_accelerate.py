@@ -29,7 +29,7 @@ def test_prepared_models_train_as_others(world):
     net, optimizer = accelerator.prepare(*prepared)
     torch.manual_seed(3)
     other = Net().to(world.device)
-    zerofp4.convert_model(other)
+    zerofp4.convert_model(other, columnwise=True)
     wrapped = DistributedDataParallel(other, init_sync=False)
     other_optimizer = ZeroFP4Optimizer(other.named_parameters(), FusedAdamW, **OPTIONS)
     for step in range(3):
