@@ -73,15 +73,18 @@ def say(*what):
         print(f"{time.perf_counter() - started:6.1f} s ", *what, flush=True)
 
 
+def read_config():
+    if options.model is not None:
+        return transformers.AutoConfig.from_pretrained(options.model)
+    return transformers.LlamaConfig(**PRESETS[options.preset][0], vocab_size=256, num_key_value_heads=4)
+
+
 def make_model():
     """In bfloat16, the same on every rank, and whether it has trained weights."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**PRESETS[options.preset][0], vocab_size=256, num_key_value_heads=4)
-    if options.model is not None:
-        if any(options.model.glob("*.safetensors")):
-            model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="bfloat16")
-            return model.to(world.device), True
-        config = transformers.AutoConfig.from_pretrained(options.model)
+    if options.model is not None and any(options.model.glob("*.safetensors")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="bfloat16")
+        return model.to(world.device), True
     with world.device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), False
 
@@ -100,7 +103,7 @@ def read_text():
     return tokens.split([len(tokens) - len(tokens) // 20, len(tokens) // 20])
 
 
-def check_sizes(config):
+def check_sizes():
     longest = min(len(held_out) - 1, getattr(config, "max_position_embeddings", len(held_out)))
     if options.sequence_length > longest:
         parser.error(f"argument --sequence-length: text and model have at most {longest} tokens")
@@ -172,10 +175,11 @@ def quantize(model):
 
 started = time.perf_counter()
 parser, options = read_options()
-world = zerofp4.launch.init_process_group()
 text, held_out = read_text()
+config = read_config()
+check_sizes()
+world = zerofp4.launch.init_process_group()
 model, is_trained = make_model()
-check_sizes(model.config)
 numel = sum(p.numel() for p in model.parameters())
 say(f"{numel:,} parameters, {len(text):,} tokens to train on, {world.world_size} ranks")
 

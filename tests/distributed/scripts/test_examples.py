@@ -158,6 +158,7 @@ def test_quantization_aware_finetune_refuses(what, tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "examples" / f"{FINETUNE}.py"))
     assert what in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert not dist.is_initialized()
 
 
 def test_no_example_is_left_out():
