@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from zerofp4.inspect import checkpoint, info
+from zerofp4.inspect import checkpoint, info, memory
 from zerofp4.version import VERSION
 
-COMMANDS = {"info": info, "inspect": checkpoint}
+COMMANDS = {"info": info, "inspect": checkpoint, "memory": memory}
 """By name, modules with SUMMARY, DESCRIPTION, add_options(parser) and run(options), which returns the exit
 code.
 """

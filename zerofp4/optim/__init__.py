@@ -9,6 +9,7 @@ from zerofp4.optim.export import (
     save_safetensors,
     unconvert_model,
 )
+from zerofp4.optim.moments import scales_shape, suits_compact  # noqa: F401 (for inspect)
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
 __all__ = [

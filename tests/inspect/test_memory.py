@@ -1,0 +1,87 @@
+"""python -m zerofp4 memory: what it predicts is what an optimizer and its model keep."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+from cases.docs import ROOT
+from torch import nn
+
+import zerofp4
+from zerofp4.inspect import main
+from zerofp4.inspect.memory import memory_kept
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+
+LARGER = 1.02
+"""What is there over what is predicted, at most: slices are aligned, and plans have descriptors."""
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(256, 512), nn.LayerNorm(512)
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        self.lm_head = nn.Linear(512, 250, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.norm(self.layers(self.embedding(x))))
+
+
+def bytes_alive() -> int:
+    """Of all tensors: addresses, since tensors of one memory may have storages of their own."""
+    gc.collect()
+    plain = (torch.Tensor, nn.Parameter)
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in plain]
+    total = end = 0
+    for first, last in sorted((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages):
+        total, end = total + max(last - max(first, end), 0), max(last, end)
+    return total
+
+
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize("nvfp4", [True, False], ids=["nvfp4", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_is_what_training_keeps(dtype, nvfp4, state):
+    before = bytes_alive()
+    model = Model().to(dtype)
+    predicted = memory_kept(model, nvfp4=nvfp4, state=state)
+    if nvfp4:
+        zerofp4.convert_model(model)
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=1e-3, state=state)
+    model(torch.arange(16)).float().square().mean().backward()
+    optimizer.step()
+    total = sum(predicted.values())
+    assert total <= bytes_alive() - before <= LARGER * total
+
+
+def test_early_updates_keep_the_gradients_of_a_bucket():
+    with torch.device("meta"):
+        large = nn.Sequential(*(nn.Linear(2**13, 2**13, bias=False) for _ in range(8))).bfloat16()
+    model = Model()
+    compact = {"state": "compact", "overlap": "update"}
+    communication = Communication(overlap="update")
+    optimizer = ZeroFP4Optimizer(model.parameters(), FusedAdamW, lr=1e-3, communication=communication)
+    bucket = optimizer.describe()["bucket_mb"] * 2**20
+    whole = memory_kept(large, state="compact")
+    assert memory_kept(large, **compact) == {**whole, "gradients": bucket} and bucket < whole["gradients"]
+    assert memory_kept(model, **compact) == memory_kept(model, state="compact"), "all are in one bucket"
+
+
+def test_a_table_of_a_configuration(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    assert main(["memory", str(ROOT / "examples/configs/llama_3_8b.json"), "--card", "80"]) == 0
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("8.03e9 parameters;")
+    full, compact = rows[1], rows[3]
+    assert full.startswith("NVFP4 ") and full.endswith("does not fit")
+    assert compact.startswith('NVFP4, state="compact", overlap="update" ')
+    kept, left = map(float, compact.split()[-2:])
+    assert kept + left == pytest.approx(80)
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert main(["memory", str(folder)]) == 2
+        assert f"zerofp4 memory: {folder}: " in capsys.readouterr().err

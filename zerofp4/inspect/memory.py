@@ -1,0 +1,93 @@
+"""The subcommand `memory`: what one GPU keeps to train a model, predicted from its shapes."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zerofp4.engine import find_bucket_mb
+from zerofp4.inspect.table import print_table
+from zerofp4.nn import choose_weights
+from zerofp4.optim import scales_shape, suits_compact
+from zerofp4.tensors import empty
+
+SUMMARY = "the memory that training a model takes on one GPU, predicted from its configuration"
+DESCRIPTION = """\
+Predict what one GPU keeps to train a causal language model of transformers in bfloat16 with FusedAdamW:
+weights, gradients, masters and moments, computed from the model's shapes. Activations, and the buffers of a
+step, are not in it: what is left on the card is for them. Nothing is allocated.
+"""
+WAYS = {
+    "bf16 weights": {"nvfp4": False},
+    "NVFP4": {},
+    'NVFP4, state="compact"': {"state": "compact"},
+    'NVFP4, state="compact", overlap="update"': {"state": "compact", "overlap": "update"},
+}
+"""By name, options of memory_kept()."""
+
+
+def memory_kept(
+    model: nn.Module, *, nvfp4: bool = True, state: str = "full", overlap: str | None = None
+) -> dict[str, int]:
+    """Bytes of weights, gradients, masters and moments of a model that has not been converted, on one rank.
+
+    model: may be on the meta device. nvfp4: whether convert_model() is called, with its defaults.
+    state, overlap: of ZeroFP4Optimizer with FusedAdamW, and of its Communication. With "update" gradients
+        are those of one bucket.
+    """
+    chosen = {id(choice.parameter) for choice in choose_weights(model, None)[1]} if nvfp4 else set()
+    kept = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
+    parameters = list(model.parameters())
+    for p in parameters:
+        n, quantized = p.numel(), id(p) in chosen
+        compact = state == "compact" and suits_compact(p.shape)
+        weight = empty(p.shape, dtype=p.dtype, device="meta", columnwise=False) if quantized else p
+        kept["weights"] += weight.nbytes
+        kept["gradients"] += p.nbytes
+        if compact and p.dtype == torch.bfloat16:
+            kept["masters"] += 3 * n if quantized else n  # else 16 of the 24 bits are the parameter
+        elif quantized or p.dtype != torch.float32:  # else the parameter is its own master
+            kept["masters"] += 4 * n
+        kept["moments"] += 2 * n + 4 * torch.Size(scales_shape(p.shape)).numel() if compact else 8 * n
+    if overlap == "update":
+        bucket = max(int(find_bucket_mb(parameters, None) * 2**20), *(p.nbytes for p in parameters))
+        kept["gradients"] = min(kept["gradients"], bucket)
+    return kept
+
+
+def model_of(config: Path) -> nn.Module:
+    """The causal language model of a configuration of transformers, in bfloat16, on the meta device."""
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(str(config))
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="a config.json of transformers, or its folder")
+    parser.add_argument("--card", type=float, metavar="GB", help="memory of the GPU, in 1e9 bytes")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        model = model_of(options.config)
+    except (ImportError, OSError, ValueError, TypeError, KeyError) as error:
+        print(f"zerofp4 memory: {options.config}: {error}", file=sys.stderr)
+        return 2
+    count = sum(p.numel() for p in model.parameters())
+    rows = [["", "bytes a parameter", *memory_kept(model), "GB", *["left"] * (options.card is not None)]]
+    for name, way in WAYS.items():
+        parts = memory_kept(model, **way)
+        total = sum(parts.values())
+        row = [name, f"{total / count:.2f}", *(f"{size / 1e9:.1f}" for size in parts.values())]
+        row.append(f"{total / 1e9:.1f}")
+        if options.card is not None:
+            left = options.card - total / 1e9
+            row.append(f"{left:.1f}" if left > 0 else "does not fit")
+        rows.append(row)
+    print(f"{count / 1e9:.2f}e9 parameters; GB on one GPU, without activations")
+    print_table(rows, ["<", *[">"] * (len(rows[0]) - 1)], sys.stdout)
+    return 0
