@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import needs_gpu
 
 import zerofp4
 from distributed.cases import shared_folder
@@ -30,6 +31,7 @@ def test_own_optimizer_step(world):
 
 # They assert what they show.
 ALONE = ["fsdp2", "experts", "muon", "ema", "recipe"]
+GRAPH = "cuda_graph_step"
 
 
 @on_ranks(1, 2)
@@ -38,6 +40,30 @@ def test_training_without_other_packages(world, example):
     with pytest.MonkeyPatch.context() as patch:
         assert run_in_group(patch, example)["world"] == world
     gc.collect()
+
+
+@needs_gpu
+def test_a_step_in_a_cuda_graph(monkeypatch):
+    """Its assertion compares the losses; this test also compares that they are those of a changing lr."""
+    monkeypatch.setattr(sys, "argv", [GRAPH])
+    names = runpy.run_path(str(ROOT / "examples" / f"{GRAPH}.py"))
+    assert names["replayed"] == names["eager"] and len(set(names["eager"])) == names["STEPS"] == 20
+    lr = names["optimizer"].param_groups[0]["lr"]
+    assert lr.is_cuda and lr.item() == pytest.approx(0.0, abs=1e-8)  # what a cosine ends with, in float32
+
+
+def test_a_step_in_a_cuda_graph_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [GRAPH])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="a CUDA graph needs a GPU"):
+        runpy.run_path(str(ROOT / "examples" / f"{GRAPH}.py"))
+
+
+def test_help_of_a_step_in_a_cuda_graph(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [GRAPH, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / "examples" / f"{GRAPH}.py"))
+    assert "One CUDA graph of a whole training step" in capsys.readouterr().out
 
 
 def run_in_group(patch, example, *arguments) -> dict:
@@ -164,6 +190,6 @@ def test_quantization_aware_finetune_refuses(what, tmp_path, monkeypatch, capsys
 def test_no_example_is_left_out():
     """And each fits on a screen or two, but for the whole recipe of a fine-tuning."""
     examples = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
-    assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, *ALONE, *PACKAGES}
+    assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, GRAPH, *ALONE, *PACKAGES}
     lines = {name: len(path.read_text().splitlines()) for name, path in examples.items()}
     assert lines.pop(FINETUNE) < 220 and max(lines.values()) < 80
