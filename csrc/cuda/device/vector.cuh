@@ -105,13 +105,18 @@ __device__ __forceinline__ void shift_words(uint32_t (&both)[2 * kWords], uint32
     }
 }
 
-// Asks the L2 for elements that this lane loads later, by sectors of 32 bytes.
-template <int kCount, typename T>
-__device__ __forceinline__ void prefetch_elements(const T* p) {
-#pragma unroll
-    for (int i = 0; i < kCount * static_cast<int>(sizeof(T)); i += 32)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p) + i));
+// Begins to copy to shared memory what this lane loads from there after wait_for_copies().
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+    static_assert(kBytes == 8 || kBytes == 16);
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    if constexpr (kBytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
+    }
 }
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The same as load_words for elements T at any address: two aligned vectors, shifted. Both must be readable.
 template <typename T, bool kLastUse, int kWords>

@@ -5,8 +5,8 @@
 //
 // There are so few bytes that the number of instructions decides. Roots and reciprocals are short sequences
 // that are correctly rounded in a range; what may lie outside is brought there first. The registers of a row
-// leave room for 16 warps on an SM, too few to hide the latency of memory: a warp that has a row asks the L2
-// for the next one.
+// leave room for 16 warps on an SM, too few to hide the latency of memory: while a lane makes the codes of a
+// row, its next one is copied to shared memory.
 
 #include <type_traits>
 
@@ -121,6 +121,38 @@ struct Elements {
     }
 };
 
+// The next row of each lane, as it is stored: what is one array of 16 elements, vector by vector.
+struct StagedRows {
+    static constexpr int kMost = 10;  // float masters and gradients, and two moments
+    uint4 vectors[kMost][kThreads];
+    StateScales scales[kThreads];
+};
+
+// Goes through a lane's vectors in the order in which they were added.
+class Staging {
+  public:
+    __device__ __forceinline__ explicit Staging(StagedRows& rows) : rows(rows) {}
+
+    template <typename T>
+    __device__ __forceinline__ void add(const T* p) {
+#pragma unroll
+        for (int i = 0; i < kColumns * static_cast<int>(sizeof(T)) / 16; ++i)
+            copy_async<16>(&rows.vectors[next++][threadIdx.x], reinterpret_cast<const uint4*>(p) + i);
+    }
+    template <int kWords>
+    __device__ __forceinline__ void take(uint32_t (&words)[kWords]) {
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+            const uint4 vector = rows.vectors[next++][threadIdx.x];
+            words[i] = vector.x, words[i + 1] = vector.y, words[i + 2] = vector.z, words[i + 3] = vector.w;
+        }
+    }
+
+  private:
+    StagedRows& rows;
+    int next = 0;
+};
+
 // What a lane has of a row, as it is stored, and its gradients.
 template <typename Masters>
 struct LaneRow {
@@ -132,22 +164,27 @@ struct LaneRow {
 
     // `index`: of the first element in the tensor's arrays. `group`: of the scales.
     template <typename Gradient>
-    __device__ __forceinline__ void load_vectors(const AdamWDescriptor& tensor, const Gradient& gradient,
-                                                 int64_t index, int64_t group) {
-        typename Gradient::Words words;
-        gradient.load(index, words);
-        load<Vectors>(tensor.compact, index, kColumns);
-        scales = in_global(tensor.compact.scales)[group];
-        masters.template load<Vectors>(tensor, index, kColumns);
-        gradient.take(index, words, gradients);
+    static __device__ __forceinline__ void stage(StagedRows& rows, const AdamWDescriptor& tensor,
+                                                 const Gradient& gradient, int64_t index, int64_t group) {
+        Staging staging(rows);
+        staging.add(in_global(tensor.compact.exp_avg) + index);
+        staging.add(in_global(tensor.compact.exp_avg_sq) + index);
+        Masters::stage(staging, tensor, index);
+        if constexpr (Gradient::kIsOneArray) staging.add(gradient.own + index);
+        copy_async<sizeof(StateScales)>(&rows.scales[threadIdx.x], in_global(tensor.compact.scales) + group);
     }
     template <typename Gradient>
-    __device__ __forceinline__ void prefetch(const AdamWDescriptor& tensor, const Gradient& gradient,
-                                             int64_t index) {
-        gradient.prefetch(index);
-        prefetch_elements<kColumns>(in_global(tensor.compact.exp_avg) + index);
-        prefetch_elements<kColumns>(in_global(tensor.compact.exp_avg_sq) + index);
-        masters.prefetch(tensor, index);
+    __device__ __forceinline__ void take(StagedRows& rows, const Gradient& gradient, int64_t index) {
+        typename Gradient::Words words;
+        if constexpr (!Gradient::kIsOneArray) gradient.load(index, words);
+        wait_for_copies();
+        Staging staging(rows);
+        staging.take(exp_avg);
+        staging.take(exp_avg_sq);
+        masters.take(staging);
+        if constexpr (Gradient::kIsOneArray) staging.take(words);
+        scales = rows.scales[threadIdx.x];
+        gradient.take(index, words, gradients);
     }
     template <typename Gradient>
     __device__ __forceinline__ void load_elements(const AdamWDescriptor& tensor, const Gradient& gradient,
@@ -207,9 +244,11 @@ struct FloatMasters {
     __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
         Access::store(in_global(tensor.master) + index, count, words);
     }
-    __device__ __forceinline__ void prefetch(const AdamWDescriptor& tensor, int64_t index) {
-        prefetch_elements<kColumns>(in_global(tensor.master) + index);
+    static __device__ __forceinline__ void stage(Staging& staging, const AdamWDescriptor& tensor,
+                                                 int64_t index) {
+        staging.add(in_global(tensor.master) + index);
     }
+    __device__ __forceinline__ void take(Staging& staging) { staging.take(words); }
     __device__ __forceinline__ float at(int k) const { return from_bits(words[k]); }
     // Takes four, from element k on.
     __device__ __forceinline__ void set(int k, const float (&values)[4], uint32_t) {
@@ -237,9 +276,14 @@ struct SplitMasters {
         Access::store(in_global(tensor.compact.high) + index, count, high);
         Access::store(in_global(tensor.compact.low) + index, count, low);
     }
-    __device__ __forceinline__ void prefetch(const AdamWDescriptor& tensor, int64_t index) {
-        prefetch_elements<kColumns>(in_global(tensor.compact.high) + index);
-        if (tensor.compact.low != nullptr) prefetch_elements<kColumns>(in_global(tensor.compact.low) + index);
+    static __device__ __forceinline__ void stage(Staging& staging, const AdamWDescriptor& tensor,
+                                                 int64_t index) {
+        staging.add(in_global(tensor.compact.high) + index);
+        staging.add(in_global(tensor.compact.low) + index);
+    }
+    __device__ __forceinline__ void take(Staging& staging) {
+        staging.take(high);
+        staging.take(low);
     }
     // join_master. Counted from -128 on the low byte lies behind the magnitude of the high part.
     __device__ __forceinline__ float at(int k) const {
@@ -281,9 +325,11 @@ struct SplitMasters {
 __device__ const CodeValues kCodeValues = make_code_values();
 
 // AdamW of a lane's elements of a row. Elements that are not there are zeros, and change no maximum.
-template <typename Masters>
+// when_read(): what was staged has been read.
+template <typename Masters, typename WhenRead>
 __device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBytes& random,
-                                           const CodeValues& values, LaneRow<Masters>& row) {
+                                           const CodeValues& values, LaneRow<Masters>& row,
+                                           const WhenRead& when_read) {
     const float (&g)[kColumns] = row.gradients;
     StateScales& scales = row.scales;
     float m[kColumns], v[kColumns];
@@ -328,6 +374,7 @@ __device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBy
     }
 
     // The new codes.
+    when_read();
     m_most = most_of_group(m_most);
     v_most = most_of_group(v_most);
     if (m_most >= kSmallScale && m_most < kLargeScale && v_most >= kSmallScale && v_most < kInf) {
@@ -433,28 +480,34 @@ __device__ __forceinline__ float update_plain_rows(const AdamWTable& table, cons
 // All of a lane's rows.
 template <typename Masters, typename Gradient>
 __device__ __forceinline__ float update_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
-                                             const AdamWStep& step, Place at, const CodeValues& values) {
+                                             const AdamWStep& step, Place at, const CodeValues& values,
+                                             StagedRows& staged) {
     if constexpr (std::is_same_v<Masters, SplitMasters>) {
         if (tensor.compact.exp_avg == nullptr) return update_plain_rows<Gradient>(table, tensor, step, at);
     }
     float most = 0.0f;
+    const Gradient gradient(table, tensor, step, 0);
+    const bool whole = at.whole && gradient.has_vectors();
+    const auto stage = [&](const Place& of) {
+        LaneRow<Masters>::stage(staged, tensor, gradient, index_of(tensor, of), group_of(tensor, of));
+    };
+    if (whole) stage(at);
     do {
-        const Gradient gradient(table, tensor, step, 0);
-        const bool whole = at.whole && gradient.has_vectors();
         const int64_t index = index_of(tensor, at);
         const int64_t group = group_of(tensor, at);
         LaneRow<Masters> row;
         int count = kColumns;
         if (whole) {
-            row.load_vectors(tensor, gradient, index, group);
-            if (at.row % kBlock + kRowsAtOnce < kBlock)
-                row.prefetch(tensor, gradient, index + kRowsAtOnce * tensor.cols);
+            row.take(staged, gradient, index);
         } else {
             count = owned_of_lane(tensor, at, index);
             row.load_elements(tensor, gradient, index, group, count);
         }
         const RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
-        update_row(step, random, values, row);
+        update_row(step, random, values, row, [&] {
+            Place next = at;
+            if (whole && next_rows(next)) stage(next);
+        });
         if (wants_amaxes(tensor)) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
         if (whole) {
             row.template store<Vectors>(tensor, index, kColumns);
@@ -485,12 +538,13 @@ __device__ __forceinline__ float read_rows(const AdamWDescriptor& tensor, Place 
 
 template <typename Masters, template <typename, int> class Gradient>
 __device__ __forceinline__ float most_of_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
-                                               const Place& at, const CodeValues& values) {
+                                               const Place& at, const CodeValues& values,
+                                               StagedRows& staged) {
     const AdamWStep& step = *in_global(table.steps + (&tensor - table.tensors));
     if (step.gradient == nullptr) return wants_amaxes(tensor) ? read_rows<Masters>(tensor, at) : 0.0f;
     return tensor.gradient_dtype == DType::kBFloat16
-               ? update_rows<Masters, Gradient<BFloat16, kColumns>>(table, tensor, step, at, values)
-               : update_rows<Masters, Gradient<float, kColumns>>(table, tensor, step, at, values);
+               ? update_rows<Masters, Gradient<BFloat16, kColumns>>(table, tensor, step, at, values, staged)
+               : update_rows<Masters, Gradient<float, kColumns>>(table, tensor, step, at, values, staged);
 }
 
 // Gradient: GivenGradient, BroughtGradient or PeerGradient.
@@ -498,6 +552,7 @@ template <template <typename, int> class Gradient>
 __global__ void __launch_bounds__(kThreads, kCompactBlocksPerSm)
     compact_update_kernel(const __grid_constant__ AdamWTable table) {
     __shared__ CodeValues values;
+    __shared__ StagedRows staged;
     values.moments[threadIdx.x] = kCodeValues.moments[threadIdx.x];
     values.roots[threadIdx.x] = kCodeValues.roots[threadIdx.x];
     wait_for_previous_kernel();
@@ -511,8 +566,8 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocksPerSm)
     const AdamWDescriptor& tensor = cursor.item();
     const Place at = place_of(tensor, unit);
     float most = tensor.compact.high != nullptr
-                     ? most_of_strip<SplitMasters, Gradient>(table, tensor, at, values)
-                     : most_of_strip<FloatMasters, Gradient>(table, tensor, at, values);
+                     ? most_of_strip<SplitMasters, Gradient>(table, tensor, at, values, staged)
+                     : most_of_strip<FloatMasters, Gradient>(table, tensor, at, values, staged);
     if (!wants_amaxes(tensor)) return;
 #pragma unroll
     for (int lanes = kRowLanes; lanes < kLanes; lanes *= 2)

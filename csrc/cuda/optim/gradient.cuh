@@ -11,6 +11,7 @@ namespace zerofp4::cuda {
 template <typename G, int kCount>
 struct GivenGradient {
     using Words = uint32_t[kCount / kPerWord<G>];
+    static constexpr bool kIsOneArray = true;
     const G* own;
     float factor;
 
@@ -23,9 +24,6 @@ struct GivenGradient {
     }
     __device__ __forceinline__ void load(int64_t offset, Words& words) const {
         load_words<false>(own + offset, words);
-    }
-    __device__ __forceinline__ void prefetch(int64_t offset) const {
-        prefetch_elements<kCount>(own + offset);
     }
     __device__ __forceinline__ void take(int64_t, Words& words, float (&values)[kCount]) const {
         unpack<G>(words, values);
@@ -84,6 +82,7 @@ class MeanGradient {
     // Ranks whose vectors are loaded before the first is used: more would not fit into registers.
     static constexpr int kAhead = kWords > 8 ? 1 : Rows::kAhead;
     using Words = uint32_t[kAhead][kWords];
+    static constexpr bool kIsOneArray = false;
 
     __device__ __forceinline__ MeanGradient(const AdamWTable& table, const AdamWDescriptor& tensor,
                                             const AdamWStep& step, int64_t index)
@@ -98,7 +97,6 @@ class MeanGradient {
             if (r < pieces.count) load_words<false>(rows.of_rank(r) + offset, words[r]);
         }
     }
-    __device__ __forceinline__ void prefetch(int64_t) const {}
     __device__ __forceinline__ void take(int64_t offset, Words& words, float (&values)[kCount]) const {
         unpack<G>(words[0], values);
 #pragma unroll
