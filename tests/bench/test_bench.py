@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import bench
 import pytest
 import torch
+from cases.bench import copy_little
 from early import waits_for
 from helpers import assert_bytes_equal, needs_gpu
 from zerofp4_bench import checkpoints, output, peers, session
@@ -82,26 +84,20 @@ def test_local_step_from_the_command_line(early):
     assert "local_step/10-small" in run.stdout and "of copy   8.5n + 6 per tile of all weights" in run.stdout
 
 
-def checkpoint_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "checkpoint", "--scale", "4096"]
-    command += ["--repeats", "1", "--output", str(folder)]
-    environment = os.environ | {"TMPDIR": str(folder)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300), folder
-
-
 @pytest.mark.heavy
-@waits_for(checkpoint_run)
-def test_checkpoint_in_a_world_of_one(early):
-    run, folder = early(checkpoint_run)
-    assert run.returncode == 0, run.stderr
-    (path,) = folder.glob("checkpoint_1_ranks_*.json")
-    assert [entry.name for entry in folder.iterdir() if entry.is_dir()] == []
+def test_checkpoint_in_a_world_of_one(tmp_path, monkeypatch, capsys):
+    copy_little(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    bench.main(["checkpoint", "--scale", "4096", "--repeats", "1", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    (path,) = tmp_path.glob("checkpoint_1_ranks_*.json")
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == []
     rows = check_result(json.loads(path.read_text()), "checkpoint_1_ranks")
     names = {name.split("/")[0] for name in rows}
     for state in ("zerofp4", "dtensors"):
         assert {f"{state}_{what}" for what in ("state", "save", "load", "save_host", "load_host")} <= names
         for part in ("save", "load"):
-            assert f"round 1 of 1: {state} {part}" in run.stdout
+            assert f"round 1 of 1: {state} {part}" in printed
     assert {"save_over_dtensors", "load_over_dtensors"} <= names
 
 
@@ -144,30 +140,14 @@ def test_a_folder_that_checkpoints_cannot_be_written_to(monkeypatch):
         bench.main(["checkpoint", "--scale", "4096", "--storage", "tmpfs"])
 
 
-def all_operations(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    """With quick copies, and without compiling anything."""
-    program = f"""
-import sys, torch, bench
-from zerofp4_bench import session
-session.CPU_FLUSH_BYTES = 1 << 20
-ceilings = iter([10.0, 20.0] * {len(OPERATIONS)})
-session.Clock.copy_gbps = lambda self: next(ceilings)
-torch.compile = lambda function, **_: function
-sys.exit(bench.main(["all", *sys.argv[1:]]))
-"""
-    command = [sys.executable, "-c", program, *SMALL, "--output", str(folder)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300), folder
-
-
 @pytest.mark.heavy
-@waits_for(all_operations)
-def test_all_writes_a_file_per_operation(early):
-    run, folder = early(all_operations)
-    assert run.returncode == 0, run.stderr
-    assert {path.name for path in folder.glob("*.json")} == {f"{name}_cpu.json" for name in SHOWN}
+def test_all_writes_a_file_per_operation(tmp_path, monkeypatch, quick_copies):
+    """Without compiling anything."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    assert bench.main(["all", *SMALL, "--output", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.json")} == {f"{name}_cpu.json" for name in SHOWN}
     rows = {}
-    for path, result in output.load(folder):
+    for path, result in output.load(tmp_path):
         rows |= check_result(result, path.name.removesuffix("_cpu.json"))
         assert (result["copy_gbps_before"], result["copy_gbps_after"]) == (10.0, 20.0)
     peers = ("bf16_copy", "reference_eager_local_step", "reference_compile_local_step")

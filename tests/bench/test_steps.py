@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import bench
 import fidelity
 import pytest
 import torch
-from cases.bench import two_ranks
+from cases.bench import copy_little, two_ranks
 from early import waits_for
 from zerofp4_bench import ranks, states
 from zerofp4_bench.ranks import Timer
@@ -50,18 +51,12 @@ def test_a_step_of_two_ranks(early):
     assert run.stdout.count("step_2_ranks: copy ceiling") == 1  # rank 0 alone speaks
 
 
-def step_of_one(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    command = [sys.executable, "scripts/bench.py", "step", "--scale", "256", "--repeats", "1"]
-    command += ["--transport", "collective", "peer", "--output", str(folder)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300), folder
-
-
 @pytest.mark.heavy
-@waits_for(step_of_one)
-def test_a_step_of_one_rank(early):
-    run, folder = early(step_of_one)
-    assert run.returncode == 0, run.stderr
-    (path,) = folder.glob("step_1_ranks_*.json")
+def test_a_step_of_one_rank(tmp_path, monkeypatch, capsys):
+    copy_little(monkeypatch)
+    options = ["--scale", "256", "--repeats", "1", "--transport", "collective", "peer"]
+    bench.main(["step", *options, "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("step_1_ranks_*.json")
     names = [row["name"].split("/")[0] for row in json.loads(path.read_text())["rows"]]
     assert len(set(names)) == len(names), "a name stands for one row"
     assert not any(name.startswith("peer_") or name in ("link", "backward") for name in names)
@@ -69,7 +64,7 @@ def test_a_step_of_one_rank(early):
     assert not {"reduce", "floor_reduce", "floor_adamw"} & set(names), "gradients stay where they are"
     for part in ("step", "step_clipped", "update", "publish"):
         assert {part, f"{part}_over_floor"} <= set(names)
-    assert "nothing travels" in run.stdout
+    assert "nothing travels" in capsys.readouterr().out
 
 
 def of_states(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:

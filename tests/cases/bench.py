@@ -7,19 +7,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from zerofp4_bench import session
 from zerofp4_bench.session import ROOT
 
 STEP = ["step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
 FSDP2 = ["fsdp2", "--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
+SMALL_COPY = 1 << 20  # bytes
 PROGRAM = f"""
 import sys, bench
+from zerofp4_bench import session
+session.COPY_BYTES["cpu"] = session.CPU_FLUSH_BYTES = {SMALL_COPY}
 for arguments in ({STEP}, {FSDP2}):
     bench.main([*arguments, "--output", sys.argv[1]])
 """
 
 
+def copy_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after a measurement, and to make caches cold."""
+    monkeypatch.setattr(session, "CPU_FLUSH_BYTES", SMALL_COPY)
+    monkeypatch.setitem(session.COPY_BYTES, "cpu", SMALL_COPY)
+
+
 def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    """One start for both. What came of it, and the folder that they wrote to."""
+    """One start for both, with small copies. What came of it, and the folder that they wrote to."""
     program = folder / "both.py"
     program.write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
