@@ -5,7 +5,7 @@
 # FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some. With CI=true and no GPU,
 # the GPU code is compiled for every architecture, but hardly optimized (ZEROFP4_CUDA_OPTIMIZE=0); --nightly optimizes.
 #
-#   (nothing)     every test but those marked nightly or slow; of a test with more than 16 cases on a device, cases
+#   (nothing)     every test but those marked nightly or slow; of a test with more than 4 cases on a device, cases
 #                 in which every two values of its parameters meet: under 20 minutes on 2 cores, the build included.
 #                 With a GPU and 16 cores, four processes share them.
 #   --quick       the lane for while you work, under 30 seconds on 2 cores once the extension is built: of each test
@@ -13,7 +13,7 @@
 #                 tests marked heavy (they compile, or start Python), those of the benchmarks' tooling, and worlds
 #                 other than 2 ranks under torchrun. Run everything before a change lands.
 #   --nightly     all of these cases, and what is marked nightly: whole runs of scripts, a rank that fails in each
-#                 stage of a step, the CPU's other instruction sets
+#                 stage of a step, further world sizes, the CPU's other instruction sets
 #   --sanitize    pytest alone, under AddressSanitizer and UndefinedBehaviorSanitizer: the CPU side is built with them
 #                 into build/sanitized, and the rooms that call it are tested, with every instruction set. What they
 #                 find ends the run. Needs g++ and its libraries of sanitizers, and uses no GPU.

@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-FEW = 16  # cases of a test on one device: up to so many, all run
+FEW = 4  # cases of a test on one device: up to so many, all run
 
 
 def thinned(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,12 @@ class Outcome:
     problem: str | None = None
 
 
-def on_ranks(*world_sizes: int, launcher: str = "torchrun", time_limit: float = 60.0) -> Callable:
+def on_ranks(
+    *world_sizes: int, nightly: Sequence[int] = (), launcher: str = "torchrun", time_limit: float = 60.0
+) -> Callable:
     """Makes a pytest test of function(world, ...) that runs on every rank of each of these world sizes.
+
+    nightly: further world sizes, for the nightly run alone.
 
     `world` is the record of the process group. Other parameters come from pytest.mark.parametrize below this
     decorator, not from fixtures. A check that takes longer than time_limit seconds has failed. Tests of one
@@ -67,6 +71,7 @@ def on_ranks(*world_sizes: int, launcher: str = "torchrun", time_limit: float = 
     def decorate(function: Callable) -> Callable:
         function.time_limit = time_limit
         settings = [Setting(world_size, launcher) for world_size in world_sizes]
+        settings += [pytest.param(Setting(size, launcher), marks=pytest.mark.nightly) for size in nightly]
         return pytest.mark.parametrize("world", settings, ids=str)(function)  # conftest.py puts ranks there
 
     return decorate

@@ -33,7 +33,7 @@ def take_steps(world, models, steps, clip=False, alike=False):
             optimizer.zero_grad()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, nightly=[3])
 @pytest.mark.parametrize(
     ("name", "overlap"), [("AdamW", "both"), ("FusedAdamW", "forward"), ("FusedAdamW", "both")]
 )

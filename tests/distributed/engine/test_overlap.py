@@ -42,7 +42,7 @@ def test_micro_batches_and_gradients_that_somebody_assigned(world, options):
     checks.micro_batches(world, bucket_mb=SMALL, **options)
 
 
-@on_ranks(2, 3, time_limit=60)
+@on_ranks(2, nightly=[3], time_limit=60)
 @pytest.mark.parametrize("name", CLASSES)
 def test_steps_that_come_to_nothing(world, name):
     checks.nothing_comes_of_it(world, name, bucket_mb=SMALL)
@@ -53,7 +53,7 @@ def test_one_optimizer_goes_on_from_another(world):
     checks.one_after_another(world, bucket_mb=SMALL)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("name", CLASSES)
 def test_injected_gradients(world, name):
     """Those that no backward pass made travel in step()."""

@@ -92,7 +92,7 @@ def test_gradients_that_changed_after_they_had_begun_to_travel(world, how):
     good_step(world, models, 3, "after zero_grad()")
 
 
-@on_ranks(2, 3, time_limit=60)
+@on_ranks(2, nightly=[3], time_limit=60)
 @pytest.mark.parametrize(
     ("where", "name"),
     [("head", "AdamW"), ("norm", "FusedAdamW"), ("layers.0", "FusedAdamW")],

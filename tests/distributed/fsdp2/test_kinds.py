@@ -19,7 +19,7 @@ ROWS = {"block": (1, 16)}
 CHOSEN = {"block": (1, 16), "four_over_six": FourOverSix()}
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, nightly=[4])
 @pytest.mark.parametrize("kind", [ROWS, CHOSEN], ids=["rows", "four over six"])
 @pytest.mark.parametrize("how", ["values", "codes", "bfloat16"])
 def test_what_is_gathered_is_the_whole_master_quantized(world, kind, how):

@@ -39,7 +39,7 @@ def run(parameters, optimizer, steps):
         optimizer.zero_grad()
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, nightly=[4])
 @pytest.mark.parametrize(
     "options",
     [

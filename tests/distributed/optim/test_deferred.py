@@ -72,7 +72,7 @@ def a_moved_parameter(parameters, _):
     return "has moved"
 
 
-@on_ranks(2, 3, time_limit=60)
+@on_ranks(2, nightly=[3], time_limit=60)
 @pytest.mark.parametrize("break_it", [a_sparse_gradient, a_moved_parameter])
 @pytest.mark.parametrize("calls", ["step", "clip", "clip, then step", "step behind clip"])
 def test_the_others_hear_of_an_error_in_the_next_step(world, break_it, calls):

@@ -83,7 +83,7 @@ def all_bytes(parameters, optimizer):
     return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, nightly=[4])
 @pytest.mark.parametrize(
     ("cls", "bucket_mb"), [(FusedAdamW, SMALL), (FusedAdamW, None), (torch.optim.AdamW, SMALL)]
 )
@@ -95,7 +95,7 @@ def test_the_bytes_of_the_whole_master_after_each_step(world, cls, bucket_mb):
         check(*model)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("overlap", ["forward", "both"])
 def test_the_bytes_of_every_way_to_overlap(world, overlap):
     models = [make(world, bucket_mb=SMALL, overlap=way) for way in (None, overlap)]

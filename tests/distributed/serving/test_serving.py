@@ -71,7 +71,7 @@ def on_one_machine(model: nn.Module) -> nn.Module:
     return whole
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_zero_ranks_write_what_they_trained(world, name):
     model = make_plain(name)
@@ -89,7 +89,7 @@ def read_alone(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     return read(folder)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize(("name", "kind"), KINDS, ids=str)
 def test_sharded_models_are_written_as_whole_ones(world, name, kind):
     model, _ = sharded(world, name, kind)
@@ -134,7 +134,7 @@ def test_slices_of_tensor_parallelism_are_refused(world):
     attachment.detach()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 def test_ranks_with_other_models_are_refused(world):
     """As stages of a pipeline have, or experts of their own."""
     model = make_plain("Llama", seed=world.rank)
@@ -201,7 +201,7 @@ def check_pieces(world, model: nn.Module, dtype: torch.dtype | None) -> None:
         assert taken.all(), announced
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize(("name", "kind"), KINDS, ids=str)
 def test_pieces_of_sharded_models(world, name, kind):
     model, _ = sharded(world, name, kind)

@@ -27,7 +27,7 @@ def given_to_all(world, state_dict, by):
     return torch.load(io.BytesIO(told[0]), weights_only=True)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, nightly=[3])
 @pytest.mark.parametrize("name", ["AdamW", "FusedAdamW"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_every_rank_goes_on_from_one_file(world, name, steps):

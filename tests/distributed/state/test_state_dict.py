@@ -83,7 +83,7 @@ def test_a_piece_moves_without_the_others(world):
 FULL, OFFLOAD = {"full_state_dict": True}, {"cpu_offload": True}
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, nightly=[3])
 @pytest.mark.parametrize(
     ("get", "put"),
     [
