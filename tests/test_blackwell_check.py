@@ -37,7 +37,7 @@ def run_module(_) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @waits_for(run_module)
 def test_the_module_passes(early):
     run = early(run_module)
