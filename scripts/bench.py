@@ -39,6 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import draw_memory
+import pages
 from fidelity import SEEDS, fidelity
 from gpt import PRESETS
 from zerofp4_bench import output
@@ -222,7 +223,7 @@ def write(result: dict, folder: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.command == "docs":
-        paths = output.write_docs()
+        paths = pages.write_docs()
         if importlib.util.find_spec("matplotlib") is None:
             print("no charts: matplotlib is not installed (the extra `train` has it)")
         else:

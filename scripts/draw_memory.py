@@ -1,48 +1,76 @@
-"""Draws docs/images/memory.png: the bytes that a GPU keeps for each parameter of a linear layer.
+"""Draws docs/images/memory.png: the bytes a parameter that a GPU keeps to train Llama-3-8B, by what they are.
 
 `scripts/bench.py docs` calls it. README.md and docs/index.md show the picture; test_readme.py compares the
-figures.
+figures. Ours are predicted from shapes (zerofp4/inspect/memory.py), FlashAdamW's are those of its paper, and
+activations are what the peak of a run has above what is kept: that run's, in every bar of one GPU.
 """
 
-import json
 from pathlib import Path
+
+import pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "memory.png"
 RANKS = (1, 8)
-COLORS = {"weights": "#1f5fa8", "gradients": "#b9bec6", "masters": "#8db8e2", "moments": "#d7e6f5"}
+COLORS = {
+    "weights": "#1f5fa8",
+    "gradients": "#b9bec6",
+    "masters": "#8db8e2",
+    "moments": "#d7e6f5",
+    "activations, buffers": "#f0d9a8",
+}
+NAMES = {
+    "bf16 weights": "bf16, FP32 state",
+    "NVFP4": "NVFP4, FP32 state",
+    'NVFP4, state="compact"': "NVFP4, compact state",
+    pages.EARLY: "the same, updates in the backward pass",
+}
+"""By way of zerofp4.inspect.memory, what its bar is called."""
 
 
-def weights() -> dict[str, float]:
-    """Bytes of a weight, scales included, as scripts/bench.py fsdp2 has measured them."""
-    path = ROOT / "benchmarks" / "results" / "fsdp2_2_ranks_cuda.json"
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    names = {"bf16": "bf16", "NVFP4, rows and columns": "rows_and_columns", "NVFP4, rows": "rows"}
-    return {name: rows[f"resident/{row}/2xcuda"]["bytes_per_parameter"] for name, row in names.items()}
+def kept(way: str, ranks: int = 1) -> dict[str, float]:
+    """Bytes a parameter by what they are: masters and moments are sharded over the ranks."""
+    run = pages.runs()[0]
+    parts = pages.kept(run, way)
+    return {part: size / ranks if part in ("masters", "moments") else size for part, size in parts.items()}
 
 
-def kept(weight: float, ranks: int) -> dict[str, float]:
-    """Bytes by what they are: bf16 gradients whole, FP32 masters and two FP32 moments over the ranks."""
-    return {"weights": weight, "gradients": 2.0, "masters": 4 / ranks, "moments": 8 / ranks}
+def flash(gradients: float) -> dict[str, float]:
+    """Of FlashAdamW: the weights are 16 of the masters' 24 bits."""
+    return {"weights": 2.0, "gradients": gradients, "masters": 1.0, "moments": 2.0}
+
+
+def bars(ranks: int) -> dict[str, dict[str, float]]:
+    """With several ranks those ways alone whose gradients are whole."""
+    if ranks > 1:
+        return {name: kept(way, ranks) for way, name in NAMES.items() if way != pages.EARLY}
+    (plain, full, compact, early), (whole, released) = NAMES.items(), pages.FLASH
+    found = {plain[1]: kept(plain[0])}
+    found |= {f"{whole} (its paper)": flash(2.0), f"{released} (its paper)": flash(0.0)}
+    found |= {name: kept(way) for way, name in (full, compact, early)}
+    more = {"activations, buffers": pages.beyond(pages.runs()[0])}
+    return {name: parts | more for name, parts in found.items()}
 
 
 def draw() -> Path:
-    """Needs matplotlib. Returns the path of the picture."""
+    """Needs matplotlib and transformers. Returns the path of the picture."""
     from zerofp4_bench.output import new_picture, save_picture
 
-    figure, axes = new_picture(1, len(RANKS), figsize=(9, 2.3), sharey=True)
-    for panel, ranks in zip(axes.flat, RANKS, strict=True):
-        for name, weight in weights().items():
+    panels = {ranks: bars(ranks) for ranks in RANKS}
+    heights = {"height_ratios": [len(each) for each in panels.values()]}
+    figure, axes = new_picture(len(RANKS), 1, figsize=(9, 4.4), gridspec_kw=heights)
+    for panel, (ranks, found) in zip(axes.flat, panels.items(), strict=True):
+        for name, parts in found.items():
             left = 0.0
-            for part, size in kept(weight, ranks).items():
+            for part, size in parts.items():
                 panel.barh(name, size, left=left, color=COLORS[part], label=part)
                 left += size
             panel.annotate(f"{left:.1f}", (left, name), (4, -3), textcoords="offset points", fontsize=9)
-        panel.set_title(f"{ranks} GPU{'s' * (ranks > 1)}", loc="left", fontsize=10)
-        panel.set_xlim(0, 18)
-        panel.set_xticks(range(0, 17, 4))
-        panel.set_xlabel("bytes a parameter on each GPU")
-    axes[0, 0].invert_yaxis()
+        title = "one GPU" if ranks == 1 else f"each of {ranks} GPUs, without activations"
+        panel.set_title(f"Llama-3-8B, {title}", loc="left", fontsize=10)
+        panel.set_xlim(0, 19)
+        panel.invert_yaxis()
+    axes[-1, 0].set_xlabel("bytes a parameter")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     options = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "ncols": len(COLORS)}
     figure.legend(handles[: len(COLORS)], labels[: len(COLORS)], **options)

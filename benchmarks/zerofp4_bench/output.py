@@ -158,14 +158,6 @@ SECTIONS = {
 """By page of docs/, what stands between its markers."""
 
 
-def write_docs() -> list[Path]:
-    paths = [ROOT / "docs" / name for name in SECTIONS]
-    for path in paths:
-        head, rest = path.read_text().split(BEGIN)
-        path.write_text(head + BEGIN + SECTIONS[path.name]() + END + rest.split(END)[1])
-    return paths
-
-
 # The summary
 
 HEADLINES = """\

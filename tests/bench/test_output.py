@@ -7,6 +7,7 @@ import json
 
 import bench
 import draw_memory
+import pages
 import pytest
 from zerofp4_bench import output
 from zerofp4_bench.session import RESULTS, Clock
@@ -51,7 +52,7 @@ def test_a_table_on_the_terminal(tmp_path, monkeypatch, capsys):
 def test_docs_are_written_and_charts_drawn_where_that_can_be(has_matplotlib, monkeypatch, capsys):
     found = [] if has_matplotlib else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    monkeypatch.setattr(output, "write_docs", lambda: ["page"])
+    monkeypatch.setattr(pages, "write_docs", lambda: ["page"])
     monkeypatch.setattr(output, "draw_summary", lambda: "summary")
     monkeypatch.setattr(draw_memory, "draw", lambda: "memory")
     bench.main(["docs"])

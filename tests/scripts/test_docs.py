@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
 from cases.docs import PAGES, ROOT, blocks
 from early import waits_for
@@ -58,10 +59,12 @@ def test_the_training_snippet_is_that_of_the_readme():
     assert readme == [line for line in page if "clip_grad_norm_" not in line]
 
 
-@pytest.mark.parametrize("page", output.SECTIONS)
+@pytest.mark.parametrize("page", pages.SECTIONS)
 def test_the_tables_are_those_of_the_result_files(page):
+    if page == "large-models.md":
+        pytest.importorskip("transformers")
     shown = (DOCS / page).read_text().split(output.BEGIN)[1].split(output.END)[0]
-    assert shown == output.SECTIONS[page](), "run scripts/bench.py docs"
+    assert shown == pages.SECTIONS[page](), "run scripts/bench.py docs"
 
 
 def test_the_page_about_performance_is_short():

@@ -7,9 +7,11 @@ them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import cache
 
+import pages
 import pytest
 from cases.docs import BLOCK, PAGES, ROOT
 from zerofp4_bench import output, ranks, session, traffic
@@ -37,6 +39,23 @@ def of_step(row: str, gpus: int = 2) -> float:
     return figure(f"step_{gpus}_ranks_cuda", f"{row}/{gpus}xcuda")
 
 
+def train_options() -> dict:
+    """Of the runs of large models, which are alike but for the configuration."""
+    first, second = (result(f"train/{name}")["options"] for name in pages.CARDS)
+    assert {**first, "config": None} == {**second, "config": None} and first["recompute"]
+    return first
+
+
+def tokens_of_step() -> int:
+    """Of these runs."""
+    options = train_options()
+    return options["batch_size"] * options["sequence_length"] * options["micro_batches"]
+
+
+def speed(run: pages.Run) -> str:
+    return f"{run.peak / 1e9:.1f} GB | {run.tokens_per_second:,.0f}"
+
+
 def readme() -> list[str]:
     assert result("step_1_ranks_cuda")["device"] == result("step_2_ranks_cuda")["device"] == "NVIDIA H200"
     found = traffic.growth_of([each for _, each in output.load(session.RESULTS)])
@@ -57,7 +76,11 @@ def readme() -> list[str]:
         figure("fsdp2_2_ranks_cuda", f"{name}_over_bf16/2xcuda")
         for name in ("reshard/gather", "reshard/tokens", "keep/tokens")
     )
+    small, large = pages.runs()
     return [
+        f"| {small.model} within {small.card / 1e9:.0f} GB | {speed(small)} |",
+        f"| Llama with {large.parameters / 1e9:.2f} billion parameters | {speed(large)} |",
+        f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens and recomputed",
         f"| 1 H200 | {measured('', 1)}",
         f"| 2 H200s, shared memory | {measured('peer_', 2)}",
         f"| 8 of a host, **predicted** | {predicted('default', 8)}",
@@ -97,9 +120,38 @@ def fsdp2() -> list[str]:
     return [f"with {tokens:,} tokens a rank the benchmark had {ratio:.2f}x of the tokens a second of bf16"]
 
 
+def large_models() -> list[str]:
+    pytest.importorskip("transformers")
+    small, large = pages.runs()
+    early, plain = (
+        {f"{sum(pages.kept(run, way).values()):.1f}" for run in pages.runs()}
+        for way in (pages.EARLY, next(iter(pages.WAYS)))
+    )
+    assert len(early) == len(plain) == 1
+    guesses = " and ".join(f"{math.log(run.vocabulary):.2f}" for run in pages.runs())
+    return [
+        f"keep {early.pop()} bytes a parameter.** AdamW",
+        f"with FP32 state and bf16 > weights keeps {plain.pop()}.",
+        f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens",
+        f"ended at {small.loss:.2f} for {small.model} and at {large.loss:.2f} for the other",
+        f"of the vocabulary give {guesses}.",
+    ]
+
+
 def layers() -> list[str]:
     """Codes and scales of blocks of 1 x 16, over the bytes of bfloat16."""
     return [f"{(1 / 2 + 1 / 16) / 2:.2f} of its bytes in bfloat16"]
+
+
+def optimizer() -> list[str]:
+    settings = result("fidelity_1_ranks_cuda")["settings"]
+    low, high = figure("fidelity_1_ranks_cuda", "loss_difference/1xcuda", "interval")
+    assert low < 0 < high and settings["seeds"] == 5
+    size = settings["error_preset"].removesuffix("m")
+    return [
+        f"after {settings['error_steps']} steps of a GPT of {size} million parameters",
+        "The interval has zero in it, so five seeds show no difference.",
+    ]
 
 
 def performance() -> list[str]:
@@ -121,7 +173,9 @@ FIGURES = {
     "bytes.md": bytes_page,
     "checkpoints.md": checkpoints,
     "fsdp2.md": fsdp2,
+    "large-models.md": large_models,
     "layers.md": layers,
+    "optimizer.md": optimizer,
     "performance.md": performance,
 }
 """Of each page, what it must say."""

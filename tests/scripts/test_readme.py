@@ -1,6 +1,8 @@
 """README.md is short, and what it says is so."""
 
 import draw_memory
+import pages
+import pytest
 from cases.docs import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -13,14 +15,28 @@ def test_it_is_short():
 
 def test_the_picture_of_memory_and_the_bytes_beside_it():
     assert f"]({draw_memory.PICTURE.relative_to(ROOT)})" in README and draw_memory.PICTURE.exists()
-    weights = draw_memory.weights()
-    (one, bf16_of_one), (eight, bf16_of_eight) = (
-        [sum(draw_memory.kept(weights[name], ranks).values()) for name in ("NVFP4, rows", "bf16")]
+    pytest.importorskip("transformers")
+    said = " ".join(README.replace("(docs/optimizer.md#compact-state)", "").split())
+    alone, shared = (
+        [f"{sum(draw_memory.kept(way, ranks).values()):.1f}" for way in draw_memory.NAMES]
         for ranks in draw_memory.RANKS
     )
-    alone = f"{one:.1f} bytes on one GPU in place of {bf16_of_one:.1f}"
-    shared = f"{eight:.1f} on each of 8 GPUs in place of {bf16_of_eight:.1f}."
-    assert f"{alone}, and {shared}" in README.replace("\n", " ")
+    plain, full, compact, early = alone
+    assert f"{full} bytes a parameter on one GPU in place of {plain}." in said
+    assert f"They take {compact} with [compact state]" in said
+    assert f"[compact state], and {early} if backward passes also update." in said
+    plain, full, compact, _ = shared
+    assert f"8 GPUs it is {full}, or {compact} with compact state, in place of {plain}." in said
+
+
+def test_the_bars_of_one_gpu_end_at_the_peak_of_the_run():
+    pytest.importorskip("transformers")
+    run, bars = pages.runs()[0], draw_memory.bars(1)
+    early = list(bars.values())[-1]
+    assert sum(early.values()) == pytest.approx(run.peak / run.parameters)
+    assert set(early) == set(draw_memory.COLORS) and min(early.values()) > 0
+    flash = [sum(parts.values()) - pages.beyond(run) for name, parts in bars.items() if "its paper" in name]
+    assert flash == pytest.approx(list(pages.FLASH.values()))
 
 
 def test_both_commands_end_as_it_says():

@@ -1,0 +1,145 @@
+"""The generated tables of docs/: those of zerofp4_bench.output, and those of large models and compact state.
+
+`scripts/bench.py docs` writes them; test_docs.py compares them, and test_docs_figures.py what README.md says.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+from zerofp4_bench import output
+from zerofp4_bench.output import BEGIN, END, Table, markdown_table
+
+from zerofp4.inspect.memory import WAYS, memory_kept, model_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CONFIGS = ROOT / "examples" / "configs"
+EARLY = 'NVFP4, state="compact", overlap="update"'
+CARDS = {"llama_3_8b": ("Llama-3-8B", 80e9), "llama_20b": ("Llama, 20B", 141e9)}
+"""By the name of a configuration and of its run, the model and the memory of a card that suits it: the limit
+of the first run, and what an H200 is sold with.
+"""
+FLASH = {"FlashAdamW": 7.0, "FlashAdamW, gradient release": 5.0}
+"""Bytes a parameter that the paper of FlashOptim states (arXiv 2602.23349), with gradients in bfloat16,
+masters of 24 bits and moments of 8.
+"""
+
+
+class Run(NamedTuple):
+    """A run of scripts/train.py in benchmarks/results/train, of a configuration in examples/configs."""
+
+    name: str
+    model: str
+    card: float
+    parameters: int
+    vocabulary: int
+    loss: float
+    peak: float
+    tokens_per_second: float
+
+
+def runs() -> list[Run]:
+    """With early updates, on one H200."""
+    found = []
+    for name, (model, card) in CARDS.items():
+        result = json.loads((RESULTS / "train" / f"{name}.json").read_text())
+        trained = result["runs"]["nvfp4"]
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        peak = 1e6 * max(trained["peak_memory_mb"]["device"])
+        figures = (trained["validation_loss"], peak, trained["tokens_per_second"])
+        found.append(Run(name, model, card, trained["parameters"], config["vocab_size"], *figures))
+    return found
+
+
+@functools.cache
+def shapes(name: str) -> nn.Module:
+    return model_of(CONFIGS / f"{name}.json")
+
+
+def kept(run: Run, way: str) -> dict[str, float]:
+    """Bytes a parameter that one of the WAYS keeps of a run's model."""
+    return {part: size / run.parameters for part, size in memory_kept(shapes(run.name), **WAYS[way]).items()}
+
+
+def beyond(run: Run) -> float:
+    """Bytes a parameter of the run's peak that are not kept: activations, logits and buffers."""
+    return run.peak / run.parameters - sum(kept(run, EARLY).values())
+
+
+def largest(run: Run, size: float) -> float:
+    """Parameters of the largest model that fits, of the run's proportions, activations and all."""
+    return run.card / (size + beyond(run))
+
+
+def large_models_section() -> str:
+    """The tables of docs/large-models.md."""
+    measured = [
+        (
+            run.model,
+            f"{run.parameters / 1e9:.2f}e9",
+            f"{run.peak / 1e9:.1f} GB",
+            f"{run.peak / run.parameters:.2f}",
+            f"{beyond(run):.2f}",
+            f"{run.tokens_per_second:,.0f}",
+        )
+        for run in runs()
+    ]
+    sizes = ("peak", "bytes a parameter", "activations and buffers")
+    header = ("model", "parameters", *sizes, "tokens a second")
+    kept_by = [(ways(way), [sum(kept(run, way).values()) for run in runs()]) for way in WAYS]
+    kept_by += [(f"{name}, by its paper", [size] * len(runs())) for name, size in FLASH.items()]
+    predicted = [
+        (way, *(text for run, size in zip(runs(), each, strict=True) for text in prediction(run, size)))
+        for way, each in kept_by
+    ]
+    columns = [("kept by " + run.model, f"largest on {run.card / 1e9:.0f} GB") for run in runs()]
+    tables = [
+        Table(header, "l" + "r" * (len(header) - 1), measured),
+        Table(("", *(name for pair in columns for name in pair)), "lrrrr", predicted),
+    ]
+    return "\n\nPredicted, in bytes and in parameters:\n\n".join(map(markdown_table, tables))
+
+
+def ways(name: str) -> str:
+    """The name of a way with its options in code."""
+    first, *options = name.split(", ")
+    return ", ".join([first, *(f"`{option}`" for option in options)])
+
+
+def prediction(run: Run, size: float) -> tuple[str, str]:
+    return f"{size:.2f}", f"{largest(run, size) / 1e9:.1f}e9"
+
+
+def fidelity_section() -> str:
+    """What compact state changes, for docs/optimizer.md."""
+    result = json.loads((RESULTS / "fidelity_1_ranks_cuda.json").read_text())
+    rows, settings = {row["name"].split("/")[0]: row for row in result["rows"]}, result["settings"]
+    loss = rows["loss_difference"]
+    low, high = loss["interval"]
+    what = f"final validation loss over that with full state, mean of {settings['seeds']} pairs of runs"
+    shown = [
+        (f"{what}, and its 95% interval", f"{loss['mean']:+.3f}% ({low:+.3f}% to {high:+.3f}%)"),
+        ("standard deviation of that loss over seeds", f"{rows['loss_spread']['percent']:.2f}%"),
+    ]
+    words = {"m": "first moments", "v": "second moments", "masters": "masters", "update": "an update"}
+    shown += [(f"error of {word}", f"{rows[f'error_{key}']['percent']:.2f}%") for key, word in words.items()]
+    return markdown_table(Table(("figure", "compact state"), "lr", shown))
+
+
+SECTIONS = {
+    **output.SECTIONS,
+    "optimizer.md": fidelity_section,
+    "large-models.md": large_models_section,
+}
+"""By page of docs/, what stands between its markers."""
+
+
+def write_docs() -> list[Path]:
+    paths = [ROOT / "docs" / name for name in SECTIONS]
+    for path in paths:
+        head, rest = path.read_text().split(BEGIN)
+        path.write_text(head + BEGIN + SECTIONS[path.name]() + END + rest.split(END)[1])
+    return paths
