@@ -13,10 +13,7 @@ from zerofp4_bench.checkpoints import once, shared_folder
 from zerofp4_bench.ranks import MEGABYTES, Timer
 from zerofp4_bench.session import Session
 
-LAYERS, HEADS, KEY_VALUE_HEADS = 32, 32, 8
-HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
-PARTS = 10
-"""Of an export, after each of which there is a line."""
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "llama_3_8b.json"
 
 
 def export(session: Session, options: argparse.Namespace, world: World) -> None:
@@ -31,11 +28,18 @@ def export(session: Session, options: argparse.Namespace, world: World) -> None:
     model, timer = make_model(options.scale, world.device), Timer(session, world, options.repeats)
     size = sum(served.nbytes for served in zerofp4.serving.weights(model).served)
     timer.count("size", "megabytes", size / MEGABYTES, "tensors of the export")
-    folder, found = shared_folder(options.storage, size, world), []
+    folder, found, tenths = shared_folder(options.storage, size, world), [], set()
+
+    def show(done: int, total: int) -> None:
+        if done * 10 // total not in tenths:
+            tenths.add(done * 10 // total)
+            session.say(f"    {done / MEGABYTES:,.0f} of {total / MEGABYTES:,.0f} MB")
+
+    save = zerofp4.serving.save_pretrained
     try:
         for number in range(options.repeats):
-            told = Progress(session)
-            run = once(lambda told=told: save(model, folder, told), world)
+            tenths.clear()
+            run = once(lambda: save(model, folder / "served", progress=show), world)
             session.say(f"    export {number + 1} of {options.repeats}: {run[0]:,.0f} ms")
             found.append(run)
     finally:
@@ -54,14 +58,11 @@ def make_model(scale: int, device: torch.device) -> nn.Module:
     """With NVFP4 weights, and without what they were made from."""
     import transformers
 
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN // scale,
-        intermediate_size=INTERMEDIATE // scale,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=max(HEADS // scale, 1),
-        num_key_value_heads=max(KEY_VALUE_HEADS // scale, 1),
-        vocab_size=VOCABULARY // scale,
-    )
+    config = transformers.LlamaConfig.from_json_file(CONFIG)
+    attention = "num_attention_heads", "num_key_value_heads"
+    for name in ("hidden_size", "intermediate_size", *attention, "vocab_size"):
+        setattr(config, name, max(getattr(config, name) // scale, 1))
+    config.head_dim = config.hidden_size // config.num_attention_heads
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     zerofp4.convert_model(model, block=(1, 16), amax_groups=zerofp4.serving.amax_groups(model))
@@ -69,20 +70,3 @@ def make_model(scale: int, device: torch.device) -> nn.Module:
         if isinstance(parameter, zerofp4.NVFP4Tensor):
             parameter.clear_high_precision_init_val()
     return model
-
-
-def save(model: nn.Module, folder: Path, progress: "Progress") -> None:
-    zerofp4.serving.save_pretrained(model, folder / "served", progress=progress)
-
-
-class Progress:
-    """A line after each tenth of the bytes."""
-
-    def __init__(self, session: Session):
-        self._session, self._parts = session, 0
-
-    def __call__(self, done: int, total: int) -> None:
-        parts = done * PARTS // total
-        if parts > self._parts:
-            self._session.say(f"    {done / MEGABYTES:,.0f} of {total / MEGABYTES:,.0f} MB")
-        self._parts = parts
