@@ -1,5 +1,5 @@
 // zerofp4._autograd: F.linear with an NVFP4 weight as an autograd node in C++, built against one torch.
-// zerofp4/tensors/native_linear.py is its only caller. Whatever is not plain goes to the Python node in
+// zerofp4/ops/autograd.py is its only caller. Whatever is not plain goes to the Python node in
 // zerofp4/tensors/products.py, which computes the same bytes.
 
 #include <ATen/Parallel.h>
