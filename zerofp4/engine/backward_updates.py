@@ -51,8 +51,8 @@ class UpdateSchedule:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward pass has made gradients since the last step(). Another rank may have begun, and
-        wait for this one, whose first bucket lacks a gradient.
+        """Whether a backward pass of this rank has made gradients since the last step(), or begun with a
+        bucket. Another rank may have, and wait for this one.
         """
         return self.has_begun or bool(self._noted)
 

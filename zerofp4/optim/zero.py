@@ -581,6 +581,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "a GradScaler has scaled the loss, and overlap='update' has used gradients as they were"
             )
+        if self._updates.has_begun:
+            self._shards.check_unchanged(self.param_groups)
         self._updates.check_taken(gradients_of(self._shards.parameters))
 
     # Before the agreement
@@ -984,8 +986,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         parameter has moved or the optimizer is `broken`, and where the state dict has no memory of a master
         but that of a parameter which was written to: load a checkpoint there, or build a new optimizer.
         """
-        if self._updates is not None and self._updates.is_open:
-            self._give_up_pass()
+        written = self._shards.written()  # a pass that ends accepts the values of weights
+        if self._updates is not None and (self.world_size > 1 or self._updates.is_open):
+            self._give_up_pass()  # of several ranks each: another one may have an open pass
         before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
@@ -995,7 +998,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._shards.check_can_refresh()
                 for hook in self._optimizer_load_state_dict_pre_hooks.values():
                     state_dict = hook(self, state_dict) or state_dict
-                loaded, saves = read_state_dict(self._saved, state_dict, self._shards.written(), moved)
+                loaded, saves = read_state_dict(self._saved, state_dict, written, moved)
                 steps = int(state_dict.get("steps", 0))
             except Exception as failure:  # whatever it is, every rank raises it
                 error = OwnError(load_error(failure))

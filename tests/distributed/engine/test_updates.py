@@ -268,6 +268,52 @@ def test_a_checkpoint_between_a_backward_pass_and_its_step(world):
     assert_same(models, "after")
 
 
+@on_ranks(2, time_limit=120)
+@pytest.mark.parametrize("way", ["zero_grad", "no backward pass"])
+def test_a_load_while_one_rank_alone_has_an_open_pass(world, way):
+    models = make_pair(world, bucket_mb=TINY, transport="collective")
+    step_of(world, models, 0)
+    net, optimizer = models[1]
+    if way == "zero_grad":  # rank 1 has no bucket that is complete, and forgets what it has
+        loss_of(net, world, 1, rare=world.rank == 0).backward()
+        optimizer.zero_grad()
+    elif world.rank == 0:
+        loss_of(net, world, 1).backward()
+    optimizer.load_state_dict(models[0][1].state_dict())
+    assert optimizer.broken is None
+    for p in net.parameters():
+        p.grad = None
+    whole_steps(world, models)
+
+
+@on_ranks(1, 2, time_limit=120)
+def test_a_weight_that_is_written_to_between_a_backward_pass_and_its_step(world):
+    net, optimizer = make(world, "update", bucket_mb=TINY, transport="collective")
+    step_of(world, [(net, optimizer)], 0)
+    loss_of(net, world, 1).backward()
+    with torch.no_grad():
+        net.layers[3].weight.zero_()
+    with pytest.raises(RuntimeError, match="was written to since the last step"):
+        optimizer.step()
+
+
+@on_ranks(1, 2, time_limit=120)
+def test_written_weights_are_the_masters_that_a_state_dict_lacks(world):
+    net, optimizer = make(world, "update", bucket_mb=TINY, transport="collective")
+    step_of(world, [(net, optimizer)], 0)
+    names = dict(net.named_parameters())
+    plain = [torch.nn.Parameter(torch.zeros(p.shape)) for p in names.values()]
+    adamw = torch.optim.AdamW([{"params": plain, "param_names": list(names)}])
+    for p in plain:
+        p.grad = torch.zeros_like(p)
+    adamw.step()
+    with torch.no_grad():
+        for p in names.values():
+            p.fill_(0.5)
+    optimizer.load_state_dict(adamw.state_dict())
+    assert all(torch.all(master == 0.5) for master in optimizer.gathered_masters())
+
+
 @on_ranks(2)
 def test_options_differ_between_ranks(world):
     """As of the first update: what a scheduler changes behind it is compared in the next step."""
