@@ -184,7 +184,8 @@ def verify(model: nn.Module, optimizer: ZeroFP4Optimizer) -> dict[str, int]:
         if name in weights:  # else a buffer, or a second name
             for kind, count in verify_weights({name: weights.pop(name)}, [master]).items():
                 found[kind] += count
-    assert not weights, f"no master was found for {', '.join(weights)}"
+    if weights:
+        raise VerificationError(f"nothing was found to verify {', '.join(weights)}")
     return found
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from distributed.optim.cases import model_bytes, whole_state
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from cases.optim import assert_all_equal, keywords
+from cases.optim import keywords
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -63,15 +62,3 @@ def loss_of(net, world, seed, **how):
     generator = torch.Generator().manual_seed(100 * world.rank + seed)
     tokens = torch.randint(32, (16,), generator=generator).to(world.device)
     return F.cross_entropy(net(tokens, **how), (tokens * 5 + 3) % 32)
-
-
-def all_bytes(net, optimizer):
-    """Of weights, masters and moments, whole on every rank."""
-    parameters = list(net.parameters())
-    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
-
-
-def assert_same(models, what):
-    expected, *others = [all_bytes(*model) for model in models]
-    for found in others:
-        assert_all_equal(found, expected, what)

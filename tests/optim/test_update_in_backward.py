@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 from types import SimpleNamespace
@@ -10,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
-from cases.updates import OPTIONS, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
+from cases.updates import OPTIONS, SMALL, TINY, loss_of, make, make_pair
+from distributed.engine.overlap_cases import assert_same, nothing_changes
 from helpers import needs_gpu
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,13 +23,6 @@ from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Opt
 @pytest.fixture
 def world(device):
     return SimpleNamespace(device=device, rank=0, world_size=1)
-
-
-@contextlib.contextmanager
-def nothing_changes(net, optimizer):
-    before = [tensor.clone() for tensor in all_bytes(net, optimizer)]
-    yield
-    assert_all_equal(all_bytes(net, optimizer), before, "nothing changes")
 
 
 def step_of(world, models, seed, **how):

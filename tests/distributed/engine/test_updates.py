@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -11,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_parameters
-from cases.updates import OPTIONS, SERVED, SMALL, TINY, all_bytes, assert_same, loss_of, make, make_pair
+from cases.updates import OPTIONS, SERVED, SMALL, TINY, loss_of, make, make_pair
 
 from distributed.engine.file_peers import FilePeers
+from distributed.engine.overlap_cases import assert_same, nothing_changes
 from distributed.engine.update_checks import whole_steps
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
@@ -22,13 +22,6 @@ from zerofp4.engine.topology import Topology
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 
 FOUND = "found an error, and no rank takes this step"
-
-
-@contextlib.contextmanager
-def nothing_changes(net, optimizer):
-    before = [tensor.clone() for tensor in all_bytes(net, optimizer)]
-    yield
-    assert_all_equal(all_bytes(net, optimizer), before, "nothing changes")
 
 
 def step_of(world, models, seed, **how):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from cases.updates import assert_same, loss_of, make_pair
+from cases.updates import loss_of, make_pair
 
+from distributed.engine.overlap_cases import assert_same
 from distributed.engine.peer_checks import gpu_of
 from zerofp4.testing import verify_model
 
