@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,6 +38,21 @@ def poisoned_allocations() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def collect_garbage() -> None:
+    """gc.collect(), which alone returns at once while another thread is inside a collection."""
+    by: list[int] = []
+
+    def note(phase: str, info: dict) -> None:
+        by.append(threading.get_ident())
+
+    gc.callbacks.append(note)
+    while threading.get_ident() not in by:
+        time.sleep(0.001)  # so that the other thread goes on
+        by.clear()
+        gc.collect()
+    gc.callbacks.remove(note)
 
 
 def without_nan_payloads(tensor: torch.Tensor) -> torch.Tensor:

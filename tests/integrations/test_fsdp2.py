@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import io
 import types
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.fsdp2 import Model, check_gathered, shard, take_experts
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, collect_garbage
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -280,7 +279,7 @@ def test_a_model_that_is_let_go_frees_its_masters(mesh):
     optimizer.step()
     left = [weakref.ref(weight) for *_, weight in fsdp2.prepared_weights(model)]
     del model, optimizer
-    gc.collect()
+    collect_garbage()
     assert [weight() for weight in left] == [None] * 5
 
 
