@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import importlib.metadata
 import os
@@ -15,6 +14,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from helpers import collect_garbage
 from megatron_on_cpu import megatron_here
 
 from zerofp4.integrations import megatron
@@ -85,4 +85,4 @@ def _forget(parallel_state: ModuleType, groups: list[dist.ProcessGroup]) -> None
             setattr(parallel_state, name, None)
     for group in reversed(groups):
         dist.destroy_process_group(group)
-    gc.collect()
+    collect_garbage()

@@ -1,12 +1,11 @@
 """CastPlan and the cast function in a world of one: pieces, options, and everything that is refused."""
 
-import gc
 import weakref
 
 import pytest
 import torch
 from cases.cast import check, check_transposes, make
-from helpers import assert_bytes_equal, at_an_odd_address, needs_gpu
+from helpers import assert_bytes_equal, at_an_odd_address, collect_garbage, needs_gpu
 
 import zerofp4
 from zerofp4 import reference
@@ -140,7 +139,7 @@ def test_cached_plans_die_with_their_weight():
     zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts)
     record = weakref.ref(weights[0].record)
     del weights, masters
-    gc.collect()
+    collect_garbage()
     assert record() is None
 
 

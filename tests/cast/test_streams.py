@@ -6,7 +6,7 @@ import gc
 
 import torch
 from cases.cast import check, check_transposes, make
-from helpers import needs_gpu
+from helpers import collect_garbage, needs_gpu
 
 import zerofp4
 from zerofp4.cast import staged
@@ -77,7 +77,7 @@ def test_a_step_waits_for_a_refresh_on_another_stream():
 @needs_gpu
 def test_the_status_word_outlives_its_plan():
     """A queued step that finds an error writes to pinned memory, which nobody else may have by then."""
-    gc.collect()
+    collect_garbage()
     gc.freeze()  # what lives already: looking through all of it would take longer than the stream sleeps
     plan, *_, side = warm_plan()
     words = lambda: [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(64)]  # noqa: E731
@@ -89,7 +89,7 @@ def test_the_status_word_outlives_its_plan():
         plan.staged._stages.scale()
         plan.staged._status.queued()
     del plan
-    gc.collect()
+    collect_garbage()
     assert address in [word.data_ptr() for _, word in staged._retired]
     others = words()
     staged._release_finished()

@@ -4,14 +4,13 @@ has what travels, whatever users, hooks, checkpoints, errors and threads do in b
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 
 import pytest
 import torch
 from cases.gradient_places import Models, Square, Twice, back, inputs, made, memory_of
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, collect_garbage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,14 +50,14 @@ def test_memory_and_places_end_with_their_owner(device, given):
     plain, placed, memory = made(Twice(bias=False), device)
     second, alive = memory_of([placed.weight]), weakref.ref(memory.flat)
     del memory
-    gc.collect()
+    collect_garbage()
     models = Models(plain, placed, second)
     assert alive() is None
     models.both(lambda model: back(model, device))
     assert given == [True]
     models.check()
     del second, models
-    gc.collect()
+    collect_garbage()
     for model in (plain, placed):
         model.zero_grad()
         back(model, device, 1)

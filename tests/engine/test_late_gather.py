@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import pickle
 import threading
 import weakref
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import collect_garbage
 
 import zerofp4
 from zerofp4.distributed import CollectiveError
@@ -209,10 +209,10 @@ def test_nothing_is_kept_of_what_has_arrived():
     coming.add(bucket, gather, lambda: None)
     reference = weakref.ref(gather)
     del gather
-    gc.collect()
+    collect_garbage()
     assert reference() is not None
     bucket.parameters[0].dequantize()
-    gc.collect()
+    collect_garbage()
     assert reference() is None
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from cases.docs import ROOT
+from helpers import collect_garbage
 from torch import nn
 
 import zerofp4
@@ -32,7 +33,7 @@ class Model(nn.Module):
 
 def bytes_alive() -> int:
     """Of all tensors: addresses, since tensors of one memory may have storages of their own."""
-    gc.collect()
+    collect_garbage()
     plain = (torch.Tensor, nn.Parameter)
     storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in plain]
     total = end = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import re
 import weakref
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from cases import te_stand_in
 from cases.transformer_engine import SHAPES, check, check_untouched, contents, make, places
-from helpers import assert_bytes_equal, needs_gpu
+from helpers import assert_bytes_equal, collect_garbage, needs_gpu
 
 import zerofp4
 import zerofp4.integrations.transformer_engine
@@ -348,7 +347,7 @@ def test_a_weight_dies_although_plans_are_kept_with_it():
     complete(weights, masters, starts)
     alive = [weakref.ref(weight) for weight in weights]
     del weights
-    gc.collect()
+    collect_garbage()
     assert [ref() for ref in alive] == [None, None]
 
 

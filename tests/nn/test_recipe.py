@@ -1,13 +1,13 @@
 """Recipes, and the context that says where they hold."""
 
 import dataclasses
-import gc
 import re
 import threading
 import weakref
 
 import pytest
 import torch
+from helpers import collect_garbage
 from torch import nn
 
 from zerofp4 import FourOverSix
@@ -144,5 +144,5 @@ def test_layers_do_not_live_for_the_sake_of_a_context():
     model = nn.Sequential(Linear(32, 32))
     context, layer = autocast(NVFP4Recipe(modules=[("0", MXFP8Recipe())]), model), weakref.ref(model[0])
     del model
-    gc.collect()
+    collect_garbage()
     assert layer() is None and context.recipe_of(None) == context.recipe

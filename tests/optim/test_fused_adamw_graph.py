@@ -1,6 +1,5 @@
 """FusedAdamW in CUDA graphs; test_stragglers has it on several streams, and in graphs with casts."""
 
-import gc
 import weakref
 from unittest import mock
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from cases.cast import make
 from cases.fused import OPTIONS, Expected, set_gradient
+from helpers import collect_garbage
 
 import zerofp4
 from zerofp4 import ops
@@ -92,7 +92,7 @@ def test_what_a_graph_uses_outlives_an_offer(device):
         optimizer.step()
         optimizer.offer_parts([(masters, plan.staged)])
         optimizer.step()
-        gc.collect()
+        collect_garbage()
         assert stage() is not None
 
 

@@ -1,7 +1,6 @@
 """ZeroFP4Optimizer in a world of one, whose update reads gradients where a backward pass left them."""
 
 import copy
-import gc
 import math
 import weakref
 
@@ -18,7 +17,7 @@ from cases.optim import (
     set_gradients,
     turn_gradients,
 )
-from helpers import assert_bytes_equal, needs_gpu
+from helpers import assert_bytes_equal, collect_garbage, needs_gpu
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
 
@@ -125,7 +124,7 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
     with pytest.raises((FloatingPointError, RuntimeError), match=r"NaN or Inf|no update"):
         optimizer.step()
     optimizer.zero_grad()
-    gc.collect()
+    collect_garbage()
     assert [ref() for ref in kept] == [None] * len(kept)
 
 

@@ -1,12 +1,11 @@
 """Parameters that a model replaces under its optimizer: the conversion or the next step says so."""
 
 import copy
-import gc
 
 import pytest
 import torch
 from cases.optim import Net, batch, make_net
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, collect_garbage
 from torch import nn
 
 import zerofp4
@@ -71,5 +70,5 @@ def test_a_parameter_that_is_put_back_or_is_in_another_module(device):
     net.second.bias = nn.Parameter(net.second.bias.detach().clone(), requires_grad=False)  # it was frozen
     optimizer.step()
     del tied
-    gc.collect()
+    collect_garbage()
     optimizer.step()  # nothing tells of a module that goes

@@ -5,7 +5,6 @@ that node what is not plain.
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 import sys
 import threading
@@ -14,7 +13,7 @@ import weakref
 import pytest
 import torch
 from cases.gradient_places import memory_of
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, collect_garbage
 from tensor_helpers import DTYPES, VIEWS, make, values
 from torch import nn
 from torch._dynamo import compiled_autograd
@@ -410,7 +409,7 @@ def test_nothing_outlives_the_graph(device):
     leaves.clear()
     assert gone() is not None
     del y, node
-    gc.collect()
+    collect_garbage()
     assert gone() is None
 
 

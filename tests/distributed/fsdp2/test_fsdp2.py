@@ -22,7 +22,7 @@ from cases.fsdp2 import (
     take_experts,
     unsharded,
 )
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, collect_garbage
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh
@@ -322,7 +322,7 @@ def test_steps_leave_no_tensor_behind(world):
     for step in range(6):
         run.step(step)
         if step in (2, 5):
-            gc.collect()
+            collect_garbage()
             counts[step] = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
     assert counts[5] <= counts[2]
 

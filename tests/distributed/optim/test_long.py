@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases.optim import keywords
+from helpers import collect_garbage
 from torch import nn
 
 import zerofp4
@@ -27,7 +28,7 @@ MOST_ON_THE_HOST = 4 * 2**20
 def held(world: World) -> tuple[int, int, int]:
     """Bytes that tensors have on the device, tensors that Python has, and bytes of this process in memory."""
     time.sleep(0.5)  # a thread of gloo may hold its last tensor until it runs again
-    gc.collect()
+    collect_garbage()
     on_gpu = 0
     if world.device.type == "cuda":
         torch.cuda.synchronize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import runpy
@@ -11,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import needs_gpu
+from helpers import collect_garbage, needs_gpu
 
 import zerofp4
 from distributed.cases import shared_folder
@@ -39,7 +38,7 @@ GRAPH = "cuda_graph_step"
 def test_training_without_other_packages(world, example):
     with pytest.MonkeyPatch.context() as patch:
         assert run_in_group(patch, example)["world"] == world
-    gc.collect()
+    collect_garbage()
 
 
 @needs_gpu
@@ -80,7 +79,7 @@ def go_on(world, folder, step):
     """Ten steps of examples/resume.py."""
     with pytest.MonkeyPatch.context() as patch:
         assert run_in_group(patch, "resume", folder)["state"]["step"] == step
-    gc.collect()
+    collect_garbage()
 
 
 @on_ranks(1, 2)
@@ -118,7 +117,7 @@ def test_training_with_other_packages(world, example):
         names = run_in_group(patch, example)
     assert names.pop("world") == world
     names.clear()
-    gc.collect()
+    collect_garbage()
 
 
 FINETUNE = "quantization_aware_finetune"
@@ -158,7 +157,7 @@ def test_quantization_aware_finetune(world, training):
     for name, tensor in quantized.items():
         assert torch.equal(as_bytes(written[name]), as_bytes(tensor.cpu())), name
     names.clear()
-    gc.collect()
+    collect_garbage()
 
 
 def as_bytes(tensor):
