@@ -83,7 +83,7 @@ def train(model: nn.Module, **options) -> ZeroFP4Optimizer:
     zerofp4.convert_model(model, takes)
     groups = zerofp4.serving.amax_groups(model)
     optimizer = ZeroFP4Optimizer(model.named_parameters(), lr=1e-3, amax_groups=groups, **options)
-    tokens = torch.arange(16).view(2, 8)
+    tokens = torch.arange(16, device=model.device).view(2, 8)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -420,7 +420,8 @@ def read_state_dict(
     """Check a state dict, and give the optimizers of the masters their part as new objects, so that the old
     ones can come back.
 
-    written: trainable parameters that somebody wrote to. Without a saved master, theirs follows them.
+    written: trainable parameters that somebody wrote to. Their masters follow them where none is saved, or
+        the saved one is their own memory.
     moved: what has moved, so that every master must be there.
 
     Returns this rank's range of each master, 1D, None if it stays; and the saves that this rank has read.
@@ -454,13 +455,8 @@ def read_state_dict(
     saved.inners.load(groups, states, saved.device)
     for i in written:
         own, p = saved.parameters[i], saved.shards.parameters[i]
-        if masters[i] is None:
+        if masters[i] is None or any(_lies_in(value, p) for value in matched[own.number][1].values()):
             masters[i] = initial_values(p)[own.shard.start : own.shard.end]
-        elif any(_lies_in(value, p) for value in matched[own.number][1].values()):
-            raise ValueError(
-                f"{own.label} was written to, and holds its own master, or the upper part of it: state_dict "
-                "has that memory, and the value before is lost. Load a checkpoint, or build a new optimizer"
-            )
     pairs = zip(saved.parameters, masters, strict=True)
     stay = [own.label for own, master in pairs if own.shard.numel and master is None]
     obstacle = saved.unsound or moved

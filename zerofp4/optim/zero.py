@@ -977,14 +977,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             of one that was whole (consolidate_state_dict(), a world of one) on every rank, or by torch.load
             on the rank that saved its part; state_dict() of another optimizer of the same ranks, as it
             is; or one of torch.optim with whole tensors, which has no masters: they stay, but for those of
-            weights that were written to. Parameters are matched by name where both sides have names.
+            weights that were written to. Parameters are matched by name where both sides have names. In a
+            state_dict() that was not saved, what is its own master has the value that it has now.
 
         Parameters that have moved get the memory of the optimizer again, as by refresh().
 
         Raises ValueError (TypeError for what is no dict), on every rank and before anything has changed, for
-        what does not fit, states of different steps, what two saves wrote, where a master would stay and a
-        parameter has moved or the optimizer is `broken`, and where the state dict has no memory of a master
-        but that of a parameter which was written to: load a checkpoint there, or build a new optimizer.
+        what does not fit, states of different steps, what two saves wrote, and where a master would stay and
+        a parameter has moved or the optimizer is `broken`.
         """
         written = self._shards.written()  # a pass that ends accepts the values of weights
         if self._updates is not None and (self.world_size > 1 or self._updates.is_open):

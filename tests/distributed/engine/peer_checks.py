@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
 from torch.distributed.device_mesh import init_device_mesh
 
+from distributed.cases import raised_by
 from distributed.optim.cases import SPECIFICATIONS, gradients_of, model_bytes
 from distributed.optim.group_cases import check_order_of_addition
 from zerofp4 import launch
@@ -147,8 +149,9 @@ def a_rank_that_does_not_come(world):
     dist.barrier()
     set_gradients(parameters, make_gradients(parameters, 1))
     expected = r"rank [1-9] did not come to a barrier" if world.rank == 0 else "rank 0 found an error"
-    with pytest.raises(RuntimeError, match=expected):
-        optimizer.step()
+    # Where no host waits for an agreement, those without an error hear of it in the next step.
+    error = raised_by(optimizer.step) or raised_by(optimizer.step)
+    assert isinstance(error, RuntimeError) and re.search(expected, str(error)), repr(error)
     assert_all_equal(all_bytes(parameters, optimizer), before, "nothing changes")
 
 

@@ -37,4 +37,4 @@ def whole_steps(world, models):
             for (_, optimizer), state in zip(models, reversed(states), strict=True):
                 optimizer.load_state_dict(state)
     for net, optimizer in models:
-        verify_model(net, optimizer)
+        verify_model(net, optimizer, process_group=optimizer.process_group())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.fsdp2 import BF16, Collectives, make_model, masters_of, start, unsharded
 from helpers import assert_bytes_equal
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import zerofp4
@@ -89,7 +91,11 @@ def test_columns_are_made_where_products_read_them(world, has_tensor_cores):
 
 @on_ranks(2)
 def test_masters_that_are_offloaded(world):
-    run = start(world, kind=ROWS, offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda"))
+    """Their amaxes are reduced on the CPU, and their codes gathered on the GPU."""
+    on_gpu = world.device.type == "cuda"
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl" if on_gpu else None)
+    mesh = DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("shard",))
+    run = start(world, mesh=mesh, kind=ROWS, offload_policy=CPUOffloadPolicy(pin_memory=on_gpu))
     run.step(0)
     run.check()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.compact import HYPERS, STATE, Whole, make_sharded
+from cases.compact import HYPERS, STATE, Whole, is_compact, make_sharded
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 from torch import nn
@@ -274,23 +274,29 @@ def test_a_consolidated_state(world):
     assert_all_equal(whole_state(others, loaded), whole_state(parameters, optimizer), "state")
 
 
+def is_upper(p) -> bool:
+    """Whether a parameter is the upper part of its master."""
+    return is_compact(p) and p.dtype == torch.bfloat16 and not isinstance(p, zerofp4.NVFP4Tensor)
+
+
 @on_ranks(1, 2, 3)
 def test_a_model_that_is_loaded_without_its_optimizer(world):
-    """bf16 parameters are the upper part of their masters, whose owners have lost it: all ranks raise. NVFP4
-    weights are made from their masters again.
+    """NVFP4 weights are made from their masters again. bf16 parameters are the upper part of theirs, and keep
+    what was written until a checkpoint is loaded.
     """
     parameters = make_sharded(world.device)
     optimizer = build(parameters)
     run(parameters, optimizer, range(2))
     saved, weights = copy.deepcopy(optimizer.state_dict()), model_bytes(parameters)
     packed = [p for p in parameters if isinstance(p, zerofp4.NVFP4Tensor)]
-    for written, is_lost in ((packed, False), (parameters, True)):
+    for written in (packed, parameters):
         with torch.no_grad():
             for p in written:
                 p.zero_()
-        if is_lost:
-            with pytest.raises(ValueError, match="written to, and holds its own master, or the upper part"):
-                optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.load_state_dict(saved if is_lost else optimizer.state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+        if written is parameters:
+            kept = [m for p, m in zip(parameters, optimizer.gathered_masters(), strict=True) if is_upper(p)]
+            assert kept and not any(master.any() for master in kept)
+            optimizer.load_state_dict(saved)
         assert_all_equal(model_bytes(parameters), weights, "weights")
     run(parameters, optimizer, range(2, 3))

@@ -88,7 +88,7 @@ STEPS = {
 """Options of an optimizer, what happens to it on the last rank (an interrupt on all), and the call."""
 
 
-HEARD_LATER = {"closure", "interrupt", "moved parameter", "clip_grad_norm_"}
+HEARD_LATER = {"closure", "interrupt", "moved parameter", "behind the vote", "clip_grad_norm_"}
 """In the next step, by a rank without an error of its own, where no host waits for an agreement."""
 
 

@@ -33,15 +33,16 @@ KINDS = [("Llama", {}), ("Mixtral", {}), ("Llama", {"block": (1, 16), "four_over
 
 def sharded(world, name: str, kind=None) -> tuple[nn.Module, fsdp2.Attachment]:
     """A model that fully_shard has cut, after a step."""
-    model = make_plain(name).float()
+    model = make_plain(name).to(world.device, torch.float32)
     fsdp2.prepare(model, takes, amax_groups=serving.amax_groups(model, takes), **(kind or {}))
-    mesh = init_device_mesh("cpu", (world.world_size,))
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=BF16)
     fully_shard(model, mesh=mesh, mp_policy=BF16)
     optimizer = FusedAdamW(model.parameters(), lr=1e-3)
     attachment = fsdp2.attach(model, optimizer)
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    tokens = TOKENS.to(world.device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, attachment
@@ -74,7 +75,7 @@ def on_one_machine(model: nn.Module) -> nn.Module:
 @on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_zero_ranks_write_what_they_trained(world, name):
-    model = make_plain(name)
+    model = make_plain(name).to(world.device)
     optimizer = train(model)
     folder = shared_folder(world)
     serving.save_pretrained(model, folder, optimizer)
@@ -123,8 +124,8 @@ def test_stale_codes_are_not_written(world):
 
 @on_ranks(2)
 def test_slices_of_tensor_parallelism_are_refused(world):
-    model = make_plain("Llama", num_hidden_layers=1).float()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = make_plain("Llama", num_hidden_layers=1).to(world.device, torch.float32)
+    mesh = init_device_mesh(world.device.type, (1, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"model.layers.0.self_attn.o_proj": RowwiseParallel()})
     fsdp2.prepare(model, lambda module, name: name.endswith("o_proj"))
     fully_shard(model, mesh=mesh["data"], mp_policy=BF16)
@@ -137,7 +138,7 @@ def test_slices_of_tensor_parallelism_are_refused(world):
 @on_ranks(2, nightly=[3])
 def test_ranks_with_other_models_are_refused(world):
     """As stages of a pipeline have, or experts of their own."""
-    model = make_plain("Llama", seed=world.rank)
+    model = make_plain("Llama", seed=world.rank).to(world.device)
     zerofp4.convert_model(model, lambda module, name: name.endswith("o_proj"))
     folder = shared_folder(world)
     with pytest.raises(ValueError, match="rank 1 has another model than rank 0, or other amaxes"):
@@ -178,7 +179,7 @@ def check_pieces(world, model: nn.Module, dtype: torch.dtype | None) -> None:
     """
     served = serving.weights(model, dtype=dtype)
     with Collectives() as collectives:
-        pieces = [(name, as_bytes(tensor), part) for name, tensor, part in served]
+        pieces = [(name, as_bytes(tensor).cpu(), part) for name, tensor, part in served]
     assert collectives.calls == []
     by_rank = [None] * world.world_size
     dist.all_gather_object(by_rank, pieces)
@@ -187,7 +188,7 @@ def check_pieces(world, model: nn.Module, dtype: torch.dtype | None) -> None:
     for announced in served.served:
         tensor = whole[announced.name]
         assert (tensor.dtype, tuple(tensor.shape)) == announced[1:]
-        tensor = as_bytes(tensor)
+        tensor = as_bytes(tensor).cpu()
         rows = tensor.shape[0] if tensor.dim() else 1
         taken = torch.zeros(rows, dtype=torch.bool)
         for own in by_rank:
@@ -208,14 +209,15 @@ def test_pieces_of_sharded_models(world, name, kind):
     check_pieces(world, model, torch.bfloat16)
     numel = sum(weight.record.shape.numel() for *_, weight in fsdp2.prepared_weights(model))
     quantized = ("weight_packed", "weight_scale")
-    sent = torch.tensor(sum(t.nbytes for n, t, _ in serving.weights(model) if n.endswith(quantized)))
+    sent = sum(t.nbytes for n, t, _ in serving.weights(model) if n.endswith(quantized))
+    sent = torch.tensor(sent, device=world.device)
     dist.all_reduce(sent)
     assert sent * 16 == numel * 9
 
 
 @on_ranks(2)
 def test_pieces_of_a_zero_optimizer(world):
-    model = make_plain("Qwen3Moe")
+    model = make_plain("Qwen3Moe").to(world.device)
     train(model)
     check_pieces(world, model, None)
     assert all(tensor.shape == part.shape for _, tensor, part in serving.weights(model))
@@ -231,14 +233,14 @@ def send(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def receive() -> dict[str, torch.Tensor]:
+def receive(device: torch.device) -> dict[str, torch.Tensor]:
     """What send() sends, with the values of quantized weights, as an engine would compute them."""
     found, announced = {}, [None]
     dist.broadcast_object_list(announced, src=0)
     for name, dtype, shape in announced[0]:
-        found[name] = torch.empty(shape, dtype=dtype)
+        found[name] = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(found[name].reshape(-1).view(torch.uint8), src=0)
-    magnitudes, state = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]), {}
+    magnitudes, state = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device), {}
     for name, tensor in found.items():
         module, _, last = name.rpartition(".")
         if last == "weight_packed":
@@ -255,23 +257,23 @@ def receive() -> dict[str, torch.Tensor]:
 def test_an_engine_takes_new_weights_and_generates_with_them(world):
     """Rank 0 trains, rank 1 generates. 0.57 bytes a quantized parameter travel."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-    model = make_plain("Llama", seed=world.rank, **sizes)
+    model = make_plain("Llama", seed=world.rank, **sizes).to(world.device)
     generate = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     group = dist.new_group([0])
     optimizer = train(model, process_group=group) if world.rank == 0 else None
     for _ in range(2):  # a second time, after another step
         if world.rank == 0:
             sent = send(model)
-            tokens = model.generate(TOKENS, **generate)
+            tokens = model.generate(TOKENS.to(world.device), **generate)
             plain = sum(p.nbytes for p in model.parameters() if type(p) is nn.Parameter)
             numel = sum(matrix.numel() for matrix, _ in served_modules(model).values())
             assert (sent - plain) / numel <= 0.57
             for p in model.parameters():
-                p.grad = torch.ones(p.shape, dtype=p.dtype)
+                p.grad = torch.ones(p.shape, dtype=p.dtype, device=world.device)
             optimizer.step()
         else:
-            model.load_state_dict(receive())
-            tokens = model.generate(TOKENS, **generate)
+            model.load_state_dict(receive(world.device))
+            tokens = model.generate(TOKENS.to(world.device), **generate)
         by_rank = [None, None]
         dist.all_gather_object(by_rank, tokens.tolist())
         assert by_rank[0] == by_rank[1]
