@@ -201,6 +201,27 @@ def test_weights_that_were_written_after_a_checkpoint_was_loaded(world):
     assert_same(models, "after")
 
 
+def test_a_first_step_after_a_load_that_fails(world):
+    """Weights that were written meanwhile follow the masters behind it, as behind a plain step."""
+    models = make_pair(world, bucket_mb=TINY)
+    step_of(world, models, 0)
+    for net, optimizer in models:
+        optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
+        with torch.no_grad():
+            net.rare.weight.zero_()
+            net.embedding.weight.add_(1)
+        optimizer.param_groups[0]["lr"] = math.nan
+        loss_of(net, world, 1).backward()
+        with pytest.raises(ValueError, match="must be finite"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.01
+        zerofp4.testing.verify_model(net, optimizer)
+    assert_same(models, "failed")
+    step_of(world, models, 2)
+    assert_same(models, "after")
+
+
 # Memory
 
 
@@ -427,14 +448,14 @@ def test_an_error_behind_the_first_update_breaks_the_optimizer(world):
 
     def write(_):
         with torch.no_grad():
-            net.rare.weight.zero_()  # after its update
+            net.layers[1].bias.zero_()  # before its update; layers.0 comes last
 
     hook = net.layers[2].weight.register_hook(write)
     loss_of(net, world, 1).backward()
     hook.remove()
     assert "layers.3.weight" in moved(net, optimizer, masters)
     assert "layers.0.weight" not in moved(net, optimizer, masters)
-    with pytest.raises(RuntimeError, match=r"rare.weight.* was written to"):
+    with pytest.raises(RuntimeError, match=r"layers.1.bias.* was written to"):
         optimizer.step()
     assert "was written to" in str(optimizer.broken)
     with pytest.raises(RuntimeError, match="must not be saved"):

@@ -1,17 +1,19 @@
 """Updates inside the backward pass: which bucket has all of its gradients, and may go through a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from zerofp4.distributed import OwnError
 from zerofp4.engine.buckets import Bucket, Gradients
 
 
 class UpdateSchedule:
     """Counts gradients as a backward pass makes them, and says which buckets are complete.
 
-    One rank alone takes a bucket as soon as it is complete. Several ranks take buckets in one order, each one
-    when those before it are complete, too. step() takes the rest.
+    One rank alone takes a bucket as soon as it is complete, and step() takes the rest. Several ranks take
+    buckets in one order, each one when those before it are complete, too. They take the rest at the end of a
+    backward pass, since other ranks may have had all gradients, and wait.
 
     [Note: when a weight may be written] autograd accumulates the gradient of a parameter once in a pass,
     behind every node that computes a part of it, and such a node has read the weight by then. So nothing of
@@ -39,12 +41,21 @@ class UpdateSchedule:
         """A step has ended."""
         self.has_begun = False
         """Whether a bucket has begun to go through the step."""
+        self.is_refused = False
+        """Whether no bucket does, since every rank raises an error of the last step in this one."""
         self.has_updated = False
-        """Whether masters of a bucket were updated."""
-        self.waiting: dict[int, tuple[list[bool], torch.Tensor | None]] = {}
-        """By bucket that was sent and not updated: of all parameters, which have a gradient in it, and the
-        word of a NaN or Inf.
+        """Whether masters of a bucket were updated, as far as this rank knows."""
+        self.error = OwnError()
+        """What this rank has found that keeps it from an update. step() raises it; until then the agreement
+        on every bucket hears of it, and buckets are cast from masters that no rank updates.
         """
+        self.waiting: dict[int, tuple[dict[int, bool], torch.Tensor | None]] = {}
+        """By bucket that was sent and not updated: which of its parameters have a gradient, and the word of a
+        NaN or Inf.
+        """
+        self._pass: int | None = None
+        """The last backward pass that has made a gradient."""
+        self._is_over = False
         self._noted: set[int] = set()
         self._missing = [set(bucket.indices) for bucket in self._buckets]
         self._taken: set[int] = set()
@@ -59,16 +70,18 @@ class UpdateSchedule:
     def note(self, i: int) -> list[int]:
         """The gradient of parameter i is there. Returns the buckets to be taken now.
 
-        Raises RuntimeError for a second gradient since the last step.
+        Raises RuntimeError for a second gradient since the last step, or one of a second backward pass whose
+        bucket went with the first.
         """
-        if i in self._noted:
+        b = self._bucket_of[i]
+        if i in self._noted or b in self._taken:
+            which = "a second gradient" if i in self._noted else "a gradient in a second backward pass"
             raise RuntimeError(
-                f"{self._names[i]} got a second gradient before step(), and overlap='update' uses each "
+                f"{self._names[i]} got {which} before step(), and overlap='update' uses each "
                 "gradient as soon as it is there: call step() after every backward pass, and give "
                 "checkpoint() use_reentrant=False where several segments use one weight"
             )
         self._noted.add(i)
-        b = self._bucket_of[i]
         self._missing[b].discard(i)
         if not self._in_order:
             return self._take([] if self._missing[b] else [b])
@@ -78,8 +91,30 @@ class UpdateSchedule:
         return self._take(range(len(self._taken), end))
 
     def rest(self) -> list[int]:
-        """The buckets that no backward pass has completed, to be taken in step()."""
-        return self._take(b for b in range(len(self._buckets)) if b not in self._taken)
+        """The turns that are left: of the buckets that have not been taken, and of the stages behind the last
+        one. There are none when it is asked again.
+        """
+        if self._is_over:
+            return []
+        self._is_over, count = True, len(self._buckets)
+        rest = self._take(b for b in range(count) if b not in self._taken)
+        return [*rest, *range(count, count + 3 * self.lag)]
+
+    def at_end_of_pass(self, call: Callable[[], None]) -> None:
+        """In a backward pass of several ranks: call this at its end, once. A pass that broke off calls
+        nothing; nor does one inside of another (of a segment that a reentrant checkpoint recomputes), behind
+        which there may be more gradients.
+        """
+        running = torch._C._current_graph_task_id()
+        if not self._in_order or self._pass == running:
+            return
+        self._pass = running
+
+        def end() -> None:
+            if torch._C._current_autograd_node() is None:
+                call()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _take(self, buckets: Iterable[int]) -> list[int]:
         buckets = list(buckets)

@@ -1,7 +1,7 @@
 """Transport by collectives of torch.distributed: NCCL or gloo."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,14 @@ class CollectiveTransport(Transport):
             self.adds_in_update[b] &= ordered and bucket.world_size > 1 and bucket.replica_count == 1
             self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
             self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
+        self._in_place = {
+            i: dtype
+            for bucket, memory, dtype, adds in zip(
+                buckets, self.memory, self.dtypes, self.adds_in_update, strict=True
+            )
+            for i in (bucket.indices if memory is None and adds else ())
+        }
+        """What an update reads in place, in this dtype."""
         self._slices: dict[int, GradientMemory] = {}
         """By bucket whose gradients are read in place, its averaged gradients as what those are copied to."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
@@ -94,12 +102,11 @@ class CollectiveTransport(Transport):
     def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
         if as_sent:
             return gradients
-        found = list(gradients)
-        for b, bucket in enumerate(self.buckets):
-            if self.memory[b] is None and self.adds_in_update[b]:
-                for i in bucket.indices:
-                    if found[i] is not None:  # an update reads addresses
-                        found[i] = in_order(found[i], self.dtypes[b])
+        is_partial = isinstance(gradients, Mapping)
+        found = dict(gradients) if is_partial else list(gradients)
+        for i in found if is_partial else range(len(found)):
+            if found[i] is not None and i in self._in_place:  # an update reads addresses
+                found[i] = in_order(found[i], self._in_place[i])
         return found
 
     # Gradients

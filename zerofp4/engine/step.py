@@ -65,8 +65,10 @@ class Transport(Protocol):
     adds_in_update: Sequence[bool]
 
     def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
-        """Do what can fail on this rank alone. Returns what the verbs below are given. as_sent: whether
-        are_as_sent() is known to hold.
+        """Do what can fail on this rank alone. Returns what the verbs below are given.
+
+        gradients: of all buckets, or a mapping that has those of one. as_sent: whether are_as_sent() is known
+        to hold.
         """
         return gradients
 

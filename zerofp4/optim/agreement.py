@@ -67,6 +67,8 @@ class Agreement:
     on_nonfinite: "skip" or "raise".
     wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
         becomes infinite by it counts, in a world of any size.
+    buckets: which trainable parameters each has, where ranks agree on one bucket after the other. Then an
+        agreement has only the presence words of its bucket, which are the last ones of the vector.
 
     [Note: when the host reads an agreement] begin() waits for nothing. The update reads `refused` and the
     words of presence() on the device, and changes nothing where the ranks do not take the step. read() waits,
@@ -82,6 +84,7 @@ class Agreement:
         group: dist.ProcessGroup | None,
         on_nonfinite: str,
         wire: torch.dtype | None,
+        buckets: Sequence[Sequence[int]] | None = None,
     ):
         self.slots, self._device, self._on_nonfinite, self._wire = slots, device, on_nonfinite, wire
         self._count = len(slots.labels)
@@ -94,8 +97,15 @@ class Agreement:
         self.refused = torch.zeros((), dtype=torch.float32, device=device)
         """1 where the ranks do not take the step."""
         self._present = torch.zeros(self._count, dtype=torch.float64, device=device)
+        self._in_buckets = buckets is not None
+        self._positions = dict(enumerate(slots.own))
+        """By trainable parameter of this rank, that of its word of presence()."""
+        for indices in buckets or ():
+            self._positions |= zip(indices, range(self._count - len(indices), self._count), strict=True)
         self._unread: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         """Agreements that the host has not read: words on the host, once the event has happened."""
+        self.taken = 0
+        """How many agreements read() has found that the ranks take, before one that they do not."""
         self._options_hash = OptionsHash(device)
         self._words = [self._count - slot for slot in slots.own]  # by trainable parameter of this rank
         self._word_of_all = self._vector[-2]
@@ -116,7 +126,7 @@ class Agreement:
     ) -> None:
         """One MAX all-reduce, of several ranks. Collective.
 
-        present: by trainable parameter of this rank, whether it has a gradient.
+        present: by trainable parameter of this rank, or of the bucket, whether it has a gradient.
         call: what this rank is about to do; None with an error.
         error: of this rank.
         nonfinite: the word of the first of its gradients with a NaN or Inf, by slots; None without one.
@@ -134,25 +144,29 @@ class Agreement:
         else:
             on_gpu = self._device.type == "cuda"
             ballot = torch.tensor(words, dtype=torch.float64, pin_memory=on_gpu)
-            self._vector.copy_(ballot, non_blocking=True)
+            self._vector[-len(words) :].copy_(ballot, non_blocking=True)
         if tensors is not None:
             last = self._count + _EQUAL - 1
             self._vector[last], self._vector[last + _EQUAL] = tensors, -tensors
         if nonfinite is not None:
             self._word_of_all.copy_(nonfinite)
         is_clip = call is not None and call.is_clip
-        reduce_max(self._vector, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
+        vector = self._vector[-len(words) :]
+        reduce_max(vector, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
         pairs = self._vector[self._count : -_FLAGS].view(2, _EQUAL)
         self.refused.copy_(pairs.sum(0).ne(0).any() | self._vector[-1].ne(0))
         if not is_capturing(self._device):
-            self._unread.append(self._to_host())
+            self._unread.append(self._to_host(vector))
 
     def _ballot(
         self, present: Sequence[bool], call: Call | None, error: OwnError, rounds: Rounds
     ) -> list[float]:
-        there, equal = [0.0] * self._count, [0.0] * _EQUAL
+        equal = [0.0] * _EQUAL
+        there, own = [0.0] * self._count, self.slots.own
+        if self._in_buckets:
+            there, own = [0.0] * len(present), range(len(present))
         if not error:
-            for slot, is_present in zip(self.slots.own, present, strict=True):
+            for slot, is_present in zip(own, present, strict=True):
                 there[slot] = float(is_present)
             equal[:-2] = map(float, call)
         equal[-2] = float(rounds.count)
@@ -160,11 +174,11 @@ class Agreement:
         flags = float(rounds.again), float(rounds.broken), 0.0, failed
         return [*there, *equal, *(-word for word in equal), *flags]
 
-    def _to_host(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def _to_host(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         if self._device.type != "cuda":
-            return self._vector.clone(), None
-        words = torch.empty_like(self._vector, device="cpu", pin_memory=True)
-        words.copy_(self._vector, non_blocking=True)
+            return vector.clone(), None
+        words = torch.empty_like(vector, device="cpu", pin_memory=True)
+        words.copy_(vector, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         return words, event
@@ -176,8 +190,8 @@ class Agreement:
         earlier: bool = True,
     ) -> list[bool] | None:
         """Wait for the agreements that were not read. Returns, of the last one, by trainable parameter of
-        this rank whether any rank that shares it has a gradient; None without one. Local, unless options
-        differ.
+        this rank whether any rank that shares it has a gradient; None without one, or in buckets. Local,
+        unless options differ.
 
         param_groups: the agreements count as read, and ranks are asked which option differs; None is to look.
         error: what this rank raises where no rank takes the step; None is for a new RuntimeError.
@@ -185,7 +199,7 @@ class Agreement:
 
         Raises RuntimeError, the same on every rank, where no rank takes the step.
         """
-        present, unread = None, self._unread
+        present, unread, self.taken = None, self._unread, 0
         if param_groups is not None:
             self._unread = []
         for words, event in unread:
@@ -194,10 +208,13 @@ class Agreement:
             found = words.tolist()
             problem = self._find_problem(found, param_groups, earlier)
             if problem is not None:
-                prefix = "of the last step, which no rank has taken: " if earlier else ""
+                is_partial = self._in_buckets and self.taken > 0
+                taken = "all ranks have taken in part" if is_partial else "no rank has taken"
+                prefix = f"of the last step, which {taken}: " if earlier else ""
                 # Marked: a closure that calls clip_grad_norm_ must not bring it to another agreement.
                 raise raised_by_all(error.take() if error else RuntimeError(prefix + problem))
-            present = [bool(found[slot]) for slot in self.slots.own]
+            self.taken += 1
+            present = None if self._in_buckets else [bool(found[slot]) for slot in self.slots.own]
         return present
 
     def call_of_others(self) -> Call:
@@ -218,7 +235,7 @@ class Agreement:
         self, words: list[float], param_groups: Sequence[dict] | None, earlier: bool
     ) -> str | None:
         """Why no rank takes the step, the same words on every rank; None where all do."""
-        equal, minus = words[self._count : -_FLAGS][:_EQUAL], words[self._count : -_FLAGS][_EQUAL:]
+        equal, minus = words[-_FLAGS - 2 * _EQUAL :][:_EQUAL], words[-_FLAGS - _EQUAL : -_FLAGS]
         again, broken, _, failed = words[-_FLAGS:]
         count, behind = equal[-2], equal[-2] + minus[-2]
         self.rounds = Rounds(int(count), bool(again), bool(broken) or behind != 0)
@@ -258,10 +275,10 @@ class Agreement:
 
     def presence(self, i: int) -> torch.Tensor:
         """float64 [1], by trainable parameter: 0 where no rank has a gradient, or admit() found that all are
-        to be left alone.
+        to be left alone. Buckets share these words: they are those of the last agreement.
         """
-        slot = self.slots.own[i]
-        return self._present[slot : slot + 1]
+        position = self._positions[i]
+        return self._present[position : position + 1]
 
     def admit(self, skip: torch.Tensor) -> None:
         """Write the words of presence(), zeros where skip, float32 [], is not 0. On the device."""

@@ -161,12 +161,19 @@ class ShardedParameters:
 
     # What others have done to the parameters
 
-    def check_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, or of another shape."""
+    def check_gradients(
+        self, gradients: Sequence[torch.Tensor | None], indices: Sequence[int] | None = None
+    ) -> None:
+        """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, or of another shape.
+
+        indices: which trainable parameters the gradients are of; None for all.
+        """
         device = self.buckets[0].device
-        for name, gradient, shape in zip(self.names, gradients, self._shapes, strict=True):
+        indices = range(len(self.names)) if indices is None else indices
+        for i, gradient in zip(indices, gradients, strict=True):
             if gradient is None:
                 continue
+            name, shape = self.names[i], self._shapes[i]
             if gradient.layout != torch.strided:
                 problem = f"of layout {gradient.layout}: gradients must be dense"
             elif gradient.device != device:
@@ -192,19 +199,25 @@ class ShardedParameters:
                 f"{name} was replaced in its module since the optimizer was built (by an assignment, or "
                 "load_state_dict(assign=True)), and would be trained in vain: build a new optimizer"
             )
-        written = self.written()
+        self.check_written()
+        if any(attributes(_requires_grad, self._frozen)):
+            name = next(name for p, name in self._frozen.items() if p.requires_grad)
+            raise RuntimeError(
+                f"{name} was frozen when the optimizer was built and has no master: build a new optimizer, "
+                "with masters_from=this one, or have it load_state_dict() this one's state_dict()"
+            )
+
+    def check_written(self, indices: Sequence[int] | None = None) -> None:
+        """Raise RuntimeError where others than the optimizer wrote to one of these parameters since its last
+        step.
+        """
+        written = self.written(indices)
         if written:
             raise RuntimeError(
                 f"{self.names[written[0]]} was written to since the last step, but weights follow masters: "
                 "load a model before its optimizer is built, or before the optimizer loads a checkpoint; "
                 "wrap it in DistributedDataParallel, which writes rank 0's values, before that or with "
                 "init_sync=False"
-            )
-        if any(attributes(_requires_grad, self._frozen)):
-            name = next(name for p, name in self._frozen.items() if p.requires_grad)
-            raise RuntimeError(
-                f"{name} was frozen when the optimizer was built and has no master: build a new optimizer, "
-                "with masters_from=this one, or have it load_state_dict() this one's state_dict()"
             )
 
     def check_groups(self, param_groups: Sequence[dict]) -> None:
@@ -219,16 +232,25 @@ class ShardedParameters:
                     "and weights lie in flat buffers, so build a new optimizer to change it"
                 )
 
-    def accept_values(self) -> None:
-        """Take the present values of the weights for the optimizer's own."""
-        self._versions = attributes(_version, self.parameters)
+    def accept_values(self, indices: Sequence[int] | None = None) -> None:
+        """Take the present values of these weights, or of all, for the optimizer's own."""
+        if indices is None:
+            self._versions = attributes(_version, self.parameters)
+            return
+        versions = attributes(_version, [self.parameters[i] for i in indices])
+        for i, version in zip(indices, versions, strict=True):
+            self._versions[i] = version
 
-    def written(self) -> list[int]:
-        """Which parameters others than the optimizer wrote to since its last step."""
-        versions = attributes(_version, self.parameters)
-        if versions == self._versions:
+    def written(self, indices: Sequence[int] | None = None) -> list[int]:
+        """Which of these parameters, or of all, others than the optimizer wrote to since its last step."""
+        parameters, before = self.parameters, self._versions
+        if indices is not None:
+            parameters, before = [parameters[i] for i in indices], [before[i] for i in indices]
+        versions = attributes(_version, parameters)
+        if versions == before:
             return []
-        return [i for i, version in enumerate(versions) if version != self._versions[i]]
+        triples = zip(indices or range(len(versions)), before, versions, strict=True)
+        return [i for i, then, now in triples if then != now]
 
     def _take_addresses(self) -> None:
         named = list(zip(self.names, self.parameters, strict=True))

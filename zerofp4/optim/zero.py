@@ -194,7 +194,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self.state = self._saved
         # What a step runs
         slots = find_slots(announced, rank)
-        self._agreement = Agreement(slots, device, group, on_nonfinite, communication.gradient_wire)
+        wire = communication.gradient_wire
+        in_turns = [b.indices for b in self._shards.buckets] if communication.updates_early else None
+        self._agreement = Agreement(slots, device, group, on_nonfinite, wire, in_turns)
         self._offer_parts()
         self._transport, self._schedule = self._make_transport(group)
         self._updates: UpdateSchedule | None = None
@@ -312,7 +314,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return False
         has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buckets)
         can_skip = self._update is not None and self._on_nonfinite == "skip"
-        return can_skip and self._schedule is None and self._updates is None and not has_replicas
+        return can_skip and self._schedule is None and not has_replicas
 
     # A step
 
@@ -447,15 +449,33 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._updates.follow()
             for b in self._updates.note(i):
                 self._take_turn(b)
+            self._updates.at_end_of_pass(self._end_pass)
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        """At the end of a backward pass: other ranks may have gradients that this one lacks, and wait."""
+        with self._breaking("backward()", self._updates):
+            self._take_rest()
+
+    def _take_rest(self) -> None:
+        self._updates.follow()
+        for turn in self._updates.rest():
+            self._take_turn(turn)
 
     def _take_turn(self, turn: int) -> None:
         """Send bucket `turn`, update the one before it, cast the one before that, and transpose the one
-        before that. One rank alone does all of it to one bucket.
+        before that. One rank alone does all of it to one bucket. The host looks at these buckets alone, so
+        that its work in a pass does not grow with the square of their number.
         """
-        step, buckets = self._step, range(len(self._shards.buckets))
-        if not self._updates.has_begun:
+        step, updates, buckets = self._step, self._updates, range(len(self._shards.buckets))
+        if not updates.has_begun:
             self._begin_pass()
-        sent, updated, cast, completed = (turn - stage * self._updates.lag for stage in range(4))
+        if updates.is_refused:
+            return
+        stages = sent, updated, cast, completed = [turn - stage * updates.lag for stage in range(4)]
+        mine = [i for b in set(stages) & set(buckets) for i in self._shards.buckets[b].indices]
+        with updates.error:
+            self._shards.check_written(mine)
         if sent in buckets:
             step.send(sent, self._take_gradients(sent))
         if updated in buckets:
@@ -465,12 +485,21 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             step.cast(cast)
         if completed in buckets:
             step.complete(completed)
-        self._shards.accept_values()
+        self._shards.accept_values(mine)
 
     def _begin_pass(self) -> None:
         """Do what a step does before its first bucket. An error of this rank is kept until step()."""
-        error, updates = OwnError(), self._updates
-        with error:
+        updates = self._updates
+        updates.has_begun = True
+        with updates.error:
+            self._read_agreements(self.inners.param_groups)
+        if updates.error:
+            updates.is_refused = True
+            return
+        if not self._weights_follow:
+            self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
+        self._weights_follow, self._consolidated = True, None
+        with updates.error:
             if self._peers is not None:
                 OwnError(self._peers.take_error()).raise_if_any()
             self._raise_if_broken()
@@ -481,62 +510,58 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             check_finite(self.param_groups)
             self.inners.push_options(self.param_groups)
             self._begin_update(())
-        if not self._weights_follow:
-            self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
-        updates.has_begun, self._weights_follow, self._consolidated = True, True, None
+            self._shards.check_unchanged(self.param_groups)
         self.found_inf.zero_()
         self._agreement.begin_buckets()
-        self._step.begin(self._update, error)
+        self._step.begin(self._update, OwnError())
 
     def _take_gradients(self, b: int) -> Gradients:
-        """The gradients of bucket b, and None for all other parameters. p.grad of the bucket is None from now
-        on. Empty where this rank has an error, which leaves them where they are.
+        """The gradients of bucket b. p.grad of the bucket is None from now on. Empty where this rank has an
+        error, which leaves them where they are.
         """
-        names, parameters, failure = self._shards.names, self._shards.parameters, self._step.failure
-        present, word, gradients = [False] * len(names), None, ()
-        if not failure:
-            with failure:
-                indices = self._shards.buckets[b].indices
-                own = gradients_of([parameters[i] for i in indices])
+        indices, updates = self._shards.buckets[b].indices, self._updates
+        present, word, gradients = dict.fromkeys(indices, False), None, ()
+        if not (updates.error or self._step.failure):
+            with updates.error:
+                parameters = [self._shards.parameters[i] for i in indices]
+                own = gradients_of(parameters)
                 found = dict(zip(indices, own, strict=True))
-                of_all = [found.get(i) for i in range(len(names))]
-                self._shards.check_unchanged(self.param_groups)
-                self._shards.check_gradients(of_all)
-                check_gradients(self._transport, b, of_all, names)
+                self._shards.check_gradients(own, indices)
+                check_gradients(self._transport, b, found, self._shards.names)
                 word = in_phase("scan", self._agreement.find_word)(own, indices)
-                gradients = self._transport.prepare(of_all)
-                present = [gradient is not None for gradient in of_all]
+                gradients = self._transport.prepare(found)
+                present = {i: gradient is not None for i, gradient in found.items()}
                 with torch._C.DisableTorchFunctionSubclass():
-                    for i in indices:
-                        parameters[i].grad = None
+                    for parameter in parameters:
+                        parameter.grad = None
                 for gradient in own:
                     if gradient is not None and gradient.is_cuda:  # it may come from another stream
                         gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        self._updates.waiting[b] = present, word
+        updates.waiting[b] = present, word
         return gradients
 
     def _agree_on(self, b: int) -> None:
-        """The agreement of all ranks on the update of bucket b."""
-        failure, agreement = self._step.failure, self._agreement
-        present, word = self._updates.waiting.pop(b)
+        """The agreement of all ranks on the update of bucket b, which the update reads on the device."""
+        updates, agreement = self._updates, self._agreement
+        error = updates.error or self._step.failure
+        present, word = updates.waiting.pop(b)
         if self.world_size == 1:
             self._update.present = present
         else:
             call = Call(is_clip=False, averages=True, step=self._saved.steps)
             groups = self.inners.param_groups  # as of the first bucket, whatever a scheduler has done since
-            in_phase("vote", agreement.begin)(present, call, failure, word, groups, Rounds())
-            with failure:
-                agreement.read(groups, earlier=False)
+            in_phase("vote", agreement.begin)(list(present.values()), call, error, word, groups, Rounds())
         agreement.accept_bucket(word)
         self._set_skip()
         torch.maximum(self.found_inf, self._skip, out=self.found_inf)
-        if not failure:
-            self._updates.has_updated = True
+        if not error:
+            updates.has_updated = True
             self._saved.unsound = "a backward pass has updated masters: call step() before they are saved"
 
     def _close_pass(self, closure: Callable[[], Any] | None) -> Any:
         """step(): take the buckets that no backward pass has completed, and finish all."""
-        updates, step, loss, error = self._updates, self._step, None, OwnError()
+        updates, loss, error = self._updates, None, OwnError()
+        self._shards.check_not_taken_over()
         try:
             with self._breaking("step()", updates):
                 with error:
@@ -547,15 +572,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 updates.follow()
                 if not updates.has_begun:
                     self._begin_pass()
-                with step.failure:
+                with updates.error:
                     error.raise_if_any()
-                for turn in updates.rest():
-                    self._take_turn(turn)
-                for behind in range(3 * updates.lag):
-                    self._take_turn(len(self._shards.buckets) + behind)
-                step.failure.raise_if_any()
+                self._take_rest()
+                error = self._step.failure or updates.error
+                if not self._defers:
+                    self._read_agreements(self.inners.param_groups, error, earlier=False)
+                error.raise_if_any()
         finally:
-            if updates.has_updated:
+            if updates.has_updated or (self._defers and not updates.is_refused):
                 self._agreement.end_buckets()
                 self._agreement.count_step()
                 self._saved.steps += 1
@@ -565,13 +590,26 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return loss
 
     def _give_up_pass(self) -> None:
-        """Take this rank's part in what is left of a step, and change nothing more."""
-
-        def refuse() -> NoReturn:
-            raise RuntimeError("load_state_dict() came before step()")
-
+        """Take this rank's part in what is left of a step, and change nothing more: weights neither, whose
+        values a load may look at.
+        """
+        if not self._updates.has_begun:
+            self._begin_pass()
         with contextlib.suppress(RuntimeError):
-            self._close_pass(refuse)
+            with self._step.failure:
+                raise RuntimeError("load_state_dict() came before step()")
+            self._close_pass(None)
+        self._agreement.drop_unread()
+
+    def _read_agreements(self, *how: Any, **more: Any) -> None:
+        """Agreement.read() of buckets. Breaks the optimizer where ranks took some of them and not all."""
+        try:
+            self._agreement.read(*how, **more)
+        except Exception as error:
+            self._updates.has_updated = False
+            if self._agreement.taken:
+                self._break("step()", error)
+            raise
 
     def _check_can_close(self) -> None:
         self._raise_if_broken()
@@ -875,12 +913,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except BaseException as error:
             if updates is not None and (self.broken is not None or not updates.has_updated):
                 raise
-            # Its text is kept, not the error, whose traceback has frames that hold this.
-            self.broken = RuntimeError(
-                f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
-            )
-            self._saved.unsound = f"{self.broken}: it must not be saved"
+            self._break(call, error)
             raise
+
+    def _break(self, call: str, error: BaseException) -> None:
+        # Its text is kept, not the error, whose traceback has frames that hold this.
+        self.broken = RuntimeError(
+            f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
+        )
+        self._saved.unsound = f"{self.broken}: it must not be saved"
 
     def _raise_if_broken(self) -> None:
         if self.broken is not None:
@@ -889,8 +930,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "build a new optimizer"
             ) from self.broken
 
-    def _check_sound(self) -> None:
-        """Raise RuntimeError where masters may be of two steps: also between a pass and its step()."""
+    def _find_if_sound(self) -> None:
+        """Have what is saved now know if ranks took some buckets of the last step and not all. Waits for the
+        device.
+        """
+        if self._updates is not None and not self._updates.has_begun:
+            with contextlib.suppress(RuntimeError):  # the next step raises it
+                self._read_agreements()
+
+    def _check_sound(self, waits: bool = True) -> None:
+        """Raise RuntimeError where masters may be of two steps: also between a pass and its step(). waits:
+        whether the host may wait to find out.
+        """
+        if waits:
+            self._find_if_sound()
         self._raise_if_broken()
         if self._saved.unsound is not None:
             raise RuntimeError(self._saved.unsound)
@@ -926,6 +979,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self._find_if_sound()
         self.inners.push_options(self.param_groups)
         state_dict = self._saved.state_dict()
         if self._consolidated is not None:

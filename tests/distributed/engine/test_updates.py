@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +21,7 @@ from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4 import ops
 from zerofp4.engine.topology import Topology
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, agreement, sharded, zero
 
 FOUND = "found an error, and no rank takes this step"
 
@@ -134,6 +136,67 @@ def test_a_rank_that_is_ahead_overwrites_nothing(world):
     with_peers(world, check, True, bucket_mb=TINY)
 
 
+@on_ranks(2, 3, time_limit=60)
+def test_a_gradient_that_is_missing_on_one_rank(world):
+    """The others have it when the pass of that rank ends, not when it calls step(), so that ranks may call
+    other collectives in between.
+    """
+    group = dist.new_group(backend="gloo")
+    models = make_pair(world, bucket_mb=TINY, transport="collective", process_group=group)
+    for step in range(3):
+        for net, optimizer in models:
+            loss = loss_of(net, world, step, rare=step % 2 != world.rank % 2)
+            loss.backward()
+            dist.all_reduce(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(models, f"step {step}")
+
+
+@on_ranks(2)
+def test_a_second_backward_pass_of_other_parameters(world):
+    """The first one has taken their buckets."""
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective")
+    loss_of(net, world, 0, rare=False).backward()
+    with pytest.raises(RuntimeError, match=r"rare.weight.* got a gradient in a second backward pass"):
+        net.rare(torch.ones(1, 64, dtype=torch.bfloat16, device=world.device)).sum().backward()
+    assert optimizer.broken is not None
+
+
+# The host's work
+
+
+@on_ranks(1, 2)
+def test_the_work_of_the_host_grows_with_the_buckets_and_not_with_their_square(world):
+    """Parameters that it looks at, and words that ranks agree on."""
+
+    def work(count):
+        net = torch.nn.ModuleList(torch.nn.Linear(64, 16, dtype=torch.bfloat16) for _ in range(count))
+        options = keywords(OPTIONS, {"overlap": "update", "bucket_mb": TINY, "transport": "collective"})
+        optimizer = ZeroFP4Optimizer(net.to(world.device).named_parameters(), FusedAdamW, **options)
+        assert len(optimizer.describe()["buckets"]) == 2 * count
+        sizes = []
+
+        def counting(function):
+            def call(*arguments, **more):
+                sizes.extend(len(a) for a in arguments if isinstance(a, (list, torch.Tensor)))
+                return function(*arguments, **more)
+
+            return call
+
+        with contextlib.ExitStack() as patches:
+            for module, name in ((sharded, "attributes"), (zero, "gradients_of"), (agreement, "reduce_max")):
+                counted = counting(getattr(module, name))
+                patches.enter_context(mock.patch.object(module, name, counted))
+            x = torch.ones(4, 64, dtype=torch.bfloat16, device=world.device)
+            sum(module(x).float().sum() for module in net).backward()
+            optimizer.step()
+        assert len(sizes) > count
+        return sum(sizes)
+
+    assert work(24) < 2.2 * work(12)
+
+
 # Memory
 
 
@@ -221,7 +284,7 @@ def test_an_error_of_one_rank_behind_the_first_update(world, way):
         good = optimizer.state_dict()
         good["state"] = {n: {k: v.clone() for k, v in e.items()} for n, e in good["state"].items()}
         before = [master.clone() for master in optimizer.gathered_masters()]
-        written = net.rare.weight if world.rank == 1 else torch.zeros(2)
+        written = net.layers[1].bias if world.rank == 1 else torch.zeros(2)
         hook = net.layers[2].weight.register_hook(lambda _: write(written))
         loss_of(net, alone, 1).backward()
         hook.remove()
@@ -319,6 +382,85 @@ def test_options_differ_between_ranks(world):
         loss_of(net, world, 1).backward()
         with pytest.raises(RuntimeError, match=r"'lr'\] must be the same on every rank"):
             optimizer.step()
+
+
+# Agreements that no host waits for: so it is by itself with NCCL
+
+
+def make_deferred(world, **options):
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective", **options)
+    optimizer._defers = True
+    return net, optimizer
+
+
+@on_ranks(2, 3, time_limit=120)
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_deferred_steps_have_the_bytes_of_a_plain_step(world, state):
+    plain = make(world, None, state=state, bucket_mb=TINY, transport="collective")
+    whole_steps(world, [plain, make_deferred(world, state=state)])
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("what", ["nan", "option"])
+def test_the_others_hear_of_a_refused_step_in_the_next_one(world, what):
+    """It has changed nothing on any rank, and steps go on behind it."""
+    net, optimizer = make_deferred(world)
+    step_of(world, [(net, optimizer)], 0)
+    alone = what == "nan" and world.rank == 1
+    with nothing_changes(net, optimizer):
+        if world.rank == 1:
+            optimizer.param_groups[0]["lr"] = math.nan if what == "nan" else 0.5
+        loss_of(net, world, 1).backward()
+        with pytest.raises(ValueError, match="must be finite") if alone else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.found_inf.item() == 1
+        found = "rank 1 found an error" if what == "nan" else "options of param_groups differed"
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"which no rank has taken: {found}"):
+                optimizer.check()
+        optimizer.param_groups[0]["lr"] = OPTIONS["lr"]
+        if world.rank:
+            loss_of(net, world, 2).backward()
+        found = found if what == "nan" else r"'lr'\] must be the same on every rank, but is 0.02 on rank 0"
+        with pytest.raises(RuntimeError, match=found):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.broken is None
+    step_of(world, [(net, optimizer)], 3)
+    optimizer.check()
+    check_weights(list(net.parameters()), optimizer)
+
+
+@on_ranks(2, 3)
+def test_the_others_hear_of_an_error_behind_the_first_update_in_the_next_step(world):
+    """They do not save what they have, and all are broken then."""
+    net, optimizer = make_deferred(world)
+    step_of(world, [(net, optimizer)], 0)
+    good = optimizer.state_dict()
+    good["state"] = {n: {k: v.clone() for k, v in e.items()} for n, e in good["state"].items()}
+    written = net.layers[1].bias if world.rank == 1 else torch.zeros(2)
+    hook = net.layers[2].weight.register_hook(lambda _: write(written))
+    loss_of(net, world, 1).backward()
+    hook.remove()
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match="was written to"):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert optimizer.broken is None
+    with pytest.raises(RuntimeError, match="must not be saved"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
+    optimizer.zero_grad()
+    loss_of(net, world, 2).backward()
+    with pytest.raises(RuntimeError, match="which all ranks have taken in part: rank 1 found an error"):
+        optimizer.step()
+    assert optimizer.broken is not None
+    optimizer.zero_grad()
+    optimizer.load_state_dict(good)
+    step_of(world, [(net, optimizer)], 3)
+    optimizer.check()
+    check_weights(list(net.parameters()), optimizer)
 
 
 @on_ranks(2)
