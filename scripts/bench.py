@@ -45,7 +45,7 @@ from gpt import PRESETS
 from zerofp4_bench import output
 from zerofp4_bench.checkpoints import checkpoint
 from zerofp4_bench.export import export
-from zerofp4_bench.fsdp2 import fsdp2
+from zerofp4_bench.fsdp2 import CASES, fsdp2
 from zerofp4_bench.megatron import megatron
 from zerofp4_bench.operations import OPERATIONS, SHOWN
 from zerofp4_bench.ranks import only_rank_0_speaks
@@ -86,6 +86,7 @@ STORAGE = {
     "help": "where temporary folders are made: in TMPDIR, or in memory, in /dev/shm (default: disk)",
 }
 LAYERS = {"type": at_least(1), "help": "of each model (default: 8 of Llama-3-8B's, 28 of the other)"}
+FSDP2_CASES = {"nargs": "+", "choices": CASES, "default": list(CASES), "help": "some of these (default: all)"}
 TOKENS = {"type": at_least(1), "default": 1024, "help": "in a rank's batch (default: 1024)"}
 FIDELITY = {
     "seeds": {"type": int, "choices": SEEDS, "default": 5, "help": "pairs of runs (default: 5)"},
@@ -99,7 +100,7 @@ OF_RANKS: dict[str, tuple[Callable, int | None, int | None, str, dict]] = {
     "states": (states, 1, 20, "steps", {}),
     "checkpoint": (checkpoint, 2, 3, "saves and loads", {"storage": STORAGE}),
     "export": (export, 1, 1, "exports", {"storage": STORAGE}),
-    "fsdp2": (fsdp2, 1, 10, "groups of 4 steps", {"layers": LAYERS, "tokens": TOKENS}),
+    "fsdp2": (fsdp2, 1, 10, "groups of 4 steps", {"cases": FSDP2_CASES, "layers": LAYERS, "tokens": TOKENS}),
     "megatron": (megatron, 2, 20, "updates", {}),
     "fidelity": (fidelity, None, None, "", FIDELITY),
 }

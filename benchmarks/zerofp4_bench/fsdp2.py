@@ -1,6 +1,7 @@
 """Training steps of FSDP2 with gathers in 4 bits, beside those of fully_shard with bfloat16 parameters."""
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,8 +47,16 @@ LLAMA_8B = Shape(8, 4096, 14336, 32, 8)
 QWEN_1_5B = Shape(28, 1536, 8960, 12, 2, 151936)
 """Qwen2.5-1.5B: 47 million parameters a layer, and an embedding that is the output layer too."""
 
-CASES = {"reshard": (LLAMA_8B, True), "keep": (LLAMA_8B, False), "1.5b": (QWEN_1_5B, True)}
-"""The model and its reshard_after_forward, by what rows call both."""
+CASES = {
+    "reshard": (LLAMA_8B, True, {}),
+    "keep": (LLAMA_8B, False, {}),
+    "keep_dequantized": (LLAMA_8B, False, {"cache": "dequantized"}),
+    "1.5b": (QWEN_1_5B, True, {}),
+}
+"""The model, its reshard_after_forward and options of prepare(), by what rows call them."""
+
+WAYS = {"": "in 4 bits", "_bf16": "in bfloat16", "_float8": "by torchao in float8, products in float8 too"}
+"""How weights are gathered, with what the names of rows end with."""
 
 
 class Block(nn.Module):
@@ -130,16 +139,24 @@ def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
 
     FP32 masters, bf16 parameters and products, gradients reduced in FP32, torch's fused AdamW. `gather` is
     the time that NCCL's kernels take for the all-gathers of the layers in one step, from a profile. 1.5b is a
-    whole model of smaller layers.
+    whole model of smaller layers. float8 is measured where torchao can be imported. `link` is the rate of one
+    large all-gather: NCCL_P2P_DISABLE=1, and NCCL_SHM_DISABLE=1 beside it, make it slow.
     """
     timer = Timer(session, world, options.repeats)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
-    for case, (shape, reshards) in CASES.items():
+    if world.world_size > 1:
+        count_link(timer)
+    found = {}
+    for case in options.cases:
+        shape, reshards, kept = CASES[case]
         shape = shape.reduced(options.scale, options.layers)
-        ours, theirs = (
-            measure(timer, options.tokens, mesh, case, shape, reshards, is_ours=is_ours)
-            for is_ours in (True, False)
-        )
+        for way in WAYS if case == "reshard" else ("", "_bf16"):
+            if way != "_bf16" or (shape, reshards) not in found:
+                model = measure(timer, options.tokens, mesh, f"{case}{way}", shape, reshards, way, kept)
+            if way == "_bf16":
+                theirs = found.setdefault((shape, reshards), model)
+            elif not way:
+                ours = model
         for part in (part for part in ours if theirs[part]):  # one rank alone gathers nothing
             kind, rule = "ratio", f"{part} of ours over that of bf16"
             if part == "tokens":
@@ -148,12 +165,33 @@ def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
     count_resident(timer, mesh, LLAMA_8B.reduced(options.scale, 1))
 
 
+def count_link(timer: Timer) -> None:
+    """Bytes that each rank receives from the others in an all-gather, over its time."""
+    nbytes = 2**28 if timer.device.type == "cuda" else 2**20
+    piece = torch.zeros(nbytes, dtype=torch.uint8, device=timer.device)
+    whole = piece.new_empty(nbytes * timer.world.world_size)
+    seconds = timer.time(lambda: dist.all_gather_into_tensor(whole, piece)) / 1e3
+    rate = (whole.nbytes - nbytes) / seconds / 1e9
+    rule = f"received by a rank in an all-gather of {nbytes >> 20} MiB each"
+    timer.count("link", "gigabytes_per_second", rate, rule)
+
+
 def measure(
-    timer: Timer, tokens: int, mesh: DeviceMesh, case: str, shape: Shape, reshards: bool, *, is_ours: bool
+    timer: Timer,
+    tokens: int,
+    mesh: DeviceMesh,
+    name: str,
+    shape: Shape,
+    reshards: bool,
+    way: str,
+    kept: dict[str, str],
 ) -> dict[str, float]:
-    """Adds the rows of one model, and returns what is to be compared."""
+    """Adds the rows of one model, and returns what is to be compared; nothing where torchao is not here."""
     device, is_cuda = timer.device, timer.session.clock.is_cuda
-    name, how = (case, "gathered in 4 bits") if is_ours else (f"{case}_bf16", "gathered in bfloat16")
+    how = f"gathered {WAYS[way]}"
+    if way == "_float8" and (not is_cuda or importlib.util.find_spec("torchao") is None):
+        timer.session.say(f"{name} is left out: it needs a GPU and torchao")
+        return {}
     before = free_memory(device)
     torch.manual_seed(0)
     with device:
@@ -164,7 +202,7 @@ def measure(
         x = torch.randn(1, tokens, shape.hidden, device=device, dtype=torch.bfloat16)
     calls: list[tuple[CountedGather, int]] = []
     blocks, others = CountedGather(calls), CountedGather(calls)
-    optimizer = shard(model, mesh, reshards, is_ours)
+    optimizer = shard(model, mesh, reshards, way, **kept)
     for block in model.blocks:
         block.set_custom_all_gather(blocks)
     model.set_custom_all_gather(others)
@@ -175,6 +213,8 @@ def measure(
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if way == "_float8":
+                precompute_float8_scales(model)
 
     rule = f"forward, backward and optimizer, {how}, one of {STEPS} that follow each other"
     with timer.peak(f"{name}/peak", f"model and optimizer included, {how}", before) as peak:
@@ -202,16 +242,27 @@ def measure(
     return found
 
 
-def shard(model: Decoder, mesh: DeviceMesh, reshards: bool, is_ours: bool) -> torch.optim.Optimizer:
-    if is_ours:
-        integration.prepare(model, columnwise=True)
+def shard(model: Decoder, mesh: DeviceMesh, reshards: bool, way: str, **kept) -> torch.optim.Optimizer:
+    if way == "":
+        integration.prepare(model, **kept)
+    elif way == "_float8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=POLICY, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=reshards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    if is_ours:
+    if way == "":
         integration.attach(model, optimizer)
     return optimizer
+
+
+def precompute_float8_scales(model: Decoder) -> None:
+    """Of all weights at once, as torchao has it done after each step."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def count_resident(timer: Timer, mesh: DeviceMesh, shape: Shape) -> None:
@@ -221,7 +272,8 @@ def count_resident(timer: Timer, mesh: DeviceMesh, shape: Shape) -> None:
         with timer.device:
             model = Decoder(shape, linear)
         is_ours = name != "bf16"
-        optimizer = shard(model, mesh, False, is_ours)
+        options = {"columnwise": name == "rows_and_columns"} if is_ours else {}
+        optimizer = shard(model, mesh, False, "" if is_ours else "_bf16", **options)
         block = model.blocks[0]
         block.unshard()
         weights = [p for p in block.parameters() if p.dim() == 2]

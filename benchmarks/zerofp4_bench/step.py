@@ -53,6 +53,8 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
             own.timer.count(f"{part}_over_bf16", "ratio", found[part] / theirs[part], rule)
     for own, _ in ours.values() if world.world_size > 1 else ():
         free_memory(session.device)
+        own.measure_compact(theirs)
+        free_memory(session.device)
         own.measure_hiding(theirs and theirs["step"])
 
 
@@ -168,6 +170,23 @@ class Ours:
         self.timer.count("publish", "milliseconds", found["publish"], rule)
         return found
 
+    def measure_compact(self, bf16: dict[str, float] | None) -> None:
+        """Steps with compact state. bf16: milliseconds of theirs, None where there is nothing to compare."""
+        optimizer, parameters = self.build(FusedAdamW, state="compact", **ADAMW)
+        with_gradients(parameters)
+
+        def clipped() -> None:
+            optimizer.clip_grad_norm_(MAX_NORM)
+            optimizer.step()
+
+        beside = "weights, gradients and compact state included"
+        with torch.no_grad(), self.timer.peak("memory_compact", beside):
+            for name, run in (("step", optimizer.step), ("step_clipped", clipped)):
+                found = self.timer.ms(f"{name}_compact", run, "the same with state='compact'")
+                if bf16 is not None:
+                    rule = f"{name} of ours with compact state over that of bf16"
+                    self.timer.count(f"{name}_compact_over_bf16", "ratio", found / bf16[name], rule)
+
     def measure_hiding(self, bf16_step: float | None) -> None:
         """How much of a step is left behind a backward pass of matrix products, whose gradients travel
         meanwhile. bf16_step: milliseconds of one of bf16, None where there is none to compare with.
@@ -190,10 +209,17 @@ class Ours:
         self.timer.count("backward", "milliseconds", before, rule)
         rule = "the same, in turns, with overlap='backward' and step() behind them"
         self.timer.count("backward_step", "milliseconds", stepped, rule)
-        if bf16_step is not None:
-            rule = "what step() adds to the passes, gradients included, over the bf16 step"
-            exposed = max(stepped - before, 0.0) / bf16_step
-            self.timer.count("exposed_step_over_bf16", "ratio", exposed, rule)
+        del optimizer, parameters, passes, alone, with_step
+        free_memory(self.timer.device)
+        optimizer, parameters = self.build(FusedAdamW, overlap="update", state="compact", **ADAMW)
+        passes = Passes(parameters, TOKENS[self.timer.device.type])
+        with self.timer.peak("memory_updates", "with updates in backward passes, activations included"):
+            rule = "passes with overlap='update' and compact state, whole steps included"
+            updated = self.timer.ms("updates_step", lambda: (passes.run(), optimizer.step()), rule)
+        ends = {"exposed_step": ("step() adds", stepped), "exposed_updates": ("updates add", updated)}
+        for name, (what, after) in ends.items() if bf16_step is not None else ():
+            rule = f"what {what} to the passes, gradients included, over the bf16 step"
+            self.timer.count(f"{name}_over_bf16", "ratio", max(after - before, 0.0) / bf16_step, rule)
 
 
 def with_gradients(parameters: Sequence[nn.Parameter]) -> None:
