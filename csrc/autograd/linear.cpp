@@ -26,6 +26,7 @@
 #include <type_traits>
 
 #include "autograd/dequantize_call.h"
+#include "autograd/operators.h"
 
 namespace zerofp4 {
 namespace {
@@ -427,6 +428,7 @@ PyMethodDef kMethods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},
     {"configure", &configure, METH_VARARGS, nullptr},
     {"fits", &fits, METH_O, nullptr},
+    {"implement", &implement, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_autograd", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};

@@ -37,5 +37,6 @@ void bind_optim(py::module_& m);
 void bind_tensors(py::module_& m);
 void bind_peers(py::module_& m);
 void bind_product(py::module_& m);
+void bind_records(py::module_& m);
 
 }  // namespace zerofp4::bindings

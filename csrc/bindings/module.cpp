@@ -41,6 +41,7 @@ PYBIND11_MODULE(_C, m) {
     bind_tensors(m);
     bind_peers(m);
     bind_product(m);
+    bind_records(m);
 }
 
 }  // namespace zerofp4::bindings

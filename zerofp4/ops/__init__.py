@@ -8,7 +8,7 @@ fake and backends.
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.addresses import Addresses, plain_kinds, pointers, tensor_facts
-from zerofp4.ops.autograd import native_linear, why_python_autograd
+from zerofp4.ops.autograd import implement_operators, native_linear, why_python_autograd
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
@@ -53,6 +53,7 @@ from zerofp4.ops.quantize import (
     quantize_into,
     rng_state_shape,
 )
+from zerofp4.ops.records import buffer_reader, flatten_method
 from zerofp4.ops.stages import (
     ERROR_WORD,
     HASH_WORD,
@@ -110,6 +111,7 @@ __all__ = [
     "add_squares",
     "average",
     "average_rows",
+    "buffer_reader",
     "build_info",
     "change_scales",
     "check_capability",
@@ -120,6 +122,7 @@ __all__ = [
     "current_stream",
     "draw_rng_state",
     "find_nonfinite",
+    "flatten_method",
     "grouped_shapes",
     "grouped_values",
     "has_fp4_tensor_cores",
@@ -145,3 +148,5 @@ __all__ = [
     "write_scaled_product",
     "write_values",
 ]
+
+implement_operators()

@@ -10,6 +10,7 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.ops.device import check_cuda, current_stream
+from zerofp4.ops.operator import without_backend
 
 VARIABLE = "ZEROFP4_AUTOGRAD"
 _NAME = "zerofp4._autograd"
@@ -57,3 +58,13 @@ def native_linear(
     called = values_source, gradient_place, gradients, check_cuda, current_stream
     extension.configure(weight_type, *called, _C.dequantize_function)
     return extension.linear
+
+
+def implement_operators() -> None:
+    """Dispatch the operators that compiled code calls in C++, where the extension is used. Arguments that are
+    not plain go on to the implementation in Python.
+    """
+    extension, _ = _load()
+    if extension is not None:
+        python = without_backend("dequantize")
+        extension.implement(python, check_cuda, current_stream, _C.dequantize_function)

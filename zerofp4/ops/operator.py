@@ -7,11 +7,26 @@ import torch
 from zerofp4.format import BLOCK, SCALE_DTYPE
 from zerofp4.storage import Sides, check_buffer, sides_of
 
+_backends: dict[str, tuple[torch.library.Library, Callable]] = {}
+"""By operator: what keeps its implementation registered, and the implementation."""
+
 
 def backend(name: str) -> Callable[[Callable], Callable]:
     """Registers a function as the CPU and the CUDA implementation of an operator."""
-    register = torch.library.impl(f"zerofp4::{name}", ("cpu", "cuda"))
-    return lambda function: register(_with_tensors(name, function))
+
+    def register(function: Callable) -> Callable:
+        library, call = torch.library.Library("zerofp4", "FRAGMENT"), _with_tensors(name, function)
+        torch.library.impl(f"zerofp4::{name}", ("cpu", "cuda"), lib=library)(call)
+        _backends[name] = library, call
+        return function
+
+    return register
+
+
+def without_backend(name: str) -> Callable:
+    """The implementation of an operator, which is not registered from now on."""
+    _, call = _backends.pop(name)
+    return call
 
 
 def fake(name: str) -> Callable[[Callable], Callable]:

@@ -30,7 +30,18 @@ from zerofp4.storage.record import (
     side_of,
     weight_record,
 )
-from zerofp4.storage.sides import BUFFERS, SIDES, Gate, Side, Sides, scale_name, side_names, sides_of, unstack
+from zerofp4.storage.sides import (
+    BUFFERS,
+    SIDES,
+    Gate,
+    Side,
+    Sides,
+    scale_name,
+    side_and_layout,
+    side_names,
+    sides_of,
+    unstack,
+)
 
 __all__ = [
     "BUFFERS",
@@ -67,6 +78,7 @@ __all__ = [
     "record_of",
     "register_adapter",
     "scale_name",
+    "side_and_layout",
     "side_names",
     "side_of",
     "sides_of",

@@ -18,6 +18,7 @@ class MXFP8Storage(Storage):
     """
 
     layouts: ClassVar = MXFP8_SCALE_LAYOUTS
+    context_fields: ClassVar = ("dtype",)
     block: ClassVar[tuple[int, int]] = (1, MXFP8_BLOCK)
 
     @classmethod

@@ -30,6 +30,7 @@ class NVFP4Storage(Storage):
     """
 
     layouts: ClassVar = SCALE_LAYOUTS
+    context_fields: ClassVar = ("dtype", "block", "hadamard", "random_signs", "four_over_six")
 
     block: tuple[int, int]
     hadamard: bool = dataclasses.field(default=False, kw_only=True)
@@ -51,7 +52,10 @@ class NVFP4Storage(Storage):
     def from_context(cls, shape, context) -> "NVFP4Storage":
         dtype, block, hadamard, random_signs, four_over_six = context
         record = cls(shape, dtype, tuple(block), hadamard=hadamard, random_signs=random_signs)
-        record.four_over_six = None if four_over_six is None else FourOverSix(*four_over_six)
+        if isinstance(four_over_six, FourOverSix):
+            record.four_over_six = four_over_six
+        elif four_over_six is not None:
+            record.four_over_six = FourOverSix(*four_over_six)
         return record
 
     def context(self) -> tuple:

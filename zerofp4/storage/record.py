@@ -26,6 +26,8 @@ class Storage(Sides):
 
     layouts: ClassVar[tuple[str, ...]]
     """The layouts of scales that the format has."""
+    context_fields: ClassVar[tuple[str, ...]]
+    """The fields that context() is made of."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -42,7 +44,7 @@ class Storage(Sides):
 
     @classmethod
     def from_context(cls, shape: torch.Size, context: tuple) -> "Storage":
-        """A record without buffers: the inverse of shape and context()."""
+        """A record without buffers: the inverse of shape and context(), or the values of context_fields."""
         raise NotImplementedError
 
     @classmethod

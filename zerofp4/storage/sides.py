@@ -30,6 +30,11 @@ BUFFERS = (*side_names(SCALE_LAYOUTS), "amax", "columnwise_amax")
 _SCALES = {scale_name(side, layout): (side, layout) for side in SIDES for layout in SCALE_LAYOUTS}
 
 
+def side_and_layout(name: str) -> tuple[str, str | None]:
+    """Of a buffer by its name out of side_names(); the layout of elements is None."""
+    return _SCALES.get(name) or (name.removesuffix("_data"), None)
+
+
 class Gate:
     """Stands before elements that may be on their way from other ranks. Sides of many records may share one.
 
@@ -128,7 +133,7 @@ class Sides:
         """A buffer by its name out of BUFFERS; None where it does not exist."""
         if name in ("amax", "columnwise_amax"):
             return getattr(self, name)
-        side, layout = _SCALES.get(name) or (name.removesuffix("_data"), None)
+        side, layout = side_and_layout(name)
         copy: Side | None = getattr(self, side)
         if copy is None:
             return None

@@ -32,8 +32,8 @@ class NVFP4Tensor(QuantizedTensor):
 
     rowwise_scale_expanded = buffer_property("rowwise_scale_expanded")
     columnwise_scale_expanded = buffer_property("columnwise_scale_expanded")
-    amax = property(attrgetter("record.amax"))
-    columnwise_amax = property(attrgetter("record.columnwise_amax"))
+    amax = buffer_property("amax")
+    columnwise_amax = buffer_property("columnwise_amax")
     hadamard = property(attrgetter("record.hadamard"))
     random_signs = property(attrgetter("record.random_signs"))
     four_over_six = property(attrgetter("record.four_over_six"))

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 
+from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.storage import Storage, note_rebinding
 from zerofp4.tensors import backward_passes, dispatch, products, transfer
@@ -18,7 +19,7 @@ def buffer_property(name: str) -> property:
     Its getter has no frame: torch 2.10 compiles that of a getter as a function that begins by reading the
     same property.
     """
-    return property(attrgetter(f"record.{name}"))
+    return property(ops.buffer_reader(name))
 
 
 class QuantizedTensor(torch.Tensor):
@@ -171,9 +172,6 @@ class QuantizedTensor(torch.Tensor):
             f"an {type(self).__name__} has no state to set: it was given, and checked, when it was made"
         )
 
-    def __tensor_flatten__(self):
-        return [name for name, _ in self.record.buffers()], self.record.context()
-
     @classmethod
     def __tensor_unflatten__(cls, buffers: dict, context: tuple, outer_size, outer_stride):
         return cls(cls._record_type.from_buffers(torch.Size(outer_size), context, buffers))
@@ -269,6 +267,7 @@ def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
     return cls((tuple(record.shape), record.context(), tuple(buffers)), *buffers.values())
 
 
+QuantizedTensor.__tensor_flatten__ = ops.flatten_method(QuantizedTensor)
 QuantizedTensor._kept_by_autograd = property(_kept_by_autograd, _take_from_autograd)
 _codes = QuantizedTensor.rowwise_data  # whose type a checker sees
 QuantizedTensor.rowwise_data = property(buffer_property("rowwise_data").fget, _codes.fset, doc=_codes.__doc__)

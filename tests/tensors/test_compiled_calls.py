@@ -1,0 +1,150 @@
+"""A call of code by torch.compile runs no Python of this package: operators are dispatched in C++, and so are
+the questions that guards ask a weight.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_bytes_equal, poisoned_allocations
+from tensor_helpers import DTYPES, values
+from torch import nn
+
+import zerofp4
+from zerofp4 import ops
+from zerofp4.ops.dequantize import _dequantize
+
+needs_extension = pytest.mark.skipif(
+    ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd())
+)
+PACKAGE = str(Path(zerofp4.__file__).parent)
+
+
+@pytest.fixture
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def frames(run) -> Counter:
+    """The functions of this package that run() calls, in this thread."""
+    found = Counter()
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found[f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+FORMATS = {
+    "16x16": {},
+    "1x16": {"block": (1, 16)},
+    "rows only": {"columnwise": False},
+    "four over six": {"four_over_six": zerofp4.FourOverSix()},
+}
+
+
+@needs_extension
+@pytest.mark.heavy
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_no_frame_of_this_package(fresh, backend, format):
+    """On the CPU, where the backward pass runs in the thread that asks for it."""
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64)).bfloat16()
+    zerofp4.convert_model(model, lambda module, name: isinstance(module, nn.Linear), **FORMATS[format])
+    run, x, losses = torch.compile(model, fullgraph=True, backend=backend), values(32, 64), []
+    for _ in range(3):
+        forward = frames(lambda: losses.append(run(x).sum()))
+        backward = frames(lambda: losses.pop().backward())
+    assert (forward, backward) == (Counter(), Counter())
+
+
+def test_frames_are_counted():
+    """Or the test above finds none whatever runs."""
+    assert frames(lambda: zerofp4.quantize(values(32, 64)))
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("block_rows", [1, 16])
+def test_the_operator_gives_the_bytes_of_python(device, block_rows, columnwise, dtype):
+    t = zerofp4.quantize(values(48, 80, device=device), block=(block_rows, 16), columnwise=True)
+    data, scale = (t.columnwise_data, t.columnwise_scale) if columnwise else (t.rowwise_data, t.rowwise_scale)
+    for given in (scale, scale.view(torch.uint8)):
+        arguments = (data, given, t.amax, block_rows, dtype, "compact", 448, columnwise)
+        with poisoned_allocations():
+            actual, expected = torch.ops.zerofp4.dequantize(*arguments), _dequantize(*arguments)
+        assert_bytes_equal(actual, expected, "values")
+
+
+def plain_arguments() -> dict:
+    t = zerofp4.quantize(values(48, 80))
+    return {
+        "data": t.rowwise_data,
+        "scale": t.rowwise_scale,
+        "amax": t.amax,
+        "block_rows": 16,
+        "dtype": torch.bfloat16,
+        "layout": "compact",
+        "e4m3_max": 448,
+        "columnwise": False,
+    }
+
+
+def shrunk(data: torch.Tensor) -> torch.Tensor:
+    data = data.clone()
+    data.untyped_storage().resize_(8)
+    return data
+
+
+WRONG = {
+    "a layout": ("layout", lambda layout: "other"),
+    "block_rows": ("block_rows", lambda block_rows: 8),
+    "e4m3_max": ("e4m3_max", lambda e4m3_max: 300),
+    "a dtype": ("dtype", lambda dtype: torch.float64),
+    "data of another dtype": ("data", lambda data: data.view(torch.int8)),
+    "data out of order": ("data", lambda data: data.t()),
+    "data that were freed": ("data", shrunk),
+    "a scale of another shape": ("scale", lambda scale: scale[:, :-1].contiguous()),
+    "a scale of another dtype": ("scale", lambda scale: scale.float()),
+    "two amaxes": ("amax", lambda amax: amax.repeat(2)),
+}
+
+
+@needs_extension
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_by_python(name):
+    arguments = plain_arguments()
+    argument, change = WRONG[name]
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as expected:
+        _dequantize(*arguments.values())
+    with pytest.raises(expected.type) as found:
+        torch.ops.zerofp4.dequantize(*arguments.values())
+    assert str(expected.value) in str(found.value)
+
+
+@needs_extension
+def test_a_stack_goes_on_to_python(device):
+    t = zerofp4.quantize(values(3, 48, 80, device=device))
+    arguments = (t.rowwise_data, t.rowwise_scale, t.amax, 16, torch.bfloat16)
+    assert_bytes_equal(torch.ops.zerofp4.dequantize(*arguments), t.dequantize(), "values")
+
+
+@needs_extension
+def test_none_in_place_of_a_tensor():
+    """torch lets it pass."""
+    arguments = plain_arguments()
+    arguments["scale"] = None
+    with pytest.raises(TypeError, match="zerofp4::dequantize: scale must be a tensor, got None"):
+        torch.ops.zerofp4.dequantize(*arguments.values())
