@@ -46,17 +46,21 @@ def longest_sequence(file: Path) -> int | None:
     return next((found[name] for name in LONGEST if isinstance(found.get(name), int)), None)
 
 
-def make_model(file: Path, vocabulary: int, device: torch.device, recomputes: bool = False) -> nn.Module:
+def make_model(
+    file: Path, vocabulary: int, device: torch.device, recomputes: bool = False, layers: int | None = None
+) -> nn.Module:
     """A causal language model with initial weights in bfloat16, made on the device, whose vocabulary has as
     many tokens as the configuration says. Raises ConfigError, also where these are fewer than those of the
     text.
 
     recomputes: its layers keep only their inputs for the backward pass, which computes them once more.
+    layers: how many, if not as many as the configuration says.
     """
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(str(file))
+        more = {} if layers is None else {"num_hidden_layers": layers}
+        config = transformers.AutoConfig.from_pretrained(str(file), **more)
         with device:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if recomputes:

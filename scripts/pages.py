@@ -12,7 +12,7 @@ from torch import nn
 from zerofp4_bench import output
 from zerofp4_bench.output import BEGIN, END, Table, markdown_table
 
-from zerofp4.inspect.memory import WAYS, memory_kept, model_of
+from zerofp4.inspect.memory import FLASH, WAYS, memory_kept, model_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -21,10 +21,6 @@ EARLY = 'NVFP4, state="compact", overlap="update"'
 CARDS = {"llama_3_8b": ("Llama-3-8B", 80e9), "llama_20b": ("Llama, 20B", 141e9)}
 """By the name of a configuration and of its run, the model and the memory of a card that suits it: the limit
 of the first run, and what an H200 is sold with.
-"""
-FLASH = {"FlashAdamW": 7.0, "FlashAdamW, gradient release": 5.0}
-"""Bytes a parameter that the paper of FlashOptim states (arXiv 2602.23349), with gradients in bfloat16,
-masters of 24 bits and moments of 8.
 """
 
 

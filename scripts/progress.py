@@ -25,7 +25,8 @@ class Progress:
         identity = {name: getattr(options, name) for name in names}
         identity |= {"weights": kind, "text": text.digest}
         if options.config is not None:
-            identity |= {"preset": None, "config": digest(Path(options.config))}
+            layers = "" if options.layers is None else f" with {options.layers} layers"
+            identity |= {"preset": None, "config": digest(Path(options.config)) + layers}
         identity["global batch"] = options.batch_size * world.world_size
         self.checkpoints = Checkpoints(options.out / f"checkpoints-{kind}", options.keep, identity, world)
         self.options = options

@@ -122,7 +122,8 @@ def build(
     torch.manual_seed(options.seed)
     quantizes, is_sharded = RECIPES[options.recipe] is not None, options.parallel == "fsdp2"
     if options.config is not None:
-        model = make_model(Path(options.config), vocabulary, world.device, options.recompute)
+        config, recomputes = Path(options.config), options.recompute
+        model = make_model(config, vocabulary, world.device, recomputes, options.layers)
         blocks, takes = layers_of(model), None  # all but the output layer, and embeddings
     else:
         linear = zerofp4.nn.Linear if quantizes else nn.Linear

@@ -73,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what products are made of (default: none, bfloat16)",
     )
     add("--config", type=Path, help="config.json of transformers, in place of a preset")
+    add("--layers", type=at_least(int, 1), help="of --config, in place of the number that it has")
     recompute = "layers of --config keep their inputs alone for the backward pass"
     add("--recompute", action="store_true", help=recompute)
     corpus = "stdlib, all below its folder, or a file or folder of text (default: stdlib)"
@@ -115,8 +116,8 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             parser.error(f"argument --recipe: {options.recipe} with --config takes --weights nvfp4")
         if options.recipe != "none" and options.parallel == "fsdp2":
             parser.error(f"argument --recipe: {options.recipe} with --config takes --parallel zero")
-    elif options.recompute:
-        parser.error("argument --recompute: takes --config")
+    elif options.recompute or options.layers is not None:
+        parser.error(f"argument --{'recompute' if options.recompute else 'layers'}: takes --config")
     if context is not None and options.sequence_length > context:
         parser.error(
             f"argument --sequence-length: {options.sequence_length} is longer than the context of {name}, "

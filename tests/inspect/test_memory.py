@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4.inspect import main
-from zerofp4.inspect.memory import memory_kept
+from zerofp4.inspect.memory import FLASH, WAYS, memory_kept
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 LARGER = 1.02
@@ -77,11 +78,39 @@ def test_a_table_of_a_configuration(capsys, tmp_path):
     first, _, *rows = capsys.readouterr().out.splitlines()
     assert first.startswith("8.03e9 parameters;")
     full, compact = rows[1], rows[3]
-    assert full.startswith("NVFP4 ") and full.endswith("does not fit")
+    assert full.startswith("NVFP4 ") and "does not fit" in full
     assert compact.startswith('NVFP4, state="compact", overlap="update" ')
-    kept, left = map(float, compact.split()[-2:])
+    kept, left = map(float, compact.split()[-5:-3])
     assert kept + left == pytest.approx(80)
 
+
+def test_the_largest_model_of_a_card(capsys):
+    """It fits with activations that grow with it, and one layer more does not."""
+    pytest.importorskip("transformers")
+    config, card = str(ROOT / "examples/configs/llama_20b.json"), ["--card", "149"]
+
+    def table(*more):
+        assert main(["memory", config, *card, *more]) == 0
+        first, _, *rows = capsys.readouterr().out.splitlines()
+        count = float(first.split("e9")[0])
+        cells = [re.split(r"  +", row) for row in rows]
+        return count, {name: (left, largest) for name, *_, left, largest in cells}
+
+    count, whole = table("--activations", "5")
+    assert list(whole) == [*WAYS, *(f"{name}, by its paper" for name in FLASH)]
+    for name in ("bf16 weights", 'NVFP4, state="compact", overlap="update"', "FlashAdamW, by its paper"):
+        layers, size = map(float, re.fullmatch(r"(\d+) layers, (.*)e9", whole[name][1]).groups())
+        for more, fits in ((0, True), (1, False)):
+            beyond = 5 / count * (size + more * 0.39)
+            options = "--layers", str(int(layers) + more), "--activations", f"{beyond:.3f}"
+            found, rows = table(*options)
+            assert found == pytest.approx(size + more * 0.39, abs=0.1)
+            assert (rows[name][0] != "does not fit") == fits, (name, options, rows[name])
+    assert table("--card", "2")[1]["bf16 weights"] == ("does not fit", "none")
+
+
+def test_what_is_no_configuration(capsys, tmp_path):
+    pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["memory", str(folder)]) == 2

@@ -100,6 +100,8 @@ def test_a_configuration_of_transformers(tmp_path, book, recipe):
     again = train_here(tmp_path / "run", *options, "--resume", "auto")
     assert again.status == 0 and "goes on from step 4" in again.output, again.output
     assert read_numbers(tmp_path / "run") == numbers
+    other = train_here(tmp_path / "run", *options, "--layers", "2", "--resume", "auto")
+    assert other.status == 1 and "is of another run: its config is" in other.output
     write_config(tmp_path, hidden_size=64)
     other = train_here(tmp_path / "run", *options, "--resume", "auto")
     assert other.status == 1 and "is of another run: its config is" in other.output
@@ -150,11 +152,15 @@ class Statm:
 
 
 @needs_transformers
-@pytest.mark.parametrize(("name", "billions"), [("llama_3_8b", 8.0), ("llama_20b", 20.0)])
-def test_configurations_of_large_models(name, billions):
+@pytest.mark.parametrize(
+    ("name", "more", "billions"),
+    [("llama_3_8b", [], 8.0), ("llama_20b", [], 20.0), ("llama_20b", ["--layers", "63"], 24.5)],
+)
+def test_configurations_of_large_models(name, more, billions):
     config = Path(train.__file__).parents[1] / "examples" / "configs" / f"{name}.json"
-    options = train.parse_options(["--config", str(config), "--recompute", "--sequence-length", "2048"])
-    model = hugging_face.make_model(Path(options.config), 256, torch.device("meta"), options.recompute)
+    options = ["--config", str(config), "--recompute", "--sequence-length", "2048", *more]
+    options, meta = train.parse_options(options), torch.device("meta")
+    model = hugging_face.make_model(Path(options.config), 256, meta, options.recompute, options.layers)
     assert billions * 1e9 <= sum(p.numel() for p in model.parameters()) < 1.04 * billions * 1e9
     assert all(layer.gradient_checkpointing for layer in hugging_face.layers_of(model))
 

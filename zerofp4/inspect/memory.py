@@ -1,6 +1,8 @@
 """The subcommand `memory`: what one GPU keeps to train a model, predicted from its shapes."""
 
 import argparse
+import functools
+import math
 import sys
 from pathlib import Path
 
@@ -18,6 +20,10 @@ DESCRIPTION = """\
 Predict what one GPU keeps to train a causal language model of transformers in bfloat16 with FusedAdamW:
 weights, gradients, masters and moments, computed from the model's shapes. Activations, and the buffers of a
 step, are not in it: what is left on the card is for them. Nothing is allocated.
+
+The largest model that the card can train has more or fewer layers of the same shape. Give --activations what
+a run of the configuration has beyond what it keeps: a larger model has as many bytes a parameter of these.
+FlashAdamW (FlashOptim, arXiv 2602.23349) keeps what its paper states.
 """
 WAYS = {
     "bf16 weights": {"nvfp4": False},
@@ -26,6 +32,10 @@ WAYS = {
     'NVFP4, state="compact", overlap="update"': {"state": "compact", "overlap": "update"},
 }
 """By name, options of memory_kept()."""
+FLASH = {"FlashAdamW": 7, "FlashAdamW, gradient release": 5}
+"""Bytes a parameter that the paper of FlashOptim states (arXiv 2602.23349), with gradients in bfloat16,
+masters of 24 bits and moments of 8.
+"""
 
 
 def memory_kept(
@@ -57,37 +67,66 @@ def memory_kept(
     return kept
 
 
-def model_of(config: Path) -> nn.Module:
-    """The causal language model of a configuration of transformers, in bfloat16, on the meta device."""
+def elements(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def as_stated(model: nn.Module, size: float) -> dict[str, float]:
+    """Bytes of a paper, which does not say here what they are. size: those of a parameter."""
+    return {"": size * elements(model)}
+
+
+SIZES = {name: functools.partial(memory_kept, **way) for name, way in WAYS.items()}
+SIZES |= {f"{name}, by its paper": functools.partial(as_stated, size=size) for name, size in FLASH.items()}
+"""By way, a function of a model: its bytes by what they are."""
+
+
+def model_of(config: Path, layers: int | None = None) -> nn.Module:
+    """The causal language model of a configuration of transformers, in bfloat16, on the meta device. layers:
+    how many, if not as many as it says.
+    """
     import transformers
 
+    more = {} if layers is None else {"num_hidden_layers": layers}
     with torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(str(config))
+        config = transformers.AutoConfig.from_pretrained(str(config), **more)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a config.json of transformers, or its folder")
+    parser.add_argument("--layers", type=int, metavar="N", help="in place of those of the configuration")
     parser.add_argument("--card", type=float, metavar="GB", help="memory of the GPU, in 1e9 bytes")
+    beyond = "activations and buffers of this model, in 1e9 bytes (default: 0)"
+    parser.add_argument("--activations", type=float, metavar="GB", default=0.0, help=beyond)
 
 
 def run(options: argparse.Namespace) -> int:
+    card, beyond, larger = options.card and options.card * 1e9, options.activations * 1e9, None
     try:
-        model = model_of(options.config)
-    except (ImportError, OSError, ValueError, TypeError, KeyError) as error:
+        model = model_of(options.config, options.layers)
+        if card is not None:
+            larger = model_of(options.config, model.config.num_hidden_layers + 1)
+    except (ImportError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         print(f"zerofp4 memory: {options.config}: {error}", file=sys.stderr)
         return 2
-    count = sum(p.numel() for p in model.parameters())
-    rows = [["", "bytes a parameter", *memory_kept(model), "GB", *["left"] * (options.card is not None)]]
-    for name, way in WAYS.items():
-        parts = memory_kept(model, **way)
+    count = elements(model)
+    rows = [["", "bytes a parameter", *memory_kept(model), "GB"]]
+    rows[0] += [] if larger is None else ["left", "largest"]
+    for name, kept in SIZES.items():
+        parts = kept(model)
         total = sum(parts.values())
-        row = [name, f"{total / count:.2f}", *(f"{size / 1e9:.1f}" for size in parts.values())]
-        row.append(f"{total / 1e9:.1f}")
-        if options.card is not None:
-            left = options.card - total / 1e9
-            row.append(f"{left:.1f}" if left > 0 else "does not fit")
+        each = [f"{size / 1e9:.1f}" for size in parts.values()] if len(parts) > 1 else [""] * 4
+        row = [name, f"{total / count:.2f}", *each, f"{total / 1e9:.1f}"]
+        if larger is not None:
+            left = card - total - beyond
+            a_layer = sum(kept(larger).values()) - total + beyond * (elements(larger) / count - 1)
+            more = math.floor(left / a_layer)
+            layers, size = model.config.num_hidden_layers + more, count + more * (elements(larger) - count)
+            row.append(f"{left / 1e9:.1f}" if left > 0 else "does not fit")
+            row.append(f"{layers} layers, {size / 1e9:.1f}e9" if layers > 0 else "none")
         rows.append(row)
-    print(f"{count / 1e9:.2f}e9 parameters; GB on one GPU, without activations")
+    what = f"with {options.activations:g} GB of" if beyond else "without"
+    print(f"{count / 1e9:.2f}e9 parameters; GB on one GPU, {what} activations")
     print_table(rows, ["<", *[">"] * (len(rows[0]) - 1)], sys.stdout)
     return 0
