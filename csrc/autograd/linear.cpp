@@ -1,5 +1,4 @@
-// zerofp4._autograd: F.linear with an NVFP4 weight as an autograd node in C++, built against one torch.
-// zerofp4/ops/autograd.py is its only caller. Whatever is not plain goes to the Python node in
+// F.linear with an NVFP4 weight as an autograd node in C++. Whatever is not plain goes to the Python node in
 // zerofp4/tensors/products.py, which computes the same bytes.
 
 #include <ATen/Parallel.h>
@@ -26,7 +25,7 @@
 #include <type_traits>
 
 #include "autograd/dequantize_call.h"
-#include "autograd/operators.h"
+#include "autograd/functions.h"
 
 namespace zerofp4 {
 namespace {
@@ -76,11 +75,6 @@ THPObjectPtr checked(PyObject* result) {
 }
 
 // Conditions
-
-constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
-                                      c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-                                      c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
-                                      c10::DispatchKey::AutocastCUDA});
 
 // No inference mode, no dispatch mode, no transform of torch.func, no tracing; autocast only where it may be
 // on.
@@ -352,6 +346,28 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
 
 // Python's side
 
+PyObject* saved_tensors(PyObject* self, void*) {
+    HANDLE_TH_ERRORS
+    const auto& node = reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata;
+    auto* linear = static_cast<LinearBackward*>(&*node);
+    THPObjectPtr x = wrapped(linear->x.unpack(node)), weight = wrapped(linear->weight.unpack(node));
+    return PyTuple_Pack(2, x.get(), weight.get());
+    END_HANDLE_TH_ERRORS
+}
+
+// Which torch's macro of a node's properties names.
+using torch::autograd::THPCppFunction_input_metadata;
+using torch::autograd::THPCppFunction_metadata;
+using torch::autograd::THPCppFunction_next_functions;
+using torch::autograd::THPCppFunction_requires_grad;
+
+PyGetSetDef kProperties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
+                             {"saved_tensors", saved_tensors, nullptr, nullptr, nullptr},
+                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyTypeObject node_type;
+
+}  // namespace
+
 // linear(x, weight, bias or None): F.linear; None for what the Python node has to do.
 PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
@@ -379,26 +395,6 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-PyObject* saved_tensors(PyObject* self, void*) {
-    HANDLE_TH_ERRORS
-    const auto& node = reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata;
-    auto* linear = static_cast<LinearBackward*>(&*node);
-    THPObjectPtr x = wrapped(linear->x.unpack(node)), weight = wrapped(linear->weight.unpack(node));
-    return PyTuple_Pack(2, x.get(), weight.get());
-    END_HANDLE_TH_ERRORS
-}
-
-// Which torch's macro of a node's properties names.
-using torch::autograd::THPCppFunction_input_metadata;
-using torch::autograd::THPCppFunction_metadata;
-using torch::autograd::THPCppFunction_next_functions;
-using torch::autograd::THPCppFunction_requires_grad;
-
-PyGetSetDef kProperties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
-                             {"saved_tensors", saved_tensors, nullptr, nullptr, nullptr},
-                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyTypeObject node_type;
-
 // configure(weight_type, values_source, gradient_place, gradients, check_cuda, current_stream, dequantize)
 PyObject* configure(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
@@ -424,22 +420,4 @@ PyObject* fits(PyObject*, PyObject* capsule) {
     return PyBool_FromLong(PyCapsule_IsValid(capsule, kDequantizeCapsule));
 }
 
-PyMethodDef kMethods[] = {
-    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},
-    {"configure", &configure, METH_VARARGS, nullptr},
-    {"fits", &fits, METH_O, nullptr},
-    {"implement", &implement, METH_VARARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
-PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_autograd", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
-
-}  // namespace
 }  // namespace zerofp4
-
-// Nothing of torch is touched here: it may be another one than this was built against.
-PyMODINIT_FUNC PyInit__autograd() {
-    PyObject* made = PyModule_Create(&zerofp4::module);
-    if (made != nullptr && PyModule_AddStringConstant(made, "TORCH_VERSION", ZEROFP4_TORCH_VERSION) < 0)
-        Py_CLEAR(made);
-    return made;
-}

@@ -2,8 +2,6 @@
 // do the checks: arguments that are not plain go to the implementation in Python, which says what is wrong
 // with them, or computes the same bytes.
 
-#include "autograd/operators.h"
-
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -17,6 +15,7 @@
 #include <string>
 
 #include "autograd/dequantize_call.h"
+#include "autograd/functions.h"
 
 namespace zerofp4 {
 namespace {
@@ -64,11 +63,6 @@ int dtype_code(at::ScalarType dtype) {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A dense tensor on the CPU or a GPU with no other behavior: not a fake, not functional, no negative bit.
-constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
-                                      c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-                                      c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
-                                      c10::DispatchKey::AutocastCUDA});
-
 // Whether a kernel may be handed the tensor as one of these sizes: its storage holds all of it.
 bool fits(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device) {
     if ((tensor.key_set() | kPlain) != kPlain || tensor.device() != device || tensor.sizes() != sizes ||

@@ -18,7 +18,6 @@ from zerofp4.engine import (
     CollectiveTransport,
     GradientMemory,
     Trained,
-    backward,
     buckets,
     build_buckets,
     collective,
@@ -205,8 +204,8 @@ def test_at_most_two_buckets_are_on_their_way(monkeypatch):
 def test_how_often_a_backward_pass_reads_gradients(monkeypatch, adds):
     """Once to send each, and once to see whether it has changed since."""
     parameters, reads, sent = [torch.zeros(8, requires_grad=True) for _ in range(30)], [], []
-    read = backward.gradients_of
-    monkeypatch.setattr(backward, "gradients_of", lambda some: reads.extend(some) or read(some))
+    read = ops.gradients_of
+    monkeypatch.setattr(ops, "gradients_of", lambda some: reads.extend(some) or read(some))
     exchange = SimpleNamespace(
         buckets=[Bucket([i], [p]) for i, p in enumerate(parameters)],
         send_gradients=lambda b, gradients: sent.append(b),

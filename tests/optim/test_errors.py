@@ -144,7 +144,7 @@ def test_gradients_on_another_device(device, monkeypatch):
     parameters = make_parameters(device)
     optimizer = ZeroFP4Optimizer(parameters)
     elsewhere = [torch.zeros(p.shape, dtype=p.dtype, device="meta") for p in parameters]
-    monkeypatch.setattr(zero, "gradients_of", lambda _: elsewhere)
+    monkeypatch.setattr(zero.ops, "gradients_of", lambda _: elsewhere)
     assert_refused(optimizer, rf"has a gradient on meta, and its master is on {device.type}")
     parameters[1].data = parameters[1].data.clone()
     assert_refused(optimizer, r"\['params'\]\[1\] has moved")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 
 from zerofp4 import distributed
 from zerofp4.cast.reduced_vector import ReducedVector
@@ -27,6 +26,7 @@ from zerofp4.ops import (
     MasterPiece,
     PostStage,
     current_stream,
+    increment_versions,
     is_capturing,
     target_of,
 )
@@ -319,7 +319,7 @@ class StagedPlan:
         records = self._request.records
         bad = [matrix_name(i, records[i], e) for i, e in self._vector.nonfinite_matrices()]
         # The others were written, and post() may never come.
-        increment_version(self._request.versioned)
+        increment_versions(self._request.versioned)
         raise FloatingPointError(
             f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
             "these weights and their amax groups were not changed"
@@ -398,7 +398,7 @@ class StagedPlan:
 
     def note_written(self) -> None:
         """The other half: a backward pass through the old values fails from now on."""
-        increment_version(self._request.versioned)
+        increment_versions(self._request.versioned)
 
     # Addresses
 

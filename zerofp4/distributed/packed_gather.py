@@ -17,9 +17,9 @@ from zerofp4.ops import (
     GatherHeader,
     GatherRun,
     GatherStages,
+    addresses_of,
 )
 from zerofp4.shard import Shard, byte_range, find_gap, find_overlap
-from zerofp4.storage import addresses_of
 
 
 class PackedGather:

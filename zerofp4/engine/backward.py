@@ -12,7 +12,7 @@ import torch
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, Pending, error_text, in_phase
 from zerofp4.engine.assignment import Trained
-from zerofp4.engine.buckets import GradientMemory, Gradients, add_gradient_hooks, gradients_of
+from zerofp4.engine.buckets import GradientMemory, Gradients, add_gradient_hooks
 from zerofp4.engine.collective import CollectiveTransport
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.step import Transport, check_gradients
@@ -159,13 +159,13 @@ class BackwardSchedule:
                 if self._transport.error is not None:
                     raise RuntimeError(self._transport.error)
             # What was sent are not the gradients, or not all of them.
-            left = self._adds and any(gradient is not None for gradient in gradients_of(self._parameters))
+            left = self._adds and any(gradient is not None for gradient in ops.gradients_of(self._parameters))
             again = self._is_stale or left
         return Rounds(self._rounds, again, self._transport.error is not None)
 
     def _check_unchanged(self) -> None:
         """Raise RuntimeError where the gradient of a parameter is not the one that was sent."""
-        present = gradients_of([self._parameters[i] for i in self._sent])
+        present = ops.gradients_of([self._parameters[i] for i in self._sent])
         for now, (i, (gradient, version)) in zip(present, self._sent.items(), strict=True):
             if now is not gradient or (gradient is not None and gradient._version != version):
                 raise RuntimeError(
@@ -221,7 +221,7 @@ class BackwardSchedule:
         self._rounds += b == 0
         gradients = None
         if not discard:
-            found = gradients_of([self._parameters[i] for i in indices])
+            found = ops.gradients_of([self._parameters[i] for i in indices])
             gradients = dict(zip(indices, found, strict=True))
             if self._adds:
                 self._note(b, gradients)

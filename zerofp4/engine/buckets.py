@@ -21,6 +21,7 @@ from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import Peers
 from zerofp4.engine.split_masters import joined
 from zerofp4.layout import ceil_div, round_up
+from zerofp4.ops import versions_of
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace, NVFP4Tensor
@@ -248,15 +249,7 @@ class Bucket:
 Gradients = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """p.grad by the position of a parameter among all trainable ones; a mapping has those of one bucket."""
 
-_dtype, _grad, _version = map(operator.attrgetter, ("dtype", "grad", "_version"))
-
-
-def attributes(get: operator.attrgetter, tensors: Sequence[torch.Tensor]) -> list:
-    """An attribute of every tensor, without __torch_function__ of quantized ones, which costs ten times as
-    much.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(get, tensors))
+_dtype = operator.attrgetter("dtype")
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -267,21 +260,17 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
         return getattr(parameter, "grad_dtype", parameter.dtype) or torch.float32
 
 
-def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    return attributes(_grad, parameters)
-
-
 class GradientSnapshot:
     """Which gradients were sent or averaged, so that later changes to them are noticed."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None]):
         self._gradients = list(gradients)
         self._present = [gradient for gradient in gradients if gradient is not None]
-        self._versions = attributes(_version, self._present)
+        self._versions = versions_of(self._present)
 
     def written(self) -> bool:
         """Whether some of them have been written to."""
-        return attributes(_version, self._present) != self._versions
+        return versions_of(self._present) != self._versions
 
     def changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are other gradients, or the same ones with other values."""

@@ -22,7 +22,7 @@ from zerofp4.distributed import CollectiveError, OwnError, in_phase
 from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, is_sendable
 from zerofp4.engine.late_gather import LateGathers, Waitable
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.ops import RankGradients
+from zerofp4.ops import RankGradients, increment_versions
 
 
 class Arrived(NamedTuple):
@@ -251,7 +251,7 @@ class Step:
             in_phase("weights", self.transport.open_weights)()
         if bucket.plan is None:
             # As after any update in place, a backward pass through the old values fails. Plans note theirs.
-            torch.autograd.graph.increment_version(bucket.parameters)
+            increment_versions(bucket.parameters)
             return
         if self.failure:
             in_phase("amaxes", bucket.plan.abstain)()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from zerofp4 import ops
 from zerofp4.gemm.kept import kept_stack
-from zerofp4.storage import NVFP4Storage, addresses_of, unstack
+from zerofp4.storage import NVFP4Storage, unstack
 
 SIZE_MULTIPLE = 8
 """Of the rows and columns of matrices: 16 bytes of bfloat16, of which grouped_mm wants multiples."""
@@ -65,7 +65,7 @@ class GroupedOperand:
         """float32 [groups]"""
         if self._is_stack:
             return getattr(self._records[0], self._side).amax
-        addresses_of("amax", self._amaxes)  # raises where one was freed: torch does not ask
+        ops.addresses_of("amax", self._amaxes)  # raises where one was freed: torch does not ask
         return torch.cat(self._amaxes)
 
     def values(self) -> torch.Tensor:

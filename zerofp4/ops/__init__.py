@@ -1,13 +1,14 @@
 """The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
 
-device.py says where a call runs and what a plan keeps there, addresses.py whether storage has moved.
+device.py says where a call runs and what a plan keeps there, addresses.py whether storage has moved,
+tensor_lists.py what a step asks of hundreds of tensors.
 stages.py and gather.py have the stages of plans, the other files one operator on given tensors each: schema,
 fake and backends.
 """
 
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
-from zerofp4.ops.addresses import Addresses, plain_kinds, pointers, tensor_facts
+from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.autograd import implement_operators, native_linear, why_python_autograd
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
@@ -73,6 +74,15 @@ from zerofp4.ops.stages import (
     find_nonfinite,
     transpose_pairs,
 )
+from zerofp4.ops.tensor_lists import (
+    addresses_of,
+    gradients_of,
+    increment_versions,
+    plain_kinds,
+    pointers,
+    tensor_facts,
+    versions_of,
+)
 
 __all__ = [
     "ERROR_WORD",
@@ -109,6 +119,7 @@ __all__ = [
     "adamw_options",
     "add_scaled_product",
     "add_squares",
+    "addresses_of",
     "average",
     "average_rows",
     "buffer_reader",
@@ -123,9 +134,11 @@ __all__ = [
     "draw_rng_state",
     "find_nonfinite",
     "flatten_method",
+    "gradients_of",
     "grouped_shapes",
     "grouped_values",
     "has_fp4_tensor_cores",
+    "increment_versions",
     "is_capturing",
     "is_plain_call",
     "native_linear",
@@ -144,6 +157,7 @@ __all__ = [
     "transpose_pairs",
     "values_of",
     "values_of_many",
+    "versions_of",
     "why_python_autograd",
     "write_scaled_product",
     "write_values",

@@ -1,78 +1,12 @@
-"""Where tensors lie, and whether their storage has moved: whoever holds addresses asks here."""
+"""Whether the storage of tensors has moved: whoever holds addresses asks here."""
 
-import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-import zerofp4._C as _C
-from zerofp4.storage import may_be_freed, rebindings, record_of, weight_record
-
-_exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-_reader = None if _exchange is None else _C.TensorReader(_exchange)
-"""None where torch hands out no such function: there the same is asked by more loops."""
-
-_FACTS = (
-    torch.Tensor.numel,
-    torch.Tensor.dim,
-    torch.Tensor.is_contiguous,
-    operator.attrgetter("dtype"),
-    operator.attrgetter("device"),
-    lambda tensor: tensor.data_ptr() % tensor.itemsize == 0,
-)
-
-
-def pointers(tensors: list[torch.Tensor]) -> bytes | list[int]:
-    """The addresses of plain tensors, to be compared with others of this function."""
-    return list(map(torch.Tensor.data_ptr, tensors)) if _reader is None else _reader.addresses(tensors)
-
-
-def first_moved(before: bytes | list[int], now: bytes | list[int]) -> int:
-    """The first tensor of which two unequal results of pointers() for equally many tensors differ."""
-    pairs = zip(*(memoryview(p).cast("q") if isinstance(p, bytes) else p for p in (before, now)), strict=True)
-    return next(i for i, (a, b) in enumerate(pairs) if a != b)
-
-
-class TensorFacts(NamedTuple):
-    """What is compared of plain tensors and Nones.
-
-    addresses: bytes of int64, -1 for None; or those of the tensors in a list.
-    kinds: length, dimensions, dtype, device, and whether a tensor is contiguous, and at a multiple of the
-        size of its elements.
-    """
-
-    addresses: bytes | list[int]
-    kinds: bytes | list
-
-
-def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
-    if _reader is not None:
-        return TensorFacts(*_reader.facts(tensors))
-    present = [tensor for tensor in tensors if tensor is not None]
-    kinds = [[tensor is None for tensor in tensors], *(list(map(fact, present)) for fact in _FACTS)]
-    return TensorFacts(list(map(torch.Tensor.data_ptr, present)), kinds)
-
-
-_PLAIN = {torch.Tensor, type(None)}
-
-
-def plain_kinds(tensors: list[torch.Tensor | None]) -> bytes | list | None:
-    """TensorFacts.kinds, if each tensor is plain and dense, lies where no freed storage can, and has no lazy
-    sign; else None.
-
-    Who checked tensors need not check others of equal kinds.
-    """
-    if not set(map(type, tensors)) <= _PLAIN:
-        return None
-    try:
-        addresses, kinds = tensor_facts(tensors)
-    except (RuntimeError, BufferError):  # a layout without addresses
-        return None
-    if may_be_freed(memoryview(addresses).cast("Q") if isinstance(addresses, bytes) else addresses):
-        return None
-    is_negated = any(map(torch.Tensor.is_neg, [tensor for tensor in tensors if tensor is not None]))
-    return None if is_negated else kinds
+from zerofp4.ops.tensor_lists import first_moved, pointers
+from zerofp4.storage import rebindings, record_of, weight_record
 
 
 class Addresses:

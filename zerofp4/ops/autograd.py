@@ -43,6 +43,13 @@ def why_python_autograd() -> str | None:
     return reason if extension is None else None
 
 
+def native_lists() -> ModuleType | None:
+    """The extension with its functions over lists of tensors (csrc/autograd/lists.cpp); None where it is not
+    used.
+    """
+    return _load()[0]
+
+
 def native_linear(
     weight_type: type, values_source: Callable, gradient_place: Callable, gradients: Callable
 ) -> Callable[..., torch.Tensor | None] | None:

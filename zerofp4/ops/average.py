@@ -9,7 +9,8 @@ import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.operator import backend, fake
-from zerofp4.storage import DtypeGroup, address_of, addresses_of, check_buffer, check_memory, group_by_dtype
+from zerofp4.ops.tensor_lists import addresses_of
+from zerofp4.storage import DtypeGroup, address_of, check_buffer, check_memory, group_by_dtype
 
 torch.library.define(
     "zerofp4::average",

@@ -12,7 +12,8 @@ from zerofp4.layout import scale_shape
 from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
-from zerofp4.storage import address_of, addresses_of, check_buffer, check_memory, may_be_freed
+from zerofp4.ops.tensor_lists import addresses_of
+from zerofp4.storage import address_of, check_buffer, check_memory, may_be_freed
 
 E4M3_MAXIMA = (448, 256)
 _COMPACT = SCALE_LAYOUTS.index("compact")

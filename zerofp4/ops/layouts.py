@@ -11,10 +11,10 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
-from zerofp4.ops.addresses import pointers
 from zerofp4.ops.lists import KeptList, run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
-from zerofp4.storage import addresses_of, check_memory
+from zerofp4.ops.tensor_lists import addresses_of, pointers
+from zerofp4.storage import check_memory
 
 FIELDS = 6
 """Integers of an item of the native list."""

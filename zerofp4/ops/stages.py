@@ -22,8 +22,9 @@ from zerofp4.ops.device import (
 )
 from zerofp4.ops.layouts import padded_scale_list
 from zerofp4.ops.peers import PeerRows
+from zerofp4.ops.tensor_lists import addresses_of
 from zerofp4.shard import Shard
-from zerofp4.storage import DtypeGroup, NVFP4Storage, address_of, addresses_of, group_by_dtype
+from zerofp4.storage import DtypeGroup, NVFP4Storage, address_of, group_by_dtype
 
 HEADER_WORDS: int = _C.HEADER_WORDS
 ERROR_WORD: int = _C.ERROR_WORD

@@ -432,14 +432,14 @@ class Part:
             stage.update(rows)
         # As after any update in place, a backward pass through the old values must fail.
         updated = [g is not None for g in gradients]
-        torch.autograd.graph.increment_version(list(itertools.compress(self.params, updated)))
+        ops.increment_versions(list(itertools.compress(self.params, updated)))
         if self.plan is not None:
             self.plan.end_update()
             self.versions = self.read_versions()
 
     def read_versions(self) -> list[int]:
         """autograd's count of writes to each master of the plan."""
-        return list(map(operator.attrgetter("_version"), self._masters))
+        return ops.versions_of(self._masters)
 
 
 def _sliced(item: ops.CompactItem, of: Slice) -> ops.CompactItem:

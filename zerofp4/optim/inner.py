@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofp4.ops import gradients_of
 from zerofp4.optim.moments import check_choice
 
 NOT_ELEMENTWISE = {
@@ -19,9 +20,6 @@ NOT_ELEMENTWISE = {
     "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
 }
 """Optimizers that compute something else on a slice of a parameter than on the whole of it, and why."""
-
-
-_grad = operator.attrgetter("grad")
 
 
 def is_muon(optimizer_class: type) -> bool:
@@ -309,12 +307,12 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def give_gradients(masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+def give_gradients(masters: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
     """Set the grad of each master for the next step; a step skips masters whose gradient is None.
 
     The gradients are the same views in every step, and assigning one costs more than comparing it.
     """
-    if not all(map(operator.is_, map(_grad, masters), gradients)):
+    if not all(map(operator.is_, gradients_of(masters), gradients)):
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
 

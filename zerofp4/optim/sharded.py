@@ -7,7 +7,6 @@ or unfreezes one would go on without the masters.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,19 +17,16 @@ from zerofp4.engine import (
     Bucket,
     LateGathers,
     Peers,
-    attributes,
     build_buckets,
     joined,
     write_master,
 )
-from zerofp4.ops import Addresses
+from zerofp4.ops import Addresses, versions_of
 from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard
 from zerofp4.storage import find_freed, record_of
 from zerofp4.tensors import Holder, NVFP4Tensor
-
-_version, _requires_grad = map(attrgetter, ("_version", "requires_grad"))
 
 _TAKEN_OVER = (
     "another ZeroFP4Optimizer was built over these parameters, which follow its masters now: go on with that "
@@ -200,11 +196,12 @@ class ShardedParameters:
                 "load_state_dict(assign=True)), and would be trained in vain: build a new optimizer"
             )
         self.check_written()
-        if any(attributes(_requires_grad, self._frozen)):
-            name = next(name for p, name in self._frozen.items() if p.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            unfrozen = [name for p, name in self._frozen.items() if p.requires_grad]
+        if unfrozen:
             raise RuntimeError(
-                f"{name} was frozen when the optimizer was built and has no master: build a new optimizer, "
-                "with masters_from=this one, or have it load_state_dict() this one's state_dict()"
+                f"{unfrozen[0]} was frozen when the optimizer was built and has no master: build a new "
+                "optimizer, with masters_from=this one, or have it load_state_dict() this one's state_dict()"
             )
 
     def check_written(self, indices: Sequence[int] | None = None) -> None:
@@ -235,9 +232,9 @@ class ShardedParameters:
     def accept_values(self, indices: Sequence[int] | None = None) -> None:
         """Take the present values of these weights, or of all, for the optimizer's own."""
         if indices is None:
-            self._versions = attributes(_version, self.parameters)
+            self._versions = versions_of(self.parameters)
             return
-        versions = attributes(_version, [self.parameters[i] for i in indices])
+        versions = versions_of([self.parameters[i] for i in indices])
         for i, version in zip(indices, versions, strict=True):
             self._versions[i] = version
 
@@ -246,7 +243,7 @@ class ShardedParameters:
         parameters, before = self.parameters, self._versions
         if indices is not None:
             parameters, before = [parameters[i] for i in indices], [before[i] for i in indices]
-        versions = attributes(_version, parameters)
+        versions = versions_of(parameters)
         if versions == before:
             return []
         triples = zip(indices or range(len(versions)), before, versions, strict=True)

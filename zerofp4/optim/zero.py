@@ -40,7 +40,6 @@ from zerofp4.engine import (
     check_gradients,
     find_advice,
     find_topology,
-    gradients_of,
     in_order,
 )
 from zerofp4.format import WEIGHT_DTYPES
@@ -524,7 +523,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if not (updates.error or self._step.failure):
             with updates.error:
                 parameters = [self._shards.parameters[i] for i in indices]
-                own = gradients_of(parameters)
+                own = ops.gradients_of(parameters)
                 found = dict(zip(indices, own, strict=True))
                 self._shards.check_gradients(own, indices)
                 check_gradients(self._transport, b, found, self._shards.names)
@@ -621,7 +620,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         if self._updates.has_begun:
             self._shards.check_unchanged(self.param_groups)
-        self._updates.check_taken(gradients_of(self._shards.parameters))
+        self._updates.check_taken(ops.gradients_of(self._shards.parameters))
 
     # Before the agreement
 
@@ -716,7 +715,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
-        gradients = gradients_of(self._shards.parameters)
+        gradients = ops.gradients_of(self._shards.parameters)
         kinds = ops.plain_kinds(gradients)
         is_known = kinds is not None and kinds == self._kinds
         try:

@@ -93,17 +93,8 @@ def address_of(name: str, tensor: torch.Tensor | None) -> int:
         return 0
     address = tensor.data_ptr()
     if address < _LARGEST_STORAGE:
-        _check_freed(name, tensor, address)
+        check_freed(name, tensor, address)
     return address
-
-
-def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """address_of() each tensor, which errors call name[i]."""
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
-    if may_be_freed(addresses):
-        for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
-            _check_freed(f"{name}[{i}]", tensor, address)
-    return addresses
 
 
 class DtypeGroup(NamedTuple):
@@ -154,7 +145,8 @@ each tensor is looked at more closely.
 """
 
 
-def _check_freed(name: str, tensor: torch.Tensor, address: int) -> None:
+def check_freed(name: str, tensor: torch.Tensor, address: int) -> None:
+    """check_memory() of a tensor at an address where may_be_freed() holds, if it lies in a freed storage."""
     if address == tensor.storage_offset() * tensor.itemsize:
         check_memory(name, tensor)
 

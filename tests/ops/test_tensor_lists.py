@@ -1,4 +1,6 @@
-"""What is asked of a list of tensors at once: by DLPack's function, and by loops where torch has none."""
+"""What is asked of a list of tensors at once: by zerofp4._autograd, by DLPack's function, and by loops where
+there is neither.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,31 @@ import pytest
 import torch
 from helpers import at_an_odd_address, needs_gpu
 
-from zerofp4.ops import addresses, plain_kinds, pointers, tensor_facts
-from zerofp4.ops.addresses import first_moved
+import zerofp4
+from zerofp4.ops import (
+    addresses_of,
+    gradients_of,
+    increment_versions,
+    plain_kinds,
+    pointers,
+    tensor_facts,
+    tensor_lists,
+    versions_of,
+    why_python_autograd,
+)
+from zerofp4.ops.tensor_lists import first_moved, numbers
 
 
-@pytest.fixture(params=["dlpack", "loops"])
+@pytest.fixture(params=["native", "dlpack", "loops"])
 def way(request, monkeypatch):
+    if request.param == "native":
+        if tensor_lists._native is None:
+            pytest.skip(why_python_autograd())
+        return
+    monkeypatch.setattr(tensor_lists, "_native", None)
     if request.param == "loops":
-        monkeypatch.setattr(addresses, "_reader", None)
-    elif addresses._reader is None:
+        monkeypatch.setattr(tensor_lists, "_reader", None)
+    elif tensor_lists._reader is None:
         pytest.skip(f"torch {torch.__version__} does not hand out DLPack's functions")
 
 
@@ -32,8 +50,7 @@ def some(device) -> list[torch.Tensor]:
 def test_pointers_are_those_of_torch(way, device):
     tensors = some(device)
     expected = [tensor.data_ptr() for tensor in tensors]
-    found = pointers(tensors)
-    assert (list(memoryview(found).cast("q")) if isinstance(found, bytes) else found) == expected
+    assert numbers(pointers(tensors)) == addresses_of("tensors", tensors) == expected
 
 
 @pytest.mark.parametrize("place", [0, 3, 8])
@@ -106,7 +123,55 @@ def test_plain_kinds_are_those_of_tensors_that_need_no_look(way, device):
     assert not any(plain_kinds([memory, other]) for other in others)
 
 
+def test_what_lies_in_a_freed_storage_has_no_address(way):
+    tensors = [torch.zeros(64), torch.zeros(64)]
+    tensors[1].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"^gradients\[1\] needs 256 bytes of its storage, which has 0"):
+        addresses_of("gradients", tensors)
+
+
+def parameters(device) -> list[torch.nn.Parameter]:
+    """A plain one, a quantized one, and a plain one without a gradient."""
+    weight = torch.nn.Parameter(zerofp4.quantize(torch.ones(16, 16, device=device)))
+    found = [torch.nn.Parameter(torch.ones(3, device=device)), weight]
+    for parameter in found:
+        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype, device=device)
+    return [*found, torch.nn.Parameter(torch.ones(2, device=device))]
+
+
+def test_gradients_are_the_objects_of_torch(way, device):
+    given = parameters(device)
+    found = gradients_of(given)
+    assert all(a is p.grad for a, p in zip(found, given, strict=True)) and found[2] is None
+    assert gradients_of([]) == []
+
+
+def test_versions_count_writes(way, device):
+    given = parameters(device)
+    before = versions_of(given)
+    assert before == [p._version for p in given]
+    increment_versions(given[:2])
+    assert versions_of(given) == [before[0] + 1, before[1] + 1, before[2]]
+    assert [p._version for p in given] == versions_of(given)
+
+
+def test_a_backward_pass_through_counted_values_fails(way, device):
+    weight = torch.ones(3, device=device, requires_grad=True)
+    y = (weight * weight).sum()
+    increment_versions([weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_tensor_of_inference_mode_counts_nothing(way):
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+    increment_versions([tensor])
+    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+        versions_of([tensor])
+
+
 def test_what_is_no_tensor_raises(way):
-    for ask in (pointers, tensor_facts):
+    for ask in (pointers, tensor_facts, gradients_of, versions_of, increment_versions):
         with pytest.raises((TypeError, BufferError, RuntimeError, AttributeError)):
             ask([torch.zeros(2), 5])

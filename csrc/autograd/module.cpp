@@ -1,0 +1,34 @@
+// zerofp4._autograd: what needs torch's own interface in C++, built against one torch.
+// zerofp4/ops/autograd.py loads it, or says why it is not used.
+
+#include <Python.h>
+
+#include "autograd/functions.h"
+
+namespace zerofp4 {
+namespace {
+
+PyMethodDef kMethods[] = {
+    {"addresses", &addresses, METH_O, nullptr},
+    {"are_plain", &are_plain, METH_O, nullptr},
+    {"configure", &configure, METH_VARARGS, nullptr},
+    {"fits", &fits, METH_O, nullptr},
+    {"gradients", &gradients, METH_O, nullptr},
+    {"implement", &implement, METH_VARARGS, nullptr},
+    {"increment_versions", &increment_versions, METH_O, nullptr},
+    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},
+    {"versions", &versions, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_autograd", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace zerofp4
+
+// Nothing of torch is touched here: it may be another one than this was built against.
+PyMODINIT_FUNC PyInit__autograd() {
+    PyObject* made = PyModule_Create(&zerofp4::module);
+    if (made != nullptr && PyModule_AddStringConstant(made, "TORCH_VERSION", ZEROFP4_TORCH_VERSION) < 0)
+        Py_CLEAR(made);
+    return made;
+}

@@ -1,0 +1,129 @@
+"""What a step asks of hundreds of tensors at once. Each question is a loop in C where there is one: those of
+zerofp4._autograd, or of a reader of DLPack, which can only look at where tensors lie.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import zerofp4._C as _C
+from zerofp4.ops.autograd import native_lists
+from zerofp4.storage import check_freed, may_be_freed
+
+_native: Any = native_lists()
+"""zerofp4._autograd; None where it is not used."""
+_exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+_reader = None if _exchange is None else _C.TensorReader(_exchange)
+"""None where torch hands out no such function."""
+
+_grad, _version = map(operator.attrgetter, ("grad", "_version"))
+
+
+def _attributes(get: operator.attrgetter, tensors: Sequence[torch.Tensor]) -> list:
+    """An attribute of every tensor, without __torch_function__ of quantized ones, which costs ten times as
+    much.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(get, tensors))
+
+
+def gradients_of(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    return _attributes(_grad, tensors) if _native is None else _native.gradients(tensors)
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """autograd's counts of the writes to each."""
+    return _attributes(_version, tensors) if _native is None else _native.versions(tensors)
+
+
+def increment_versions(tensors: list[torch.Tensor]) -> None:
+    """As after any write in place, a backward pass that needs the old values fails."""
+    if _native is None:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        _native.increment_versions(tensors)
+
+
+# Where they lie
+
+
+def pointers(tensors: list[torch.Tensor]) -> bytes | list[int]:
+    """The addresses of plain tensors, to be compared with others of this function."""
+    if _native is not None:
+        return _native.addresses(tensors)
+    return list(map(torch.Tensor.data_ptr, tensors)) if _reader is None else _reader.addresses(tensors)
+
+
+def numbers(found: bytes | list[int]) -> list[int]:
+    """What pointers() returned, as numbers."""
+    return memoryview(found).cast("q").tolist() if isinstance(found, bytes) else found
+
+
+def first_moved(before: bytes | list[int], now: bytes | list[int]) -> int:
+    """The first tensor of which two unequal results of pointers() for equally many tensors differ."""
+    pairs = zip(numbers(before), numbers(now), strict=True)
+    return next(i for i, (a, b) in enumerate(pairs) if a != b)
+
+
+def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """storage.address_of() each tensor, which errors call name[i]."""
+    addresses = numbers(pointers(list(tensors)))
+    if may_be_freed(addresses):
+        for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
+            check_freed(f"{name}[{i}]", tensor, address)
+    return addresses
+
+
+_FACTS = (
+    torch.Tensor.numel,
+    torch.Tensor.dim,
+    torch.Tensor.is_contiguous,
+    operator.attrgetter("dtype"),
+    operator.attrgetter("device"),
+    lambda tensor: tensor.data_ptr() % tensor.itemsize == 0,
+)
+
+
+class TensorFacts(NamedTuple):
+    """What is compared of plain tensors and Nones.
+
+    addresses: bytes of int64, -1 for None; or those of the tensors in a list.
+    kinds: length, dimensions, dtype, device, and whether a tensor is contiguous, and at a multiple of the
+        size of its elements.
+    """
+
+    addresses: bytes | list[int]
+    kinds: bytes | list
+
+
+def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
+    if _reader is not None:
+        return TensorFacts(*_reader.facts(tensors))
+    present = [tensor for tensor in tensors if tensor is not None]
+    kinds = [[tensor is None for tensor in tensors], *(list(map(fact, present)) for fact in _FACTS)]
+    return TensorFacts(list(map(torch.Tensor.data_ptr, present)), kinds)
+
+
+_PLAIN = {torch.Tensor, type(None)}
+
+
+def plain_kinds(tensors: list[torch.Tensor | None]) -> bytes | list | None:
+    """TensorFacts.kinds, if each tensor is plain and dense, lies where no freed storage can, and has no lazy
+    sign; else None.
+
+    Who checked tensors need not check others of equal kinds.
+    """
+    if _native is not None:
+        return tensor_facts(tensors).kinds if _native.are_plain(tensors) else None
+    if not set(map(type, tensors)) <= _PLAIN:
+        return None
+    try:
+        addresses, kinds = tensor_facts(tensors)
+    except (RuntimeError, BufferError):  # a layout without addresses
+        return None
+    if may_be_freed([address for address in numbers(addresses) if address >= 0]):
+        return None
+    is_negated = any(map(torch.Tensor.is_neg, [tensor for tensor in tensors if tensor is not None]))
+    return None if is_negated else kinds
