@@ -24,10 +24,24 @@ of the first run, and what an H200 is sold with.
 """
 
 
-class Run(NamedTuple):
-    """A run of scripts/train.py in benchmarks/results/train, of a configuration in examples/configs."""
+WAY_OF = {
+    ("bf16", "fused_adamw", None): "bf16 weights",
+    ("nvfp4", "fused_adamw", None): "NVFP4",
+    ("nvfp4", "compact_adamw", None): 'NVFP4, state="compact"',
+    ("nvfp4", "compact_adamw", "update"): EARLY,
+}
+"""One of WAYS, by the weights, the optimizer and the overlap that scripts/train.py was told."""
 
-    name: str
+
+class Run(NamedTuple):
+    """A run of scripts/train.py in benchmarks/results/train, of a configuration in examples/configs.
+
+    layers: in place of those of the configuration; None for these.
+    """
+
+    config: str
+    layers: int | None
+    way: str
     model: str
     card: float
     parameters: int
@@ -39,30 +53,42 @@ class Run(NamedTuple):
 
 def runs() -> list[Run]:
     """With early updates, on one H200."""
-    found = []
-    for name, (model, card) in CARDS.items():
-        result = json.loads((RESULTS / "train" / f"{name}.json").read_text())
-        trained = result["runs"]["nvfp4"]
-        config = json.loads((CONFIGS / f"{name}.json").read_text())
-        peak = 1e6 * max(trained["peak_memory_mb"]["device"])
-        figures = (trained["validation_loss"], peak, trained["tokens_per_second"])
-        found.append(Run(name, model, card, trained["parameters"], config["vocab_size"], *figures))
-    return found
+    return [read(RESULTS / "train" / f"{name}.json") for name in CARDS]
+
+
+def other_runs() -> list[Run]:
+    """With other numbers of layers, or trained in another way."""
+    return [read(path) for path in sorted((RESULTS / "train").glob("*.json")) if path.stem not in CARDS]
+
+
+def read(path: Path) -> Run:
+    result = json.loads(path.read_text())
+    ((kind, trained),) = result["runs"].items()
+    options = result["options"]
+    config, layers = Path(options["config"]).stem, options.get("layers")
+    model, card = CARDS[config]
+    model = model if layers is None else f"{model}, with {layers} layers"
+    way = WAY_OF[kind, options["optimizer"], options["overlap"]]
+    vocabulary = json.loads((CONFIGS / f"{config}.json").read_text())["vocab_size"]
+    peak = 1e6 * max(trained["peak_memory_mb"]["device"])
+    figures = (trained["validation_loss"], peak, trained["tokens_per_second"])
+    return Run(config, layers, way, model, card, trained["parameters"], vocabulary, *figures)
 
 
 @functools.cache
-def shapes(name: str) -> nn.Module:
-    return model_of(CONFIGS / f"{name}.json")
+def shapes(config: str, layers: int | None) -> nn.Module:
+    return model_of(CONFIGS / f"{config}.json", layers)
 
 
 def kept(run: Run, way: str) -> dict[str, float]:
     """Bytes a parameter that one of the WAYS keeps of a run's model."""
-    return {part: size / run.parameters for part, size in memory_kept(shapes(run.name), **WAYS[way]).items()}
+    sizes = memory_kept(shapes(run.config, run.layers), **WAYS[way])
+    return {part: size / run.parameters for part, size in sizes.items()}
 
 
 def beyond(run: Run) -> float:
     """Bytes a parameter of the run's peak that are not kept: activations, logits and buffers."""
-    return run.peak / run.parameters - sum(kept(run, EARLY).values())
+    return run.peak / run.parameters - sum(kept(run, run.way).values())
 
 
 def largest(run: Run, size: float) -> float:
@@ -75,16 +101,17 @@ def large_models_section() -> str:
     measured = [
         (
             run.model,
+            ways(run.way),
             f"{run.parameters / 1e9:.2f}e9",
             f"{run.peak / 1e9:.1f} GB",
             f"{run.peak / run.parameters:.2f}",
             f"{beyond(run):.2f}",
             f"{run.tokens_per_second:,.0f}",
         )
-        for run in runs()
+        for run in (*runs(), *other_runs())
     ]
     sizes = ("peak", "bytes a parameter", "activations and buffers")
-    header = ("model", "parameters", *sizes, "tokens a second")
+    header = ("model", "trained with", "parameters", *sizes, "tokens a second")
     kept_by = [(ways(way), [sum(kept(run, way).values()) for run in runs()]) for way in WAYS]
     kept_by += [(f"{name}, by its paper", [size] * len(runs())) for name, size in FLASH.items()]
     predicted = [
@@ -93,7 +120,7 @@ def large_models_section() -> str:
     ]
     columns = [("kept by " + run.model, f"largest on {run.card / 1e9:.0f} GB") for run in runs()]
     tables = [
-        Table(header, "l" + "r" * (len(header) - 1), measured),
+        Table(header, "ll" + "r" * (len(header) - 2), measured),
         Table(("", *(name for pair in columns for name in pair)), "lrrrr", predicted),
     ]
     return "\n\nPredicted, in bytes and in parameters:\n\n".join(map(markdown_table, tables))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from functools import cache
 
 import pages
@@ -195,3 +196,19 @@ def test_every_figure_is_in_a_result_file(page):
         rest = rest.replace(said, "")
     if page.name != HISTORY:
         assert not MEASURED.findall(rest), f"no result file is named for these figures of {page.name}"
+
+
+def test_runs_of_other_sizes_and_ways_are_beside_those_of_large_models(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    before = pages.large_models_section()
+    shutil.copytree(pages.RESULTS / "train", tmp_path / "train")
+    run = json.loads((tmp_path / "train" / "llama_20b.json").read_text())
+    options = {"layers": 20, "weights": "bf16", "optimizer": "fused_adamw", "overlap": None}
+    figures = {"parameters": 8194873344, "peak_memory_mb": {"device": [131.0e3, 135.0e3]}}
+    trained = run["runs"]["nvfp4"] | figures
+    run |= {"options": run["options"] | options, "runs": {"bf16": trained}}
+    (tmp_path / "train" / "llama_20b_bf16.json").write_text(json.dumps(run))
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    row = "| Llama, 20B, with 20 layers | bf16 weights | 8.19e9 | 135.0 GB | 16.47 | 0.47 | 2,876 |\n"
+    assert row in pages.large_models_section()
+    assert pages.large_models_section().replace(row, "") == before
