@@ -151,7 +151,9 @@ def saved_bytes(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 
 
 def host_calls(session: Session) -> None:
-    """What a forward pass keeps the host beyond F.linear, and what quantizing a weight again does."""
+    """What passes of a layer keep the host, the forward pass beyond F.linear, and what quantizing a weight
+    again does.
+    """
     x = random(session, SIDE, SIDE)
     layer = Linear(SIDE, SIDE, device=session.device, dtype=torch.bfloat16).requires_grad_(False)
     plain = session.clock.host_us(lambda: F.linear(x, layer.weight, layer.bias))
@@ -159,7 +161,14 @@ def host_calls(session: Session) -> None:
         layer(x, True)
         rule = "Linear forward with a cached weight, no gradients, less F.linear"
         session.host("host_layer_linear", lambda: layer(x, False), rule, less=plain, plain_us=plain)
+    layer.requires_grad_()
+    gradient, x = random(session, SIDE, SIDE), x.clone().requires_grad_()
+    with autocast(RECIPES["linear"]):
+        rule = "Linear forward and backward with a cached weight, all gradients"
+        both = trained(lambda given: layer(given, False), x, gradient, layer)
+        session.host("host_layer_linear_both", both, rule)
     quantizer = zerofp4.Quantizer(columnwise=True)
+    x = x.detach()
     out = quantizer(x)
     rule = "Quantizer.update_, both copies of a weight"
     session.host("host_quantizer_update", lambda: quantizer.update_(out, x), rule)

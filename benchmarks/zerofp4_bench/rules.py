@@ -238,6 +238,7 @@ _BY_KIND: dict[str, dict[str, float]] = {
         f"host_zero_step/{MODEL_COUNT}": 400,
         "host_linear": 35,
         "host_layer_linear": 80,
+        "host_layer_linear_both": 120,
         "host_quantizer_update": 20,
         "host_quantize_rht_swizzled": 40,
         "host_swizzle_scales/448": 100,

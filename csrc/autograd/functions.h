@@ -13,6 +13,11 @@ inline constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::Dispatc
                                              c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
                                              c10::DispatchKey::AutocastCUDA});
 
+// layer.cpp
+PyObject* configure_layer(PyObject*, PyObject* given);
+PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* scheme(PyObject*, PyObject* given);
+
 // linear.cpp
 PyObject* configure(PyObject*, PyObject* given);
 PyObject* fits(PyObject*, PyObject* capsule);

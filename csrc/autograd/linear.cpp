@@ -3,40 +3,25 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <Python.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 
 #include <mutex>
 #include <optional>
-#include <string>
-#include <type_traits>
 
 #include "autograd/dequantize_call.h"
 #include "autograd/functions.h"
+#include "autograd/layer_calls.h"
+#include "autograd/plain.h"
 
 namespace zerofp4 {
 namespace {
-
-using at::Tensor;
-using torch::autograd::Node;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-// std::shared_ptr<Node>, or from torch 2.13 on an intrusive pointer.
-using NodePointer = decltype(torch::autograd::Edge::function);
 
 // What configure() was given, for as long as the process lives.
 struct {
@@ -52,85 +37,8 @@ struct {
     uint64_t checked_gpus;
 } python;
 
-struct Gil {
-    PyGILState_STATE state = PyGILState_Ensure();
-    ~Gil() { PyGILState_Release(state); }
-};
+}  // namespace
 
-struct NoGil {
-    PyThreadState* state = PyEval_SaveThread();
-    ~NoGil() { PyEval_RestoreThread(state); }
-};
-
-// Needs the GIL, which may be gone when the error is caught.
-[[noreturn]] void throw_python_error() {
-    python_error error;
-    error.persist();
-    throw error;
-}
-
-THPObjectPtr checked(PyObject* result) {
-    if (result == nullptr) throw_python_error();
-    return THPObjectPtr(result);
-}
-
-// Conditions
-
-// No inference mode, no dispatch mode, no transform of torch.func, no tracing; autocast only where it may be
-// on.
-bool is_default_state(bool autocast) {
-    const auto state = c10::impl::tls_local_dispatch_key_set();
-    // A node runs without names in a torch that still has named tensors, which plain ones do not notice.
-    if (state.included_ != c10::default_included_set ||
-        !((state.excluded_ - c10::default_excluded_set) & kPlain).empty())
-        return false;
-    // The keys that are excluded by default are those of autocast.
-    return autocast || (state.excluded_ | c10::default_excluded_set) == state.excluded_;
-}
-
-// A dense tensor on a CPU or a GPU, with no other behavior.
-bool is_plain(const Tensor& tensor) {
-    return (tensor.key_set() | kPlain) == kPlain && !tensor.is_inference();
-}
-
-// Whether forward AD differentiates by the tensor. Not to be asked with the GIL: it takes a lock of the
-// tensor that another thread may hold while it waits for the GIL, as when it makes the node of a leaf.
-bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
-
-bool is_exact(PyObject* object) { return THPVariable_CheckExact(object); }
-
-// As in common/dtype.h; -1 for what kernels do not write.
-int dtype_code(at::ScalarType dtype) {
-    switch (dtype) {
-        case at::kFloat:
-            return 0;
-        case at::kBFloat16:
-            return 1;
-        case at::kHalf:
-            return 2;
-        default:
-            return -1;
-    }
-}
-
-// Values of a weight
-
-struct Source {
-    Tensor data, scale, amax;
-    int64_t block_rows;
-    int e4m3_max;
-    bool columnwise;
-    bool keeps_values;  // of a forward pass, for the backward pass
-    int64_t stream;
-};
-
-// Whether a contiguous tensor has memory, and all that its sizes ask for.
-bool has_memory(const Tensor& tensor) {
-    const auto end = static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.itemsize();
-    return tensor.numel() > 0 && tensor.storage().nbytes() >= end;
-}
-
-// The handle of the current stream of a GPU that our kernels run on.
 int64_t current_stream(c10::DeviceIndex index) {
     THPObjectPtr number = checked(PyLong_FromLong(index));
     if (index >= 64 || (python.checked_gpus >> index & 1) == 0) {
@@ -142,6 +50,21 @@ int64_t current_stream(c10::DeviceIndex index) {
     if (stream == -1 && PyErr_Occurred()) throw_python_error();
     return stream;
 }
+
+PyTypeObject* weight_type() { return reinterpret_cast<PyTypeObject*>(python.weight_type); }
+
+namespace {
+
+// Values of a weight
+
+struct Source {
+    Tensor data, scale, amax;
+    int64_t block_rows;
+    int e4m3_max;
+    bool columnwise;
+    bool keeps_values;  // of a forward pass, for the backward pass
+    int64_t stream;
+};
 
 // What values are computed from. Nothing where Python is to say what is wrong. Needs the GIL.
 std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
@@ -201,19 +124,6 @@ Tensor values_of(const Source& source, at::ScalarType dtype) {
 
 // The node
 
-// A matrix of all its last dimension's rows.
-Tensor as_rows(const Tensor& tensor) {
-    return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
-}
-
-THPObjectPtr wrapped(const Tensor& tensor) {
-    return checked(tensor.defined() ? THPVariable_Wrap(tensor) : Py_NewRef(Py_None));
-}
-
-Tensor unwrapped(PyObject* object) {
-    return object == Py_None ? Tensor() : Tensor(THPVariable_Unpack(object));
-}
-
 struct LinearBackward : Node {
     SavedVariable x, weight;
     SavedVariable values;  // of the weight, where it keeps them
@@ -263,8 +173,7 @@ struct LinearBackward : Node {
             Gil gil;
             if (x_needs && !reads_kept) {
                 THPObjectPtr object = checked(THPVariable_Wrap(weight));
-                if (Py_TYPE(object.get()) != reinterpret_cast<PyTypeObject*>(python.weight_type))
-                    return std::nullopt;
+                if (Py_TYPE(object.get()) != weight_type()) return std::nullopt;
                 source = source_of(object, grad.device());
                 if (!source) return std::nullopt;
             }
@@ -310,19 +219,10 @@ struct LinearBackward : Node {
     }
 };
 
-template <class Pointer>
-Pointer new_node() {
-    if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-        return Pointer(new LinearBackward());
-    } else {
-        return c10::make_intrusive<LinearBackward>();
-    }
-}
-
 Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Source& source) {
     NodePointer node;
     if (at::GradMode::is_enabled() && torch::autograd::compute_requires_grad(x, weight, bias)) {
-        node = new_node<NodePointer>();
+        node = new_node<LinearBackward>();
         node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
     }
     Tensor y, values;
@@ -374,7 +274,7 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 3, "linear() takes x, weight and bias, got ", count, " arguments");
     const bool has_bias = given[2] != Py_None;
     if (!is_default_state(true) || !is_exact(given[0]) || (has_bias && !is_exact(given[2])) ||
-        Py_TYPE(given[1]) != reinterpret_cast<PyTypeObject*>(python.weight_type))
+        Py_TYPE(given[1]) != weight_type())
         Py_RETURN_NONE;
     const Tensor& x = THPVariable_Unpack(given[0]);
     const Tensor& weight = THPVariable_Unpack(given[1]);
@@ -415,9 +315,10 @@ PyObject* configure(PyObject*, PyObject* given) {
     END_HANDLE_TH_ERRORS
 }
 
-// fits(dequantize): whether configure() can be given it.
+// fits(functions): whether configure() or configure_layer() can be given them.
 PyObject* fits(PyObject*, PyObject* capsule) {
-    return PyBool_FromLong(PyCapsule_IsValid(capsule, kDequantizeCapsule));
+    return PyBool_FromLong(PyCapsule_IsValid(capsule, kDequantizeCapsule) ||
+                           PyCapsule_IsValid(capsule, kLayerCapsule));
 }
 
 }  // namespace zerofp4

@@ -3,66 +3,27 @@
 // with them, or computes the same bytes.
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 #include <torch/library.h>
 
 #include <optional>
-#include <string>
 
 #include "autograd/dequantize_call.h"
 #include "autograd/functions.h"
+#include "autograd/plain.h"
 
 namespace zerofp4 {
 namespace {
 
-using at::Tensor;
-
 // What implement() was given, for as long as the process lives.
 struct {
     PyObject* dequantize;  // the implementation in Python
-    PyObject* check_cuda;
-    PyObject* current_stream;
     DequantizeFunction run;
-    uint64_t checked_gpus;
 } python;
-
-struct Gil {
-    PyGILState_STATE state = PyGILState_Ensure();
-    ~Gil() { PyGILState_Release(state); }
-};
-
-// Needs the GIL, which may be gone when the error is caught.
-THPObjectPtr checked(PyObject* result) {
-    if (result == nullptr) {
-        python_error error;
-        error.persist();
-        throw error;
-    }
-    return THPObjectPtr(result);
-}
-
-// As in common/dtype.h; -1 for what kernels do not write.
-int dtype_code(at::ScalarType dtype) {
-    switch (dtype) {
-        case at::kFloat:
-            return 0;
-        case at::kBFloat16:
-            return 1;
-        case at::kHalf:
-            return 2;
-        default:
-            return -1;
-    }
-}
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A dense tensor on the CPU or a GPU with no other behavior: not a fake, not functional, no negative bit.
 // Whether a kernel may be handed the tensor as one of these sizes: its storage holds all of it.
 bool fits(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device) {
     if ((tensor.key_set() | kPlain) != kPlain || tensor.device() != device || tensor.sizes() != sizes ||
@@ -77,26 +38,16 @@ bool is_scale(const Tensor& tensor) {
     return tensor.scalar_type() == at::kFloat8_e4m3fn || tensor.scalar_type() == at::kByte;
 }
 
-int64_t current_stream(c10::DeviceIndex index) {
+int64_t stream_of(const Tensor& tensor) {
+    if (tensor.is_cpu()) return 0;
     Gil gil;
-    THPObjectPtr number = checked(PyLong_FromLong(index));
-    if (index >= 64 || (python.checked_gpus >> index & 1) == 0) {
-        checked(PyObject_CallOneArg(python.check_cuda, number));
-        if (index < 64) python.checked_gpus |= uint64_t{1} << index;
-    }
-    THPObjectPtr handle = checked(PyObject_CallOneArg(python.current_stream, number));
-    const int64_t stream = PyLong_AsLongLong(handle);
-    if (stream == -1 && PyErr_Occurred()) checked(nullptr);
-    return stream;
+    return current_stream(tensor.device().index());
 }
 
 Tensor dequantize_in_python(const Tensor& data, const Tensor& scale, const Tensor& amax, int64_t block_rows,
                             at::ScalarType dtype, c10::string_view layout, int64_t e4m3_max,
                             bool columnwise) {
     Gil gil;
-    auto wrapped = [](const Tensor& tensor) {
-        return checked(tensor.defined() ? THPVariable_Wrap(tensor) : Py_NewRef(Py_None));
-    };
     THPObjectPtr tensors[] = {wrapped(data), wrapped(scale), wrapped(amax)};
     THPObjectPtr name =
         checked(PyUnicode_FromStringAndSize(layout.data(), static_cast<Py_ssize_t>(layout.size())));
@@ -110,19 +61,19 @@ Tensor dequantize_in_python(const Tensor& data, const Tensor& scale, const Tenso
 // zerofp4::dequantize
 Tensor dequantize(const Tensor& data, const Tensor& scale, const Tensor& amax, int64_t block_rows,
                   at::ScalarType dtype, c10::string_view layout, int64_t e4m3_max, bool columnwise) {
-    const bool is_plain = data.defined() && scale.defined() && amax.defined() && data.dim() == 2 &&
+    const bool is_usual = data.defined() && scale.defined() && amax.defined() && data.dim() == 2 &&
                           layout == "compact" && (block_rows == 1 || block_rows == 16) &&
                           (e4m3_max == 448 || e4m3_max == 256) && dtype_code(dtype) >= 0 &&
                           data.scalar_type() == at::kByte && is_scale(scale) &&
                           amax.scalar_type() == at::kFloat;
-    const auto device = is_plain ? data.device() : c10::Device(at::kCPU);
-    if (!is_plain || !fits(data, data.sizes(), device) || !fits(amax, {1}, device) ||
+    const auto device = is_usual ? data.device() : c10::Device(at::kCPU);
+    if (!is_usual || !fits(data, data.sizes(), device) || !fits(amax, {1}, device) ||
         !fits(scale, {ceil_div(data.size(0), block_rows), ceil_div(data.size(1), 8)}, device))
         return dequantize_in_python(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise);
     const int64_t rows = data.size(0), cols = 2 * data.size(1);
     DequantizeCall call{};
     call.device = data.is_cpu() ? -1 : data.get_device();
-    call.stream = data.is_cpu() ? 0 : current_stream(data.device().index());
+    call.stream = stream_of(data);
     call.threads = data.is_cpu() ? at::get_num_threads() : 0;
     call.rows = columnwise ? cols : rows;
     call.cols = columnwise ? rows : cols;
@@ -142,13 +93,11 @@ Tensor dequantize(const Tensor& data, const Tensor& scale, const Tensor& amax, i
 
 }  // namespace
 
-// implement(dequantize, check_cuda, current_stream, dequantize_function): dispatch the operators here.
+// implement(dequantize, dequantize_function): dispatch the operators here.
 PyObject* implement(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
     PyObject* capsule;
-    if (!PyArg_ParseTuple(given, "OOOO", &python.dequantize, &python.check_cuda, &python.current_stream,
-                          &capsule))
-        return nullptr;
+    if (!PyArg_ParseTuple(given, "OO", &python.dequantize, &capsule)) return nullptr;
     void* function = PyCapsule_GetPointer(capsule, kDequantizeCapsule);
     if (function == nullptr) return nullptr;
     python.run = reinterpret_cast<DequantizeFunction>(function);

@@ -29,6 +29,7 @@ PeerRows peer_rows(const std::vector<uintptr_t>& addresses);
 
 void bind_cast(py::module_& m);
 void bind_gather(py::module_& m);
+void bind_layer(py::module_& m);
 void bind_quantize(py::module_& m);
 void bind_grouped(py::module_& m);
 void bind_lists(py::module_& m);

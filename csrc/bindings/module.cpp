@@ -35,6 +35,7 @@ PYBIND11_MODULE(_C, m) {
     bind_gather(m);
     bind_quantize(m);
     bind_grouped(m);
+    bind_layer(m);
     bind_lists(m);
     bind_mxfp8(m);
     bind_optim(m);

@@ -1,22 +1,14 @@
 #pragma once
-// Where an operation runs, and the choice between the CPU and the CUDA side.
+// The choice between the CPU and the CUDA side.
 
-#include <cstdint>
 #include <stdexcept>
 
+#include "common/args/target.h"
 #include "cpu/device/float_mode.h"
 #include "cpu/kernels.h"
 #include "cuda/kernels.h"
 
 namespace zerofp4 {
-
-struct Target {
-    int device;      // CUDA device index, or -1 for the CPU
-    int64_t stream;  // CUDA stream as an integer
-    int threads;     // OpenMP threads on the CPU
-
-    bool is_cpu() const { return device < 0; }
-};
 
 // Makes a device current for as long as it lives.
 class DeviceGuard {

@@ -45,6 +45,7 @@ def test_rows(tmp_path):
         ratio = rows[f"{kind}/{EXPERTS}"]["milliseconds"] / rows[f"bf16_grouped_mm/{EXPERTS}"]["milliseconds"]
         assert rows[f"{kind}_over_bf16/{EXPERTS}"]["ratio"] == pytest.approx(ratio)
     assert rows[f"grouped_saved_over_bf16/{EXPERTS}"]["ratio"] <= 0.30
+    assert rows["host_layer_linear_both"]["host_us"] > 0
     assert rows["host_layer_linear"]["plain_us"] > 0 and "host_us" in rows["host_quantizer_update"]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4.gemm import exact
-from zerofp4.nn import Linear, autocast, quantizers
+from zerofp4.nn import Linear, autocast, native, quantizers
 
 
 def layer(in_features=64, out_features=48, **options):
@@ -20,7 +20,8 @@ def layer(in_features=64, out_features=48, **options):
 
 
 def counted(monkeypatch):
-    """The roles of what is quantized from here on."""
+    """The roles of what Python quantizes from here on, all of it."""
+    monkeypatch.setattr(native, "_layer", None)
     roles = []
     record, update = quantizers.Quantizers.record, quantizers.Quantizers.update_
 

@@ -28,7 +28,7 @@ variables that matter. What is found wrong is listed last.
 
 ENVIRONMENT = {
     "ZEROFP4_CPU_ISA": "the CPU instruction set to use in place of the best one",
-    "ZEROFP4_AUTOGRAD": "0 for the node of F.linear in Python; when building: 0 leaves out C++'s",
+    "ZEROFP4_AUTOGRAD": "0 for the nodes of F.linear and layers in Python; when building: 0 leaves out C++'s",
     "ZEROFP4_CUDA": "when building: 0 leaves CUDA out",
     "ZEROFP4_CUDA_ARCHS": "when building: the GPU architectures, or all, or native",
     "ZEROFP4_CUDA_OPTIMIZE": "when building: 0 hardly optimizes GPU code, to see that it compiles",

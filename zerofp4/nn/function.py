@@ -89,6 +89,15 @@ class Kept(NamedTuple):
         return record
 
 
+def check_current(is_current: Callable[[], bool] | None) -> None:
+    """Raises RuntimeError unless the buffers of a LinearCall's weight are as its forward pass read them."""
+    if is_current is not None and not is_current():
+        raise RuntimeError(
+            "the weight of a layer was written to between its forward and its backward pass: "
+            "call backward first"
+        )
+
+
 class LinearFunction(torch.autograd.Function):
     """y [T, N] = x [T, K] w^T + bias, and its gradients, by a recipe (NUMERICS: in all backends of the gemm).
 
@@ -134,11 +143,8 @@ class LinearFunction(torch.autograd.Function):
         count = 0 if ctx.x is None else ctx.x.count
         x = None if ctx.x is None else ctx.x.record(saved[:count])
         weight = ctx.cached if ctx.weight is None else ctx.weight.record(saved[count:])
-        if weight is not None and ctx.is_current is not None and not ctx.is_current():
-            raise RuntimeError(
-                "the weight of a layer was written to between its forward and its backward pass: "
-                "call backward first"
-            )
+        if weight is not None:
+            check_current(ctx.is_current)
         grad_x, grad_weight = gradients(ctx.quantizers, grad, x, weight, ctx.dtypes[:2], ctx.main_grad, out)
         grad_bias = grad.sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
         return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, None

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from zerofp4.nn.convert import LAYERS, primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
+from zerofp4.nn.native import native_linear, native_primary_linear
 from zerofp4.nn.operators import compiled_linear
 from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
 from zerofp4.nn.recipe import Recipe, current_recipe
@@ -92,10 +93,10 @@ def refuse_shared(x: torch.Tensor) -> None:
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
     """The layer's output by a recipe. Errors as Linear.forward."""
     weight = layer.weight
-    if x.shape[-1:] != weight.shape[1:]:
-        raise ValueError(
-            f"x must have {weight.shape[1]} values in its last dimension, got shape {tuple(x.shape)}"
-        )
+    # Of the record: a quantized tensor's own is found by way of __torch_function__.
+    shape = weight.record.shape if isinstance(weight, QuantizedTensor) else weight.shape
+    if x.shape[-1:] != shape[1:]:
+        raise ValueError(f"x must have {shape[1]} values in its last dimension, got shape {tuple(x.shape)}")
     is_quantized = isinstance(x, QuantizedTensor)
     if not (is_quantized or x.is_meta) and torch.is_autocast_enabled(x.device.type):  # which meta has not
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -103,20 +104,28 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
         if layer.fuse_wgrad_accumulation or is_quantized:
             return _outside_of_the_graph(layer, x, recipe, is_first)
         y = compiled_linear(layer, x.reshape(-1, x.shape[-1]), recipe, is_first)
-    else:
-        y = _eager_linear(layer, x, recipe, is_first)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], shape[0])
+    return _eager_linear(layer, x, recipe, is_first)
 
 
 def _eager_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
-    """[T, out_features]"""
-    weight, bias = layer.weight, layer.bias
+    weight, bias, y, call = layer.weight, layer.bias, None, None
     grows = torch.is_grad_enabled()
-    call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
+    if type(weight) is NVFP4Tensor:
+        y = native_primary_linear(x, weight, bias, recipe, layer.fuse_wgrad_accumulation)
+    else:
+        call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
+        y = native_linear(x, weight, bias, call)
+    if y is not None:
+        return y
+    if call is None:
+        call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
     rows = x if x.dim() == 2 or isinstance(x, QuantizedTensor) else x.reshape(-1, x.shape[-1])
     if grows and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return LinearFunction.apply(rows, weight, bias, call)
-    return call.forward(rows, bias, False)[0]
+        y = LinearFunction.apply(rows, weight, bias, call)
+    else:
+        y, _ = call.forward(rows, bias, False)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.compiler.disable

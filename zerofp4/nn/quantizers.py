@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from zerofp4 import ops
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
 from zerofp4.gemm import chosen_backend, keep_values, refresh_values
 from zerofp4.layout import check_matrix
@@ -28,10 +29,11 @@ class Quantizers:
     """The quantizers of a recipe. layout: of the scales that its products read, "compact" for the exact
     backend and "swizzled" for the native one. keeps_values: whether a cached weight is kept dequantized too.
     weight_columns: whether a weight is quantized with a columnwise copy, for a gradient of x that reads it.
+    scheme: for the node in C++, which multiplies in the exact backend; None where it has none.
     """
 
-    def __init__(self, recipe: Recipe, backend: str):
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, device: torch.device, backend: str):
+        self.recipe, self.device = recipe, device
         # What dequantizes reads compact scales.
         native = backend == "native" and recipe.backward == "quantized"
         self.layout = MXFP8_SCALE_LAYOUTS[int(native)]
@@ -41,7 +43,14 @@ class Quantizers:
         self._is_exact = backend == "exact"
         has_tiles = self.is_nvfp4 and recipe.weight_block == (BLOCK, BLOCK)
         self.weight_columns = self.quantized_backward and not (self._is_exact and has_tiles)
+        self.scheme = self._scheme()
         self._made: dict[tuple, Quantizer] = {}
+
+    def _scheme(self) -> object | None:
+        if not (self.is_nvfp4 and self._is_exact and self.quantized_backward) or self.keeps_values:
+            return None
+        options = ("hadamard", "random_signs", "stochastic_rounding", "four_over_six")
+        return ops.layer_scheme(self.device, **{name: getattr(self.recipe, name) for name in options})
 
     def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """x, of a role out of ROLES, with these copies."""
@@ -124,16 +133,16 @@ def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str,
     return options | {"four_over_six": recipe.four_over_six}
 
 
-_quantizers: dict[tuple[Recipe, torch.device], Quantizers] = {}
-"""Of the recipes that were used: a program has few."""
+_quantizers: dict[tuple[str, torch.device], Quantizers] = {}
+"""Of the recipes that were used, by their keys: a program has few. (A string remembers its hash.)"""
 
 
 def quantizers_of(recipe: Recipe, device: torch.device) -> Quantizers:
     """Those of a recipe on a device; the same object as long as both are equal."""
-    found = _quantizers.get((recipe, device))
+    found = _quantizers.get((recipe.key, device))
     if found is None:
         backend = chosen_backend(device, recipe.backend)
-        found = _quantizers[recipe, device] = Quantizers(recipe, backend)
+        found = _quantizers[recipe.key, device] = Quantizers(recipe, device, backend)
     return found
 
 
@@ -276,7 +285,7 @@ def weight_state(weight: torch.Tensor) -> tuple:
     """What changes when a weight is replaced or written to. (A write through `.data` is not seen by torch's
     version counter.)
     """
-    version = None if weight.is_inference() else weight._version
     if isinstance(weight, QuantizedTensor):
-        return id(weight), version
-    return weight.data_ptr(), version
+        with torch._C.DisableTorchFunctionSubclass():
+            return id(weight), None if weight.is_inference() else weight._version
+    return weight.data_ptr(), None if weight.is_inference() else weight._version

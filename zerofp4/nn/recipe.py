@@ -129,7 +129,7 @@ class autocast(contextlib.ContextDecorator):
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe must be an NVFP4Recipe or an MXFP8Recipe, got {type(recipe).__name__}")
         self.recipe = recipe
-        self._others = _recipes_of_layers(recipe, model)
+        self._others = _recipes_of_layers(recipe, model) or None  # a weak dictionary counts in Python
         named = [other for _, other in recipe.modules if other is not None]
         _by_key.update((each.key, each) for each in (recipe, *named))
 

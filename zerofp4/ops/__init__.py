@@ -41,6 +41,7 @@ from zerofp4.ops.gather import (
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
+from zerofp4.ops.layer import layer_scheme, native_layer
 from zerofp4.ops.layouts import ScaleChange, change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
@@ -141,6 +142,8 @@ __all__ = [
     "increment_versions",
     "is_capturing",
     "is_plain_call",
+    "layer_scheme",
+    "native_layer",
     "native_linear",
     "neutral_amax",
     "norm_of_squares",

@@ -32,7 +32,8 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"{_NAME} cannot be loaded, rebuild it for torch {torch.__version__}: {error}"
     if extension.TORCH_VERSION != torch.__version__:
         return None, f"{_NAME} was built for torch {extension.TORCH_VERSION}, this is {torch.__version__}"
-    if not extension.fits(_C.dequantize_function):
+    functions = _C.dequantize_function, getattr(_C, "layer_functions", None)
+    if not all(map(extension.fits, functions)):
         return None, f"{_NAME} and zerofp4._C are of different builds: build both"
     return extension, ""
 
@@ -74,4 +75,4 @@ def implement_operators() -> None:
     extension, _ = _load()
     if extension is not None:
         python = without_backend("dequantize")
-        extension.implement(python, check_cuda, current_stream, _C.dequantize_function)
+        extension.implement(python, _C.dequantize_function)

@@ -1,0 +1,116 @@
+// Kernels by address, for zerofp4._autograd: what a layer of a recipe launches.
+
+#include <map>
+#include <mutex>
+
+#include "autograd/layer_calls.h"
+#include "bindings/bindings.h"
+#include "dispatch/lists.h"
+
+namespace zerofp4::bindings {
+namespace {
+
+// Calls run(). Returns null, or the text of what it throws.
+template <class Run>
+const char* error_of(const Run& run) noexcept {
+    static thread_local std::string error;
+    try {
+        run();
+        return nullptr;
+    } catch (const std::exception& thrown) {
+        error = thrown.what();
+        return error.c_str();
+    }
+}
+
+const char* quantize_for_layer(const Target& target, const QuantizeArgs& given, float* amax,
+                               float* hadamard_amax) noexcept {
+    return error_of([&] {
+        const AmaxArgs amaxes{given.input, given.dtype, given.rows, given.cols,
+                              given.signs, nullptr,     amax,       hadamard_amax};
+        QuantizeArgs args = given;
+        args.amax = amax ? amax : hadamard_amax;
+        args.columnwise_amax = hadamard_amax;
+        dispatch(
+            target,
+            [&](const cpu::Kernels& k, int threads) {
+                k.tensor_amax(amaxes, threads);
+                k.quantize(args, threads);
+            },
+            [&](const cuda::Kernels& k, cudaStream_t stream) {
+                k.tensor_amax(amaxes, stream);
+                k.quantize(args, stream);
+            });
+    });
+}
+
+DequantizeDescriptor descriptor_of(const ProductOperand& operand, const void* neutral_amax) {
+    const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+    return dequantize_descriptor(address(operand.data), address(operand.scale), address(neutral_amax),
+                                 address(operand.values), operand.rows, operand.cols, false,
+                                 operand.block_rows, kCompact, static_cast<int>(kE4M3Max));
+}
+
+const char* values_for_layer(const Target& target, DType dtype, const ProductOperand& a,
+                             const ProductOperand& b, const void* neutral_amax, void* alpha) noexcept {
+    return error_of([&] {
+        const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+        const ProductScale scale =
+            product_scale(address(a.amax), a.e4m3_max, address(b.amax), b.e4m3_max, address(alpha));
+        DequantizeList(target.is_cpu(), {descriptor_of(a, neutral_amax), descriptor_of(b, neutral_amax)},
+                       static_cast<int>(dtype))
+            .run_product(target, scale);
+    });
+}
+
+// Tokens that vary from step to step make new sizes without end.
+constexpr size_t kProducts = 4096;
+
+const char* find_for_layer(int device, const ProductProblem& p,
+                           std::shared_ptr<cuda::Product>& found) noexcept {
+    static std::mutex mutex;
+    static std::map<std::array<int64_t, 13>, std::shared_ptr<cuda::Product>> products;
+    return error_of([&] {
+        const std::array<int64_t, 13> key{device,
+                                          p.rows,
+                                          p.cols,
+                                          p.contraction,
+                                          static_cast<int64_t>(p.inputs),
+                                          static_cast<int64_t>(p.output),
+                                          p.a_transposed,
+                                          p.b_transposed,
+                                          p.accumulate,
+                                          p.a_alignment,
+                                          p.b_alignment,
+                                          p.bias_alignment,
+                                          p.output_alignment};
+        std::lock_guard<std::mutex> lock(mutex);
+        auto entry = products.find(key);
+        if (entry == products.end()) {
+            const cuda::Kernels* kernels = cuda::kernels();
+            if (kernels == nullptr) throw std::runtime_error("zerofp4 was built without CUDA");
+            const DeviceGuard guard(*kernels, device);
+            if (products.size() == kProducts) products.clear();
+            entry = products.emplace(key, kernels->find_product(p)).first;
+        }
+        found = entry->second;
+    });
+}
+
+const char* run_for_layer(const Target& target, cuda::Product& product,
+                          const ProductAddresses& addresses) noexcept {
+    return error_of([&] {
+        dispatch(
+            target, [](const cpu::Kernels&, int) { throw std::runtime_error("cuBLASLt is a GPU's"); },
+            [&](const cuda::Kernels&, cudaStream_t stream) { product.run(addresses, stream); });
+    });
+}
+
+}  // namespace
+
+void bind_layer(py::module_& m) {
+    static LayerFunctions functions{&quantize_for_layer, &values_for_layer, &find_for_layer, &run_for_layer};
+    m.attr("layer_functions") = py::capsule(&functions, kLayerCapsule);
+}
+
+}  // namespace zerofp4::bindings

@@ -1,0 +1,115 @@
+"""The node of a layer in C++ (csrc/autograd/layer.cpp): what it asks of Python, and when it is used.
+
+It quantizes, multiplies and saves what LinearFunction does, byte for byte, in one call each way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from zerofp4 import ops
+from zerofp4.nn.function import Kept, LinearCall, MainGrad, check_current, gradients
+from zerofp4.nn.operators import record_of_buffers
+from zerofp4.nn.quantizers import Quantizers, quantizers_of
+from zerofp4.nn.recipe import Recipe
+from zerofp4.storage import BUFFERS, NVFP4Storage
+from zerofp4.tensors import NVFP4Tensor, gradient_place
+
+Context = tuple[Quantizers, MainGrad | None, Callable[[], bool] | None]
+"""quantizers, main_grad and is_current of a LinearCall: what a node keeps of Python's. A weight that is NVFP4
+itself has no is_current here: the node compares its versions.
+"""
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""data, compact scales and amax of a copy."""
+
+
+def _begin_backward(
+    node: Any, context: Context, dtype: torch.dtype | None, has_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, MainGrad | None]:
+    """(neutral amax, memory for the weight's gradient or None, the MainGrad whose memory that is or None).
+
+    dtype: of the weight, where it needs a gradient. has_weight: whether the gradient of x is made from it.
+    """
+    quantizers, main_grad, is_current = context
+    if has_weight:
+        check_current(is_current)
+    neutral = ops.neutral_amax(quantizers.device)
+    if dtype is None:
+        return neutral, None, None
+    if main_grad is None:
+        return neutral, gradient_place(node, 1, dtype), None
+    return neutral, main_grad.buffer(), main_grad
+
+
+def _gradients(
+    node: Any,
+    context: Context,
+    grad: torch.Tensor,
+    x: Buffers | None,
+    weight: Buffers | None,
+    e4m3_max: int,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of x, weight and bias, by Python from what the node has saved: where a graph of them is asked for, or
+    something is not plain.
+    """
+    out = None if x is None or context[1] is not None else gradient_place(node, 1, weight_dtype)
+    return _plain_gradients(node, context, grad, x, weight, e4m3_max, x_dtype, weight_dtype, bias_dtype, out)
+
+
+@once_differentiable
+def _plain_gradients(node, context, grad, x, weight, e4m3_max, x_dtype, weight_dtype, bias_dtype, out):
+    quantizers, main_grad, is_current = context
+    rows = grad.reshape(-1, grad.shape[-1])
+    kept_x = kept_weight = None
+    if x is not None:
+        shape = torch.Size((rows.shape[0], x[0].shape[0]))
+        blank = quantizers.blank("input", shape, x_dtype, columnwise=True)
+        kept_x = Kept(NVFP4Storage, shape, blank.context(), "columnwise", "compact", len(x)).record(x)
+    if weight is not None:
+        check_current(is_current)
+        named = dict(zip(("rowwise_data", "rowwise_scale", "amax"), weight, strict=True))
+        kept_weight = record_of_buffers([named.get(name) for name in BUFFERS], weight_dtype, e4m3_max)
+    dtypes = (x_dtype, weight_dtype)
+    grad_x, grad_weight = gradients(quantizers, rows, kept_x, kept_weight, dtypes, main_grad, out)
+    grad_x = None if grad_x is None else grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
+    grad_bias = None if bias_dtype is None else rows.sum(0).to(bias_dtype)
+    return grad_x, grad_weight, grad_bias
+
+
+_layer = ops.native_layer(_begin_backward, _gradients)
+"""None where zerofp4._autograd is not used."""
+
+
+def native_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
+) -> torch.Tensor | None:
+    """y [..., N] of x [..., K], with a node in C++ if anything needs a gradient; None for what LinearFunction
+    has to do.
+    """
+    quantizers, record, main_grad, is_current = call
+    if _layer is None or quantizers.scheme is None or not quantizers.reads_rows(record):
+        return None
+    copy = record.rowwise
+    buffers = copy.data, copy.scales.get("compact"), copy.amax
+    options = record.block[0], record.e4m3_max, quantizers.device, quantizers.scheme
+    return _layer(x, weight, bias, *buffers, *options, (quantizers, main_grad, is_current))
+
+
+def native_primary_linear(
+    x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None, recipe: Recipe, fuses: bool
+) -> torch.Tensor | None:
+    """The same of a weight that is NVFP4 itself. Nothing is asked of the tensor, only of its record: each
+    question that torch answers for a subclass takes the host as long as a launch.
+
+    fuses: whether the weight's gradient is added to its main_grad.
+    """
+    quantizers, record = quantizers_of(recipe, x.device), weight.record
+    if quantizers.scheme is None or record.block != recipe.weight_block:
+        return None
+    call = LinearCall(quantizers, record, MainGrad(weight) if fuses else None)
+    return native_linear(x, weight, bias, call)
