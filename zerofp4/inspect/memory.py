@@ -22,7 +22,8 @@ weights, gradients, masters and moments, computed from the model's shapes. Activ
 step, are not in it: what is left on the card is for them. Nothing is allocated.
 
 The largest model that the card can train has more or fewer layers of the same shape. Give --activations what
-a run of the configuration has beyond what it keeps: a larger model has as many bytes a parameter of these.
+a run of the configuration has beyond what it keeps: a larger model has as many bytes a parameter of these, a
+smaller one as many in all, since those of one layer, and logits, stay.
 FlashAdamW (FlashOptim, arXiv 2602.23349) keeps what its paper states.
 """
 WAYS = {
@@ -120,7 +121,8 @@ def run(options: argparse.Namespace) -> int:
         row = [name, f"{total / count:.2f}", *each, f"{total / 1e9:.1f}"]
         if larger is not None:
             left = card - total - beyond
-            a_layer = sum(kept(larger).values()) - total + beyond * (elements(larger) / count - 1)
+            a_layer = sum(kept(larger).values()) - total
+            a_layer += beyond * (elements(larger) / count - 1) if left > 0 else 0
             more = math.floor(left / a_layer)
             layers, size = model.config.num_hidden_layers + more, count + more * (elements(larger) - count)
             row.append(f"{left / 1e9:.1f}" if left > 0 else "does not fit")
