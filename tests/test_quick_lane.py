@@ -27,9 +27,9 @@ def test_the_middle_case_on_each_device_stands_for_a_test():
 
 
 def test_what_takes_seconds_and_other_worlds_are_left_out():
-    ranks = [item(f"d.py::t[torchrun-{n}]", world=Setting(n)) for n in (1, 2, 3)]
+    ranks = [item(f"d.py::t[fork-{n}]", world=Setting(n)) for n in (1, 2, 3)]
     marked = [item(f"m.py::{mark}", mark) for mark in ("heavy", "bench", "slow", "skip", "threads")]
-    assert chosen(*ranks, *marked) == ["d.py::t[torchrun-2]", "m.py::threads"]
+    assert chosen(*ranks, *marked) == ["d.py::t[fork-2]", "m.py::threads"]
 
 
 def test_a_heavy_case_leaves_the_others():

@@ -1,6 +1,6 @@
 """One rank of a launch: joins the group, runs the checks in turn and leaves what came of each in a folder.
 
-    python -m distributed.worker FOLDER      (under torchrun, under mpirun, or alone)
+    python -m distributed.worker FOLDER      (under torchrun, under fork.py, under mpirun, or alone)
 
 FOLDER/job.pickle holds the list of Checks. All that rank r prints goes to FOLDER/r.log. It leaves
 FOLDER/joined.r in the group, and, for check i, what it returned in FOLDER/i.r.passed, pickled, or what it

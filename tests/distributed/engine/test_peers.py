@@ -95,7 +95,7 @@ def done(setting: Setting, cases: dict, env: dict[str, str]) -> Launch:
 
 def all_checks(_) -> Launch:
     """The checks on two ranks, done."""
-    return done(Setting(2), CHECKS, environment(2))
+    return done(Setting(2, "torchrun"), CHECKS, environment(2))
 
 
 @needs_gpu
@@ -106,7 +106,8 @@ def test_two_ranks(early, name):
 
 
 def more_checks(world_size: int, _) -> Launch:
-    return done(Setting(world_size), {name: CHECKS[name] for name in MORE}, environment(world_size))
+    checks = {name: CHECKS[name] for name in MORE}
+    return done(Setting(world_size, "torchrun"), checks, environment(world_size))
 
 
 LARGER = {size: functools.partial(more_checks, size) for size in (3, 4)}
@@ -124,7 +125,7 @@ HOSTS = {f"hosts, {mb}": (peer_checks.hosts, {"bucket_mb": mb}) for mb in (None,
 
 def checks_of_hosts(_) -> Launch:
     """Those of four ranks, whatever GPUs there are."""
-    return done(Setting(4), HOSTS, shared_gpus())
+    return done(Setting(4, "torchrun"), HOSTS, shared_gpus())
 
 
 @needs_gpu

@@ -42,7 +42,13 @@ def check_more_groups(world):
 
 
 @on_ranks(1, 2, 4)
+def test_groups_one_after_the_other(world):
+    check_more_groups(world)
+
+
+@on_ranks(nightly=[2], launcher="torchrun")
 def test_torchrun(world):
+    """Beside runs of scripts under torchrun, which need a group too."""
     check_more_groups(world)
 
 
