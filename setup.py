@@ -3,9 +3,10 @@ Where a torch is installed, also zerofp4._autograd, which is built against it, a
 
 Environment:
     ZEROFP4_CUDA=0      the CPU side only
-    ZEROFP4_CUDA_ARCHS  GPU architectures: "90", "80;90;100f", "native" or "all". If not given, native where
-                        there is a GPU, else all. PTX of compute_90 is always added, for newer GPUs. Or
-                        "compute_80": its PTX alone, to try the code for an older GPU on a newer one.
+    ZEROFP4_CUDA_ARCHS  GPU architectures: "90", "80;90;100f", "native", "all", or "branches", the least that
+                        has every branch of the sources. If not given, native where there is a GPU, else all.
+                        PTX of compute_90 is always added, for newer GPUs. Or "compute_80": its PTX alone, to
+                        try the code for an older GPU on a newer one.
     ZEROFP4_CUDA_OPTIMIZE=0
                         GPU code that is hardly optimized, in a fifth of the time: to see that it compiles.
                         nvcc before 12.9 optimizes all the same.

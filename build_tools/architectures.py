@@ -13,6 +13,8 @@ from build_tools import BuildError
 VARIABLE = "ZEROFP4_CUDA_ARCHS"
 # Machine code for these, and PTX of PTX_ARCHITECTURE for GPUs that are newer than this list.
 ALL = ("80", "90", "100f", "120f")
+# With the PTX these have every branch of the sources: enough to see that all of it compiles.
+BRANCHES = ("80", "100f")
 PTX_ARCHITECTURE = "90"
 PTX = "compute_"
 OLDEST = 80
@@ -28,6 +30,8 @@ def choose(wanted, toolkit, gpus):
     wanted = wanted.strip()
     if wanted == "all":
         return all_of(toolkit)
+    if wanted == "branches":
+        return [arch for arch in all_of(toolkit) if arch in BRANCHES]
     if wanted in ("", "native"):
         usable = sorted({gpu for gpu in gpus() if 10 * gpu[0] + gpu[1] >= OLDEST})
         if usable:
@@ -90,7 +94,10 @@ def checked(item, wanted, toolkit):
         raise BuildError(f"{VARIABLE}={wanted!r}: {item!r} {why}")
 
     if not re.fullmatch(r"\d{2,3}[af]?", item):
-        refuse("is no architecture; give all, native, or a list of numbers as in 80;90;100f, or compute_80")
+        refuse(
+            "is no architecture; give all, native, branches, or a list of numbers as in 80;90;100f, "
+            "or compute_80"
+        )
     if number(item) < OLDEST:
         refuse("is too old: the kernels need compute capability 8.0")
     version = ".".join(map(str, toolkit.version))

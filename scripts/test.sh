@@ -3,7 +3,8 @@
 #
 # Set up an environment and run every check: ruff, clang-format, then pytest. Ends with TESTS PASSED, or with TESTS
 # FAILED and a status other than 0, also when it is killed. Uses GPUs where there are some. With CI=true and no GPU,
-# the GPU code is compiled for every architecture, but hardly optimized (ZEROFP4_CUDA_OPTIMIZE=0); --nightly optimizes.
+# every branch of the GPU code is compiled once, and hardly optimized (ZEROFP4_CUDA_OPTIMIZE=0); --nightly compiles it
+# for every architecture, and optimizes.
 #
 #   (nothing)     every test but those marked nightly or slow; of a test with more than 4 cases on a device, cases
 #                 in which every two values of its parameters meet: under 20 minutes on 2 cores, the build included.
@@ -30,9 +31,10 @@ if [[ ${1-} == --help || ${1-} == -h ]]; then
 fi
 . "$(dirname "${BASH_SOURCE[0]}")/verdict.sh"
 verdict TESTS
-# CI without a GPU sees that GPU code compiles, and runs none of it.
+# CI without a GPU sees that GPU code compiles, and runs none of it. What differs between architectures in the sources
+# is seen by the least that ZEROFP4_CUDA_ARCHS can name.
 if [[ ${CI-} == true && " $* " != *" --nightly "* ]] && ! nvidia-smi -L >/dev/null 2>&1; then
-    export ZEROFP4_CUDA_OPTIMIZE=${ZEROFP4_CUDA_OPTIMIZE-0}
+    export ZEROFP4_CUDA_OPTIMIZE=${ZEROFP4_CUDA_OPTIMIZE-0} ZEROFP4_CUDA_ARCHS=${ZEROFP4_CUDA_ARCHS-branches}
 fi
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 if [[ ${1-} == --torch ]]; then

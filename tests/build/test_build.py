@@ -1,6 +1,7 @@
 """What setup.py decides: architectures, compilers, commands, what is current. Nothing is compiled here."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ def choose(wanted, toolkit=NEW, gpus=()):
         ("90;90", ["90"]),
         ("90a;103", ["90a", "103"]),
         ("all", ["80", "90", "100f", "120f"]),
+        ("branches", ["80", "100f"]),
         ("compute_80", ["compute_80"]),
     ],
 )
@@ -57,7 +59,17 @@ def test_architectures_of_the_gpus_here(wanted, gpus, expected):
 
 def test_an_old_nvcc_has_no_families():
     assert choose("all", OLD) == ["80", "90"]
+    assert choose("branches", OLD) == ["80"]
     assert choose("", OLD, [(10, 0)]) == []
+
+
+def test_branches_are_all_branches_of_the_sources():
+    archs = [*choose("branches"), architectures.PTX_ARCHITECTURE]
+    built = [10 * architectures.number(arch) for arch in archs]
+    files = [path for path in (ROOT / commands.CSRC).rglob("*") if path.suffix in (".h", ".cuh", ".cu")]
+    found = re.findall(r"__CUDA_ARCH_\w* (?:>=|<) (\d+)", "".join(path.read_text() for path in files))
+    assert set(found) == {"860", "890", "900", "1000"}
+    assert all(min(built) < int(bound) <= max(built) for bound in found)
 
 
 @pytest.mark.parametrize("gpus", [[], [(7, 5)]])
@@ -71,7 +83,7 @@ def test_no_usable_gpu(gpus):
     ("wanted", "toolkit", "message"),
     [
         ("9.0", NEW, "ZEROFP4_CUDA_ARCHS='9.0': '9.0' is no architecture"),
-        ("80;hopper", NEW, "'hopper' is no architecture; give all, native, or a list"),
+        ("80;hopper", NEW, "'hopper' is no architecture; give all, native, branches, or a list"),
         ("75", NEW, "'75' is too old: the kernels need compute capability 8.0"),
         ("99", NEW, "'99' is unknown to nvcc 13.0, which knows 75, 80, 86"),
         ("100f", OLD, "'100f' is unknown to nvcc 12.4"),
