@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.cast import check, check_transposes, make
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, collect_garbage
 
 import zerofp4
 from zerofp4 import reference
@@ -235,7 +235,7 @@ def test_a_bad_shard_buffer_is_refused_although_the_last_call_was_good(change, e
 
 
 def test_a_call_after_one_that_could_not_take_addresses_uses_its_own_masters(device, monkeypatch):
-    """The plan has been left with some of the addresses of the failed call."""
+    """The plan has been left with some of the addresses of the failed call, and with none of its masters."""
     weights, masters, starts = make(device)
     cast(weights, masters, starts)
     others = [torch.randn_like(master) for master in masters]
@@ -243,6 +243,10 @@ def test_a_call_after_one_that_could_not_take_addresses_uses_its_own_masters(dev
         patched.setattr(zerofp4.ops.TransposeStage, "bind", mock.Mock(side_effect=MemoryError("no room")))
         with pytest.raises(MemoryError, match="no room"):
             cast(weights, others, starts)
+    left = [weakref.ref(other) for other in others]
+    del others
+    collect_garbage()
+    assert [other() for other in left] == [None] * len(left)
     for _ in range(2):
         masters[0].mul_(-1.5)
         cast(weights, masters, starts)

@@ -355,10 +355,13 @@ def test_calls_that_need_all_gradients(world):
     assert optimizer.broken is None
 
 
-def test_a_second_backward_pass(world):
-    """Which gradients of both are in the masters is not known."""
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_second_backward_pass(world, zeroes):
+    """Which gradients of both are in the masters is not known. zero_grad() takes no update back."""
     net, optimizer = make(world, bucket_mb=TINY)
     loss_of(net, world, 0).backward()
+    if zeroes:
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="got a second gradient before step"):
         loss_of(net, world, 1).backward()
     assert optimizer.broken is not None
