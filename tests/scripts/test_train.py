@@ -53,7 +53,7 @@ def test_two_ranks_and_both_kinds_of_weights(early):
     check_picture(out)
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
 @waits_for(again)
 def test_under_mpirun(early):
@@ -62,7 +62,7 @@ def test_under_mpirun(early):
     assert json.loads((out / "summary.json").read_text())["world_size"] == 2
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @waits_for(both, again)
 def test_the_same_seed_gives_the_same_run(early):
     """Also under another launcher, and alone as well as before a second kind of weights."""
@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_run(early):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-dequantized"])
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("nvfp4-dequantized", marks=pytest.mark.nightly)])
 def test_a_recipe_and_micro_batches(tmp_path, recipe):
     """Both kinds of weights: bfloat16 ones are quantized for the first micro-batch of a step."""
     options = ["--steps", "12", "--micro-batches", "2", "--recipe", recipe, "--weights", "both"]

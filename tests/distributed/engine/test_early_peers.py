@@ -57,7 +57,7 @@ def test_micro_batches_and_gradients_that_somebody_assigned(world, late, options
     run(world, checks.micro_batches, late, bucket_mb=FEW, **options)
 
 
-@on_ranks(3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize(("late", "options"), [(True, {}), (False, {"name": "AdamW"}), (True, ROUNDED)])
 def test_steps_that_come_to_nothing(world, late, options):
     run(world, checks.nothing_comes_of_it, late, bucket_mb=FEW, **options)

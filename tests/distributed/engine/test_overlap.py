@@ -30,7 +30,7 @@ def make_pair(world, name="FusedAdamW", **options):
     return [make(world, name, overlap=o, **({"bucket_mb": SMALL} | options)) for o in (None, "backward")]
 
 
-@on_ranks(1, 2, 3, time_limit=60)
+@on_ranks(1, 2, nightly=[3], time_limit=60)
 @pytest.mark.parametrize(("name", "clip"), [("AdamW", True), ("FusedAdamW", False), ("FusedAdamW", True)])
 def test_the_bytes_of_a_step_without_overlap(world, name, clip):
     checks.whole_steps(world, name, clip, bucket_mb=SMALL)

@@ -41,7 +41,7 @@ def test_the_bytes_of_a_plain_step(world, state, bucket_mb):
     whole_steps(world, make_pair(world, state=state, bucket_mb=bucket_mb, transport="collective"))
 
 
-@on_ranks(2, 3, time_limit=120)
+@on_ranks(2, nightly=[3], time_limit=120)
 @pytest.mark.parametrize("blocks", SERVED)
 def test_weights_whose_scales_travel(world, blocks):
     whole_steps(world, make_pair(world, blocks=blocks, bucket_mb=TINY, transport="collective"))
@@ -79,7 +79,7 @@ def with_peers(world, check, late, **options):
         check(alone, models)
 
 
-@on_ranks(2, 3, time_limit=120)
+@on_ranks(2, nightly=[3], time_limit=120)
 @pytest.mark.parametrize(
     ("late", "options"),
     [
@@ -274,7 +274,7 @@ def test_an_error_of_one_rank_before_the_first_update(world):
     assert good.keys() and optimizer._saved.steps == 2
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("way", ["collective", "peer"])
 def test_an_error_of_one_rank_behind_the_first_update(world, way):
     """No rank updates another bucket; all are broken, and a checkpoint mends them."""

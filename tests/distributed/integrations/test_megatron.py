@@ -65,7 +65,7 @@ def test_every_rank_has_the_quantized_masters_after_every_step(world):
     [
         ({}, {"ddp": OVERLAP}),
         ({"tp": 2}, {"ddp": BUCKETS, "sequence_parallel": True}),
-        ({"tp": 4}, {"ddp": OVERLAP}),
+        pytest.param({"tp": 4}, {"ddp": OVERLAP}, marks=pytest.mark.nightly),
         ({"pp": 2}, {"ddp": OVERLAP, "micro_batches": 3}),
         ({"ep": 2}, {"ddp": OVERLAP, "num_moe_experts": 4, "moe_router_load_balancing_type": "none"}),
     ],

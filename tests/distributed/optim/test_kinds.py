@@ -107,7 +107,7 @@ def test_the_bytes_of_every_way_to_overlap(world, overlap):
     check(*models[1])
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
 def test_the_bytes_of_ranks_that_share_memory(world, late, overlap):

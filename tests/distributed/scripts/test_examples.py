@@ -121,14 +121,14 @@ def test_training_with_other_packages(world, example):
 
 
 FINETUNE = "quantization_aware_finetune"
-FEW_STEPS = ["--pretrain-steps", 150, "--steps", 40, "--batch-size", 8]
+FEW_STEPS = ["--pretrain-steps", 110, "--steps", 30, "--batch-size", 8]
 TRAININGS = {
     "zero": ["--four-over-six", "--block", "16x16", "--control", "--format", "modelopt"],
     "fsdp": ["--fsdp", "--four-over-six", "--teacher"],
 }
 
 
-@on_ranks(1, 2, time_limit=180.0)
+@on_ranks(2, nightly=[1], time_limit=180.0)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_quantization_aware_finetune(world, training):
     """The losses are what each training is for, and the folder has the codes that were trained."""

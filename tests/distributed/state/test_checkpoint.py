@@ -38,7 +38,7 @@ from distributed.state.cases import (
 )
 
 LONG = ("adamw", "fused", "sgd", "muon")
-"""Cases of which 8 steps after the load are compared; of the others 2."""
+"""Cases that are loaded in worlds of every size and go on for 6 steps; the others in two, for 2 steps."""
 
 
 @on_ranks(4, time_limit=240.0)
@@ -47,7 +47,8 @@ def test_a_run_goes_on_in_a_world_of_any_size(world, case):
     """Saved on 4 ranks, loaded on 1, 2, 3 and 4; saved on 3, loaded on 2 and 1: the same bytes as without a
     stop.
     """
-    steps = range(3, 11 if case in LONG else 5)
+    steps = range(3, 9 if case in LONG else 5)
+    worlds = [(4, 1), (4, 2), (4, 3), (4, 4), (3, 2), (3, 1)] if case in LONG else [(4, 3), (3, 1)]
     through, straight = trained(world, 3, case)
     run(through, straight, steps)
     expected = [m for m in straight.gathered_masters() if m is not None]
@@ -59,7 +60,7 @@ def test_a_run_goes_on_in_a_world_of_any_size(world, case):
             model, stopped = trained(world, 3, case, group=groups[size])
             state = {"model": model, "optimizer": stopped}
             dcp.save(state, checkpoint_id=paths[size], process_group=groups[size])
-    for size, loaded in [(4, 1), (4, 2), (4, 3), (4, 4), (3, 2), (3, 1)]:
+    for size, loaded in worlds:
         dist.barrier()
         if world.rank < loaded:
             model, resumed = trained(world, 0, case, seed=7, group=groups[loaded], lr=0.5)
