@@ -1,5 +1,6 @@
 """Builds zerofp4._C: pybind11 and our sources, no torch. CUDA sources are compiled when there is an nvcc.
 Where a torch is installed, also zerofp4._autograd, which is built against it, and which all works without.
+Its sources become part of the package: where there was no torch, it is compiled on first use.
 
 Environment:
     ZEROFP4_CUDA=0      the CPU side only
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there in an isolated build
 
@@ -64,8 +66,20 @@ class Build(build_ext):
         print(f"{torch_extension.NAME} for torch {torch.version}" if torch else f"no {torch_extension.NAME}")
 
 
+class WithSources(build_py):
+    """The package, and in it the sources of what is compiled on first use. A checkout has them beside it."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for file in torch_extension.source_files(Path("csrc")):
+                target = Path(self.build_lib, "zerofp4", file)
+                self.mkpath(str(target.parent))
+                self.copy_file(str(file), str(target))
+
+
 torch = torch_extension.find_torch()
 extensions = [Extension("zerofp4._C", sources=[])]
 if torch:  # a torch that it does not compile against does not keep the package from being installed
     extensions.append(Extension(torch_extension.NAME, sources=[], optional=True))
-setup(ext_modules=extensions, cmdclass={"build_ext": Build})
+setup(ext_modules=extensions, cmdclass={"build_ext": Build, "build_py": WithSources})

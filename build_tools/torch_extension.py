@@ -1,28 +1,27 @@
 """The optional second extension, zerofp4._autograd: compiled against the torch that is installed, if one is.
 
-Its path and version are read from its files: to import it takes seconds.
+Its path and version are read from its files: to import it takes seconds. How to compile is read from the file
+that does so on first use, where there was no torch to build against.
 """
 
 import importlib.util
+import os
 import runpy
-from dataclasses import dataclass
 from pathlib import Path
-from sysconfig import get_path
 
-from build_tools.commands import HOST_FLAGS, Job, sources, switch
+from build_tools import ROOT
+from build_tools.commands import CSRC, Job, sources, switch
 
-NAME = "zerofp4._autograd"
-
-
-@dataclass(frozen=True)
-class Torch:
-    folder: Path
-    version: str
+_on_first_use = runpy.run_path(str(ROOT / "zerofp4" / "ops" / "autograd_build.py"))
+NAME = _on_first_use["NAME"]
+source_files = _on_first_use["source_files"]
+Torch = _on_first_use["Torch"]
 
 
 def find_torch():
     """None where there is none, as in an isolated build, and where the extension is not wanted."""
-    wanted = switch("ZEROFP4_AUTOGRAD", "1") and not switch("ZEROFP4_SANITIZE", "0")
+    asked = os.environ.get("ZEROFP4_AUTOGRAD") == "build" or switch("ZEROFP4_AUTOGRAD", "1")
+    wanted = asked and not switch("ZEROFP4_SANITIZE", "0")
     found = importlib.util.find_spec("torch") if wanted else None
     if found is None or found.origin is None:
         return None
@@ -34,14 +33,9 @@ def find_torch():
 
 
 def jobs(cxx, torch):
-    of_torch = torch.folder / "include"
-    includes = [of_torch, of_torch / "torch/csrc/api/include", get_path("include")]
-    flags = [*HOST_FLAGS, "-std=c++20", f'-DZEROFP4_TORCH_VERSION="{torch.version}"']
-    flags += [f"-isystem{path}" for path in includes]  # their warnings are not ours
-    return [Job(source, cxx, tuple(flags)) for source in sources("autograd", "*.cpp")]
+    flags = tuple(_on_first_use["compile_flags"](CSRC, torch))
+    return [Job(source, cxx, flags) for source in sources("autograd", "*.cpp")]
 
 
 def link(cxx, torch):
-    """Without a path to torch's libraries: whoever imports the extension has loaded them."""
-    libraries = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-    return [*cxx.command, "-shared", "-s", f"-L{torch.folder / 'lib'}", "-Wl,--no-as-needed", *libraries]
+    return [*cxx.command, *_on_first_use["link_flags"](torch)]

@@ -100,8 +100,9 @@ def test_info_of_this_machine(capsys):
 @pytest.mark.parametrize("reason", [None, "ZEROFP4_AUTOGRAD is 0"])
 def test_what_makes_the_node_of_a_product(monkeypatch, capsys, reason):
     monkeypatch.setattr(info, "why_python_autograd", lambda: reason)
+    monkeypatch.setattr(info, "extension_file", lambda: "a file")
     _, text = shown(capsys)
-    by = "by zerofp4._autograd" if reason is None else f"in Python: {reason}"
+    by = "by zerofp4._autograd, a file" if reason is None else f"in Python: {reason}"
     assert f"\nF.linear {by}\n" in text
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.ops import build_info, check_cuda, code_for, why_python_autograd
+from zerofp4.ops import build_info, check_cuda, code_for, extension_file, why_python_autograd
 from zerofp4.version import VERSION
 
 SUMMARY = "versions, what was compiled in, and what this machine can run"
@@ -28,7 +28,7 @@ variables that matter. What is found wrong is listed last.
 
 ENVIRONMENT = {
     "ZEROFP4_CPU_ISA": "the CPU instruction set to use in place of the best one",
-    "ZEROFP4_AUTOGRAD": "0 for the nodes of F.linear and layers in Python; when building: 0 leaves out C++'s",
+    "ZEROFP4_AUTOGRAD": "0 for the nodes of F.linear and layers in Python; build compiles C++'s at once",
     "ZEROFP4_CUDA": "when building: 0 leaves CUDA out",
     "ZEROFP4_CUDA_ARCHS": "when building: the GPU architectures, or all, or native",
     "ZEROFP4_CUDA_OPTIMIZE": "when building: 0 hardly optimizes GPU code, to see that it compiles",
@@ -76,7 +76,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "cpu": _cpu(build),
-        "autograd": {"native": reason is None, "reason": reason},
+        "autograd": {"native": reason is None, "reason": reason, "file": extension_file()},
         "cuda": None if build is None else {k: v for k, v in build["cuda"].items() if k != "devices"},
         "gpus": [] if build is None else _gpus(build["cuda"], problems),
         "distributed": _distributed(),
@@ -191,7 +191,9 @@ def _shown_cuda(cuda: dict[str, Any] | None) -> str:
 
 def _shown_autograd(autograd: dict[str, Any]) -> str:
     """How autograd goes through a product with an NVFP4 weight."""
-    return "by zerofp4._autograd" if autograd["native"] else f"in Python: {autograd['reason']}"
+    if autograd["native"]:
+        return f"by zerofp4._autograd, {autograd['file']}"
+    return f"in Python: {autograd['reason']}"
 
 
 def _shown_gpu(gpu: dict[str, Any]) -> str:

@@ -81,8 +81,16 @@ def _plain_gradients(node, context, grad, x, weight, e4m3_max, x_dtype, weight_d
     return grad_x, grad_weight, grad_bias
 
 
-_layer = ops.native_layer(_begin_backward, _gradients)
+_layer: Callable[..., torch.Tensor | None] | None = None
 """None where zerofp4._autograd is not used."""
+
+
+def _use(layer: Callable[..., torch.Tensor | None]) -> None:
+    global _layer
+    _layer = layer
+
+
+ops.use_native_layer(_use, _begin_backward, _gradients)
 
 
 def native_linear(
@@ -92,7 +100,7 @@ def native_linear(
     has to do.
     """
     quantizers, record, main_grad, is_current = call
-    if _layer is None or quantizers.scheme is None or not quantizers.reads_rows(record):
+    if quantizers.scheme is None or _layer is None or not quantizers.reads_rows(record):
         return None
     copy = record.rowwise
     buffers = copy.data, copy.scales.get("compact"), copy.amax

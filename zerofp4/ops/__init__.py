@@ -9,7 +9,13 @@ fake and backends.
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
 from zerofp4.ops.addresses import Addresses
-from zerofp4.ops.autograd import implement_operators, native_linear, why_python_autograd
+from zerofp4.ops.autograd import (
+    compile_on_first_use,
+    extension_file,
+    implement_operators,
+    use_native_linear,
+    why_python_autograd,
+)
 from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
@@ -41,7 +47,7 @@ from zerofp4.ops.gather import (
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
-from zerofp4.ops.layer import layer_scheme, native_layer
+from zerofp4.ops.layer import layer_scheme, use_native_layer
 from zerofp4.ops.layouts import ScaleChange, change_scales
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
@@ -131,8 +137,10 @@ __all__ = [
     "check_rounding",
     "choice_arguments",
     "code_for",
+    "compile_on_first_use",
     "current_stream",
     "draw_rng_state",
+    "extension_file",
     "find_nonfinite",
     "flatten_method",
     "gradients_of",
@@ -143,8 +151,6 @@ __all__ = [
     "is_capturing",
     "is_plain_call",
     "layer_scheme",
-    "native_layer",
-    "native_linear",
     "neutral_amax",
     "norm_of_squares",
     "padded_scale",
@@ -158,6 +164,8 @@ __all__ = [
     "target_of",
     "tensor_facts",
     "transpose_pairs",
+    "use_native_layer",
+    "use_native_linear",
     "values_of",
     "values_of_many",
     "versions_of",

@@ -9,6 +9,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
+from zerofp4.ops.autograd import compile_on_first_use
 from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
@@ -230,6 +231,8 @@ def _dequantize(data, scale, amax, block_rows, dtype, layout="compact", *options
 
 @fake("dequantize")
 def _(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # what is compiled will call it
+        compile_on_first_use()
     item = _one(data, scale, amax, block_rows, dtype, layout, *options)
     return data.new_empty(item.shape, dtype=dtype)
 

@@ -1,6 +1,7 @@
 """A linear layer of an NVFP4 recipe in C++, from zerofp4._autograd: its function, and how it quantizes."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -12,19 +13,20 @@ from zerofp4.ops.dequantize import neutral_amax
 from zerofp4.ops.quantize import choice_arguments
 
 
-def native_layer(begin_backward: Callable, gradients: Callable) -> Callable[..., torch.Tensor | None] | None:
-    """A linear layer of an NVFP4 recipe in C++, None where the extension is not used: layer(x, weight, bias
-    or None, data, scale, amax, block_rows, e4m3_max, device, scheme, context), which returns None for what
-    the Python node has to do.
+def use_native_layer(use: Callable, begin_backward: Callable, gradients: Callable) -> None:
+    """Call use(layer) where the extension is used, now or once the first use has compiled it: a linear layer
+    of an NVFP4 recipe in C++, layer(x, weight, bias or None, data, scale, amax, block_rows, e4m3_max, device,
+    scheme, context), which returns None for what the Python node has to do.
 
     begin_backward(node, context, dtype, has_weight) and gradients(node, context, grad, x, weight, e4m3_max,
     x_dtype, weight_dtype, bias_dtype) are what its node calls in Python.
     """
-    extension, _ = autograd._load()
-    if extension is None:
-        return None
-    extension.configure_layer(neutral_amax, begin_backward, gradients, _C.layer_functions)
-    return extension.layer
+
+    def configure(extension: ModuleType) -> None:
+        extension.configure_layer(neutral_amax, begin_backward, gradients, _C.layer_functions)
+        use(extension.layer)
+
+    autograd.use_extension(configure)
 
 
 def layer_scheme(
@@ -35,10 +37,11 @@ def layer_scheme(
     stochastic_rounding: bool,
     four_over_six: FourOverSix | None,
 ) -> object | None:
-    """How layers of an NVFP4 recipe quantize on a device, for native_layer()'s function; None where the
-    extension is not used. four_over_six: of the input.
+    """How layers of an NVFP4 recipe quantize on a device, for the layer in C++; None where the extension is
+    not used. The first use compiles it. four_over_six: of the input.
     """
-    extension, _ = autograd._load()
+    autograd.compile_on_first_use()
+    extension = autograd.native_extension()
     if extension is None:
         return None
     e4m3_max, error = choice_arguments(four_over_six)

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.autograd import native_lists
+from zerofp4.ops.autograd import native_extension
 from zerofp4.storage import check_freed, may_be_freed
 
-_native: Any = native_lists()
-"""zerofp4._autograd; None where it is not used."""
+_native: Any = native_extension()
+"""zerofp4._autograd; None where it is not used, or not built yet: what it returns is compared with what it
+returned before.
+"""
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _reader = None if _exchange is None else _C.TensorReader(_exchange)
 """None where torch hands out no such function."""

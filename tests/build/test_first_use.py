@@ -1,0 +1,315 @@
+"""zerofp4._autograd compiled on first use: by one process, once, and what went wrong is not tried again. With
+compilers that are scripts, in a cache of the test, and where a process matters without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from zerofp4.ops import autograd_build
+from zerofp4.ops.autograd_build import FirstUse, Torch
+
+FILE = autograd_build.__file__
+SOURCES = sorted(path.name for path in (Path(FILE).parents[2] / "csrc" / "autograd").glob("*.cpp"))
+LINK = 'while [ "$1" != "-o" ]; do shift; done; echo library >"$2"'
+
+MAKE = """
+import pathlib, runpy, sys
+file, folder, retry = sys.argv[1:]
+found = runpy.run_path(file)
+torch = found["Torch"](pathlib.Path(folder), "2.99.0")
+print(found["FirstUse"](torch).make(retry == "True"))
+"""
+
+
+class World:
+    """A cache, a torch and a compiler of the test. `runs` says how often that was called."""
+
+    def __init__(self, path: Path, monkeypatch):
+        self.path, self._patch = path, monkeypatch
+        headers = path / "torch" / "include" / "torch" / "csrc"
+        headers.mkdir(parents=True)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        self.compiler(LINK)
+
+    def compiler(self, script: str) -> None:
+        file = self.path / "cc"
+        file.write_text(f'#!/bin/sh\necho $$ >>{self.path}/pids\necho "$@" >>{self.path}/runs\n{script}\n')
+        file.chmod(0o755)
+        self._patch.setenv("CXX", str(file))
+
+    def first_use(self, version: str = "2.99.0") -> FirstUse:
+        return FirstUse(Torch(self.path / "torch", version))
+
+    def end_compilers(self) -> None:
+        """Those that nobody waits for any more."""
+        for pid in (self.path / "pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    @property
+    def runs(self) -> list[str]:
+        file = self.path / "runs"
+        return file.read_text().splitlines() if file.exists() else []
+
+    @property
+    def links(self) -> int:
+        return sum("-shared" in run for run in self.runs)
+
+    def start(self, retry: bool = False) -> subprocess.Popen:
+        """make() in a process of its own, without torch."""
+        command = [sys.executable, "-c", MAKE, FILE, str(self.path / "torch"), str(retry)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def wait_for(self, count: int) -> None:
+        """Until the compiler was called so often."""
+        deadline = time.monotonic() + 60
+        while len(self.runs) < count and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(self.runs) >= count
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+def test_compiled_once_and_said(world, capsys):
+    use = world.first_use()
+    assert use.why_not() is None and not use.library.exists()
+    assert use.make() is None and use.library.read_text() == "library\n"
+    assert len(world.runs) == len(SOURCES) + 1 and world.links == 1
+    for source in SOURCES:
+        (run,) = [run for run in world.runs if f"/{source} " in run]
+        assert '-DZEROFP4_TORCH_VERSION="2.99.0"' in run and f"-isystem{world.path}/torch/include " in run
+    said = capsys.readouterr()
+    assert said.out == ""
+    first, last = said.err.splitlines()
+    assert first.startswith("zerofp4: compiling zerofp4._autograd for torch 2.99.0 with ")
+    assert first.endswith("ZEROFP4_AUTOGRAD=0 goes without")
+    assert last.startswith("zerofp4: compiled in ") and str(use.folder) in last
+    again = world.first_use()
+    assert again.why_not() is None and again.make(retry=True) is None
+    assert world.links == 1 and capsys.readouterr().err == ""
+    assert {file.name for file in use.folder.iterdir()} == {"lock", use.library.name}
+
+
+def test_another_torch_has_its_own(world):
+    use, other = world.first_use(), world.first_use("2.98.0")
+    rebuilt = FirstUse(Torch(world.path / "torch", "2.99.0", "of another commit"))
+    assert use.make() is None
+    assert len({each.library for each in (use, other, rebuilt)}) == 3
+    assert not other.library.exists() and not rebuilt.library.exists()
+    assert other.make() is None and world.links == 2
+
+
+def test_what_does_not_compile_is_not_tried_again(world, capsys):
+    world.compiler("echo 'a.cpp:1: error: no concepts here'; exit 1")
+    use = world.first_use()
+    reason = use.make()
+    advice = r"\(see .*/failed; ZEROFP4_AUTOGRAD=build tries again\)"
+    assert re.fullmatch(r".*/cc failed: a.cpp:1: error: no concepts here " + advice, reason)
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == f"zerofp4: zerofp4._autograd is not used: {reason}"
+    assert "-c " in (use.folder / "failed").read_text()  # the command, for who wants to see more
+    count = len(world.runs)
+    assert world.first_use().why_not() == world.first_use().make() == reason
+    assert len(world.runs) == count and capsys.readouterr().err == ""
+
+
+def test_a_failure_is_tried_again_when_asked(world):
+    world.compiler("exit 1")
+    assert "failed: status 1" in world.first_use().make()
+    world.compiler(LINK)
+    assert world.first_use().make() is not None
+    use = world.first_use()
+    assert use.make(retry=True) is None and use.why_not() is None
+
+
+def test_no_compiler(world, monkeypatch):
+    monkeypatch.setenv("PATH", str(world.path))
+    monkeypatch.delenv("CXX")
+    reason = "there is no C++ compiler (g++, c++, clang++) to compile it"
+    assert world.first_use().why_not() == world.first_use().make() == reason
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    assert "'no-such-compiler', which CXX names" in world.first_use().why_not()
+    assert not (world.path / "cache").exists()
+
+
+def test_no_headers(world):
+    shutil.rmtree(world.path / "torch")
+    assert world.first_use().why_not() == world.first_use().make() == "this torch has no headers"
+
+
+def test_no_sources(world, monkeypatch):
+    monkeypatch.setattr(autograd_build, "_PACKAGE", world.path)
+    assert world.first_use().why_not() == "its sources were not installed"
+
+
+def test_a_cache_that_is_a_file(world, monkeypatch):
+    (world.path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(world.path / "file"))
+    assert re.match(r"the cache .*/file/zerofp4/.* cannot be used: ", world.first_use().make())
+    assert world.runs == []
+
+
+def test_a_cache_that_is_read_only(world, monkeypatch):
+    """As root no folder is, so the question is answered for it."""
+
+    def access(path, mode, original=os.access, **options):
+        return mode != os.W_OK and original(path, mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(autograd_build.os, "access", access)
+        reason = f"nothing can be written to the cache, {world.path}: set XDG_CACHE_HOME"
+        assert world.first_use().why_not() == world.first_use().make() == reason
+    assert world.first_use().make() is None
+    monkeypatch.setattr(autograd_build.os, "access", access)
+    assert world.first_use().why_not() is None  # what is there can be read
+
+
+def test_where_the_cache_is(world, monkeypatch):
+    assert world.first_use().folder.parent == world.path / "cache" / "zerofp4"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(world.path / "extensions"))
+    assert world.first_use().folder.parent == world.path / "extensions" / "zerofp4"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(world.path / "home"))
+    assert world.first_use().folder.parent == world.path / "home" / ".cache" / "zerofp4"
+
+
+@pytest.mark.parametrize("retry", [False, True])
+@pytest.mark.parametrize("works", [True, False])
+def test_one_process_compiles_and_the_others_wait(world, works, retry):
+    """Also where it fails while they wait."""
+    world.compiler("sleep 0.5; " + (LINK if works else "exit 1"))
+    processes = [world.start(retry) for _ in range(3)]
+    answers = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert len(answers) == 1 and ("None" in answers) == works
+    assert len(world.runs) == len(SOURCES) + works
+
+
+def test_a_process_that_was_killed(world):
+    """Nobody waits for it, nobody compiles in its place, and nothing of it is left."""
+    world.compiler("exec sleep 100")
+    process = world.start()
+    world.wait_for(len(SOURCES))
+    process.kill()
+    process.wait()
+    world.end_compilers()
+    world.compiler(LINK)
+    use = world.first_use()
+    reason = use.make()
+    assert reason.startswith("a process was killed while it compiled it (see ")
+    assert world.links == 0 and use.why_not() == reason
+    assert {file.name for file in use.folder.iterdir()} == {"lock", "failed"}
+    assert use.make(retry=True) is None
+
+
+def test_killed_and_then_asked_for_at_once(world):
+    use = world.first_use()
+    use.folder.mkdir(parents=True)
+    (use.folder / "begun").touch()
+    assert use.make(retry=True) is None
+
+
+def test_an_interrupted_process_is_followed_by_another(world):
+    """Ctrl-C is no failure of the compiler."""
+    world.compiler("exec sleep 100")
+    process = world.start()
+    world.wait_for(len(SOURCES))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in said
+    world.compiler(LINK)
+    assert world.first_use().make() is None
+
+
+def test_a_compiler_that_hangs(world, monkeypatch):
+    world.compiler("exec sleep 100")
+    monkeypatch.setattr(autograd_build, "_SECONDS", 0)
+    assert "cc took more than 0 minutes" in world.first_use().make()
+
+
+def test_a_lock_that_is_never_free(world, monkeypatch, capsys):
+    world.compiler("exec sleep 100")
+    process = world.start()
+    world.wait_for(len(SOURCES))
+    monkeypatch.setattr(autograd_build, "_SECONDS", 0)
+    monkeypatch.setattr(autograd_build, "_SECONDS_OF_SILENCE", -1)
+    use = world.first_use()
+    assert use.make() == f"another process has had {use.folder}/lock for 0 minutes"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+
+
+def test_a_long_wait_is_said_by_one_rank(world, monkeypatch, capsys):
+    held = SimpleNamespace(name="lock")
+    refusals = iter([BlockingIOError, BlockingIOError, None] * 2)
+
+    def flock(lock, operation):
+        error = next(refusals)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(autograd_build.fcntl, "flock", flock)
+    monkeypatch.setattr(autograd_build, "_SECONDS_OF_SILENCE", 0)
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert autograd_build._wait_for(held) is None
+        assert capsys.readouterr().err.count("waiting for another process") == lines
+
+
+def test_sources_include_what_is_installed_with_them():
+    csrc = Path(FILE).parents[2] / "csrc"
+    files = autograd_build.source_files(csrc)
+    assert {file.name for file in files} >= {*SOURCES, "dequantize_call.h"}
+    for file in (csrc / "autograd").iterdir():
+        for name in re.findall(r'#include "([^"]+)"', file.read_text()):
+            assert csrc / name in files, name
+
+
+REAL = """
+import sys
+sys.modules["zerofp4._autograd"] = None  # as if it had not been built
+import torch, zerofp4
+from torch.nn import functional as F
+assert "the first product with an NVFP4 weight compiles it" in zerofp4.ops.why_python_autograd()
+weight = torch.nn.Parameter(zerofp4.quantize(torch.randn(32, 32)))
+def run(x): return F.linear(x, weight)
+if sys.argv[1] == "compile":
+    run = torch.compile(run, fullgraph=True, backend="aot_eager")
+run(torch.ones(1, 32)).sum().backward()
+assert zerofp4.ops.why_python_autograd() is None, zerofp4.ops.why_python_autograd()
+y = F.linear(torch.ones(1, 32), weight)
+assert type(y.grad_fn).__name__ == "LinearBackward"
+assert not isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+assert torch.equal(torch.ones(1, 32) @ weight.dequantize().t(), y)
+print(zerofp4.ops.extension_file())
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize("how", ["eager", "compile"])
+def test_the_extension_itself(tmp_path, how):
+    """Compiled by a product, or while torch.compile traces one."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    for name in ("CXX", "TORCH_EXTENSIONS_DIR", "ZEROFP4_AUTOGRAD"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", REAL, how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+    assert "zerofp4: compiling zerofp4._autograd for torch" in done.stderr

@@ -1,0 +1,272 @@
+"""How zerofp4._autograd is compiled, and how it is compiled on first use, into a cache.
+
+setup.py runs this file by its path, where there may be neither torch nor zerofp4: it needs the standard
+library only.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from sysconfig import get_config_var, get_path
+
+NAME = "zerofp4._autograd"
+VARIABLE = "ZEROFP4_AUTOGRAD"
+COMPILERS = ("g++", "c++", "clang++")
+# Bit-exactness: no contraction into fused multiply-adds.
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra")
+FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LIBRARIES = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SECONDS_OF_SILENCE = 5
+_SECONDS = 600
+"""For a compilation, and for another process's, after which neither is waited for."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """A torch to build against. build: what tells it from others of the same version."""
+
+    folder: Path
+    version: str
+    build: str = ""
+
+
+def source_files(csrc: Path) -> list[Path]:
+    """All that the extension is compiled of, and the headers of what it calls."""
+    return sorted([*(csrc / "autograd").glob("*.cpp"), *csrc.rglob("*.h")])
+
+
+def compile_flags(csrc: Path, torch: Torch) -> list[str]:
+    of_torch = torch.folder / "include"
+    includes = [of_torch, of_torch / "torch/csrc/api/include", get_path("include")]
+    flags = [*FLAGS, f"-I{csrc}", f'-DZEROFP4_TORCH_VERSION="{torch.version}"']
+    return [*flags, *(f"-isystem{path}" for path in includes)]  # their warnings are not ours
+
+
+def link_flags(torch: Torch) -> list[str]:
+    """Without a path to torch's libraries: whoever imports the extension has loaded them."""
+    return ["-shared", "-s", f"-L{torch.folder / 'lib'}", "-Wl,--no-as-needed", *LIBRARIES]
+
+
+class _Failure(Exception):
+    """Why it was not compiled: a line, and what the compiler said."""
+
+
+class FirstUse:
+    """The extension in the cache, for one torch, this Python and these sources.
+
+    One process compiles it, behind a lock that the kernel releases if that process dies; the others wait.
+    What went wrong is kept beside it, so that no process compiles again what does not compile, unless it is
+    told to.
+    """
+
+    def __init__(self, torch: Torch):
+        self.torch = torch
+        self._csrc = _find_sources()
+        suffix = get_config_var("EXT_SUFFIX")
+        self.folder = _cache() / f"torch-{torch.version}-{self._digest(suffix)}"
+        self.library = self.folder / f"_autograd{suffix}"
+        self._failed, self._begun = self.folder / "failed", self.folder / "begun"
+
+    def _digest(self, suffix: str) -> str:
+        """Of all that the library depends on, but for the compiler."""
+        words = [self.torch.version, self.torch.build, suffix, platform.machine(), *FLAGS]
+        found = hashlib.sha256("\0".join(words).encode())
+        for file in source_files(self._csrc) if self._csrc else []:
+            found.update(file.read_bytes())
+        return found.hexdigest()[:16]
+
+    def why_not(self) -> str | None:
+        """Why there is no library and make() would make none, as far as one can tell without trying. None
+        where there is one, or make() would try.
+        """
+        if self.library.exists():
+            return None
+        return self._why_impossible() or self._why_tried()
+
+    def _why_impossible(self) -> str | None:
+        if self._csrc is None:
+            return "its sources were not installed"
+        if not (self.torch.folder / "include" / "torch" / "csrc").is_dir():
+            return "this torch has no headers"
+        if not Path(get_path("include"), "Python.h").exists():
+            return "there is no Python.h: install python3-dev"
+        command = _compiler()
+        if not command:
+            return f"there is no C++ compiler ({', '.join(COMPILERS)}) to compile it"
+        if shutil.which(command[0]) is None:
+            return f"there is no C++ compiler {command[0]!r}, which CXX names"
+        parent = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        if not os.access(parent, os.W_OK):
+            return f"nothing can be written to the cache, {parent}: set XDG_CACHE_HOME"
+        return None
+
+    def _why_tried(self) -> str | None:
+        """How an earlier attempt ended. None where there was none, or it may still run."""
+        try:
+            return self._failed.read_text().splitlines()[0] + self._advice()
+        except (OSError, IndexError):
+            return None
+
+    def _advice(self) -> str:
+        return f" (see {self._failed}; {VARIABLE}=build tries again)"
+
+    def make(self, retry: bool = False) -> str | None:
+        """Compile the library, unless it is there, or compiling failed before. Returns why there is none
+        after that.
+
+        retry: compile although it failed before, unless that was while this process waited.
+        """
+        asked = time.time()
+        reason = None if self.library.exists() else self._why_impossible()
+        if reason is not None or self.library.exists():
+            return reason
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "lock", "a") as lock:
+                reason = _wait_for(lock)
+                return reason or self._make_alone(asked if retry else 0)
+        except OSError as error:
+            return f"the cache {self.folder} cannot be used: {error}"
+
+    def _make_alone(self, since: float) -> str | None:
+        """make(), by the one process that has the lock. A failure not older than `since` is final."""
+        if self.library.exists():
+            return None
+        self._clear_after_killed()
+        if self._failed.exists() and self._failed.stat().st_mtime >= since:
+            return self._why_tried()
+        self._failed.unlink(missing_ok=True)
+        self._begun.touch()
+        try:
+            self._compile()
+        except _Failure as failure:
+            self._failed.write_text("\n".join(failure.args))
+            _say(f"{NAME} is not used: {self._why_tried()}")
+        finally:  # also where a person interrupts it: then the next process begins anew
+            self._begun.unlink(missing_ok=True)
+        return self._why_tried()
+
+    def _clear_after_killed(self) -> None:
+        """An attempt that has not ended and lost the lock was killed: it counts as failed, since the next
+        might be killed as well.
+        """
+        if self._begun.exists():
+            began = self._begun.stat().st_mtime
+            self._failed.write_text("a process was killed while it compiled it")
+            os.utime(self._failed, (began, began))
+            self._begun.unlink()
+        for left in self.folder.glob("scratch-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _compile(self) -> None:
+        command, began = _compiler(), time.monotonic()
+        _say(
+            f"compiling {NAME} for torch {self.torch.version} with {command[0]}: once, for about a minute; "
+            f"{VARIABLE}=0 goes without"
+        )
+        csrc = self._csrc
+        assert csrc is not None
+        with tempfile.TemporaryDirectory(prefix="scratch-", dir=self.folder) as name:
+            scratch = Path(name)
+            flags = [*command, *compile_flags(csrc, self.torch)]
+            sources = sorted((csrc / "autograd").glob("*.cpp"))
+            objects = [scratch / f"{source.stem}.o" for source in sources]
+            pairs = zip(sources, objects, strict=True)
+            _run([[*flags, "-c", str(source), "-o", str(target)] for source, target in pairs], scratch)
+            library = scratch / self.library.name
+            _run([[*command, *map(str, objects), *link_flags(self.torch), "-o", str(library)]], scratch)
+            os.replace(library, self.library)  # whole, or not there
+        _say(f"compiled in {time.monotonic() - began:.0f} s, kept in {self.folder}")
+
+
+def _find_sources() -> Path | None:
+    """csrc, in the package if it was installed, beside it in a checkout."""
+    folders = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")
+    return next((folder for folder in folders if (folder / "autograd").is_dir()), None)
+
+
+def _cache() -> Path:
+    """Where torch keeps what it compiles, if one has said so, else among the caches of the user."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given, "zerofp4").absolute()
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(caches, "zerofp4").absolute()
+
+
+def _compiler() -> list[str]:
+    """$CXX, else the first of COMPILERS; empty where there is none."""
+    given = os.environ.get("CXX")
+    return shlex.split(given) if given else [name for name in COMPILERS if shutil.which(name)][:1]
+
+
+def _say(text: str) -> None:
+    print(f"zerofp4: {text}", file=sys.stderr, flush=True)
+
+
+def _wait_for(lock) -> str | None:
+    """Until this process has the lock, which goes with it. Returns why it has not got it."""
+    began, said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            pass
+        waited = time.monotonic() - began
+        if waited > _SECONDS:
+            return f"another process has had {lock.name} for {_SECONDS // 60} minutes"
+        if waited > _SECONDS_OF_SILENCE and not said:
+            said = True
+            _say(f"waiting for another process that compiles {NAME}")
+        time.sleep(0.1)
+
+
+def _run(commands: list[list[str]], scratch: Path) -> None:
+    """Run them at the same time. Raises _Failure for the first that fails or takes too long."""
+    with _started(commands, scratch) as running:
+        deadline = time.monotonic() + _SECONDS
+        for command, process, output in running:
+            try:
+                status = process.wait(deadline - time.monotonic())
+            except subprocess.TimeoutExpired:
+                raise _Failure(f"{command[0]} took more than {_SECONDS // 60} minutes") from None
+            if status:
+                said = output.read_text(errors="replace")
+                errors = [line for line in said.splitlines() if "error" in line]
+                why = (errors or [*said.splitlines(), f"status {status}"])[0].strip()[:200]
+                raise _Failure(f"{command[0]} failed: {why}", shlex.join(command), said)
+
+
+@contextmanager
+def _started(commands: list[list[str]], scratch: Path) -> Iterator[list]:
+    """(command, process, file with its output) of each; what still runs at the end is killed."""
+    running: list[tuple[list[str], subprocess.Popen, Path]] = []
+    try:
+        for i, command in enumerate(commands):
+            output = scratch / f"{i}.log"
+            with open(output, "w") as log:
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, cwd=scratch, start_new_session=True
+                )
+            running.append((command, process, output))
+        yield running
+    finally:
+        for _, process, _ in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with what the compiler has started
+                process.wait()
