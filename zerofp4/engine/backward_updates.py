@@ -22,7 +22,7 @@ class UpdateSchedule:
     checkpoints accumulate once for each segment: a weight that two segments use gets a second gradient, which
     note() refuses. A segment that is recomputed later and reads the weight without a gradient finds new
     values; nothing can tell. Other ranks write into a weight behind the agreement on its bucket, which this
-    rank joins when its own gradients are complete.
+    rank joins when its own gradients are complete, or its pass has ended.
 
     buckets: all of the same ranks. names: of all trainable parameters.
     """

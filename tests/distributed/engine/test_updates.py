@@ -163,6 +163,22 @@ def test_a_second_backward_pass_of_other_parameters(world):
     assert optimizer.broken is not None
 
 
+@on_ranks(2)
+def test_a_backward_pass_in_a_closure(world):
+    models = make_pair(world, bucket_mb=TINY, transport="collective")
+    for step in range(2):
+        for net, optimizer in models:
+
+            def closure(net=net, optimizer=optimizer, seed=step):
+                optimizer.zero_grad()
+                loss = loss_of(net, world, seed, rare=world.rank != seed)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).item() > 0
+        assert_same(models, f"step {step}")
+
+
 # The host's work
 
 
