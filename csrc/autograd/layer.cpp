@@ -42,7 +42,8 @@ struct Scheme {
     int hadamard;
     int random_signs;
     int stochastic;
-    FourOverSix input_choice;
+    FourOverSix choice;  // of inputs, and of weights that are quantized for a call
+    int has_tiles;       // such weights are in blocks of 16x16
     int by_cublaslt;
 
     uint32_t signs(bool columnwise) const {
@@ -115,37 +116,48 @@ struct Quantized {
     Copy rowwise, columnwise;
 };
 
-Copy new_copy(const Tensor& x, int64_t rows, int64_t cols, int e4m3_max) {
+Copy new_copy(const Tensor& x, int64_t rows, int64_t cols, const FourOverSix& choice,
+              int64_t block_rows = 1) {
     auto [data, scale, amax] =
         allocate<3>(x.options(), {{{{rows, cols / 2}, at::kByte},
-                                   {{rows, ceil_div(cols, kBlock)}, at::kFloat8_e4m3fn},
+                                   {{ceil_div(rows, block_rows), ceil_div(cols, kBlock)}, at::kFloat8_e4m3fn},
                                    {{1, 0}, at::kFloat}}});
-    return {std::move(data), std::move(scale), std::move(amax), 1, e4m3_max};
+    const int e4m3_max = choice.e4m3_max ? static_cast<int>(choice.e4m3_max) : static_cast<int>(kE4M3Max);
+    return {std::move(data), std::move(scale), std::move(amax), block_rows, e4m3_max};
+}
+
+QuantizeArgs arguments_of(const Tensor& x, int64_t block_rows, const FourOverSix& choice) {
+    QuantizeArgs args{};
+    args.input = x.const_data_ptr();
+    args.dtype = static_cast<DType>(dtype_code(x.scalar_type()));
+    args.rows = x.size(0);
+    args.cols = x.size(1);
+    args.block_rows = static_cast<int32_t>(block_rows);
+    args.signs = kRandomSigns;
+    args.choice = choice;
+    return args;
+}
+
+void write_rowwise(QuantizeArgs& args, const Copy& copy) {
+    args.rowwise_data = copy.data.mutable_data_ptr<uint8_t>();
+    args.rowwise_scale[kCompact] = static_cast<uint8_t*>(copy.scale.mutable_data_ptr());
 }
 
 // x [M, K], contiguous, in blocks of 1x16.
 Quantized quantize(const Tensor& x, bool rowwise, bool columnwise, const FourOverSix& choice,
                    const Tensor& rng_state, const Scheme& scheme, const Launch& launch) {
     const int64_t rows = x.size(0), cols = x.size(1);
-    const int e4m3_max = choice.e4m3_max ? static_cast<int>(choice.e4m3_max) : static_cast<int>(kE4M3Max);
-    QuantizeArgs args{};
-    args.input = x.const_data_ptr();
-    args.dtype = static_cast<DType>(dtype_code(x.scalar_type()));
-    args.rows = rows;
-    args.cols = cols;
-    args.block_rows = 1;
+    QuantizeArgs args = arguments_of(x, 1, choice);
     args.hadamard = columnwise && scheme.hadamard;
     args.signs = scheme.signs(columnwise);
-    args.choice = choice;
     args.rng_state = rng_state.defined() ? rng_state.const_data_ptr<int64_t>() : nullptr;
     Quantized made;
     if (rowwise) {
-        made.rowwise = new_copy(x, rows, cols, e4m3_max);
-        args.rowwise_data = made.rowwise.data.mutable_data_ptr<uint8_t>();
-        args.rowwise_scale[kCompact] = static_cast<uint8_t*>(made.rowwise.scale.mutable_data_ptr());
+        made.rowwise = new_copy(x, rows, cols, choice);
+        write_rowwise(args, made.rowwise);
     }
     if (columnwise) {
-        made.columnwise = new_copy(x, cols, args.hadamard ? round_up(rows, kBlock) : rows, e4m3_max);
+        made.columnwise = new_copy(x, cols, args.hadamard ? round_up(rows, kBlock) : rows, choice);
         args.columnwise_data = made.columnwise.data.mutable_data_ptr<uint8_t>();
         args.columnwise_scale[kCompact] = static_cast<uint8_t*>(made.columnwise.scale.mutable_data_ptr());
         if (rowwise && !args.hadamard) made.rowwise.amax = made.columnwise.amax;
@@ -158,6 +170,15 @@ Quantized quantize(const Tensor& x, bool rowwise, bool columnwise, const FourOve
     return made;
 }
 
+// A weight [N, K], contiguous, in blocks of 16x16: its rows.
+Copy quantize_weight(const Tensor& weight, const Scheme& scheme, const Launch& launch) {
+    Copy made = new_copy(weight, weight.size(0), weight.size(1), scheme.choice, kBlock);
+    QuantizeArgs args = arguments_of(weight, kBlock, scheme.choice);
+    write_rowwise(args, made);
+    check(python.functions->quantize(launch.target, args, made.amax.mutable_data_ptr<float>(), nullptr));
+    return made;
+}
+
 // Seed and offset, drawn as ops.draw_rng_state draws them.
 Tensor draw_rng_state(const Tensor& like) {
     return at::randint(std::numeric_limits<int64_t>::max(), {2}, like.options().dtype(at::kLong));
@@ -165,10 +186,12 @@ Tensor draw_rng_state(const Tensor& like) {
 
 // Products
 
-// What is multiplied: values [rows, contraction], or the transpose of those.
+// What is multiplied: values [rows, contraction], or the transpose of those. kept: the values, where they are
+// there already.
 struct Factor {
     const Copy& copy;
     bool transposed = false;
+    Tensor kept = {};
 
     int64_t rows() const { return transposed ? copy.cols() : copy.rows(); }
     int64_t contraction() const { return transposed ? copy.rows() : copy.cols(); }
@@ -181,23 +204,27 @@ struct Values {
 };
 
 Values values_of(const Factor& a, const Factor& b, at::ScalarType dtype, const Launch& launch) {
-    auto [left, right, alpha] = allocate<3>(a.copy.data.options(), {{{{a.copy.rows(), a.copy.cols()}, dtype},
-                                                                     {{b.copy.rows(), b.copy.cols()}, dtype},
-                                                                     {{1, 0}, at::kFloat}}});
-    const auto operand = [](const Copy& copy, const Tensor& values) {
+    const auto piece = [&](const Factor& factor) {
+        return Piece{{factor.kept.defined() ? 0 : factor.copy.rows(), factor.copy.cols()}, dtype};
+    };
+    auto [left, right, alpha] =
+        allocate<3>(a.copy.data.options(), {piece(a), piece(b), {{1, 0}, at::kFloat}});
+    const auto operand = [](const Factor& factor, const Tensor& values) {
+        const Copy& copy = factor.copy;
         return ProductOperand{copy.data.const_data_ptr(),
                               copy.scale.const_data_ptr(),
                               copy.amax.const_data_ptr(),
-                              values.mutable_data_ptr(),
+                              factor.kept.defined() ? nullptr : values.mutable_data_ptr(),
                               copy.rows(),
                               copy.cols(),
                               copy.block_rows,
                               copy.e4m3_max};
     };
     check(python.functions->product_values(launch.target, static_cast<DType>(dtype_code(dtype)),
-                                           operand(a.copy, left), operand(b.copy, right),
+                                           operand(a, left), operand(b, right),
                                            launch.neutral_amax.const_data_ptr(), alpha.mutable_data_ptr()));
-    return {std::move(left), std::move(right), std::move(alpha)};
+    return {a.kept.defined() ? a.kept : std::move(left), b.kept.defined() ? b.kept : std::move(right),
+            std::move(alpha)};
 }
 
 uint32_t alignment_of(const Tensor& tensor) {
@@ -352,7 +379,9 @@ bool takes_sums(const Tensor& buffer, int64_t cols, const Tensor& grad) {
 
 struct LayerBackward : Node {
     SavedCopy x, weight;
-    Tensor primary;    // the weight, where that is NVFP4 itself
+    Copy cached;     // in place of `weight` where values are kept: more than a call's buffers, and not saved
+    Tensor kept;     // values of those
+    Tensor primary;  // the weight, where that is NVFP4 itself
     uint32_t version;  // of it, when forward read its buffers
     Scheme scheme;
     Held context;
@@ -377,7 +406,8 @@ struct LayerBackward : Node {
     variable_list apply(variable_list&& grads) override {
         std::lock_guard<std::mutex> lock(mutex);
         const Tensor grad = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
-        const Copy saved_x = x.unpack(getptr()), saved_weight = weight.unpack(getptr());
+        const Copy saved_x = x.unpack(getptr());
+        const Copy saved_weight = cached.defined() ? cached : weight.unpack(getptr());
         TORCH_CHECK(!saved_weight.defined() || !primary.defined() || primary._version() == version,
                     "the weight of a layer was written to between its forward and its backward pass: call "
                     "backward first");
@@ -430,7 +460,8 @@ struct LayerBackward : Node {
     }
 
     Tensor of_x(const Tensor& grad, const Copy& q_grad, const Copy& saved_weight, const Launch& launch) {
-        const Tensor made = multiply({q_grad}, {saved_weight, true}, x_dtype, Tensor(), Tensor(), launch);
+        const Tensor made =
+            multiply({q_grad}, {saved_weight, true, kept}, x_dtype, Tensor(), Tensor(), launch);
         if (grad.dim() == 2) return made;
         auto sizes = grad.sizes().vec();
         sizes.back() = made.size(1);
@@ -459,7 +490,7 @@ struct LayerBackward : Node {
         THPObjectPtr node = checked(torch::autograd::functionToPyObject(getptr()));
         THPObjectPtr own_grad = wrapped(grad);
         THPObjectPtr own_x = buffers_of(saved_x), own_weight = buffers_of(saved_weight);
-        THPObjectPtr e4m3_max = checked(PyLong_FromLong(weight.e4m3_max));
+        THPObjectPtr e4m3_max = checked(PyLong_FromLong(saved_weight.e4m3_max));
         PyObject* bias = bias_dtype ? dtype_of(*bias_dtype) : Py_None;
         THPObjectPtr found = checked(PyObject_CallFunctionObjArgs(
             python.gradients, node.get(), context.get(), own_grad.get(), own_x.get(), own_weight.get(),
@@ -470,7 +501,8 @@ struct LayerBackward : Node {
     }
 };
 
-Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Copy& codes,
+// codes: of the weight, undefined where it is quantized here. kept: values of those, or undefined.
+Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, Copy codes, const Tensor& kept,
                const Scheme& scheme, const Launch& launch, bool is_primary, Held context) {
     NodePointer node;
     const uint32_t version = weight._version();
@@ -484,8 +516,9 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
     {
         at::AutoDispatchBelowADInplaceOrView below;
         c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-        q = quantize(as_rows(x).contiguous(), true, saves_x, scheme.input_choice, Tensor(), scheme, launch);
-        y = multiply({q.rowwise}, {codes}, x.scalar_type(), bias, Tensor(), launch);
+        if (!codes.defined()) codes = quantize_weight(weight.contiguous(), scheme, launch);
+        q = quantize(as_rows(x).contiguous(), true, saves_x, scheme.choice, Tensor(), scheme, launch);
+        y = multiply({q.rowwise}, {codes, false, kept}, x.scalar_type(), bias, Tensor(), launch);
         if (x.dim() != 2) {
             auto sizes = x.sizes().vec();
             sizes.back() = y.size(1);
@@ -495,7 +528,8 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
     if (node) {
         auto* saved = static_cast<LayerBackward*>(&*node);
         if (saves_x) saved->x.save(q.columnwise);
-        if (saves_weight) saved->weight.save(codes);
+        if (saves_weight && !kept.defined()) saved->weight.save(codes);
+        if (saves_weight && kept.defined()) saved->cached = codes, saved->kept = kept;
         if (is_primary) {
             saved->primary = weight;
             saved->version = version;
@@ -513,67 +547,88 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
 bool is_weight(PyObject* object) { return is_exact(object) || Py_TYPE(object) == weight_type(); }
 
 // Whether the layer's sizes are those of a plain call.
-bool fits_layer(const Tensor& x, const Tensor& bias, const Copy& codes, bool is_transformed) {
-    if (x.dim() == 0 || x.size(-1) != codes.cols() || codes.rows() % 2 != 0 || !holds(x)) return false;
-    if (!is_transformed && x.numel() / codes.cols() % 2 != 0) return false;  // has no columnwise copy
+bool fits_layer(const Tensor& x, const Tensor& weight, const Tensor& bias, const Scheme& scheme) {
+    const int64_t rows = weight.size(0), cols = weight.size(1);
+    if (x.dim() == 0 || x.size(-1) != cols || rows % 2 != 0 || cols % 2 != 0 || !holds(x)) return false;
+    if (!scheme.hadamard && x.numel() / cols % 2 != 0) return false;  // has no columnwise copy
     if (!bias.defined()) return true;
-    return is_plain(bias) && bias.dim() == 1 && bias.size(0) == codes.rows() && holds(bias) &&
+    return is_plain(bias) && bias.dim() == 1 && bias.size(0) == rows && holds(bias) &&
            bias.device() == x.device() && dtype_code(bias.scalar_type()) >= 0;
+}
+
+// Whether these are the codes of a weight [N, K] on the device.
+bool are_codes(const Copy& codes, const Tensor& weight, const c10::Device& device) {
+    return codes.data.dim() == 2 && codes.rows() == weight.size(0) && codes.cols() == weight.size(1) &&
+           codes.data.device() == device && is_readable(codes);
+}
+
+// Whether a weight can be quantized on the device.
+bool is_quantizable(const Tensor& weight, const Scheme& scheme, const c10::Device& device) {
+    return scheme.has_tiles && is_plain(weight) && weight.device() == device && holds(weight);
+}
+
+// Whether these are values of the codes as products of x read them.
+bool are_values(const Tensor& kept, const Copy& codes, const Tensor& x) {
+    return is_plain(kept) && kept.scalar_type() == factor_dtype(codes, x.scalar_type()) && kept.dim() == 2 &&
+           kept.size(0) == codes.rows() && kept.size(1) == codes.cols() && kept.is_contiguous() &&
+           kept.device() == x.device() && holds(kept);
 }
 
 }  // namespace
 
-// layer(x, weight, bias or None, data, scale, amax, block_rows, e4m3_max, device, scheme, context): y;
-// None for what the Python node has to do. data, scale, amax: of the rowwise copy of the weight. context:
+// layer(x, weight, bias, data, scale, amax, values, block_rows, e4m3_max, device, scheme, context): y; None
+// for what the Python node has to do. data, scale, amax: of the rowwise copy of the weight; data is None
+// where the weight is quantized for this call. values: those of the copy, or None. bias may be None. context:
 // what begin_backward() and gradients() are handed.
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 11, "layer() takes 11 arguments, got ", count);
-    const bool has_bias = given[2] != Py_None;
-    if (!is_default_state(true) || !is_exact(given[0]) || !is_weight(given[1]) ||
-        (has_bias && !is_exact(given[2])))
-        Py_RETURN_NONE;
-    for (int i = 3; i < 6; ++i)
-        if (!is_exact(given[i])) Py_RETURN_NONE;
+    TORCH_CHECK_TYPE(count == 12, "layer() takes 12 arguments, got ", count);
+    if (!is_default_state(true) || !is_exact(given[0]) || !is_weight(given[1])) Py_RETURN_NONE;
+    for (int i : {2, 3, 4, 5, 6})
+        if (given[i] != Py_None && !is_exact(given[i])) Py_RETURN_NONE;
     const Tensor& x = THPVariable_Unpack(given[0]);
     const Tensor& weight = THPVariable_Unpack(given[1]);
-    const Tensor bias = unwrapped(given[2]);
-    Copy codes{THPVariable_Unpack(given[3]), THPVariable_Unpack(given[4]), THPVariable_Unpack(given[5])};
-    codes.block_rows = PyLong_AsLong(given[6]);
-    codes.e4m3_max = static_cast<int>(PyLong_AsLong(given[7]));
+    const Tensor bias = unwrapped(given[2]), kept = unwrapped(given[6]);
+    Copy codes{unwrapped(given[3]), unwrapped(given[4]), unwrapped(given[5])};
+    codes.block_rows = PyLong_AsLong(given[7]);
+    codes.e4m3_max = static_cast<int>(PyLong_AsLong(given[8]));
     if (PyErr_Occurred()) return nullptr;
-    const auto* scheme = static_cast<const Scheme*>(PyCapsule_GetPointer(given[9], kSchemeCapsule));
+    const auto* scheme = static_cast<const Scheme*>(PyCapsule_GetPointer(given[10], kSchemeCapsule));
     if (scheme == nullptr) return nullptr;
-    const bool is_fast = is_plain(x) && !weight.is_inference() && dtype_code(x.scalar_type()) >= 0 &&
-                         dtype_code(weight.scalar_type()) >= 0 && codes.data.dim() == 2 &&
-                         is_readable(codes) && codes.data.device() == x.device() &&
-                         fits_layer(x, bias, codes, scheme->hadamard != 0);
+    if (codes.defined() && (!codes.scale.defined() || !codes.amax.defined())) Py_RETURN_NONE;
+    const bool is_fast = is_plain(x) && !weight.is_inference() && weight.dim() == 2 &&
+                         dtype_code(x.scalar_type()) >= 0 && dtype_code(weight.scalar_type()) >= 0 &&
+                         fits_layer(x, weight, bias, *scheme) &&
+                         (codes.defined() ? are_codes(codes, weight, x.device())
+                                          : is_quantizable(weight, *scheme, x.device())) &&
+                         (!kept.defined() || are_values(kept, codes, x));
     if (!is_fast) Py_RETURN_NONE;
     const int64_t stream = x.is_cuda() ? current_stream(x.device().index()) : 0;
-    THPObjectPtr neutral_amax = checked(PyObject_CallOneArg(python.neutral_amax, given[8]));
+    THPObjectPtr neutral_amax = checked(PyObject_CallOneArg(python.neutral_amax, given[9]));
     const Launch launch(x, stream, unwrapped(neutral_amax), *scheme);
     const bool is_primary = Py_TYPE(given[1]) == weight_type();
-    Held context(given[10]);
+    Held context(given[11]);
     Tensor y;
     {
         NoGil released;
         if (!has_tangent(x) && !has_tangent(weight) && !has_tangent(bias))
-            y = forward(x, weight, bias, codes, *scheme, launch, is_primary, std::move(context));
+            y = forward(x, weight, bias, std::move(codes), kept, *scheme, launch, is_primary,
+                        std::move(context));
     }
     if (!y.defined()) Py_RETURN_NONE;
     return THPVariable_Wrap(std::move(y));
     END_HANDLE_TH_ERRORS
 }
 
-// scheme(hadamard, random_signs, stochastic_rounding, e4m3_max, squared_error, by_cublaslt): of layers on a
-// device; e4m3_max and squared_error are those of four over six, 0 without, of the input.
+// scheme(hadamard, random_signs, stochastic_rounding, e4m3_max, squared_error, has_tiles, by_cublaslt): of
+// layers on a device; e4m3_max and squared_error are those of four over six, 0 without.
 PyObject* scheme(PyObject*, PyObject* given) {
     auto made = std::make_unique<Scheme>();
     int e4m3_max, squared_error;
-    if (!PyArg_ParseTuple(given, "pppipp", &made->hadamard, &made->random_signs, &made->stochastic, &e4m3_max,
-                          &squared_error, &made->by_cublaslt))
+    if (!PyArg_ParseTuple(given, "pppippp", &made->hadamard, &made->random_signs, &made->stochastic,
+                          &e4m3_max, &squared_error, &made->has_tiles, &made->by_cublaslt))
         return nullptr;
-    made->input_choice = {static_cast<float>(e4m3_max), squared_error};
+    made->choice = {static_cast<float>(e4m3_max), squared_error};
     const auto destroy = [](PyObject* capsule) {
         delete static_cast<Scheme*>(PyCapsule_GetPointer(capsule, kSchemeCapsule));
     };

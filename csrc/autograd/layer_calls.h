@@ -11,7 +11,8 @@
 namespace zerofp4 {
 
 // A factor of a product: a copy of a quantized matrix as it is stored, in compact scales, and where its
-// values [rows, cols] go, without the global scale.
+// values [rows, cols] go, without the global scale: null for one of two factors whose values are there
+// already.
 struct ProductOperand {
     const void* data;
     const void* scale;
@@ -38,6 +39,6 @@ struct LayerFunctions {
 };
 
 // The name of a capsule with LayerFunctions. The number changes with them.
-constexpr const char* kLayerCapsule = "zerofp4._C.layer_functions 1";
+constexpr const char* kLayerCapsule = "zerofp4._C.layer_functions 2";
 
 }  // namespace zerofp4

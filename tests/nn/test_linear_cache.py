@@ -192,11 +192,17 @@ DEQUANTIZED = {
 
 
 def dequantizations(monkeypatch):
-    """Operands whose values were made alone from here on, by their sizes."""
-    made, make = [], exact._values
-    monkeypatch.setattr(
-        exact, "_values", lambda operand, dtype: made.append(operand.shape) or make(operand, dtype)
-    )
+    """The operands whose values are made for products from here on, by their sizes as they are stored."""
+    monkeypatch.setattr(native, "_layer", None)
+    made, make = [], exact.ops.product_values
+
+    def noting(a, b, dtype, kept):
+        for (data, *_), there in zip((a, b), kept, strict=True):
+            if there is None:
+                made.append((data.shape[0], 2 * data.shape[1]))
+        return make(a, b, dtype, kept)
+
+    monkeypatch.setattr(exact.ops, "product_values", noting)
     return made
 
 
@@ -227,10 +233,11 @@ def test_the_weight_is_dequantized_once_per_step(monkeypatch, primary):
     batches = [(values(16, 64, seed=i), values(16, 48, seed=i)) for i in range(4)]
     step(module, batches, DEQUANTIZED["nvfp4"], True)
     assert made.count((48, 64)) == 1 and made.count((64, 48)) == 0  # one for both products
-    assert made.count((16, 64)) == made.count((16, 48)) == 4  # the inputs, the gradients
+    assert made.count((16, 64)) == made.count((16, 48)) == 4  # rows of inputs and gradients
+    assert made.count((64, 16)) == made.count((48, 16)) == 4  # their columns
     made.clear()
     step(module, batches, DEQUANTIZED["nvfp4"], False)
-    assert not made  # without a cache both operands of a product are dequantized together
+    assert made.count((48, 64)) == 2 * 4  # in every product
 
 
 @pytest.mark.parametrize("primary", [False, True])

@@ -222,6 +222,34 @@ def test_micro_batches_with_one_cached_weight(device):
     assert_same(run)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["primary", "cached"])
+def test_kept_values(device, kind, dtype):
+    """They are read in both passes, and of the weight nothing is saved."""
+    case, saved = Case(device, kind=kind, dtype=dtype), []
+    case.recipe = NVFP4Recipe(backend="exact", cache="dequantized")
+
+    def run():
+        layer, x = case.layer(), case.x()
+        torch.manual_seed(7)
+        for first in (True, False):
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda tensor: tensor
+            ):
+                with autocast(case.recipe):
+                    y = layer(x, first)
+            assert len(saved) == 3
+            layer._weight_cache._tensor.rowwise_data.zero_()
+            y.backward(case.grad)
+        return {"y": y, **gradients_of(layer, x)}
+
+    with autocast(case.recipe):
+        assert is_native(case.layer()(case.x(), True))
+    assert_same(run)
+    assert run()["x"].count_nonzero() > 0
+
+
 # What autograd does around it
 
 

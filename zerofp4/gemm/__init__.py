@@ -1,6 +1,6 @@
 """Products of quantized matrices: one function, two backends; and those of groups of rows."""
 
-from zerofp4.gemm.exact import refresh_values
+from zerofp4.gemm.exact import kept_rows, refresh_values
 from zerofp4.gemm.grouped import (
     GroupedOperand,
     grouped_gemm,
@@ -24,6 +24,7 @@ __all__ = [
     "groups_of_rows",
     "keep_values",
     "keeps_values",
+    "kept_rows",
     "refresh_values",
     "why_not_grouped",
 ]

@@ -12,7 +12,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import E4M3_MAX
-from zerofp4.gemm.kept import keeps_values, kept_values, rewrite_values
+from zerofp4.gemm.kept import find_values, kept_values, note_values, rewrite_values
 from zerofp4.gemm.operand import Operand
 from zerofp4.storage import Storage
 
@@ -60,13 +60,17 @@ def _stored_factors(
     a: Operand, b: Operand, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The same, values as the copies have them."""
-    if keeps_values(a.record) or keeps_values(b.record):
-        scale_a, scale_b = a.global_scale(), b.global_scale()
-        alpha = None if scale_a is None else scale_a * scale_b
-        return kept_values(a, dtype, _values), kept_values(b, dtype, _values), alpha
-    if a.is_nvfp4 and 0 not in (*a.shape, *b.shape):
-        return ops.product_values(_copy(a), _copy(b), dtype)
-    return _apart(a, dtype), _apart(b, dtype), None
+    if not a.is_nvfp4:
+        return kept_values(a, dtype, _apart), kept_values(b, dtype, _apart), None
+    if 0 in (*a.shape, *b.shape):
+        return _apart(a, dtype), _apart(b, dtype), None
+    kept = find_values(a, dtype), find_values(b, dtype)
+    if all(values is not None for values in kept):
+        return *kept, a.global_scale() * b.global_scale()
+    left, right, alpha = ops.product_values(_copy(a), _copy(b), dtype, kept)
+    note_values(a, left)
+    note_values(b, right)
+    return left, right, alpha
 
 
 def _copy(operand: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
@@ -94,6 +98,12 @@ def _values(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     data, scale, _, block_rows, _ = _copy(operand)
     neutral = ops.neutral_amax(operand.device)
     return ops.values_of(data, scale, neutral, block_rows, int(E4M3_MAX), False, dtype)
+
+
+def kept_rows(record: Storage, out_dtype: torch.dtype) -> torch.Tensor:
+    """The values of the rowwise copy that products into out_dtype read, of a record that keeps them."""
+    operand = Operand(record)
+    return kept_values(operand, factor_dtype(operand, out_dtype), _values)
 
 
 def refresh_values(record: Storage) -> None:

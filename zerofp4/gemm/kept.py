@@ -24,6 +24,18 @@ def keeps_values(record: Storage) -> bool:
     return _KEPT in record.attachments
 
 
+def find_values(operand: Operand, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is kept of that operand in this dtype, if anything."""
+    return operand.record.attachments.get(_KEPT, {}).get((operand.side, dtype))
+
+
+def note_values(operand: Operand, values: torch.Tensor) -> None:
+    """Keep what was made of that operand, where its record keeps its values."""
+    kept = operand.record.attachments.get(_KEPT)
+    if kept is not None:
+        kept[operand.side, values.dtype] = values
+
+
 def kept_values(operand: Operand, dtype: torch.dtype, make: Make) -> torch.Tensor:
     """make(operand, dtype), or what it gave before where the record keeps its values."""
     kept = operand.record.attachments.get(_KEPT)

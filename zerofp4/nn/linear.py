@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from zerofp4.nn.convert import LAYERS, primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
-from zerofp4.nn.native import native_linear, native_primary_linear
+from zerofp4.nn.native import native_linear
 from zerofp4.nn.operators import compiled_linear
 from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
 from zerofp4.nn.recipe import Recipe, current_recipe
@@ -109,13 +109,16 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
 
 
 def _eager_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
-    weight, bias, y, call = layer.weight, layer.bias, None, None
-    grows = torch.is_grad_enabled()
-    if type(weight) is NVFP4Tensor:
-        y = native_primary_linear(x, weight, bias, recipe, layer.fuse_wgrad_accumulation)
-    else:
+    weight, bias, grows = layer.weight, layer.bias, torch.is_grad_enabled()
+    quantizers, is_primary = quantizers_of(recipe, x.device), type(weight) is NVFP4Tensor
+    call = None
+    if is_first is not None and (quantizers.keeps_values or not is_primary):
         call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
-        y = native_linear(x, weight, bias, call)
+        y = native_linear(x, weight, bias, *call)
+    else:
+        main_grad = MainGrad(weight) if layer.fuse_wgrad_accumulation else None
+        record = weight.record if is_primary else None
+        y = native_linear(x, weight, bias, quantizers, record, main_grad)
     if y is not None:
         return y
     if call is None:

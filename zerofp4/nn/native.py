@@ -10,12 +10,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from zerofp4 import ops
-from zerofp4.nn.function import Kept, LinearCall, MainGrad, check_current, gradients
+from zerofp4.gemm import keeps_values, kept_rows
+from zerofp4.nn.function import Kept, MainGrad, check_current, gradients
 from zerofp4.nn.operators import record_of_buffers
-from zerofp4.nn.quantizers import Quantizers, quantizers_of
-from zerofp4.nn.recipe import Recipe
+from zerofp4.nn.quantizers import Quantizers
 from zerofp4.storage import BUFFERS, NVFP4Storage
-from zerofp4.tensors import NVFP4Tensor, gradient_place
+from zerofp4.tensors import gradient_place
 
 Context = tuple[Quantizers, MainGrad | None, Callable[[], bool] | None]
 """quantizers, main_grad and is_current of a LinearCall: what a node keeps of Python's. A weight that is NVFP4
@@ -94,30 +94,30 @@ ops.use_native_layer(_use, _begin_backward, _gradients)
 
 
 def native_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    quantizers: Quantizers,
+    record: NVFP4Storage | None,
+    main_grad: MainGrad | None = None,
+    is_current: Callable[[], bool] | None = None,
 ) -> torch.Tensor | None:
     """y [..., N] of x [..., K], with a node in C++ if anything needs a gradient; None for what LinearFunction
-    has to do.
+    has to do. Nothing is asked of an NVFP4 weight, only of its record: each question that torch answers for a
+    subclass takes the host as long as a launch.
+
+    quantizers, record, main_grad, is_current: as in a LinearCall, but no record of a high-precision weight
+    that is quantized for this call, and no is_current of a weight that is NVFP4 itself.
     """
-    quantizers, record, main_grad, is_current = call
-    if quantizers.scheme is None or _layer is None or not quantizers.reads_rows(record):
+    if _layer is None or quantizers.scheme is None:
+        return None
+    context = quantizers, main_grad, is_current
+    options = quantizers.device, quantizers.scheme, context
+    if record is None:
+        return _layer(x, weight, bias, None, None, None, None, 0, 0, *options)
+    if record.block != quantizers.recipe.weight_block or not quantizers.reads_rows(record):
         return None
     copy = record.rowwise
     buffers = copy.data, copy.scales.get("compact"), copy.amax
-    options = record.block[0], record.e4m3_max, quantizers.device, quantizers.scheme
-    return _layer(x, weight, bias, *buffers, *options, (quantizers, main_grad, is_current))
-
-
-def native_primary_linear(
-    x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None, recipe: Recipe, fuses: bool
-) -> torch.Tensor | None:
-    """The same of a weight that is NVFP4 itself. Nothing is asked of the tensor, only of its record: each
-    question that torch answers for a subclass takes the host as long as a launch.
-
-    fuses: whether the weight's gradient is added to its main_grad.
-    """
-    quantizers, record = quantizers_of(recipe, x.device), weight.record
-    if quantizers.scheme is None or record.block != recipe.weight_block:
-        return None
-    call = LinearCall(quantizers, record, MainGrad(weight) if fuses else None)
-    return native_linear(x, weight, bias, call)
+    values = kept_rows(record, x.dtype) if quantizers.keeps_values and keeps_values(record) else None
+    return _layer(x, weight, bias, *buffers, values, record.block[0], record.e4m3_max, *options)

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import FourOverSix
+from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.ops import autograd
 from zerofp4.ops.cublaslt import why_no_cublaslt
 from zerofp4.ops.dequantize import neutral_amax
@@ -15,8 +15,8 @@ from zerofp4.ops.quantize import choice_arguments
 
 def use_native_layer(use: Callable, begin_backward: Callable, gradients: Callable) -> None:
     """Call use(layer) where the extension is used, now or once the first use has compiled it: a linear layer
-    of an NVFP4 recipe in C++, layer(x, weight, bias or None, data, scale, amax, block_rows, e4m3_max, device,
-    scheme, context), which returns None for what the Python node has to do.
+    of an NVFP4 recipe in C++, layer(x, weight, bias or None, data, scale, amax, values, block_rows, e4m3_max,
+    device, scheme, context), which returns None for what the Python node has to do.
 
     begin_backward(node, context, dtype, has_weight) and gradients(node, context, grad, x, weight, e4m3_max,
     x_dtype, weight_dtype, bias_dtype) are what its node calls in Python.
@@ -36,9 +36,10 @@ def layer_scheme(
     random_signs: bool,
     stochastic_rounding: bool,
     four_over_six: FourOverSix | None,
+    weight_block: tuple[int, int],
 ) -> object | None:
     """How layers of an NVFP4 recipe quantize on a device, for the layer in C++; None where the extension is
-    not used. The first use compiles it. four_over_six: of the input.
+    not used. The first use compiles it. The options are those of the recipe.
     """
     autograd.compile_on_first_use()
     extension = autograd.native_extension()
@@ -46,5 +47,6 @@ def layer_scheme(
         return None
     e4m3_max, error = choice_arguments(four_over_six)
     by_cublaslt = device.type == "cuda" and why_no_cublaslt() is None
-    options = hadamard, random_signs, stochastic_rounding, e4m3_max, error == "mse"
+    has_tiles = weight_block == (BLOCK, BLOCK)
+    options = hadamard, random_signs, stochastic_rounding, e4m3_max, error == "mse", has_tiles
     return extension.scheme(*options, by_cublaslt)
