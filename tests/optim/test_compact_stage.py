@@ -121,6 +121,44 @@ def test_scales_of_every_magnitude(device, exponent):
         tensor.check(f"2^{exponent}, step {step}")
 
 
+@pytest.mark.parametrize("low", [0, 1, 127, 128, 129, 255])
+def test_masters_of_every_bfloat16(device, low):
+    """With bytes that do not belong to them too: of zero, of Inf, and half of a step, which is not stored."""
+    generator = torch.Generator().manual_seed(low)
+    tensor = Tensor.make(torch.randn(512, 128, generator=generator).to(device), True)
+    for step in range(2):
+        gradient = torch.randn(512, 128, generator=generator).to(device, torch.bfloat16)
+        if step == 1:
+            high = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+            tensor.high.copy_(high[torch.randperm(2**16, generator=generator)])
+            tensor.low.fill_(low)
+            master = reference.join_master(tensor.high.cpu(), tensor.low.cpu())
+            tensor.master = master.view(tensor.matrix)
+        tensor.update(gradient, **OPTIONS, maximize=False)
+        run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=False))
+        tensor.check(f"step {step}")
+
+
+@pytest.mark.parametrize("scales", [(1e-3, 1e-2), (1e-12, 1e-9), (3.0, 1e-15), (1e30, 1e19), (0.0, 1e-3)])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_codes_of_every_pair(device, scales, bf16):
+    """Of a first and a second moment, with gradients that change either of them or neither."""
+    generator = torch.Generator().manual_seed(0)
+    tensor = Tensor.make(torch.randn(512, 128, generator=generator).to(device), True)
+    pairs = torch.randperm(2**16, generator=generator).view(512, 128)
+    exp_avg, exp_avg_sq = (codes.to(torch.uint8) for codes in (pairs >> 8, pairs & 0xFF))
+    every = torch.tensor(scales).expand(512, 2, 2).contiguous()
+    tensor.moments = reference.CompactMoments(exp_avg.view(torch.int8), exp_avg_sq, every)
+    for mine, moment in zip((tensor.exp_avg, tensor.exp_avg_sq, tensor.scales), tensor.moments, strict=True):
+        mine.copy_(moment.view(mine.shape))
+    magnitude = torch.logspace(-8, 2, 512).view(512, 1) * scales[0]
+    gradient = (torch.randn(512, 128, generator=generator) * magnitude).to(device)
+    gradient = gradient.bfloat16() if bf16 else gradient
+    tensor.update(gradient, **OPTIONS, maximize=False)
+    run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=False))
+    tensor.check(f"scales {scales}")
+
+
 @pytest.mark.threads
 def test_large_matrices_on_many_threads(device):
     generator = torch.Generator().manual_seed(1)

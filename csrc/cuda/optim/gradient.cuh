@@ -27,6 +27,7 @@ struct GivenGradient {
     }
     __device__ __forceinline__ void take(int64_t, Words& words, float (&values)[kCount]) const {
         unpack<G>(words, values);
+        if (factor == 1.0f) return;
 #pragma unroll
         for (int k = 0; k < kCount; ++k) values[k] *= factor;
     }
