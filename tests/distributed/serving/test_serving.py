@@ -223,13 +223,16 @@ def test_pieces_of_a_zero_optimizer(world):
     assert all(tensor.shape == part.shape for _, tensor, part in serving.weights(model))
 
 
-def send(model: nn.Module) -> int:
-    """Broadcast the weights of a model, announced by name, dtype and shape. Returns the bytes of tensors."""
+def send(model: nn.Module, device: torch.device) -> int:
+    """Broadcast the weights of a model, announced by name, dtype and shape. Returns the bytes of tensors.
+
+    device: that the group sends from; global scales are on the CPU.
+    """
     served = serving.weights(model)
     dist.broadcast_object_list([served.served], src=0)
     tensors = [tensor for _, tensor, _ in served]
     for tensor in tensors:
-        dist.broadcast(as_bytes(tensor.reshape(-1)).view(torch.uint8), src=0)
+        dist.broadcast(as_bytes(tensor.reshape(-1)).view(torch.uint8).to(device), src=0)
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -263,7 +266,7 @@ def test_an_engine_takes_new_weights_and_generates_with_them(world):
     optimizer = train(model, process_group=group) if world.rank == 0 else None
     for _ in range(2):  # a second time, after another step
         if world.rank == 0:
-            sent = send(model)
+            sent = send(model, world.device)
             tokens = model.generate(TOKENS.to(world.device), **generate)
             plain = sum(p.nbytes for p in model.parameters() if type(p) is nn.Parameter)
             numel = sum(matrix.numel() for matrix, _ in served_modules(model).values())
