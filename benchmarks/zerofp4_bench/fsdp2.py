@@ -47,13 +47,8 @@ LLAMA_8B = Shape(8, 4096, 14336, 32, 8)
 QWEN_1_5B = Shape(28, 1536, 8960, 12, 2, 151936)
 """Qwen2.5-1.5B: 47 million parameters a layer, and an embedding that is the output layer too."""
 
-CASES = {
-    "reshard": (LLAMA_8B, True, {}),
-    "keep": (LLAMA_8B, False, {}),
-    "keep_dequantized": (LLAMA_8B, False, {"cache": "dequantized"}),
-    "1.5b": (QWEN_1_5B, True, {}),
-}
-"""The model, its reshard_after_forward and options of prepare(), by what rows call them."""
+CASES = {"reshard": (LLAMA_8B, True), "keep": (LLAMA_8B, False), "1.5b": (QWEN_1_5B, True)}
+"""The model and its reshard_after_forward, by what rows call both."""
 
 WAYS = {"": "in 4 bits", "_bf16": "in bfloat16", "_float8": "by torchao in float8, products in float8 too"}
 """How weights are gathered, with what the names of rows end with."""
@@ -146,17 +141,13 @@ def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     if world.world_size > 1:
         count_link(timer)
-    found = {}
     for case in options.cases:
-        shape, reshards, kept = CASES[case]
+        shape, reshards = CASES[case]
         shape = shape.reduced(options.scale, options.layers)
-        for way in WAYS if case == "reshard" else ("", "_bf16"):
-            if way != "_bf16" or (shape, reshards) not in found:
-                model = measure(timer, options.tokens, mesh, f"{case}{way}", shape, reshards, way, kept)
-            if way == "_bf16":
-                theirs = found.setdefault((shape, reshards), model)
-            elif not way:
-                ours = model
+        ours, theirs, *_ = (
+            measure(timer, options.tokens, mesh, f"{case}{way}", shape, reshards, way)
+            for way in (WAYS if case == "reshard" else ("", "_bf16"))
+        )
         for part in (part for part in ours if theirs[part]):  # one rank alone gathers nothing
             kind, rule = "ratio", f"{part} of ours over that of bf16"
             if part == "tokens":
@@ -184,7 +175,6 @@ def measure(
     shape: Shape,
     reshards: bool,
     way: str,
-    kept: dict[str, str],
 ) -> dict[str, float]:
     """Adds the rows of one model, and returns what is to be compared; nothing where torchao is not here."""
     device, is_cuda = timer.device, timer.session.clock.is_cuda
@@ -202,7 +192,7 @@ def measure(
         x = torch.randn(1, tokens, shape.hidden, device=device, dtype=torch.bfloat16)
     calls: list[tuple[CountedGather, int]] = []
     blocks, others = CountedGather(calls), CountedGather(calls)
-    optimizer = shard(model, mesh, reshards, way, **kept)
+    optimizer = shard(model, mesh, reshards, way)
     for block in model.blocks:
         block.set_custom_all_gather(blocks)
     model.set_custom_all_gather(others)
@@ -242,9 +232,11 @@ def measure(
     return found
 
 
-def shard(model: Decoder, mesh: DeviceMesh, reshards: bool, way: str, **kept) -> torch.optim.Optimizer:
+def shard(
+    model: Decoder, mesh: DeviceMesh, reshards: bool, way: str, columnwise: bool | None = None
+) -> torch.optim.Optimizer:
     if way == "":
-        integration.prepare(model, **kept)
+        integration.prepare(model, columnwise=columnwise)
     elif way == "_float8":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -272,8 +264,7 @@ def count_resident(timer: Timer, mesh: DeviceMesh, shape: Shape) -> None:
         with timer.device:
             model = Decoder(shape, linear)
         is_ours = name != "bf16"
-        options = {"columnwise": name == "rows_and_columns"} if is_ours else {}
-        optimizer = shard(model, mesh, False, "" if is_ours else "_bf16", **options)
+        optimizer = shard(model, mesh, False, "" if is_ours else "_bf16", name == "rows_and_columns")
         block = model.blocks[0]
         block.unshard()
         weights = [p for p in block.parameters() if p.dim() == 2]

@@ -31,8 +31,7 @@ struct {
     PyObject* gradients;
     PyObject* check_cuda;
     PyObject* current_stream;
-    PyObject* record;  // the names of attributes
-    PyObject* keeps_values;
+    PyObject* record;  // the name of the attribute
     DequantizeFunction dequantize;
     uint64_t checked_gpus;
 } python;
@@ -62,7 +61,6 @@ struct Source {
     int64_t block_rows;
     int e4m3_max;
     bool columnwise;
-    bool keeps_values;  // of a forward pass, for the backward pass
     int64_t stream;
 };
 
@@ -70,7 +68,6 @@ struct Source {
 std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
     THPObjectPtr record = checked(PyObject_GetAttr(weight, python.record));
     THPObjectPtr found = checked(PyObject_CallOneArg(python.values_source, record));
-    THPObjectPtr keeps_values = checked(PyObject_GetAttr(record, python.keeps_values));
     PyObject *data, *scale, *amax;
     long long block_rows;
     int e4m3_max, columnwise;
@@ -88,7 +85,6 @@ std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
                   block_rows,
                   e4m3_max,
                   columnwise != 0,
-                  keeps_values.get() == Py_True,
                   0};
     if (source.data.dim() != 2) return std::nullopt;
     if (device.is_cuda()) source.stream = current_stream(device.index());
@@ -126,8 +122,7 @@ Tensor values_of(const Source& source, at::ScalarType dtype) {
 
 struct LinearBackward : Node {
     SavedVariable x, weight;
-    SavedVariable values;  // of the weight, where it keeps them
-    std::mutex mutex;      // two threads may go back through one graph
+    std::mutex mutex;  // two threads may go back through one graph
 
     std::string name() const override { return "LinearBackward"; }
 
@@ -141,37 +136,33 @@ struct LinearBackward : Node {
         std::lock_guard<std::mutex> lock(mutex);
         x.reset_data();
         weight.reset_data();
-        values.reset_data();
     }
 
     variable_list apply(variable_list&& grads) override {
         std::lock_guard<std::mutex> lock(mutex);
         const Tensor grad = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
         const Tensor saved_x = x.unpack(getptr()), saved_weight = weight.unpack(getptr());
-        const Tensor saved_values = values.unpack(getptr());
         const at::ScalarType dtype = grad.scalar_type();
         const bool is_fast = is_default_state(false) && !at::GradMode::is_enabled() && is_plain(grad) &&
                              dtype_code(dtype) >= 0 && (!saved_x.defined() || is_plain(saved_x)) &&
                              !has_tangent(grad) && !has_tangent(saved_x);
         if (is_fast) {
-            std::optional<variable_list> found = gradients(grad, saved_x, saved_weight, saved_values);
+            std::optional<variable_list> found = gradients(grad, saved_x, saved_weight);
             if (found) return *std::move(found);
         }
         return python_gradients(grad, saved_x, saved_weight);
     }
 
     // Those of x, weight and bias. Nothing where Python has to find them.
-    std::optional<variable_list> gradients(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                           const Tensor& kept) {
+    std::optional<variable_list> gradients(const Tensor& grad, const Tensor& x, const Tensor& weight) {
         const bool x_needs = weight.defined() && task_should_compute_output(0);
         const bool weight_needs = x.defined() && task_should_compute_output(1);
         const at::ScalarType dtype = grad.scalar_type();
-        const bool reads_kept = kept.defined() && kept.scalar_type() == dtype;
         std::optional<Source> source;
         Tensor place;
         {
             Gil gil;
-            if (x_needs && !reads_kept) {
+            if (x_needs) {
                 THPObjectPtr object = checked(THPVariable_Wrap(weight));
                 if (Py_TYPE(object.get()) != weight_type()) return std::nullopt;
                 source = source_of(object, grad.device());
@@ -180,7 +171,7 @@ struct LinearBackward : Node {
             if (weight_needs) place = gradient_place(dtype);  // last: what it gives it gives once
         }
         variable_list result(3);
-        if (x_needs) result[0] = at::matmul(grad, reads_kept ? kept : values_of(*source, dtype));
+        if (x_needs) result[0] = at::matmul(grad, values_of(*source, dtype));
         const Tensor rows = as_rows(grad);
         if (weight_needs) {
             const Tensor others = as_rows(x.scalar_type() == dtype ? x : x.to(dtype));
@@ -225,11 +216,11 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
         node = new_node<LinearBackward>();
         node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
     }
-    Tensor y, values;
+    Tensor y;
     {
         const bool autocast = !is_default_state(false);
         at::AutoDispatchBelowADInplaceOrView below;
-        values = values_of(source, weight.scalar_type());
+        const Tensor values = values_of(source, weight.scalar_type());
         // Autocast would keep its copy of a leaf, which has no history here, for other operations.
         y = autocast ? at::linear(x.detach(), values, bias.defined() ? bias.detach() : bias)
                      : at::linear(x, values, bias);
@@ -238,7 +229,6 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
         auto* saved = static_cast<LinearBackward*>(&*node);
         if (weight.requires_grad()) saved->x = SavedVariable(x, false);
         if (x.requires_grad()) saved->weight = SavedVariable(weight, false);
-        if (x.requires_grad() && source.keeps_values) saved->values = SavedVariable(values, false);
         torch::autograd::set_history(y, node);
     }
     return y;
@@ -307,7 +297,6 @@ PyObject* configure(PyObject*, PyObject* given) {
     if (function == nullptr) return nullptr;
     python.dequantize = reinterpret_cast<DequantizeFunction>(function);
     python.record = PyUnicode_InternFromString("record");
-    python.keeps_values = PyUnicode_InternFromString("keeps_values");
     Py_INCREF(given);  // and all that it holds
     torch::autograd::_initFunctionPyTypeObject(node_type, "LinearBackward", kProperties, nullptr);
     torch::autograd::registerCppFunction(typeid(LinearBackward), &node_type);

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,11 +53,11 @@ class Seen(nn.Module):
         return self.experts(self.own(self.codes(torch.tanh(self.plain(x)))))
 
 
-def started(mesh, inner: dict | None = None, outer: dict | None = None, cache: str | None = None, **options):
-    """inner, outer: options of fully_shard for layers, and for the module of all. cache: of prepare."""
+def started(mesh, inner: dict | None = None, outer: dict | None = None, **options):
+    """inner, outer: options of fully_shard for layers, and for the module of all."""
     torch.manual_seed(0)
     model = Seen()
-    fsdp2.prepare(model, lambda module, name: True, cache=cache)
+    fsdp2.prepare(model, lambda module, name: True)
     for layer in (model.plain, model.codes, model.experts):
         fully_shard(layer, mesh=mesh, **(inner or {}), **options)
     fully_shard(model, mesh=mesh, **(outer or {}), **options)
@@ -109,8 +106,8 @@ def test_resharding_may_be_set_until_the_first_gather(mesh):
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16])
 def test_values_and_codes_compute_the_same(mesh, policy):
     losses, models = [], []
-    for options, cache in ((RESHARD, None), (KEEP, None), (KEEP, "dequantized")):
-        model, optimizer, _ = started(mesh, options, options, cache, mp_policy=policy)
+    for options in (RESHARD, KEEP):
+        model, optimizer, _ = started(mesh, options, options, mp_policy=policy)
         losses.append([])
         for _ in range(3):
             loss = model(batch()).float().square().mean()
@@ -119,46 +116,9 @@ def test_values_and_codes_compute_the_same(mesh, policy):
             optimizer.step()
             optimizer.zero_grad()
         models.append(model)
-    for i in (1, 2):
-        assert_bytes_equal(torch.stack(losses[0]), torch.stack(losses[i]), "losses")
-        for (name, p), q in zip(models[0].named_parameters(), models[i].parameters(), strict=True):
-            assert_bytes_equal(p.detach().to_local(), q.detach().to_local(), name)
-
-
-@pytest.mark.parametrize("cache", [None, "dequantized"])
-def test_values_are_kept_until_the_backward_pass_has_read_them(mesh, cache):
-    """Of the plain layer, of that which says that it multiplies codes, and of the outermost module's own."""
-    model, *_ = started(mesh, KEEP, KEEP, cache)
-    shapes = [(48, 32), (32, 48), (34, 32)]
-    kept = []
-
-    def pack(tensor):
-        if type(tensor) is torch.Tensor and tensor.shape in shapes:
-            kept.append(weakref.ref(tensor))
-        return tensor
-
-    x = batch().requires_grad_()
-    for _ in range(2):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model(x).sum()
-        assert [ref().shape for ref in kept] == (shapes if cache else [])
-        loss.backward()
-        assert all(ref() is None for ref in kept)
-        kept.clear()
-
-
-def test_a_copy_of_a_prepared_model_keeps_values_too():
-    model = nn.Sequential(nn.Linear(32, 48))
-    fsdp2.prepare(model, lambda module, name: True, cache="dequantized")
-    ((*_, weight),) = fsdp2.prepared_weights(copy.deepcopy(model))
-    assert weight.keeps_values
-
-
-def test_another_cache_is_refused():
-    model = nn.Sequential(nn.Linear(32, 48))
-    with pytest.raises(ValueError, match="cache must be \"dequantized\" or None, got 'operands'"):
-        fsdp2.prepare(model, cache="operands")
-    assert type(model[0].weight.data) is torch.Tensor
+    assert_bytes_equal(torch.stack(losses[0]), torch.stack(losses[1]), "losses")
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert_bytes_equal(p.detach().to_local(), q.detach().to_local(), name)
 
 
 @pytest.mark.parametrize("name", ["plain", "experts"])

@@ -259,50 +259,6 @@ def test_what_is_saved(device):
     assert saved == [torch.Tensor, zerofp4.NVFP4Tensor] * 2
 
 
-def test_kept_values(device):
-    """The backward pass reads those of the forward pass, not the codes, which are zeros by then."""
-    product, saved = Product(device), []
-    product.quantized.record.keeps_values = True
-    codes = product.quantized.rowwise_data.clone()
-    expected = product.grad @ product.quantized.dequantize()
-
-    def run():
-        product.quantized.rowwise_data.copy_(codes)
-        leaves = product.leaves()
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: (saved.append(weakref.ref(tensor)), tensor)[1], lambda tensor: tensor
-        ):
-            y = F.linear(*leaves.values())
-        assert [ref().shape for ref in saved[-3:]] == [(6, 80), (48, 80), (48, 80)]
-        product.quantized.rowwise_data.zero_()
-        y.backward(product.grad)
-        assert saved[-1]() is None  # and not only once the graph is dropped
-        return gradients_of(leaves)
-
-    for gradients in by_both(run):
-        assert_bytes_equal(gradients["x"], expected, "gradient of x")
-    assert_same(run)
-    assert len(saved) == 3 * 4
-
-
-def test_kept_values_of_another_dtype_are_not_read(device):
-    """Autocast: a gradient of bfloat16, and values of float32."""
-    product = Product(device, dtype=torch.float32)
-
-    def run():
-        leaves = product.leaves()
-        with torch.autocast(device.type, torch.bfloat16):
-            y = F.linear(*leaves.values())
-        y.backward(product.grad.to(y.dtype))
-        return gradients_of(leaves)
-
-    expected = run()
-    product.quantized.record.keeps_values = True
-    for gradients in by_both(run):
-        for name, gradient in gradients.items():
-            assert_bytes_equal(gradient, expected[name], name)
-
-
 def test_saved_tensors(device):
     leaves = Product(device).leaves()
     x, weight = F.linear(*leaves.values()).grad_fn.saved_tensors

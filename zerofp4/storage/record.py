@@ -35,8 +35,6 @@ class Storage(Sides):
     """What error messages call the tensor."""
     attachments: dict = dataclasses.field(default_factory=dict, repr=False, kw_only=True)
     """What higher layers keep for as long as the record lives (cached plans). Never copied."""
-    keeps_values: bool = dataclasses.field(default=False, repr=False, kw_only=True)
-    """Whether F.linear keeps the values of its forward pass for its backward pass. Never copied."""
 
     @classmethod
     def buffer_dtype(cls, name: str) -> torch.dtype:

@@ -1,9 +1,9 @@
 """Products of quantized tensors, and dequantize, as autograd sees them: what __torch_function__ replaces.
 
 The products save the quantized tensor as it is, so that the dequantized weight lives no longer than one
-GEMM (F.linear keeps it where the record says keeps_values), and take its values from the record: each trip
-through __torch_dispatch__ would cost the host more than most kernels take. (torch.compile traces those trips;
-it merges the dequantizations of forward and backward, and saves one.)
+GEMM, and take its values from the record: each trip through __torch_dispatch__ would cost the host more
+than most kernels take. (torch.compile traces those trips; it merges the dequantizations of forward and
+backward, and saves one.)
 
 F.linear with an NVFP4 weight has a second node, in C++ (csrc/autograd/linear.cpp), which computes what Linear
 does in a fifth of its time on the host, and takes what is plain only.
@@ -60,38 +60,24 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x_needs, weight_needs, _ = ctx.needs_input_grad
-        values = plain(weight)
-        kept = [values] if x_needs and _keeps_values(weight) else []
-        ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None, *kept)
-        return F.linear(plain(x), values, bias)
+        ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None)
+        return F.linear(plain(x), plain(weight), bias)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        x, weight, *kept = ctx.saved_tensors
-        return _linear_gradients(ctx, grad, x, weight, ctx.needs_input_grad[2], *kept)
-
-
-def _keeps_values(weight: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and is_quantized(weight) and weight.record.keeps_values
+        return _linear_gradients(ctx, grad, *ctx.saved_tensors, ctx.needs_input_grad[2])
 
 
 def _linear_gradients(
-    node: Any,
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias_needs: bool,
-    kept: torch.Tensor | None = None,
+    node: Any, grad: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, bias_needs: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Of x, weight and bias. node: the one of F.linear that runs; x and weight: what it has saved, x for the
-    weight's gradient and the weight for that of x. kept: the weight's values of the forward pass, which a
-    gradient of another dtype does not read, nor one with history.
+    weight's gradient and the weight for that of x.
     """
     grad_x = grad_weight = grad_bias = None
     with torch._C.DisableTorchFunctionSubclass():
         if weight is not None:
-            reads_kept = kept is not None and kept.dtype == grad.dtype and not torch.is_grad_enabled()
-            grad_x = grad @ (kept if reads_kept else plain(weight, grad.dtype))
+            grad_x = grad @ plain(weight, grad.dtype)
         rows = _rows(grad)
         if x is not None:
             out = gradient_place(node, 1, grad.dtype)

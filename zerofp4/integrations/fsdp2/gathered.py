@@ -25,7 +25,7 @@ class Gathered:
 
     def __init__(self, source: NVFP4Storage, rows: Sequence[torch.Tensor], as_values: bool):
         self._record = record = NVFP4Storage.from_context(source.shape, source.context())
-        record.name, record.keeps_values = source.name, source.keeps_values
+        record.name = source.name
         codes, *scale_rows = rows
         codes, device = codes.view(record.data_shape("rowwise")), codes.device
         self._source, self._is_copy, self._rows = source, source.device != device, rows

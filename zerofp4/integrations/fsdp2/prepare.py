@@ -25,7 +25,6 @@ def prepare(
     columnwise: bool | None = None,
     block: tuple[int, int] = (BLOCK, BLOCK),
     four_over_six: FourOverSix | None = None,
-    cache: str | None = None,
 ) -> ConversionReport:
     """Have fully_shard gather the weights of linear layers in NVFP4. Call it before fully_shard, and before
     the optimizer is built; then call attach(model, optimizer).
@@ -48,8 +47,6 @@ def prepare(
     block: (16, 16), or (1, 16), in which serving engines read weights: their scales are gathered behind the
     codes, 1/16 byte an element.
     four_over_six: of two scales for each block the one with the smaller error; in blocks of 1x16.
-    cache: "dequantized" has a plain layer whose weight stays gathered keep the dequantized weight of a
-    forward pass, 2 bytes an element, until its backward pass has read it. None: both passes dequantize.
 
     Raises RuntimeError for a model that is sharded or wrapped already, ValueError for one that was converted,
     for amax groups of other weights, and for blocks and choices that are not supported; nothing is changed
@@ -61,8 +58,6 @@ def prepare(
             f"four_over_six needs block (1, 16) here, got {tuple(block)}: fully_shard cuts between any rows, "
             "and whoever chooses a scale must have all of its block"
         )
-    if cache not in (None, "dequantized"):
-        raise ValueError(f'cache must be "dequantized" or None, got {cache!r}')
     _check_model(model)
     report, chosen = choose_weights(model, filter_fn, tensor_parallel=True)
     weights = {}
@@ -71,7 +66,7 @@ def prepare(
         takes_codes = getattr(module, "takes_nvfp4_weight", False)
         full_name = name if name.endswith(parameter_name) else f"{name}.{parameter_name}"
         kind = full_name, parameter.dtype, takes_codes, takes_codes and columns
-        weights[id(parameter)] = Weight(*kind, tuple(block), four_over_six, cache is not None)
+        weights[id(parameter)] = Weight(*kind, tuple(block), four_over_six)
     _set_amax_groups(weights, amax_groups)
     for name, module, parameter_name in chosen:
         parameter = module._parameters[parameter_name]

@@ -61,8 +61,7 @@ class Weight:
 
     name: the parameter's in the model. dtype: that it had. takes_codes: whether its module multiplies codes.
     columnwise: whether that is to have the transposed copy of them too; None where there are FP4 tensor
-    cores. block, four_over_six: how it is cast. keeps_values: whether a plain layer that multiplies an
-    NVFP4Tensor keeps the values of its forward pass for its backward pass.
+    cores. block, four_over_six: how it is cast.
     """
 
     def __init__(
@@ -73,10 +72,9 @@ class Weight:
         columnwise: bool | None,
         block: tuple[int, int] = (BLOCK, BLOCK),
         four_over_six: FourOverSix | None = None,
-        keeps_values: bool = False,
     ):
         self.name, self.dtype, self.takes_codes, self.columnwise = name, dtype, takes_codes, columnwise
-        self.block, self.four_over_six, self.keeps_values = block, four_over_six, keeps_values
+        self.block, self.four_over_six = block, four_over_six
         self.placement: Placement | None = None
         self._place: tuple[int, int] | None = None
         self._gathered: Gathered | None = None
@@ -92,7 +90,7 @@ class Weight:
 
     def __deepcopy__(self, memo: dict) -> Weight:
         """A copy of a model is not attached to an optimizer."""
-        kind = self.takes_codes, self.columnwise, self.block, self.four_over_six, self.keeps_values
+        kind = self.takes_codes, self.columnwise, self.block, self.four_over_six
         copied = memo[id(self)] = Weight(self.name, self.dtype, *kind)
         copied.amax_group = copy.deepcopy(self.amax_group, memo)
         return copied
@@ -108,7 +106,6 @@ class Weight:
         self.record = NVFP4Storage(
             shape, placement.dtype, self.block, name=self.name, four_over_six=self.four_over_six
         )
-        self.record.keeps_values = self.keeps_values
         amax = torch.zeros(self.record.amax_shape, dtype=torch.float32, device=local.device)
         pinned = local.is_pinned() and placement.device != local.device
         options = {"dtype": torch.uint8, "device": local.device, "pin_memory": pinned}
