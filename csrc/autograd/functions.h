@@ -25,9 +25,10 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count);
 
 // lists.cpp
 PyObject* addresses(PyObject*, PyObject* tensors);
-PyObject* are_plain(PyObject*, PyObject* tensors);
+PyObject* facts(PyObject*, PyObject* tensors);
 PyObject* gradients(PyObject*, PyObject* tensors);
 PyObject* increment_versions(PyObject*, PyObject* tensors);
+PyObject* plain_facts(PyObject*, PyObject* tensors);
 PyObject* versions(PyObject*, PyObject* tensors);
 
 // operators.cpp

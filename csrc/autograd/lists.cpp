@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
-#include <utility>
+#include <cstring>
 
 #include "autograd/functions.h"
 
@@ -51,34 +51,95 @@ bool has_memory(const Tensor& tensor) {
     return tensor.storage().nbytes() >= static_cast<size_t>(last + 1) * tensor.itemsize();
 }
 
+int64_t address_of(const Tensor& tensor) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data_ptr()));
+}
+
+// A bytes object of `count` elements of T.
+template <class T>
+struct Room {
+    explicit Room(Py_ssize_t count)
+        : bytes(PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(T)))) {
+        if (!bytes) throw python_error();
+    }
+
+    void set(Py_ssize_t i, const T& value) {
+        std::memcpy(PyBytes_AS_STRING(bytes.get()) + i * static_cast<Py_ssize_t>(sizeof(T)), &value,
+                    sizeof(T));
+    }
+
+    THPObjectPtr bytes;
+};
+
+struct Kind {
+    int64_t elements;
+    int32_t dimensions;  // -1 for None
+    int8_t dtype, device_type, device_index;
+    uint8_t contiguous : 1, aligned : 1;
+};
+static_assert(sizeof(Kind) == 16, "padding would be compared, too");
+
+Kind kind_of(const Tensor& tensor, int64_t address) {
+    const c10::Device device = tensor.device();
+    Kind kind{};
+    kind.elements = tensor.numel();
+    kind.dimensions = static_cast<int32_t>(tensor.dim());
+    kind.dtype = static_cast<int8_t>(tensor.scalar_type());
+    kind.device_type = static_cast<int8_t>(device.type());
+    kind.device_index = static_cast<int8_t>(device.index());
+    kind.contiguous = tensor.is_contiguous();
+    kind.aligned = address % static_cast<int64_t>(tensor.itemsize()) == 0;
+    return kind;
+}
+
+// plain: None for tensors that are not.
+PyObject* facts_of(PyObject* tensors, bool plain) {
+    const Py_ssize_t count = size_of(tensors);
+    Room<int64_t> addresses(count);
+    Room<Kind> kinds(count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* item = PyList_GET_ITEM(tensors, i);
+        int64_t address = -1;
+        Kind kind{};
+        kind.dimensions = -1;
+        if (item != Py_None) {
+            const Tensor& tensor = tensor_at(tensors, i);
+            const bool is_plain = reinterpret_cast<PyObject*>(Py_TYPE(item)) == THPVariableClass &&
+                                  (tensor.key_set() | kPlain) == kPlain && has_memory(tensor);
+            if (plain && !is_plain) Py_RETURN_NONE;
+            address = address_of(tensor);
+            kind = kind_of(tensor, address);
+        }
+        addresses.set(i, address);
+        kinds.set(i, kind);
+    }
+    return PyTuple_Pack(2, addresses.bytes.get(), kinds.bytes.get());
+}
+
 }  // namespace
 
 // addresses(tensors): the address of each as an int64, in one bytes object.
 PyObject* addresses(PyObject*, PyObject* tensors) {
     HANDLE_TH_ERRORS
     const Py_ssize_t count = size_of(tensors);
-    THPObjectPtr bytes(PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(int64_t))));
-    if (!bytes) return nullptr;
-    auto* to = reinterpret_cast<int64_t*>(PyBytes_AS_STRING(bytes.get()));
-    for (Py_ssize_t i = 0; i < count; ++i)
-        to[i] = static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor_at(tensors, i).data_ptr()));
-    return bytes.release();
+    Room<int64_t> found(count);
+    for (Py_ssize_t i = 0; i < count; ++i) found.set(i, address_of(tensor_at(tensors, i)));
+    return found.bytes.release();
     END_HANDLE_TH_ERRORS
 }
 
-// are_plain(tensors and Nones): whether each tensor is of class torch.Tensor itself, dense on a CPU or a GPU,
-// without a lazy sign or conjugation, and its storage holds all its elements.
-PyObject* are_plain(PyObject*, PyObject* tensors) {
+// facts(tensors and Nones): (addresses, kinds), both bytes. The address of None is -1.
+PyObject* facts(PyObject*, PyObject* tensors) {
     HANDLE_TH_ERRORS
-    const Py_ssize_t count = size_of(tensors);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject* item = PyList_GET_ITEM(tensors, i);
-        if (item == Py_None) continue;
-        if (reinterpret_cast<PyObject*>(Py_TYPE(item)) != THPVariableClass) Py_RETURN_FALSE;
-        const Tensor& tensor = THPVariable_Unpack(item);
-        if ((tensor.key_set() | kPlain) != kPlain || !has_memory(tensor)) Py_RETURN_FALSE;
-    }
-    Py_RETURN_TRUE;
+    return facts_of(tensors, false);
+    END_HANDLE_TH_ERRORS
+}
+
+// plain_facts(tensors and Nones): facts(), if each tensor is of class torch.Tensor itself, dense on a CPU or
+// a GPU, without a lazy sign or conjugation, and its storage holds all its elements; else None.
+PyObject* plain_facts(PyObject*, PyObject* tensors) {
+    HANDLE_TH_ERRORS
+    return facts_of(tensors, true);
     END_HANDLE_TH_ERRORS
 }
 

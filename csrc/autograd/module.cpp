@@ -10,15 +10,16 @@ namespace {
 
 PyMethodDef kMethods[] = {
     {"addresses", &addresses, METH_O, nullptr},
-    {"are_plain", &are_plain, METH_O, nullptr},
     {"configure", &configure, METH_VARARGS, nullptr},
     {"configure_layer", &configure_layer, METH_VARARGS, nullptr},
+    {"facts", &facts, METH_O, nullptr},
     {"fits", &fits, METH_O, nullptr},
     {"gradients", &gradients, METH_O, nullptr},
     {"implement", &implement, METH_VARARGS, nullptr},
     {"increment_versions", &increment_versions, METH_O, nullptr},
     {"layer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&layer)), METH_FASTCALL, nullptr},
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},
+    {"plain_facts", &plain_facts, METH_O, nullptr},
     {"scheme", &scheme, METH_VARARGS, nullptr},
     {"versions", &versions, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -1,6 +1,7 @@
 // The optimizer's update of a list of tensors, and the mean and the check of gradients.
 
 #include <algorithm>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "common/compact.h"
@@ -93,42 +94,63 @@ void average(const Target& target, uintptr_t pieces, uintptr_t own, int dtype, i
         [&](const cuda::Kernels& k, cudaStream_t stream) { k.average(args, stream); });
 }
 
-// Tensors of one dtype, from `first` on as many as travel at once.
-TensorList tensor_list(const std::vector<uintptr_t>& tensors, const std::vector<int64_t>& numels,
-                       size_t first, int dtype) {
-    TensorList list{};
-    list.count = static_cast<int32_t>(std::min<size_t>(tensors.size() - first, kListTensors));
-    for (int i = 0; i < list.count; ++i) list.tensors[i] = pointer<const void>(tensors[first + i]);
-    std::copy_n(numels.data() + first, list.count, list.numels);
-    list.dtype = static_cast<DType>(dtype);
-    return list;
-}
-
-void add_squares(const Target& target, const std::vector<uintptr_t>& tensors,
-                 const std::vector<int64_t>& numels, int dtype, uintptr_t squares) {
-    for (size_t first = 0; first < tensors.size(); first += kListTensors) {
-        const SquaresArgs args{tensor_list(tensors, numels, first, dtype), pointer<uint64_t>(squares)};
-        dispatch(
-            target, [&](const cpu::Kernels& k, int threads) { k.add_squares(args, threads); },
-            [&](const cuda::Kernels& k, cudaStream_t stream) { k.add_squares(args, stream); });
+// Tensors of one dtype, read by launches that differ only in where the tensors lie: at positions of a vector
+// of int64 addresses that each call is given. words: by tensor, above 0, for find_nonfinite().
+class MultiTensorList {
+  public:
+    MultiTensorList(std::vector<size_t> positions, std::vector<int64_t> numels, std::vector<int32_t> words,
+                    int dtype)
+        : positions_(std::move(positions)),
+          numels_(std::move(numels)),
+          words_(std::move(words)),
+          dtype_(static_cast<DType>(dtype)) {
+        if (numels_.size() != positions_.size() || words_.size() != positions_.size())
+            throw py::value_error("not as many lengths and words as positions");
     }
-}
 
-// words: by tensor, above 0.
-void find_nonfinite(const Target& target, const std::vector<uintptr_t>& tensors,
-                    const std::vector<int64_t>& numels, const std::vector<int32_t>& words, int dtype,
-                    uintptr_t found, uintptr_t when) {
-    for (size_t first = 0; first < tensors.size(); first += kListTensors) {
-        NonfiniteArgs args{tensor_list(tensors, numels, first, dtype),
-                           {},
-                           pointer<int32_t>(found),
-                           pointer<const int64_t>(when)};
-        std::copy_n(words.data() + first, args.list.count, args.words);
-        dispatch(
-            target, [&](const cpu::Kernels& k, int threads) { k.find_nonfinite(args, threads); },
-            [&](const cuda::Kernels& k, cudaStream_t stream) { k.find_nonfinite(args, stream); });
+    void add_squares(const Target& target, const py::bytes& addresses, uintptr_t squares) const {
+        for (size_t first = 0; first < positions_.size(); first += kListTensors) {
+            const SquaresArgs args{part(addresses, first), pointer<uint64_t>(squares)};
+            dispatch(
+                target, [&](const cpu::Kernels& k, int threads) { k.add_squares(args, threads); },
+                [&](const cuda::Kernels& k, cudaStream_t stream) { k.add_squares(args, stream); });
+        }
     }
-}
+
+    void find_nonfinite(const Target& target, const py::bytes& addresses, uintptr_t found,
+                        uintptr_t when) const {
+        for (size_t first = 0; first < positions_.size(); first += kListTensors) {
+            NonfiniteArgs args{
+                part(addresses, first), {}, pointer<int32_t>(found), pointer<const int64_t>(when)};
+            std::copy_n(words_.data() + first, args.list.count, args.words);
+            dispatch(
+                target, [&](const cpu::Kernels& k, int threads) { k.find_nonfinite(args, threads); },
+                [&](const cuda::Kernels& k, cudaStream_t stream) { k.find_nonfinite(args, stream); });
+        }
+    }
+
+  private:
+    // From `first` on as many as travel at once.
+    TensorList part(const py::bytes& addresses, size_t first) const {
+        const auto* words = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(addresses.ptr()));
+        const size_t count = static_cast<size_t>(PyBytes_GET_SIZE(addresses.ptr())) / sizeof(int64_t);
+        TensorList list{};
+        list.count = static_cast<int32_t>(std::min<size_t>(positions_.size() - first, kListTensors));
+        for (int i = 0; i < list.count; ++i) {
+            const size_t position = positions_[first + i];
+            if (position >= count) throw py::index_error("fewer addresses than tensors");
+            list.tensors[i] = pointer<const void>(static_cast<uintptr_t>(words[position]));
+        }
+        std::copy_n(numels_.data() + first, list.count, list.numels);
+        list.dtype = dtype_;
+        return list;
+    }
+
+    std::vector<size_t> positions_;
+    std::vector<int64_t> numels_;
+    std::vector<int32_t> words_;
+    DType dtype_;
+};
 
 }  // namespace
 
@@ -160,8 +182,12 @@ void bind_optim(py::module_& m) {
     m.attr("SQUARE_RANGES") = kSquareRanges;
     m.attr("SQUARE_WORDS") = kSquareWords;
     m.attr("SQUARE_COPIES") = kSquareCopies;
-    m.def("add_squares", &add_squares, NoGil());
-    m.def("find_nonfinite", &find_nonfinite, NoGil());
+    py::class_<MultiTensorList>(m, "MultiTensorList")
+        .def(py::init<std::vector<size_t>, std::vector<int64_t>, std::vector<int32_t>, int>(), "positions"_a,
+             "numels"_a, "words"_a, "dtype"_a)
+        .def("add_squares", &MultiTensorList::add_squares, "target"_a, "addresses"_a, "squares"_a, NoGil())
+        .def("find_nonfinite", &MultiTensorList::find_nonfinite, "target"_a, "addresses"_a, "found"_a,
+             "when"_a, NoGil());
 }
 
 }  // namespace zerofp4::bindings

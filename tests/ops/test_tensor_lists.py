@@ -15,7 +15,7 @@ from zerofp4.ops import (
     addresses_of,
     gradients_of,
     increment_versions,
-    plain_kinds,
+    plain_facts,
     pointers,
     tensor_facts,
     tensor_lists,
@@ -110,17 +110,21 @@ def test_facts_hold_no_tensor(way):
     assert alive() is None and kept
 
 
-def test_plain_kinds_are_those_of_tensors_that_need_no_look(way, device):
+def test_plain_facts_are_those_of_tensors_that_need_no_look(way, device):
     # A CPU's heap may lie as low as a freed tensor seems to: shared memory is mapped far above it.
     memory, other = (torch.ones(8, 8, device=device).share_memory_() for _ in range(2))
     freed = torch.ones(8, 8, device=device)
     freed.untyped_storage().resize_(0)
-    assert plain_kinds([memory, None]) == plain_kinds([other, None]) != plain_kinds([memory])
-    assert plain_kinds([memory]) is not None
-    assert plain_kinds([memory]) not in (plain_kinds([memory.t()]), plain_kinds([at_an_odd_address(memory)]))
+
+    def kinds(*tensors):
+        return plain_facts(list(tensors)).kinds
+
+    assert plain_facts([memory, None]) == tensor_facts([memory, None])
+    assert kinds(memory, None) == kinds(other, None) != kinds(memory)
+    assert kinds(memory) not in (kinds(memory.t()), kinds(at_an_odd_address(memory)))
     others = [freed, memory.to_sparse(), torch._neg_view(memory), torch._efficientzerotensor((8, 8))]
     others += [memory.to("meta"), torch.nn.Parameter(memory)]
-    assert not any(plain_kinds([memory, other]) for other in others)
+    assert not any(plain_facts([memory, other]) for other in others)
 
 
 def test_what_lies_in_a_freed_storage_has_no_address(way):

@@ -150,7 +150,7 @@ def _find_for(
     return _KeptPlan(StagedPlan(request, error, group), _places(request))
 
 
-def _places(request: CastRequest) -> tuple[bytes | list[int], list[torch.dtype]]:
+def _places(request: CastRequest) -> tuple[bytes, list[torch.dtype]]:
     buffers = [buffer for record in request.records for _, buffer in record.buffers()]
     tensors = [*request.shard_tensors().values(), *buffers]
     return pointers(tensors), [tensor.dtype for tensor in tensors]

@@ -16,7 +16,7 @@ from zerofp4.ops.autograd import (
     use_native_linear,
     why_python_autograd,
 )
-from zerofp4.ops.average import SQUARES, add_squares, average, norm_of_squares
+from zerofp4.ops.average import SQUARES, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
     neutral_amax,
@@ -49,6 +49,7 @@ from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
 from zerofp4.ops.layer import layer_scheme, use_native_layer
 from zerofp4.ops.layouts import ScaleChange, change_scales
+from zerofp4.ops.multi_tensor import MultiTensor, add_squares, find_nonfinite
 from zerofp4.ops.operator import is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.peers import MAX_PEERS, Barrier, PeerRows, average_rows
@@ -78,14 +79,13 @@ from zerofp4.ops.stages import (
     RankGradients,
     TransposeStage,
     adamw_options,
-    find_nonfinite,
     transpose_pairs,
 )
 from zerofp4.ops.tensor_lists import (
     addresses_of,
     gradients_of,
     increment_versions,
-    plain_kinds,
+    plain_facts,
     pointers,
     tensor_facts,
     versions_of,
@@ -117,6 +117,7 @@ __all__ = [
     "GatherRun",
     "GatherStages",
     "MasterPiece",
+    "MultiTensor",
     "PeerRows",
     "PostStage",
     "Quantization",
@@ -154,7 +155,7 @@ __all__ = [
     "neutral_amax",
     "norm_of_squares",
     "padded_scale",
-    "plain_kinds",
+    "plain_facts",
     "pointers",
     "product_values",
     "quantize_into",

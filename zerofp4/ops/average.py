@@ -1,7 +1,6 @@
 """zerofp4::average: the mean of gradients of all ranks, added in rank order, and the sums of its squares."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -9,8 +8,7 @@ import zerofp4._C as _C
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops.device import DTYPE_CODES, target_of
 from zerofp4.ops.operator import backend, fake
-from zerofp4.ops.tensor_lists import addresses_of
-from zerofp4.storage import DtypeGroup, address_of, check_buffer, check_memory, group_by_dtype
+from zerofp4.storage import address_of, check_buffer, check_memory
 
 torch.library.define(
     "zerofp4::average",
@@ -77,23 +75,6 @@ def average(
 
 backend("average")(average)
 fake("average")(_check)
-
-
-def add_squares(
-    tensors: Sequence[torch.Tensor], squares: torch.Tensor, groups: Sequence[DtypeGroup] | None = None
-) -> None:
-    """What average() adds to `squares` for means that are these values, those of each tensor by themselves.
-
-    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `squares`, whatever their dtypes.
-    groups: group_by_dtype(tensors), where it is known.
-
-    Not an operator: it takes addresses, since a list of hundreds is looked at in every step.
-    """
-    check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
-    target, out = target_of(squares.device), address_of("squares", squares)
-    addresses = addresses_of("tensors", tensors)
-    for group in groups or group_by_dtype(tensors):
-        _C.add_squares(target, group.select(addresses), group.numels, DTYPE_CODES[group.dtype], out)
 
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,12 @@ from zerofp4.ops.device import (
     StreamUse,
     is_capturing,
     scale_addresses,
-    target_of,
 )
 from zerofp4.ops.layouts import padded_scale_list
 from zerofp4.ops.peers import PeerRows
 from zerofp4.ops.tensor_lists import addresses_of
 from zerofp4.shard import Shard
-from zerofp4.storage import DtypeGroup, NVFP4Storage, address_of, group_by_dtype
+from zerofp4.storage import NVFP4Storage, address_of
 
 HEADER_WORDS: int = _C.HEADER_WORDS
 ERROR_WORD: int = _C.ERROR_WORD
@@ -621,25 +620,3 @@ def adamw_options(
         weight_decay=weight_decay,
         maximize=bool(maximize),
     )
-
-
-def find_nonfinite(
-    tensors: Sequence[torch.Tensor],
-    words: list[int],
-    found: torch.Tensor,
-    when: torch.Tensor | None = None,
-    groups: Sequence[DtypeGroup] | None = None,
-) -> None:
-    """Raise found[0], int32, to the largest word of a tensor that holds a NaN or Inf, in one pass over them.
-    Waits for nothing.
-
-    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `found`, whatever their dtypes.
-    words: of each tensor, above 0.
-    when: int64 [2] on the device: nothing is looked at where both are 0.
-    groups: group_by_dtype(tensors), where it is known.
-    """
-    target, flags = target_of(found.device), (address_of("found", found), address_of("when", when))
-    addresses = addresses_of("tensors", tensors)
-    for group in groups or group_by_dtype(tensors):
-        lists = group.select(addresses), group.numels, group.select(words)
-        _C.find_nonfinite(target, *lists, DTYPE_CODES[group.dtype], *flags)

@@ -2,8 +2,9 @@
 zerofp4._autograd, or of a reader of DLPack, which can only look at where tensors lie.
 """
 
+import array
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,31 +52,43 @@ def increment_versions(tensors: list[torch.Tensor]) -> None:
 # Where they lie
 
 
-def pointers(tensors: list[torch.Tensor]) -> bytes | list[int]:
-    """The addresses of plain tensors, to be compared with others of this function."""
-    if _native is not None:
-        return _native.addresses(tensors)
-    return list(map(torch.Tensor.data_ptr, tensors)) if _reader is None else _reader.addresses(tensors)
+def pointers(tensors: list[torch.Tensor]) -> bytes:
+    """The addresses of plain tensors, int64."""
+    reader = _native or _reader
+    if reader is not None:
+        return reader.addresses(tensors)
+    return _packed(map(torch.Tensor.data_ptr, tensors))
 
 
-def numbers(found: bytes | list[int]) -> list[int]:
+def _packed(addresses: Iterable[int]) -> bytes:
+    return array.array("q", addresses).tobytes()
+
+
+def numbers(addresses: bytes) -> list[int]:
     """What pointers() returned, as numbers."""
-    return memoryview(found).cast("q").tolist() if isinstance(found, bytes) else found
+    return memoryview(addresses).cast("q").tolist()
 
 
-def first_moved(before: bytes | list[int], now: bytes | list[int]) -> int:
+def first_moved(before: bytes, now: bytes) -> int:
     """The first tensor of which two unequal results of pointers() for equally many tensors differ."""
     pairs = zip(numbers(before), numbers(now), strict=True)
     return next(i for i, (a, b) in enumerate(pairs) if a != b)
 
 
-def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """storage.address_of() each tensor, which errors call name[i]."""
-    addresses = numbers(pointers(list(tensors)))
-    if may_be_freed(addresses):
-        for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
+def pointers_of(name: str, tensors: Sequence[torch.Tensor]) -> bytes:
+    """pointers() of tensors whose elements a kernel reads. Raises RuntimeError, as storage.address_of(), for
+    one whose storage was freed in place; errors call it name[i].
+    """
+    addresses = pointers(list(tensors))
+    if may_be_freed(numbers(addresses)):
+        for i, (tensor, address) in enumerate(zip(tensors, numbers(addresses), strict=True)):
             check_freed(f"{name}[{i}]", tensor, address)
     return addresses
+
+
+def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """pointers_of() as numbers."""
+    return numbers(pointers_of(name, tensors))
 
 
 _FACTS = (
@@ -91,41 +104,43 @@ _FACTS = (
 class TensorFacts(NamedTuple):
     """What is compared of plain tensors and Nones.
 
-    addresses: bytes of int64, -1 for None; or those of the tensors in a list.
+    addresses: int64, -1 for None.
     kinds: length, dimensions, dtype, device, and whether a tensor is contiguous, and at a multiple of the
         size of its elements.
     """
 
-    addresses: bytes | list[int]
+    addresses: bytes
     kinds: bytes | list
 
 
 def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
-    if _reader is not None:
-        return TensorFacts(*_reader.facts(tensors))
+    reader = _native or _reader
+    if reader is not None:
+        return TensorFacts(*reader.facts(tensors))
     present = [tensor for tensor in tensors if tensor is not None]
     kinds = [[tensor is None for tensor in tensors], *(list(map(fact, present)) for fact in _FACTS)]
-    return TensorFacts(list(map(torch.Tensor.data_ptr, present)), kinds)
+    return TensorFacts(_packed(-1 if t is None else t.data_ptr() for t in tensors), kinds)
 
 
 _PLAIN = {torch.Tensor, type(None)}
 
 
-def plain_kinds(tensors: list[torch.Tensor | None]) -> bytes | list | None:
-    """TensorFacts.kinds, if each tensor is plain and dense, lies where no freed storage can, and has no lazy
+def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
+    """tensor_facts(), if each tensor is plain and dense, lies where no freed storage can, and has no lazy
     sign; else None.
 
     Who checked tensors need not check others of equal kinds.
     """
     if _native is not None:
-        return tensor_facts(tensors).kinds if _native.are_plain(tensors) else None
+        facts = _native.plain_facts(tensors)
+        return None if facts is None else TensorFacts(*facts)
     if not set(map(type, tensors)) <= _PLAIN:
         return None
     try:
-        addresses, kinds = tensor_facts(tensors)
+        facts = tensor_facts(tensors)
     except (RuntimeError, BufferError):  # a layout without addresses
         return None
-    if may_be_freed([address for address in numbers(addresses) if address >= 0]):
+    if may_be_freed(address for address in numbers(facts.addresses) if address >= 0):
         return None
     is_negated = any(map(torch.Tensor.is_neg, [tensor for tensor in tensors if tensor is not None]))
-    return None if is_negated else kinds
+    return None if is_negated else facts

@@ -411,8 +411,9 @@ class Part:
         """Raises for the first gradient that kernels cannot read. Those of kinds that have passed are not
         looked at one by one.
         """
-        kinds = ops.plain_kinds(gradients), ops.tensor_facts(self.params).kinds
-        if kinds[0] is None or kinds != self._passed:
+        facts = ops.plain_facts(gradients)
+        kinds = None if facts is None else (facts.kinds, ops.tensor_facts(self.params).kinds)
+        if kinds is None or kinds != self._passed:
             _check_gradients(self.names, gradients, self.params)
             self._passed = kinds
 

@@ -22,10 +22,9 @@ from zerofp4.distributed import (
 )
 from zerofp4.engine import Rounds, are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.ops import find_nonfinite, is_capturing
+from zerofp4.ops import MultiTensor, find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
 from zerofp4.optim.inner import OptionsHash, compared_options, show_option
-from zerofp4.storage import DtypeGroup
 
 _dtype = operator.attrgetter("dtype")
 
@@ -107,7 +106,8 @@ class Agreement:
         self.taken = 0
         """How many agreements read() has found that the ranks take, before one that they do not."""
         self._options_hash = OptionsHash(device)
-        self._words = [self._count - slot for slot in slots.own]  # by trainable parameter of this rank
+        self.words = [self._count - slot for slot in slots.own]
+        """Of a NaN or Inf, by trainable parameter of this rank."""
         self._word_of_all = self._vector[-2]
         self._first = torch.zeros((), dtype=torch.float64, device=device)
         """The word of a NaN or Inf on any rank, when gradients were averaged last."""
@@ -296,7 +296,7 @@ class Agreement:
         indices: Sequence[int] | None = None,
         found_inf: torch.Tensor | None = None,
         when: torch.Tensor | None = None,
-        groups: Sequence[DtypeGroup] | None = None,
+        launches: MultiTensor | None = None,
     ) -> torch.Tensor | None:
         """The word of this rank's gradients, on the device; None without gradients. Waits for nothing.
 
@@ -304,18 +304,15 @@ class Agreement:
         found_inf: what a user gave the optimizer of the masters.
         when: int64 [2] on the device: where both are 0, there is no NaN or Inf, and the gradients are not
             looked at for it.
-        groups: storage.group_by_dtype() of the gradients that there are, if these are of all parameters and
-            known to be sent as they are.
+        launches: of these gradients with these `words`, if they are of all parameters and known to be sent as
+            they are.
         """
-        words = self._words if indices is None else [self._words[i] for i in indices]
-        if groups:
-            present = [gradient for gradient in gradients if gradient is not None]
-            if len(present) < len(words):
-                words = [word for word, g in zip(words, gradients, strict=True) if g is not None]
-            word = torch.zeros((), dtype=torch.int32, device=self._device)
-            find_nonfinite(present, words, word, when, groups)
-        else:
+        words = self.words if indices is None else [self.words[i] for i in indices]
+        if launches is None:
             word = first_nonfinite(gradients, self._wire, words, when)
+        else:
+            word = torch.zeros((), dtype=torch.int32, device=self._device)
+            launches.find_nonfinite(word, when)
         if found_inf is None:
             return word
         given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF

@@ -60,7 +60,6 @@ from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import Masters, SavedState, load_error, read_state_dict
-from zerofp4.storage import DtypeGroup, group_by_dtype
 from zerofp4.tensors import had_master
 
 
@@ -227,9 +226,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Whether the host leaves agreements to the device."""
         # From one call to the next
         self._kinds: Any = None
-        """ops.plain_kinds() of the gradients that were checked last: those of equal kinds need no check."""
-        self._groups: list[DtypeGroup] | None = None
-        """storage.group_by_dtype() of these, if they are sent as they are."""
+        """TensorFacts.kinds of the gradients that were checked last: those of equal kinds need no check."""
+        self._launches: ops.MultiTensor | None = None
+        """What reads all of these where they are, if they are sent as they are."""
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
         self._reduced: GradientSnapshot | None = None
         """The gradients that clip_grad_norm_ has averaged for the next step."""
@@ -392,7 +391,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         means = list(self._means(ready.to_average))  # views, which average() fills
         if self._averages_nothing and call.norm_type == 2.0:
             self._squares.zero_()
-            ops.add_squares(means, self._squares, self._groups)
+            if self._launches is None:
+                ops.add_squares(means, self._squares)
+            else:
+                self._launches.add_squares(self._squares)
             if call.averages:
                 found = self._squares[:, -2:].sum(0)  # how many NaNs and Infs there were
                 word = self._word(ready.gradients, found)
@@ -674,7 +676,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._begin_update(gradients)
         to_average = None
         if averages or self._averages_nothing:
-            to_average = self._transport.prepare(gradients, self._groups is not None)
+            to_average = self._transport.prepare(gradients, self._launches is not None)
         return _Ready(call, gradients, word, to_average, loss)
 
     def _unscale(self, gradients: Gradients) -> None:
@@ -710,24 +712,26 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         call = Call(True, averages, self._saved.steps, max_norm, norm_type)
         for bucket in () if self._averages_nothing else self._shards.buckets:
             _ = bucket.gradients  # makes their memory
-        to_average = self._transport.prepare(gradients, self._groups is not None)
+        to_average = self._transport.prepare(gradients, self._launches is not None)
         return _Ready(call, gradients, word, to_average)
 
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
         gradients = ops.gradients_of(self._shards.parameters)
-        kinds = ops.plain_kinds(gradients)
-        is_known = kinds is not None and kinds == self._kinds
+        facts = ops.plain_facts(gradients)
+        is_known = facts is not None and facts.kinds == self._kinds
         try:
             if not is_known:
-                self._kinds = self._groups = None
+                self._kinds = self._launches = None
                 self._shards.check_gradients(gradients)
             for b in range(len(self._shards.buckets)):
                 check_gradients(self._transport, b, gradients, self._shards.names, is_known)
-            if not is_known:
-                self._kinds = kinds
-                if kinds is not None and are_as_sent(self._transport, gradients):
-                    self._groups = group_by_dtype([g for g in gradients if g is not None])
+            if not is_known and facts is not None:
+                self._kinds = facts.kinds
+                if are_as_sent(self._transport, gradients):
+                    self._launches = ops.MultiTensor(gradients, self._agreement.words)
+            if self._launches is not None:
+                self._launches.addresses = facts.addresses
         except Exception:
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
@@ -741,8 +745,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
         found_inf = sum(flags) if flags else None
         find_word = in_phase("scan", self._agreement.find_word)
-        groups = None if self.communication.adds_to_slices else self._groups  # not of stand-ins
-        word = find_word(gradients, found_inf=found_inf, when=when, groups=groups)
+        launches = None if self.communication.adds_to_slices else self._launches  # not of stand-ins
+        word = find_word(gradients, found_inf=found_inf, when=when, launches=launches)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
     def _begin_update(self, gradients: Gradients) -> None:
@@ -836,7 +840,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             yield from (bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted)
             return
         present = [gradient for gradient in gradients if gradient is not None]
-        if self._groups is not None:
+        if self._launches is not None:
             yield from present
             return
         for gradient in present:

@@ -1,7 +1,6 @@
 """Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged."""
 
 from zerofp4.storage.memory import (
-    DtypeGroup,
     address_of,
     any_dispatches,
     check_freed,
@@ -10,7 +9,6 @@ from zerofp4.storage.memory import (
     check_signs,
     dispatches,
     find_freed,
-    group_by_dtype,
     holds,
     may_be_freed,
     note_rebinding,
@@ -46,7 +44,6 @@ from zerofp4.storage.sides import (
 __all__ = [
     "BUFFERS",
     "SIDES",
-    "DtypeGroup",
     "Gate",
     "MXFP8Storage",
     "NVFP4Storage",
@@ -70,7 +67,6 @@ __all__ = [
     "dispatches",
     "empty_buffer",
     "find_freed",
-    "group_by_dtype",
     "holds",
     "may_be_freed",
     "note_rebinding",

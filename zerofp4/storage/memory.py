@@ -5,7 +5,6 @@ read and write what belongs to others.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -95,30 +94,6 @@ def address_of(name: str, tensor: torch.Tensor | None) -> int:
     if address < _LARGEST_STORAGE:
         check_freed(name, tensor, address)
     return address
-
-
-class DtypeGroup(NamedTuple):
-    """The tensors of a list that have one dtype, since a launch reads those of one: their positions in the
-    list, and their numbers of elements.
-    """
-
-    dtype: torch.dtype
-    positions: list[int]
-    numels: list[int]
-
-    def select(self, of_all: list[int]) -> list[int]:
-        """Those of the group."""
-        whole = len(self.positions) == len(of_all)
-        return of_all if whole else [of_all[i] for i in self.positions]
-
-
-def group_by_dtype(tensors: Sequence[torch.Tensor]) -> list[DtypeGroup]:
-    dtypes = [tensor.dtype for tensor in tensors]
-    numels, found = list(map(torch.Tensor.numel, tensors)), []
-    for kind in dict.fromkeys(dtypes):
-        positions = [i for i, dtype in enumerate(dtypes) if dtype == kind]
-        found.append(DtypeGroup(kind, positions, [numels[i] for i in positions]))
-    return found
 
 
 def find_freed(tensors: Sequence[torch.Tensor]) -> int | None:
