@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zerofp4.ops import find_nonfinite
+from zerofp4.ops import SQUARES, MultiTensor, add_squares, find_nonfinite, tensor_facts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,3 +46,29 @@ def test_the_largest_word_of_many_tensors(device):
         tensors[i].view(-1)[-1] = math.nan
         assert found_in(tensors, words) == words[i]
     assert found_in(tensors, words, before=1000) == 1000
+
+
+def test_launches_over_tensors_that_move(device):
+    """Kinds stay, addresses come from the last look; squares and words are those of the tensors there are."""
+    tensors = [torch.ones(5, dtype=DTYPES[i % 3], device=device) for i in range(300)]
+    tensors[1] = tensors[299] = None
+    words = list(range(300, 0, -1))
+    launches = MultiTensor(tensors, words)
+    for bad in (0, 2, 150, 298):
+        tensors = [tensor if tensor is None else tensor.clone() for tensor in tensors]
+        tensors[bad][3] = math.inf
+        launches.addresses = tensor_facts(tensors).addresses
+        found = torch.zeros((), dtype=torch.int32, device=device)
+        launches.find_nonfinite(found)
+        assert found.item() == words[bad]
+        squares, expected = (torch.zeros(SQUARES, dtype=torch.int64, device=device) for _ in range(2))
+        launches.add_squares(squares)
+        add_squares([tensor for tensor in tensors if tensor is not None], expected)
+        assert squares.sum(0).equal(expected.sum(0))
+        tensors[bad][3] = 1.0
+
+
+def test_launches_without_addresses_raise(device):
+    launches = MultiTensor([torch.ones(5, device=device)], [1])
+    with pytest.raises(IndexError, match="fewer addresses than tensors"):
+        launches.find_nonfinite(torch.zeros((), dtype=torch.int32, device=device))
