@@ -21,7 +21,7 @@ from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
 from zerofp4.engine.peers import Peers
 from zerofp4.engine.split_masters import joined
 from zerofp4.layout import ceil_div, round_up
-from zerofp4.ops import versions_of
+from zerofp4.ops import addresses_of, versions_of
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace, NVFP4Tensor
@@ -396,17 +396,13 @@ class GradientMemory:
             torch._foreach_copy_(views, mine)
 
     def _elsewhere(self, mine: Sequence[torch.Tensor | None]) -> list[int]:
-        """The positions of gradients that do not lie in their views. Usually there are none, which loops in C
-        find out.
-        """
-        here, away = [k for k, gradient in enumerate(mine) if gradient is not None], []
-        addresses = map(torch.Tensor.data_ptr, [mine[k] for k in here])
-        if list(addresses) != [self._addresses[k] for k in here]:
-            away = [k for k in here if mine[k].data_ptr() != self._addresses[k]]
-            here = [k for k in here if mine[k].data_ptr() == self._addresses[k]]
+        """The positions of gradients that do not lie in their views; usually there are none."""
+        present = [k for k, gradient in enumerate(mine) if gradient is not None]
+        addresses = zip(present, addresses_of("gradients", [mine[k] for k in present]), strict=True)
+        here = [k for k, address in addresses if address == self._addresses[k]]
         if not are_sendable([mine[k] for k in here], [self.flat.dtype] * len(here)):
-            away += [k for k in here if not is_sendable(mine[k], self.flat.dtype)]
-        return away
+            here = [k for k in here if is_sendable(mine[k], self.flat.dtype)]
+        return sorted(set(present) - set(here))
 
     def _is_aliased(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient lies in such memory of any bucket, in whichever parameter's part."""
