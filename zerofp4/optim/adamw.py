@@ -226,8 +226,7 @@ class FusedAdamW(torch.optim.Optimizer):
         work = [(part, locals_of([p.grad for p in part.listed])) for part in self._parts]
         for part, gradients in work:
             part.check(gradients)
-        for part, gradients in work:
-            self._lay_out(part, [gradient if gradient is None else gradient.dtype for gradient in gradients])
+        self._lay_out([[g if g is None else g.dtype for g in gradients] for _, gradients in work])
         for part, gradients in work:
             part.run(gradients, options)
         return loss
@@ -256,15 +255,22 @@ class FusedAdamW(torch.optim.Optimizer):
         scalars = {"skip": found_inf, "factor": clip_factor}
         return [ops.adamw_options(**group | scalars) for group in self.param_groups]
 
-    def _lay_out(self, part: "Part", dtypes: Sequence[torch.dtype | None]) -> None:
-        """Make all that part.run() needs: state of first updates, and a stage unless the last one will do.
+    def _lay_out(self, dtypes: Sequence[Sequence[torch.dtype | None]]) -> None:
+        """Make all that part.run() needs: state of first updates, and stages unless the last ones will do.
 
-        dtypes: of gradients, in the order of the part's parameters; one with None needs no state.
+        dtypes: by part, of gradients in the order of its parameters; one with None needs no state.
+        """
+        by_id = dict(zip(map(id, self.state), self.state.values(), strict=True))  # torch hashes in Python
+        for part, own in zip(self._parts, dtypes, strict=True):
+            self._lay_out_part(part, own, list(map(by_id.get, map(id, part.listed))))
 
-        A stage holds addresses, so every step compares them all, on a GPU too: an assignment to .data of a
+    def _lay_out_part(
+        self, part: "Part", dtypes: Sequence[torch.dtype | None], states: list[dict[str, Any] | None]
+    ) -> None:
+        """A stage holds addresses, so every step compares them all, on a GPU too: an assignment to .data of a
         parameter leaves no other mark. Where gradients lie does not matter.
         """
-        states, made = list(map(self.state.get, part.listed)), {}
+        made = {}
         if not all(states):
             for i, (p, dtype) in enumerate(zip(part.listed, dtypes, strict=True)):
                 if not states[i]:
@@ -511,11 +517,12 @@ class BucketUpdate:
         factor, skip: float32 [] on the device, as FusedAdamW's clip_factor and found_inf.
         """
         self._options, self.present = self._inner._begin(skip, factor), present
+        dtypes = []
         for b, (bucket, dtype) in enumerate(zip(self._buckets, self._exchange.dtypes, strict=True)):
             if in_slices or not self._exchange.adds_in_update[b]:
                 _, dtype = bucket.gradient_views, torch.float32  # which makes their memory
-            part = self._inner._parts[b]
-            self._inner._lay_out(part, [dtype] * len(part.listed))
+            dtypes.append([dtype] * len(self._inner._parts[b].listed))
+        self._inner._lay_out(dtypes)
 
     def __call__(self, b: int, arrived: Arrived | None) -> None:
         part, (listed, members) = self._inner._parts[b], self._members[b]
