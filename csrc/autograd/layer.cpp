@@ -68,6 +68,32 @@ struct Launch {
 
 // Memory
 
+// Contiguous elements in the storage of another tensor, without history, and without torch's dispatcher,
+// which for a view takes the host half as long as a launch.
+Tensor part_of(const Tensor& whole, int64_t offset, c10::IntArrayRef sizes, at::ScalarType dtype) {
+    auto part = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(whole.storage()),
+                                                     whole.key_set(), c10::scalarTypeToTypeMeta(dtype));
+    part->set_storage_offset(offset);
+    part->set_sizes_contiguous(sizes);
+    return Tensor(std::move(part));
+}
+
+// The rows of all dimensions but the last, contiguous.
+Tensor matrix_of(const Tensor& tensor) {
+    Tensor whole = tensor.contiguous();
+    if (whole.dim() == 2) return whole;
+    const int64_t cols = whole.size(-1);
+    return part_of(whole, whole.storage_offset(), {whole.numel() / cols, cols}, whole.scalar_type());
+}
+
+// Rows, contiguous, in the leading dimensions of a tensor.
+Tensor rows_like(const Tensor& rows, const Tensor& tensor) {
+    if (tensor.dim() == 2) return rows;
+    auto sizes = tensor.sizes().vec();
+    sizes.back() = rows.size(1);
+    return part_of(rows, rows.storage_offset(), sizes, rows.scalar_type());
+}
+
 struct Piece {
     std::array<int64_t, 2> sizes;  // the second is 0 for a vector
     at::ScalarType dtype;
@@ -88,12 +114,9 @@ std::array<Tensor, N> allocate(const at::TensorOptions& options, const std::arra
     const Tensor whole = at::empty({end}, options.dtype(at::kByte));
     std::array<Tensor, N> made;
     for (size_t i = 0; i < N; ++i) {
-        auto piece =
-            c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(whole.storage()),
-                                                 whole.key_set(), c10::scalarTypeToTypeMeta(pieces[i].dtype));
-        piece->set_storage_offset(begins[i] / static_cast<int64_t>(c10::elementSize(pieces[i].dtype)));
-        piece->set_sizes_contiguous(c10::IntArrayRef(pieces[i].sizes.data(), pieces[i].sizes[1] ? 2 : 1));
-        made[i] = Tensor(std::move(piece));
+        const auto& [sizes, dtype] = pieces[i];
+        const int64_t offset = begins[i] / static_cast<int64_t>(c10::elementSize(dtype));
+        made[i] = part_of(whole, offset, c10::IntArrayRef(sizes.data(), sizes[1] ? 2 : 1), dtype);
     }
     return made;
 }
@@ -251,13 +274,14 @@ bool run_cublaslt(const Factor& a, const Factor& b, const Values& values, const 
     std::shared_ptr<cuda::Product> product;
     check(python.functions->find_product(launch.target.device, problem, product));
     if (product == nullptr) return false;
-    const Tensor workspace = at::empty({product->workspace()}, out.options().dtype(at::kByte));
+    const int64_t needed = product->workspace();
+    const Tensor workspace = needed ? at::empty({needed}, out.options().dtype(at::kByte)) : Tensor();
     const ProductAddresses addresses{values.a.const_data_ptr(),
                                      values.b.const_data_ptr(),
                                      values.alpha.const_data_ptr<float>(),
                                      bias.defined() ? bias.const_data_ptr() : nullptr,
                                      out.mutable_data_ptr(),
-                                     workspace.mutable_data_ptr()};
+                                     needed ? workspace.mutable_data_ptr() : nullptr};
     check(python.functions->run_product(launch.target, *product, addresses));
     return true;
 }
@@ -446,26 +470,21 @@ struct LayerBackward : Node {
         if (begun.main_grad.get() != nullptr && !takes_sums(begun.out, saved_x.rows(), grad))
             return python_gradients(grad, saved_x, saved_weight);  // which says what is wrong
         variable_list result(3);
-        const Tensor rows = as_rows(grad);
         if (saved_x.defined() || saved_weight.defined()) {
             const Launch launch(grad, begun.stream, begun.neutral_amax, scheme);
             const Tensor rng_state = scheme.stochastic ? draw_rng_state(grad) : Tensor();
-            const Quantized q = quantize(rows.contiguous(), saved_weight.defined(), saved_x.defined(),
+            const Quantized q = quantize(matrix_of(grad), saved_weight.defined(), saved_x.defined(),
                                          FourOverSix{}, rng_state, scheme, launch);
             if (saved_weight.defined()) result[0] = of_x(grad, q.rowwise, saved_weight, launch);
             if (saved_x.defined()) result[1] = of_weight(q.columnwise, saved_x, begun, launch);
         }
-        if (bias_dtype) result[2] = rows.sum(0).to(*bias_dtype);
+        if (bias_dtype) result[2] = as_rows(grad).sum(0).to(*bias_dtype);
         return result;
     }
 
     Tensor of_x(const Tensor& grad, const Copy& q_grad, const Copy& saved_weight, const Launch& launch) {
-        const Tensor made =
-            multiply({q_grad}, {saved_weight, true, kept}, x_dtype, Tensor(), Tensor(), launch);
-        if (grad.dim() == 2) return made;
-        auto sizes = grad.sizes().vec();
-        sizes.back() = made.size(1);
-        return made.view(sizes);
+        const Factor codes{saved_weight, true, kept};
+        return rows_like(multiply({q_grad}, codes, x_dtype, Tensor(), Tensor(), launch), grad);
     }
 
     Tensor of_weight(const Copy& q_grad, const Copy& saved_x, const Begun& begun, const Launch& launch) {
@@ -517,13 +536,9 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, Copy c
         at::AutoDispatchBelowADInplaceOrView below;
         c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         if (!codes.defined()) codes = quantize_weight(weight.contiguous(), scheme, launch);
-        q = quantize(as_rows(x).contiguous(), true, saves_x, scheme.choice, Tensor(), scheme, launch);
-        y = multiply({q.rowwise}, {codes, false, kept}, x.scalar_type(), bias, Tensor(), launch);
-        if (x.dim() != 2) {
-            auto sizes = x.sizes().vec();
-            sizes.back() = y.size(1);
-            y = y.view(sizes);
-        }
+        q = quantize(matrix_of(x), true, saves_x, scheme.choice, Tensor(), scheme, launch);
+        const Factor of_weight{codes, false, kept};
+        y = rows_like(multiply({q.rowwise}, of_weight, x.scalar_type(), bias, Tensor(), launch), x);
     }
     if (node) {
         auto* saved = static_cast<LayerBackward*>(&*node);
