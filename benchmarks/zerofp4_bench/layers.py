@@ -49,7 +49,14 @@ def linear(session: Session, tokens: int, in_features: int, out_features: int) -
     make = functools.partial(Linear, in_features, out_features, **options)
     case = Case("", f"{tokens}x{in_features}x{out_features}", "linear", plain, plain.weight, make)
     x, gradient = random(session, tokens, in_features), random(session, tokens, out_features)
-    compare(session, case, x, gradient)
+    theirs = compare(session, case, x, gradient)
+    zerofp4.convert_model(nn.Sequential(plain))
+    run, rule = trained(plain, x, gradient, plain), "torch's linear layer after convert_model()"
+    ours = milliseconds(session, case, "converted_linear", run, x, gradient, rule)
+    row = f"converted_linear_over_bf16/{case.name}"
+    session.count(row, "ratio", ours / theirs, "time over that of bfloat16")
+    held = plain.weight.nbytes / plain.weight.numel()
+    session.count(f"converted_weight/{case.name}", "bytes_per_parameter", held, "all buffers of the weight")
 
 
 def experts(session: Session, scale: int) -> None:
@@ -85,19 +92,30 @@ class Case(NamedTuple):
     more: tuple = ()
 
 
-def compare(session: Session, case: Case, x: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Rows of torch's product and of ours by each recipe, and what ours saves for the backward pass."""
-    prefix, name, moved = case.prefix, case.name, x.nbytes + case.weight.nbytes + gradient.nbytes
+def milliseconds(
+    session: Session,
+    case: Case,
+    row: str,
+    run: Callable[[], None],
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    rule: str,
+) -> float:
+    """Of a forward and a backward pass, with a row of them."""
+    seconds, runs = session.clock.seconds(run, x.nbytes + case.weight.nbytes + gradient.nbytes)
+    rule = f"forward and backward of {rule}"
+    session.count(f"{row}/{case.name}", "milliseconds", seconds * 1e3, rule, runs=runs)
+    return seconds * 1e3
+
+
+def compare(session: Session, case: Case, x: torch.Tensor, gradient: torch.Tensor) -> float:
+    """Rows of torch's product and of ours by each recipe, and what ours saves for the backward pass. Returns
+    the milliseconds of torch's.
+    """
+    prefix, name = case.prefix, case.name
     x.requires_grad_()
-
-    def milliseconds(row: str, run: Callable[[], None], rule: str) -> float:
-        seconds, runs = session.clock.seconds(run, moved)
-        rule = f"forward and backward of {rule}"
-        session.count(f"{row}/{name}", "milliseconds", seconds * 1e3, rule, runs=runs)
-        return seconds * 1e3
-
-    run = trained(case.call, x, gradient)
-    theirs = milliseconds(f"bf16_{case.theirs}", run, f"torch's {case.theirs} in bfloat16")
+    run, rule = trained(case.call, x, gradient), f"torch's {case.theirs} in bfloat16"
+    theirs = milliseconds(session, case, f"bf16_{case.theirs}", run, x, gradient, rule)
     for kind, recipe in RECIPES.items():
         layer = case.make()
 
@@ -107,7 +125,8 @@ def compare(session: Session, case: Case, x: torch.Tensor, gradient: torch.Tenso
         with autocast(recipe):
             layer(x, *case.more, True)
             rule = f"zerofp4.nn.{type(layer).__name__}, exact, weights cached: {recipe.cache}"
-            ours = milliseconds(f"{prefix}{kind}", trained(call, x, gradient, layer), rule)
+            run = trained(call, x, gradient, layer)
+            ours = milliseconds(session, case, f"{prefix}{kind}", run, x, gradient, rule)
             if kind == "linear":
                 saved = saved_bytes(call, x)
                 rule = "bytes saved for the backward pass, over those of the input in bfloat16"
@@ -115,6 +134,7 @@ def compare(session: Session, case: Case, x: torch.Tensor, gradient: torch.Tenso
                 session.count(row, "ratio", saved / x.nbytes, rule, bytes=saved)
         row = f"{prefix}{kind}_over_bf16/{name}"
         session.count(row, "ratio", ours / theirs, "time over that of bfloat16")
+    return theirs
 
 
 def random(session: Session, *shape: int) -> torch.Tensor:

@@ -41,6 +41,9 @@ def test_rows(tmp_path):
             ratio = rows[f"{kind}/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
             assert rows[f"{kind}_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
         assert 0.28 <= rows[f"saved_over_bf16/{name}"]["ratio"] <= 0.30
+        ratio = rows[f"converted_linear/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
+        assert rows[f"converted_linear_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
+        assert 0.5 < rows[f"converted_weight/{name}"]["bytes_per_parameter"] < 0.52
     for kind in ("grouped_linear", "grouped_linear_kept_dequantized"):
         ratio = rows[f"{kind}/{EXPERTS}"]["milliseconds"] / rows[f"bf16_grouped_mm/{EXPERTS}"]["milliseconds"]
         assert rows[f"{kind}_over_bf16/{EXPERTS}"]["ratio"] == pytest.approx(ratio)
