@@ -290,7 +290,14 @@ weight = torch.nn.Parameter(zerofp4.quantize(torch.randn(32, 32)))
 def run(x): return F.linear(x, weight)
 if sys.argv[1] == "compile":
     run = torch.compile(run, fullgraph=True, backend="aot_eager")
-run(torch.ones(1, 32)).sum().backward()
+if sys.argv[1] == "layer":
+    layer = zerofp4.nn.Linear(32, 32)
+    def run(x):
+        with zerofp4.nn.autocast(zerofp4.nn.NVFP4Recipe()):
+            y = layer(x)
+        assert not isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+        return y
+run(torch.ones(16, 32)).sum().backward()
 assert zerofp4.ops.why_python_autograd() is None, zerofp4.ops.why_python_autograd()
 y = F.linear(torch.ones(1, 32), weight)
 assert type(y.grad_fn).__name__ == "LinearBackward"
@@ -302,9 +309,9 @@ print(zerofp4.ops.extension_file())
 
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-@pytest.mark.parametrize("how", ["eager", "compile"])
+@pytest.mark.parametrize("how", ["eager", "compile", "layer"])
 def test_the_extension_itself(tmp_path, how):
-    """Compiled by a product, or while torch.compile traces one."""
+    """Compiled by a product, by a layer, or while torch.compile traces a product."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     for name in ("CXX", "TORCH_EXTENSIONS_DIR", "ZEROFP4_AUTOGRAD"):
         environment.pop(name, None)

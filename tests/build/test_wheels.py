@@ -20,12 +20,15 @@ LEFT_BEHIND = (".git", ".venv", "build", "dist", "runs", "site")
 LEFT_BEHIND += ("*.so", "*.egg-info", "__pycache__", ".*_cache")
 
 USE = """
-import pathlib, sys
+import os, pathlib, sys
+os.environ["XDG_CACHE_HOME"] = sys.prefix
 import torch, zerofp4
 from zerofp4 import reference
 assert pathlib.Path(zerofp4.__file__).is_relative_to(sys.prefix), zerofp4.__file__
 x = torch.randn(48, 64)
 assert torch.equal(zerofp4.quantize(x).rowwise_data, reference.quantize(x).rowwise_data)
+why = zerofp4.ops.why_python_autograd()  # not that there are no sources
+assert "the first product with an NVFP4 weight compiles it" in why or "C++ compiler" in why, why
 """
 
 
