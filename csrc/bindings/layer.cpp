@@ -70,7 +70,8 @@ constexpr size_t kProducts = 4096;
 const char* find_for_layer(int device, const ProductProblem& p,
                            std::shared_ptr<cuda::Product>& found) noexcept {
     static std::mutex mutex;
-    static std::map<std::array<int64_t, 13>, std::shared_ptr<cuda::Product>> products;
+    // Never freed: a process that ends may have let go of cuBLASLt before.
+    static auto& products = *new std::map<std::array<int64_t, 13>, std::shared_ptr<cuda::Product>>;
     return error_of([&] {
         const std::array<int64_t, 13> key{device,
                                           p.rows,
