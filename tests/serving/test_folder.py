@@ -122,17 +122,16 @@ def test_a_save_that_fails_leaves_all_as_it_was(run, tmp_path, old, interrupt):
         run.save(tmp_path / "counted", 2, "modelopt")
     last = max(i for i, name in enumerate(calls) if name == "replace")
     for failing_at in [*range(4), *range(4, last, 7), *range(last - 6, last + 1)]:
-        left = failing_at
+        seen = []
 
-        def fail(name: str) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                left = 10**9  # what cleans up does not fail
+        def fail(name: str, seen=seen, failing_at=failing_at) -> None:
+            seen.append(name)
+            if len(seen) == failing_at + 1:  # what cleans up does not fail
                 raise interrupt("No space left on device")
 
         with watched(fail), pytest.raises(interrupt):
             run.save(folder, 2, "modelopt")
+        assert "write" not in seen[failing_at + 1 :], "a tensor is written although the save has failed"
         if before is None:
             assert not folder.exists()
         else:
