@@ -57,8 +57,9 @@ class Mlp(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
-def test_replicas_shards_and_slices_of_tensor_parallelism_on_one_mesh(world, shape):
+@pytest.mark.parametrize(("shape", "reshards"), [((2, 1, 2), False), ((1, 2, 2), True)])
+def test_replicas_shards_and_slices_of_tensor_parallelism_on_one_mesh(world, shape, reshards):
+    """The slices are plain values, also where they stay gathered."""
     mesh = mesh_of(world, shape, ("replicate", "shard", "tensor"))
     model = make_model(world, model_class=Mlp)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -66,7 +67,7 @@ def test_replicas_shards_and_slices_of_tensor_parallelism_on_one_mesh(world, sha
     assert fsdp2.prepare(model).converted == ["up", "down"]
     modules = (model.up, model.down, model)
     for module in modules:
-        fully_shard(module, mesh=mesh["replicate", "shard"])
+        fully_shard(module, mesh=mesh["replicate", "shard"], reshard_after_forward=reshards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     fsdp2.attach(model, optimizer)
     for seed in range(3):
