@@ -36,12 +36,12 @@ def main(ranks: int, module: str, arguments: list[str]) -> None:
             _become(rank, ranks, int(os.read(reading, _PORT_BYTES)))
             sys.argv = [module, *arguments]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-            return
+            _end(0)
         pids.add(pid)
     # Only now: its threads would be missing in a process that was forked later.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(writing, f"{store.port:{_PORT_BYTES}}".encode() * ranks)
-    sys.exit(_wait_for(pids))
+    _end(_wait_for(pids))
 
 
 def _become(rank: int, ranks: int, port: int) -> None:
@@ -61,6 +61,13 @@ def _wait_for(pids: set[int]) -> int:
             for other in pids:
                 os.kill(other, signal.SIGTERM)
     return status
+
+
+def _end(status: int) -> None:
+    """Without the end of the interpreter: to free what was imported, a rank would copy all of it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
