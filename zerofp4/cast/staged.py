@@ -135,13 +135,6 @@ class StagedPlan:
 
     # Amaxes that an optimizer leaves
 
-    @property
-    def takes_amaxes(self) -> bool:
-        """Whether an optimizer may leave them: not where shards cut a block of 1x16, whose amax no update
-        computes. The same on every rank.
-        """
-        return not any(self._vector.cut)
-
     def master_pieces(self) -> list[MasterPiece]:
         """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
         pieces of the experts of a weight follow one another, and lie one behind the other in its master.
@@ -330,8 +323,6 @@ class StagedPlan:
         other shards or options. Whether all ranks declined. Raises RuntimeError where a rank has an
         error.
         """
-        self._settle()
-        self._amaxes = Amaxes.NONE
         self._stages.begin(error=True)
         self._vector.decline()
         self._reduce()

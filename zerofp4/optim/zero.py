@@ -292,11 +292,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         for number, inner in enumerate(self.inners.all):
             if isinstance(inner, FusedAdamW):
                 mine = [b for b in self._shards.buckets if self._shards.updated_by(b) == number]
-                parts = []
-                for bucket in mine:
-                    # Other plans read masters once more, in the step behind the update.
-                    plan = bucket.plan if bucket.plan is not None and bucket.plan.takes_amaxes else None
-                    parts.append(([m for i in bucket.indices for m in optimized[i]], plan))
+                parts = [([m for i in b.indices for m in optimized[i]], b.plan) for b in mine]
                 inner.offer_parts(parts, present)
 
     def _find_why_at_once(self) -> str | None:

@@ -156,8 +156,7 @@ class Caster:
             fsdp_shard_model_weights=self._codes(),
             amax_groups=amax_groups,
         )
-        can_leave = isinstance(optimizer, FusedAdamW) and self.plan.staged.takes_amaxes
-        self._leaves_amaxes = leaves_amaxes and can_leave
+        self._leaves_amaxes = leaves_amaxes and isinstance(optimizer, FusedAdamW)
         self._offer()
 
     @property
