@@ -411,6 +411,7 @@ struct LayerBackward : Node {
     Held context;
     at::ScalarType x_dtype, weight_dtype;
     std::optional<at::ScalarType> bias_dtype;
+    bool released = false;
     std::mutex mutex;  // two threads may go back through one graph
 
     std::string name() const override { return "LayerBackward"; }
@@ -425,10 +426,14 @@ struct LayerBackward : Node {
         std::lock_guard<std::mutex> lock(mutex);
         x.reset();
         weight.reset();
+        cached = {};
+        kept = primary = Tensor();
+        released = true;
     }
 
     variable_list apply(variable_list&& grads) override {
         std::lock_guard<std::mutex> lock(mutex);
+        TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
         const Tensor grad = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
         const Copy saved_x = x.unpack(getptr());
         const Copy saved_weight = cached.defined() ? cached : weight.unpack(getptr());

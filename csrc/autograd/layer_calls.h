@@ -39,6 +39,6 @@ struct LayerFunctions {
 };
 
 // The name of a capsule with LayerFunctions. The number changes with them.
-constexpr const char* kLayerCapsule = "zerofp4._C.layer_functions 2";
+constexpr const char* kLayerCapsule = "zerofp4._C.layer_functions 3";
 
 }  // namespace zerofp4

@@ -378,8 +378,18 @@ def test_a_weight_that_is_written_to_in_between(device, kind):
     by_both(run)
 
 
-def test_backward_twice(device):
-    case = Case(device)
+@pytest.mark.parametrize(
+    ("kind", "cache", "frozen"),
+    [
+        ("primary", "operands", ()),
+        ("primary", "dequantized", ("weight", "bias")),
+        ("cached", "dequantized", ("weight", "bias")),
+    ],
+)
+def test_backward_twice(device, kind, cache, frozen):
+    """Also where the node keeps values, which autograd has not saved, and nothing else."""
+    case = Case(device, kind=kind, frozen=frozen)
+    case.recipe = NVFP4Recipe(backend="exact", cache=cache)
 
     def run():
         layer, x = case.layer(), case.x()

@@ -224,7 +224,7 @@ class Agreement:
         words, event = self._unread[-1]
         if event is not None:
             event.synchronize()
-        return Call(*words[self._count :][: len(Call._fields)].tolist())
+        return Call(*words[-_FLAGS - 2 * _EQUAL :][: len(Call._fields)].tolist())
 
     def drop_unread(self) -> None:
         """Nobody is to learn of earlier agreements."""
