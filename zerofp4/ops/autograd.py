@@ -13,17 +13,20 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.autograd_build import NAME, VARIABLE, FirstUse, Torch
+from zerofp4.ops.autograd_build import NAME, VARIABLE, FirstUse, Torch, say_once_a_host
 from zerofp4.ops.device import check_cuda, current_stream
 from zerofp4.ops.operator import without_backend
 
 
 class _Found(NamedTuple):
-    """The extension, or None and the reason. is_coming: the first use compiles it."""
+    """The extension, or None and the reason. is_coming: the first use compiles it. is_unsaid: nobody asked
+    for Python's nodes, and the first use says why they are used.
+    """
 
     extension: ModuleType | None
     reason: str = ""
     is_coming: bool = False
+    is_unsaid: bool = False
 
 
 _found: _Found | None = None
@@ -37,7 +40,16 @@ def _look() -> _Found:
         if given not in ("0", "1", "build"):
             raise ValueError(f"{VARIABLE}={given!r}: it is 0, 1 or build")
         _found = _Found(None, f"{VARIABLE} is 0") if given == "0" else _search(given == "build")
+        if given == "build":
+            _found = _said(_found)
     return _found
+
+
+def _said(found: _Found) -> _Found:
+    """The same, after its reason was said on stderr."""
+    if found.is_unsaid:
+        say_once_a_host(f"{NAME} is not used, Python does its work: {found.reason}")
+    return found._replace(is_unsaid=False)
 
 
 def _search(at_once: bool) -> _Found:
@@ -48,26 +60,32 @@ def _search(at_once: bool) -> _Found:
     first_use = _first_use()
     why_not = first_use.make(retry=True) if at_once else first_use.why_not()
     if why_not is None and first_use.library.exists():
-        return _checked(lambda: _import_from(first_use.library))
+        found = _checked(lambda: _import_from(first_use.library))
+        return found._replace(is_unsaid=found.extension is None)
     if why_not is None:
         coming = f"the first product with an NVFP4 weight compiles it, or {VARIABLE}=build at once"
         return _Found(None, f"{installed.reason}; {coming}", is_coming=True)
-    return _Found(None, f"{installed.reason}; it was not compiled on first use: {why_not}")
+    reason = f"{installed.reason}; it was not compiled on first use: {why_not}"
+    return _Found(None, reason, is_unsaid=True)
 
 
 def compile_on_first_use() -> None:
-    """Compile the extension where the installation has none for this torch. It takes a minute and says so."""
+    """Compile the extension where the installation has none for this torch. It takes a minute and says so.
+    Where that fails or cannot be tried, one line on stderr says why, once.
+    """
     global _found
-    if not _look().is_coming:
+    found = _look()
+    if not (found.is_coming or found.is_unsaid):
         return
     with _compiling:
         if _look().is_coming:
             why_not = _first_use().make()
             reason = f"{NAME} was not compiled on first use: {why_not}"
-            _found = _search(at_once=False) if why_not is None else _Found(None, reason)
+            _found = _search(at_once=False) if why_not is None else _Found(None, reason, is_unsaid=True)
             users, _users[:] = list(_users), []
             for user in users:
                 use_extension(user)
+        _found = _said(_look())
 
 
 _compiling = threading.Lock()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from sysconfig import get_config_var, get_path
@@ -31,8 +31,12 @@ LIBRARIES = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SECONDS_OF_SILENCE = 5
-_SECONDS = 600
-"""For a compilation, and for another process's, after which neither is waited for."""
+_SECONDS = 240
+"""The limit for a compilation, and for a wait for another process. The other ranks of a job may be in a
+collective meanwhile: both together stay below the timeout of NCCL, 600 s by default.
+"""
+_SECONDS_OF_SCRATCH = 24 * 3600
+"""A scratch folder that is older was left by a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,11 @@ class _Failure(Exception):
 class FirstUse:
     """The extension in the cache, for one torch, this Python and these sources.
 
-    One process compiles it, behind a lock that the kernel releases if that process dies; the others wait.
-    What went wrong is kept beside it, so that no process compiles again what does not compile, unless it is
-    told to.
+    One process compiles it in a scratch folder of its own and moves it into the cache; the others wait for a
+    lock, which the kernel releases if that process dies. On a file system where hosts do not see each other's
+    locks, each host compiles, and the first library stays. A failure of the compiler is kept in a file, so
+    that no process compiles again what does not compile, unless it is told to. A process that is killed
+    leaves only its scratch folder: the next one compiles.
     """
 
     def __init__(self, torch: Torch):
@@ -79,7 +85,7 @@ class FirstUse:
         suffix = get_config_var("EXT_SUFFIX")
         self.folder = _cache() / f"torch-{torch.version}-{self._digest(suffix)}"
         self.library = self.folder / f"_autograd{suffix}"
-        self._failed, self._begun = self.folder / "failed", self.folder / "begun"
+        self._failed = self.folder / "failed"
 
     def _digest(self, suffix: str) -> str:
         """Of all that the library depends on, but for the compiler."""
@@ -95,7 +101,7 @@ class FirstUse:
         """
         if self.library.exists():
             return None
-        return self._why_impossible() or self._why_tried()
+        return self._why_impossible() or self._why_failed()
 
     def _why_impossible(self) -> str | None:
         if self._csrc is None:
@@ -114,15 +120,15 @@ class FirstUse:
             return f"nothing can be written to the cache, {parent}: set XDG_CACHE_HOME"
         return None
 
-    def _why_tried(self) -> str | None:
-        """How an earlier attempt ended. None where there was none, or it may still run."""
+    def _why_failed(self, since: float = 0) -> str | None:
+        """Why the compiler failed. None where it did not, or before `since`, in seconds of the epoch."""
         try:
-            return self._failed.read_text().splitlines()[0] + self._advice()
+            if self._failed.stat().st_mtime < since:
+                return None
+            line = self._failed.read_text().splitlines()[0]
         except (OSError, IndexError):
             return None
-
-    def _advice(self) -> str:
-        return f" (see {self._failed}; {VARIABLE}=build tries again)"
+        return f"{line} (see {self._failed}; {VARIABLE}=build tries again)"
 
     def make(self, retry: bool = False) -> str | None:
         """Compile the library, unless it is there, or compiling failed before. Returns why there is none
@@ -146,35 +152,27 @@ class FirstUse:
         """make(), by the one process that has the lock. A failure not older than `since` is final."""
         if self.library.exists():
             return None
-        self._clear_after_killed()
-        if self._failed.exists() and self._failed.stat().st_mtime >= since:
-            return self._why_tried()
+        reason = self._why_failed(since)
+        if reason is not None:
+            return reason
         self._failed.unlink(missing_ok=True)
-        self._begun.touch()
+        self._remove_old_scratch()
         try:
             self._compile()
         except _Failure as failure:
             self._failed.write_text("\n".join(failure.args))
-            _say(f"{NAME} is not used: {self._why_tried()}")
-        finally:  # also where a person interrupts it: then the next process begins anew
-            self._begun.unlink(missing_ok=True)
-        return self._why_tried()
+        return None if self.library.exists() else self._why_failed()
 
-    def _clear_after_killed(self) -> None:
-        """An attempt that has not ended and lost the lock was killed: it counts as failed, since the next
-        might be killed as well.
-        """
-        if self._begun.exists():
-            began = self._begun.stat().st_mtime
-            self._failed.write_text("a process was killed while it compiled it")
-            os.utime(self._failed, (began, began))
-            self._begun.unlink()
-        for left in self.folder.glob("scratch-*"):
-            shutil.rmtree(left, ignore_errors=True)
+    def _remove_old_scratch(self) -> None:
+        """Newer scratch may belong to another host, which does not see this lock."""
+        for scratch in self.folder.glob("scratch-*"):
+            with suppress(FileNotFoundError):  # another host may remove it as well
+                if time.time() - scratch.stat().st_mtime > _SECONDS_OF_SCRATCH:
+                    shutil.rmtree(scratch, ignore_errors=True)
 
     def _compile(self) -> None:
         command, began = _compiler(), time.monotonic()
-        _say(
+        say(
             f"compiling {NAME} for torch {self.torch.version} with {command[0]}: once, for about a minute; "
             f"{VARIABLE}=0 goes without"
         )
@@ -186,11 +184,15 @@ class FirstUse:
             sources = sorted((csrc / "autograd").glob("*.cpp"))
             objects = [scratch / f"{source.stem}.o" for source in sources]
             pairs = zip(sources, objects, strict=True)
-            _run([[*flags, "-c", str(source), "-o", str(target)] for source, target in pairs], scratch)
+            deadline = began + _SECONDS
+            compiling = [[*flags, "-c", str(source), "-o", str(target)] for source, target in pairs]
+            _run(compiling, scratch, deadline)
             library = scratch / self.library.name
-            _run([[*command, *map(str, objects), *link_flags(self.torch), "-o", str(library)]], scratch)
-            os.replace(library, self.library)  # whole, or not there
-        _say(f"compiled in {time.monotonic() - began:.0f} s, kept in {self.folder}")
+            linking = [*command, *map(str, objects), *link_flags(self.torch), "-o", str(library)]
+            _run([linking], scratch, deadline)
+            if not self.library.exists():  # another host may have loaded it, over NFS: it is not replaced
+                os.replace(library, self.library)  # atomic
+        say(f"compiled in {time.monotonic() - began:.0f} s, kept in {self.folder}")
 
 
 def _find_sources() -> Path | None:
@@ -214,13 +216,19 @@ def _compiler() -> list[str]:
     return shlex.split(given) if given else [name for name in COMPILERS if shutil.which(name)][:1]
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"zerofp4: {text}", file=sys.stderr, flush=True)
+
+
+def say_once_a_host(text: str) -> None:
+    """What all ranks of a host would say, said by the first of them."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say(text)
 
 
 def _wait_for(lock) -> str | None:
     """Until this process has the lock, which goes with it. Returns why it has not got it."""
-    began, said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    began, said = time.monotonic(), False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,14 +240,13 @@ def _wait_for(lock) -> str | None:
             return f"another process has had {lock.name} for {_SECONDS // 60} minutes"
         if waited > _SECONDS_OF_SILENCE and not said:
             said = True
-            _say(f"waiting for another process that compiles {NAME}")
+            say_once_a_host(f"waiting for another process that compiles {NAME}")
         time.sleep(0.1)
 
 
-def _run(commands: list[list[str]], scratch: Path) -> None:
-    """Run them at the same time. Raises _Failure for the first that fails or takes too long."""
+def _run(commands: list[list[str]], scratch: Path, deadline: float) -> None:
+    """Run them at the same time. Raises _Failure for the first that fails or still runs at the deadline."""
     with _started(commands, scratch) as running:
-        deadline = time.monotonic() + _SECONDS
         for command, process, output in running:
             try:
                 status = process.wait(deadline - time.monotonic())
