@@ -1,5 +1,5 @@
 """A call of code by torch.compile runs no Python of this package: operators are dispatched in C++, and so are
-the questions that guards ask a weight.
+the questions that guards ask a weight. Guards of an older torch ask some through __torch_function__.
 """
 
 import sys
@@ -20,6 +20,7 @@ needs_extension = pytest.mark.skipif(
     ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd())
 )
 PACKAGE = str(Path(zerofp4.__file__).parent)
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @pytest.fixture
@@ -65,6 +66,9 @@ def test_no_frame_of_this_package(fresh, backend, format):
     for _ in range(3):
         forward = frames(lambda: losses.append(run(x).sum()))
         backward = frames(lambda: losses.pop().backward())
+    if TORCH < (2, 12):
+        assert set(forward) <= {"quantized_tensor.py: __torch_function__"}
+        forward.clear()
     assert (forward, backward) == (Counter(), Counter())
 
 

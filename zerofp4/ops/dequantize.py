@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch._guards import TracingContext
 
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS, WEIGHT_DTYPES
@@ -231,7 +232,7 @@ def _dequantize(data, scale, amax, block_rows, dtype, layout="compact", *options
 
 @fake("dequantize")
 def _(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
-    if torch.compiler.is_compiling():  # what is compiled will call it
+    if TracingContext.try_get() is not None:  # what torch.compile traces will call it
         compile_on_first_use()
     item = _one(data, scale, amax, block_rows, dtype, layout, *options)
     return data.new_empty(item.shape, dtype=dtype)
