@@ -10,7 +10,7 @@ struct RandomBytes {
     uint32_t words[4];  // little endian: byte i is byte i % 4 of word i / 4
 };
 
-// The low word of a product, and the high one. On the GPU this is one instruction, which the compiler is told:
+// The low word of a product, and the high one. On the GPU this is one instruction. The compiler is told so:
 // of two products it does not always see that, and of a 64-bit one it adds up parts that are 0.
 ZEROFP4_HD uint32_t multiply(uint32_t a, uint32_t b, uint32_t& high) {
 #if ZEROFP4_DEVICE_CODE

@@ -70,6 +70,8 @@ def main(folder: Path) -> None:
         outcome, content = _run(check, world)
         faulthandler.cancel_dump_traceback_later()
         _collect_cycles_of_others()
+        sys.stdout.flush()  # a reader of the outcome reads what the check printed, too
+        sys.stderr.flush()
         draft = folder / f"draft.{world.rank}"
         draft.write_bytes(content)
         draft.rename(folder / f"{index}.{world.rank}.{outcome}")  # at once: a reader sees all of it
