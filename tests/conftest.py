@@ -126,6 +126,14 @@ def device(request) -> torch.device:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile has compiled nothing before a test, and keeps nothing of it."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def world_of_one() -> Iterator[None]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

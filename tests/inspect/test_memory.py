@@ -115,3 +115,7 @@ def test_what_is_no_configuration(capsys, tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["memory", str(folder)]) == 2
         assert f"zerofp4 memory: {folder}: " in capsys.readouterr().err
+    assert main(["memory", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such file or folder" in capsys.readouterr().err
+    assert main(["memory", str(tmp_path), "--layers", "0"]) == 2
+    assert "--layers must be at least 1, got 0" in capsys.readouterr().err

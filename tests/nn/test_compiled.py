@@ -12,7 +12,7 @@ from zerofp4.nn import LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autoc
 from zerofp4.nn.operators import NO_CACHE
 from zerofp4.nn.quantizers import WeightCache
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("fresh_compiler")]
 
 LAYERS = {
     "Linear": lambda **options: Linear(64, 48, **options),
@@ -20,13 +20,6 @@ LAYERS = {
     "LayerNormLinear": lambda **options: LayerNormLinear(64, 48, normalization="RMSNorm", **options),
     "LayerNormMLP": lambda **options: LayerNormMLP(64, 48, activation="swiglu", **options),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def made(name, device, **options):

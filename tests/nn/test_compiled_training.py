@@ -12,14 +12,7 @@ import zerofp4
 from zerofp4.nn import Linear, NVFP4Recipe, autocast
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-pytestmark = pytest.mark.heavy
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("fresh_compiler")]
 
 
 class Model(nn.Module):

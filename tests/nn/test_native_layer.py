@@ -9,9 +9,11 @@ import gc
 import sys
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from cases import nodes
 from cases.gradient_places import memory_of
 from cases.layers import RECIPES
 from helpers import assert_bytes_equal
@@ -43,23 +45,8 @@ def is_native(y: torch.Tensor) -> bool:
     return type(y.grad_fn).__name__ == "LayerBackward"
 
 
-def by_both(run):
-    """What run() returns with the node in C++ and with the one in Python."""
-    made = run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_layer", None)
-        return made, run()
-
-
-def assert_same(run) -> None:
-    """run() gives tensors by name, None among them."""
-    made, expected = by_both(run)
-    assert made.keys() == expected.keys()
-    for name, tensor in made.items():
-        assert (tensor is None) == (expected[name] is None), name
-        if tensor is not None:
-            assert tensor.shape == expected[name].shape, name
-            assert_bytes_equal(tensor.detach(), expected[name].detach(), name)
+by_both = partial(nodes.by_both, native, "_layer")
+assert_same = partial(nodes.assert_same, native, "_layer")
 
 
 class Case:

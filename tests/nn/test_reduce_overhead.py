@@ -19,7 +19,7 @@ import zerofp4
 from zerofp4.nn import NVFP4Recipe, autocast
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("fresh_compiler")]
 
 STEPS, MICRO_BATCHES = 5, 3
 # Draws of stochastic rounding are others in a graph than outside of one.
@@ -28,14 +28,6 @@ TOLERANCES = {"weights": 0.01, "layers": 0.02}
 """Of a loss: inductor rounds to bfloat16 less often than eager code does, and then codes differ, too. Seen on
 a CPU: 0.0012 and 0.0061.
 """
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 class Model(nn.Module):
@@ -64,6 +56,7 @@ def train(device, recipe: NVFP4Recipe | None, mode: str | None) -> list[float]:
     # Gradients of a graph lie in its memory, which the next micro-batch writes to: p.grad is a sum elsewhere.
     for parameter in model.parameters():
         parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+    counters.clear()
     run = model if mode is None else torch.compile(model, fullgraph=True, mode=mode)
     found, seeds = [], itertools.count()
     for _ in range(STEPS):

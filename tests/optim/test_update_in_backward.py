@@ -188,15 +188,20 @@ def test_checkpoints_in_between(world):
         assert_same(models, f"stepped {turn}")
 
 
+def load_and_write(net, optimizer) -> None:
+    """Load what was saved, and write to weights behind it."""
+    optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
+    with torch.no_grad():
+        net.rare.weight.zero_()
+        net.embedding.weight.add_(1)
+
+
 def test_weights_that_were_written_after_a_checkpoint_was_loaded(world):
     """They yield to the masters, as in a plain step."""
     models = make_pair(world, bucket_mb=TINY)
     step_of(world, models, 0)
     for net, optimizer in models:
-        optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
-        with torch.no_grad():
-            net.rare.weight.zero_()
-            net.embedding.weight.add_(1)
+        load_and_write(net, optimizer)
     step_of(world, models, 1)
     assert_same(models, "after")
 
@@ -206,10 +211,7 @@ def test_a_first_step_after_a_load_that_fails(world):
     models = make_pair(world, bucket_mb=TINY)
     step_of(world, models, 0)
     for net, optimizer in models:
-        optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
-        with torch.no_grad():
-            net.rare.weight.zero_()
-            net.embedding.weight.add_(1)
+        load_and_write(net, optimizer)
         optimizer.param_groups[0]["lr"] = math.nan
         loss_of(net, world, 1).backward()
         with pytest.raises(ValueError, match="must be finite"):

@@ -23,13 +23,6 @@ PACKAGE = str(Path(zerofp4.__file__).parent)
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-@pytest.fixture
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def frames(run) -> Counter:
     """The functions of this package that run() calls, in this thread."""
     found = Counter()
@@ -58,7 +51,7 @@ FORMATS = {
 @pytest.mark.heavy
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_no_frame_of_this_package(fresh, backend, format):
+def test_no_frame_of_this_package(fresh_compiler, backend, format):
     """On the CPU, where the backward pass runs in the thread that asks for it."""
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64)).bfloat16()
     zerofp4.convert_model(model, lambda module, name: isinstance(module, nn.Linear), **FORMATS[format])

@@ -9,9 +9,11 @@ import re
 import sys
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from cases import nodes
 from cases.gradient_places import memory_of
 from helpers import assert_bytes_equal, collect_garbage
 from tensor_helpers import DTYPES, VIEWS, make, values
@@ -45,22 +47,8 @@ def is_native(y: torch.Tensor) -> bool:
     return name == "LinearBackward" and not isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
 
 
-def by_both(run):
-    """What run() returns with the node in C++ and with the one in Python."""
-    native = run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "_native_linear", None)
-        return native, run()
-
-
-def assert_same(run) -> None:
-    """run() gives tensors by name, None among them."""
-    native, python = by_both(run)
-    assert native.keys() == python.keys()
-    for name, tensor in native.items():
-        assert (tensor is None) == (python[name] is None), name
-        if tensor is not None:
-            assert_bytes_equal(tensor.detach(), python[name].detach(), name)
+by_both = partial(nodes.by_both, products, "_native_linear")
+assert_same = partial(nodes.assert_same, products, "_native_linear")
 
 
 class Product:

@@ -85,9 +85,15 @@ SIZES |= {f"{name}, by its paper": functools.partial(as_stated, size=size) for n
 def model_of(config: Path, layers: int | None = None) -> nn.Module:
     """The causal language model of a configuration of transformers, in bfloat16, on the meta device. layers:
     how many, if not as many as it says.
+
+    Raises FileNotFoundError where there is no such file or folder, ValueError for fewer than one layer.
     """
     import transformers
 
+    if not config.exists():  # transformers would look for a model of that name on its hub
+        raise FileNotFoundError("no such file or folder")
+    if layers is not None and layers < 1:
+        raise ValueError(f"--layers must be at least 1, got {layers}")
     more = {} if layers is None else {"num_hidden_layers": layers}
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(str(config), **more)

@@ -1,0 +1,29 @@
+"""Runs of what has an autograd node in C++ and one in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from helpers import assert_bytes_equal
+
+
+def by_both(module: ModuleType, name: str, run: Callable) -> tuple:
+    """What run() returns with the node in C++ and with the one in Python. module, name: where the function of
+    the former is.
+    """
+    native = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, None)
+        return native, run()
+
+
+def assert_same(module: ModuleType, name: str, run: Callable) -> None:
+    """run() gives tensors by name, None among them: of the same bytes by both."""
+    native, python = by_both(module, name, run)
+    assert native.keys() == python.keys()
+    for key, tensor in native.items():
+        assert (tensor is None) == (python[key] is None), key
+        if tensor is not None:
+            assert_bytes_equal(tensor.detach(), python[key].detach(), key)
