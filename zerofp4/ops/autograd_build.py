@@ -27,7 +27,7 @@ COMPILERS = ("g++", "c++", "clang++")
 # Bit-exactness: no contraction into fused multiply-adds.
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra")
 FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-LIBRARIES = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
+LIBRARIES = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-lgcc_s", "-lgcc", "-lm", "-lc")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SECONDS_OF_SILENCE = 5
@@ -61,8 +61,11 @@ def compile_flags(csrc: Path, torch: Torch) -> list[str]:
 
 
 def link_flags(torch: Torch) -> list[str]:
-    """Without a path to torch's libraries: whoever imports the extension has loaded them."""
-    return ["-shared", "-s", f"-L{torch.folder / 'lib'}", "-Wl,--no-as-needed", *LIBRARIES]
+    """Without a path to torch's libraries: whoever imports the extension has loaded them, and libstdc++ with
+    them. Where the compiler finds only a static libstdc++, streams of that second copy fail or crash.
+    """
+    folder = f"-L{torch.folder / 'lib'}"
+    return ["-shared", "-s", "-nodefaultlibs", folder, "-Wl,--no-as-needed", *LIBRARIES]
 
 
 class _Failure(Exception):
