@@ -8,6 +8,7 @@
     torchrun --nproc-per-node 2 scripts/bench.py step --transport collective peer
                                                 and fsdp2, megatron and checkpoint; also without torchrun
     scripts/bench.py states                     steps with full and compact state, of one rank
+    scripts/bench.py small_batches              training steps of a Llama of 1.2e9 parameters, few tokens
     scripts/bench.py export                     a folder for serving engines, from the shape of Llama-3-8B
     scripts/bench.py fidelity                   losses of paired runs, and errors, of compact state
     scripts/bench.py docs                       the tables and charts of docs/, from the results
@@ -50,6 +51,7 @@ from zerofp4_bench.megatron import megatron
 from zerofp4_bench.operations import OPERATIONS, SHOWN
 from zerofp4_bench.ranks import only_rank_0_speaks
 from zerofp4_bench.session import RESULTS, Session, keep_freed_memory, save
+from zerofp4_bench.small_batches import MODES, small_batches
 from zerofp4_bench.states import states
 from zerofp4_bench.step import step
 from zerofp4_bench.workloads import NAMES
@@ -86,6 +88,8 @@ STORAGE = {
     "help": "where temporary folders are made: in TMPDIR, or in memory, in /dev/shm (default: disk)",
 }
 LAYERS = {"type": at_least(1), "help": "of each model (default: 8 of Llama-3-8B's, 28 of the other)"}
+SMALL_LAYERS = {"type": at_least(1), "help": "of the model (default: 16)"}
+SMALL_MODES = {"nargs": "+", "choices": MODES, "default": list(MODES), "help": "some of these (default: all)"}
 FSDP2_CASES = {"nargs": "+", "choices": CASES, "default": list(CASES), "help": "some of these (default: all)"}
 TOKENS = {"type": at_least(1), "default": 1024, "help": "in a rank's batch (default: 1024)"}
 FIDELITY = {
@@ -102,6 +106,13 @@ OF_RANKS: dict[str, tuple[Callable, int | None, int | None, str, dict]] = {
     "export": (export, 1, 1, "exports", {"storage": STORAGE}),
     "fsdp2": (fsdp2, 1, 10, "groups of 4 steps", {"cases": FSDP2_CASES, "layers": LAYERS, "tokens": TOKENS}),
     "megatron": (megatron, 2, 20, "updates", {}),
+    "small_batches": (
+        small_batches,
+        1,
+        10,
+        "groups of 5 steps",
+        {"modes": SMALL_MODES, "layers": SMALL_LAYERS},
+    ),
     "fidelity": (fidelity, None, None, "", FIDELITY),
 }
 """What runs, scale on GPUs and repeats unless others are asked for, None where there are no such options,

@@ -169,6 +169,12 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "adamw_then_cast/llama3-8b": 1.08,
         "rht_one_pass_over_two/16384": 1.2,
         "fsdp2/reshard/tokens_over_bf16": 1.0,
+        "eager/1x2048/weights_over_bf16": 0.95,
+        "eager/1x2048/layers_over_bf16": 0.70,
+        "eager/4x2048/weights_over_bf16": 0.98,
+        "eager/4x2048/layers_over_bf16": 0.86,
+        "compiled/1x2048/weights_over_bf16": 0.95,
+        "compiled/1x2048/layers_over_bf16": 0.75,
     },
     "ratio": {
         "dequantize_1d_swizzled_over_compact/16384": 1.05,

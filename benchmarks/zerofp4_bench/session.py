@@ -235,6 +235,7 @@ class Session:
         return {
             "benchmark": self.benchmark,
             "device": self.device_name,
+            "host": processor(),
             "threads": None if self.clock.is_cuda else torch.get_num_threads(),
             "versions": {
                 "zerofp4": zerofp4.__version__,
