@@ -6,7 +6,6 @@ exchange, its weights one all-gather in place, and a step works on one bucket wh
 
 from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb, kind_key
 from zerofp4.engine.backward import ArrivingMeans, BackwardSchedule, Rounds
-from zerofp4.engine.backward_updates import UpdateSchedule
 from zerofp4.engine.buckets import (
     ALIGNMENT,
     Bucket,
@@ -50,7 +49,6 @@ __all__ = [
     "Step",
     "Trained",
     "Transport",
-    "UpdateSchedule",
     "add_gradient_hooks",
     "are_as_sent",
     "are_sendable",

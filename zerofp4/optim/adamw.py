@@ -12,6 +12,7 @@ from zerofp4 import ops
 from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.engine import Arrived, ArrivingMeans, Bucket, Transport
 from zerofp4.optim.groups import parameter_name
+from zerofp4.optim.inner import has_hooks
 from zerofp4.optim.moments import (
     COMPACT,
     FULL,
@@ -504,18 +505,23 @@ class BucketUpdate:
 
     def begin(
         self,
-        *,
-        present: Sequence[bool] | None,
-        in_slices: bool,
-        factor: torch.Tensor | None,
         skip: torch.Tensor,
+        *,
+        present: Sequence[bool] | None = None,
+        in_slices: bool = False,
+        factor: torch.Tensor | None = None,
     ) -> None:
-        """Do everything of a step that can fail on this rank alone.
+        """Do everything of a step that can fail on this rank alone, or needs memory.
 
+        skip, factor: float32 [] on the device, as FusedAdamW's found_inf and clip_factor.
         present: as the attribute.
         in_slices: whether the means are in the buckets' `gradients`.
-        factor, skip: float32 [] on the device, as FusedAdamW's clip_factor and found_inf.
         """
+        if has_hooks(self._inner):
+            raise RuntimeError(
+                "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
+                "bucket: register them on the ZeroFP4Optimizer"
+            )
         self._options, self.present = self._inner._begin(skip, factor), present
         dtypes = []
         for b, (bucket, dtype) in enumerate(zip(self._buckets, self._exchange.dtypes, strict=True)):

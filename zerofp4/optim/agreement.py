@@ -66,6 +66,7 @@ class Agreement:
     on_nonfinite: "skip" or "raise".
     wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
         becomes infinite by it counts, in a world of any size.
+    failed: float32 [], 1 once a rank did not come to a barrier of the GPUs; None where ranks share no memory.
     buckets: which trainable parameters each has, where ranks agree on one bucket after the other. Then an
         agreement has only the presence words of its bucket, which are the last ones of the vector.
 
@@ -74,6 +75,11 @@ class Agreement:
     and raises what the ranks found, on every rank. Where no host needs the outcome, read() is the first thing
     in the first collective call of the next step, before it joins a collective: so calls stay paired. Where a
     host needs it, read() follows at once.
+
+    [Note: flags on the device] `skip` is the maximum of `nonfinite` (a NaN or Inf in any rank's gradients),
+    `refused` (a rank found an error, or ranks differ) and `failed`. A barrier may set `failed` in the middle
+    of a step, so where ranks share memory FusedAdamW reads that one, and the other two in the words of
+    presence().
     """
 
     def __init__(
@@ -83,7 +89,8 @@ class Agreement:
         group: dist.ProcessGroup | None,
         on_nonfinite: str,
         wire: torch.dtype | None,
-        buckets: Sequence[Sequence[int]] | None = None,
+        failed: torch.Tensor | None,
+        buckets: Sequence[Sequence[int]] | None,
     ):
         self.slots, self._device, self._on_nonfinite, self._wire = slots, device, on_nonfinite, wire
         self._count = len(slots.labels)
@@ -112,7 +119,12 @@ class Agreement:
         self._first = torch.zeros((), dtype=torch.float64, device=device)
         """The word of a NaN or Inf on any rank, when gradients were averaged last."""
         self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where that is not 0. The update reads it on the device."""
+        """1 where that is not 0."""
+        self._failed = failed
+        self.skip = self.nonfinite if self.world_size == 1 else torch.zeros_like(self.nonfinite)
+        """float32 [], what an update reads on the device: 1 where this step changes nothing."""
+        self.defers = False
+        """Whether the host leaves agreements to the device."""
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
 
     def begin(
@@ -274,15 +286,25 @@ class Agreement:
     # What updates read on the device
 
     def presence(self, i: int) -> torch.Tensor:
-        """float64 [1], by trainable parameter: 0 where no rank has a gradient, or admit() found that all are
-        to be left alone. Buckets share these words: they are those of the last agreement.
+        """float64 [1], by trainable parameter: 0 where no rank has a gradient, or write_skip() found that all
+        are to be left alone. Buckets share these words: they are those of the last agreement.
         """
         position = self._positions[i]
         return self._present[position : position + 1]
 
-    def admit(self, skip: torch.Tensor) -> None:
-        """Write the words of presence(), zeros where skip, float32 [], is not 0. On the device."""
-        torch.mul(self._vector[: self._count], skip == 0, out=self._present)
+    def write_skip(self) -> None:
+        """Write `skip`, and the words of presence(). On the device. [Note: flags on the device]"""
+        if self.world_size == 1:  # it is `nonfinite`, and nothing reads words of presence
+            return
+        torch.maximum(self.nonfinite, self.refused, out=self.skip)
+        if self._failed is not None:
+            torch.maximum(self.skip, self._failed, out=self.skip)
+        torch.mul(self._vector[: self._count], self.skip == 0, out=self._present)
+
+    @property
+    def skip_in_kernels(self) -> torch.Tensor:
+        """What FusedAdamW reads. [Note: flags on the device]"""
+        return self.skip if self._failed is None or is_capturing(self._device) else self._failed
 
     def has_other_parameters_elsewhere(self) -> bool:
         """Whether there is a rank that trains other parameters than this one. The same on every rank."""

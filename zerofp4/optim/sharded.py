@@ -98,6 +98,8 @@ class ShardedParameters:
         self.holder = Holder(self.parameters)
         self._take_addresses()
         self.accept_values()
+        self.weights_follow = True
+        """False from load_state_dict() to the next step: weights written meanwhile yield to the masters."""
 
     def _by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
         """What a function returns for the parameters of each bucket, in the order of all parameters."""

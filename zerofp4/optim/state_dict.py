@@ -23,6 +23,7 @@ from zerofp4.optim.inner import InnerClass, InnerOptimizers, options
 from zerofp4.optim.moments import COMPACT, FULL, decode_shard, encode_shard, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece, gathered
 from zerofp4.optim.seal import Saves, SealedTuple, make_id
+from zerofp4.optim.soundness import Soundness
 from zerofp4.shard import Shard, state_groups
 from zerofp4.tensors import QuantizedTensor
 
@@ -255,8 +256,7 @@ class SavedState(Mapping):
         """Another one after each load."""
         self.steps = 0
         """How many steps the optimizer has taken, skipped ones too."""
-        self.unsound: str | None = None
-        """Why what is saved now must not be loaded: the optimizer is broken."""
+        self.sound = Soundness()
         self.device = shards.parameters[0].device
         self.ids: list[list[ParameterId]] = []
         """By parameter group, the numbers of all parameters, frozen ones too."""
@@ -309,7 +309,7 @@ class SavedState(Mapping):
             zero = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device or self.device)
             values = zero.expand(shard.numel)
         label = None if saved.number.name is None else f"{saved.number.name}.{name}"
-        about = About(label, saved.home, saved.refusal, self.unsound)
+        about = About(label, saved.home, saved.refusal, self.sound.obstacle)
         return Piece(values, shape, shard.start, about, {self.save_id: label or "a tensor"})
 
     def masters(self) -> "Masters":
@@ -459,7 +459,7 @@ def read_state_dict(
             masters[i] = initial_values(p)[own.shard.start : own.shard.end]
     pairs = zip(saved.parameters, masters, strict=True)
     stay = [own.label for own, master in pairs if own.shard.numel and master is None]
-    obstacle = saved.unsound or moved
+    obstacle = saved.sound.obstacle or moved
     if obstacle is not None and stay:
         raise ValueError(f"state_dict has no master of {', '.join(stay)}, and {obstacle}")
     if was_in_file and type(state_dict["param_groups"]) is tuple:

@@ -15,7 +15,6 @@ from zerofp4.distributed import (
     GroupReference,
     OwnError,
     attempt,
-    error_text,
     exchange,
     in_phase,
     raised_by_all,
@@ -34,8 +33,6 @@ from zerofp4.engine import (
     Rounds,
     Step,
     Transport,
-    UpdateSchedule,
-    add_gradient_hooks,
     are_as_sent,
     check_gradients,
     find_advice,
@@ -53,8 +50,9 @@ from zerofp4.optim.build import (
     set_gradient_dtype,
 )
 from zerofp4.optim.communication import Communication
+from zerofp4.optim.early_updates import EarlyUpdates
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
-from zerofp4.optim.inner import InnerOptimizers, check_finite, give_gradients, has_hooks
+from zerofp4.optim.inner import InnerOptimizers, check_finite, give_gradients
 from zerofp4.optim.norm import clip_arguments, global_norm
 from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
@@ -126,11 +124,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         **defaults: Any,
     ):
         self._built = False
-        self.broken: RuntimeError | None = None
-        """Why the masters of this rank may be of two steps: an error or an interrupt came behind the
-        agreement of a step, a clip or a load. step(), clip_grad_norm_() and saving raise until
-        load_state_dict() has brought all masters.
-        """
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         """All ranks that step together."""
@@ -190,18 +183,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             token=token,
         )
         self.state = self._saved
+        self._sound = self._saved.sound
         # What a step runs
         slots = find_slots(announced, rank)
         wire = communication.gradient_wire
         in_turns = [b.indices for b in self._shards.buckets] if communication.updates_early else None
-        self._agreement = Agreement(slots, device, group, on_nonfinite, wire, in_turns)
+        failed = None if self._peers is None else self._peers.failed
+        self._agreement = Agreement(slots, device, group, on_nonfinite, wire, failed, in_turns)
         self._offer_parts()
         self._transport, self._schedule = self._make_transport(group)
-        self._updates: UpdateSchedule | None = None
-        """Of updates inside backward passes. [Note: when a weight may be written]"""
-        if communication.updates_early:
-            self._updates = UpdateSchedule(self._shards.buckets, self._shards.names)
-            add_gradient_hooks(self, self._shards.parameters, ZeroFP4Optimizer._note_gradient)
         is_local = all(memory is None for memory in self._transport.memory)
         self._averages_nothing = self.world_size == 1 and is_local and self._schedule is None
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
@@ -212,18 +202,19 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             buckets, masters = self._shards.buckets, self._shards.masters
             self._update = BucketUpdate(self.inners.all[0], buckets, masters, self._transport)
         self._step = Step(self._transport, sends=self._schedule is None, late=late)
-        is_alone = self.world_size == 1
-        self._skip = self._agreement.nonfinite if is_alone else torch.zeros_like(self._agreement.nonfinite)
-        """What an update reads on the device: 1 where this step changes nothing.
-
-        [Note: flags on the device] _skip is the maximum of _agreement.nonfinite (a NaN or Inf in any rank's
-        gradients), _agreement.refused (a rank found an error, or ranks differ) and _peers.failed (a rank did
-        not come to a barrier). A barrier may set _peers.failed in the middle of a step, so where ranks share
-        memory FusedAdamW reads that one, and the other two in the words of presence. found_inf is what users
-        read: _skip, or 1 where the cast of a bucket found a NaN or Inf in masters.
-        """
-        self._defers = self._can_defer(group)
-        """Whether the host leaves agreements to the device."""
+        self._agreement.defers = self._can_defer(group)
+        self._early: EarlyUpdates | None = None
+        """Updates inside backward passes."""
+        if communication.updates_early:
+            self._early = EarlyUpdates(
+                self._shards,
+                self.inners,
+                self._agreement,
+                self._step,
+                self._update,
+                self._peers,
+                self._saved,
+            )
         # From one call to the next
         self._kinds: Any = None
         """TensorFacts.kinds of the gradients that were checked last: those of equal kinds need no check."""
@@ -240,10 +231,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         self._scaler_found_inf: torch.Tensor | None = None
         """What a GradScaler has found in the gradients of this rank."""
-        self._consolidated: dict[int, dict[str, torch.Tensor]] | None = None
-        """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
-        self._weights_follow = True
-        """False from load_state_dict to the next step: weights written meanwhile yield to the masters."""
+        self._consolidated: tuple[str, dict[int, dict[str, torch.Tensor]]] | None = None
+        """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict(), unless
+        the id of what is saved has changed by then.
+        """
         self._publish()
         self._shards.settle()
         if lost:
@@ -327,8 +318,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         with gradients of the same parameters. In a replay a NaN or Inf skips the step on every rank, whatever
         on_nonfinite is.
         """
-        if self._updates is not None:
-            return self._close_pass(closure)
+        if self._early is not None:
+            is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
+            return self._early.step(closure, is_scaled)
         if self._is_capturing():
             self._check_can_capture(closure)
         if self._took_next_step:
@@ -341,7 +333,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if ready.call.averages:
             self._agreement.accept_nonfinite(ready.word)
         try:
-            with self._breaking("step()"):
+            with self._sound.breaking("step()"):
                 if self._must_skip():
                     self.found_inf.fill_(1)
                 elif self._update is None:
@@ -369,7 +361,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError with
         overlap="update", else as step().
         """
-        if self._updates is not None:
+        if self._early is not None:
             raise RuntimeError(
                 "clip_grad_norm_ needs all gradients, and overlap='update' has used them by now: build the "
                 "optimizer without it, or leave out the clipping"
@@ -401,7 +393,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 error = self._step.average(ready.to_average, self._squares)
             self._agreement.accept_nonfinite(word)
         total = in_phase("norm", global_norm)(means, call.norm_type, self.process_group(), self._squares)
-        with self._breaking("clip_grad_norm_()"):  # with an error the others have a norm that is of no use
+        with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
             error.raise_if_any()
         if call.averages:
             in_slices = self.communication.adds_to_slices  # and not in p.grad any more
@@ -421,8 +413,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._took_next_step = False
         if self._schedule is not None:
             self._schedule.drop()
-        if self._updates is not None and not self._updates.has_begun:
-            self._updates.start_over()
+        if self._early is not None:
+            self._early.zero_grad()
         super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
@@ -431,194 +423,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         next one outside of it sends everything. Does nothing where gradients are sent in step(). Raises
         RuntimeError with overlap="update".
         """
-        if self._updates is not None:
+        if self._early is not None:
             raise RuntimeError("no_sync() accumulates gradients, and overlap='update' uses each at once")
         with contextlib.nullcontext() if self._schedule is None else self._schedule.no_sync():
             yield
-
-    # With overlap="update"
-
-    def _note_gradient(self, i: int, _: torch.Tensor) -> None:
-        """In a backward pass: the gradient of parameter i is in p.grad."""
-        if self._shards.holder.is_taken_over:
-            return
-        with self._breaking("backward()", self._updates):
-            self._updates.follow()
-            for b in self._updates.note(i):
-                self._take_turn(b)
-            self._updates.at_end_of_pass(self._end_pass)
-
-    @torch.no_grad()
-    def _end_pass(self) -> None:
-        """At the end of a backward pass: other ranks may have gradients that this one lacks, and wait."""
-        with self._breaking("backward()", self._updates):
-            self._take_rest()
-
-    def _take_rest(self) -> None:
-        self._updates.follow()
-        for turn in self._updates.rest():
-            self._take_turn(turn)
-
-    def _take_turn(self, turn: int) -> None:
-        """Send bucket `turn`, update the one before it, cast the one before that, and transpose the one
-        before that. One rank alone does all of it to one bucket. The host looks at these buckets alone, so
-        that its work in a pass does not grow with the square of their number.
-        """
-        step, updates, buckets = self._step, self._updates, range(len(self._shards.buckets))
-        if not updates.has_begun:
-            self._begin_pass()
-        if updates.is_refused:
-            return
-        stages = sent, updated, cast, completed = [turn - stage * updates.lag for stage in range(4)]
-        mine = [i for b in set(stages) & set(buckets) for i in self._shards.buckets[b].indices]
-        with updates.error:
-            self._shards.check_written(mine)
-        if sent in buckets:
-            step.send(sent, self._take_gradients(sent))
-        if updated in buckets:
-            self._agree_on(updated)
-            step.update(updated)
-        if cast in buckets:
-            step.cast(cast)
-        if completed in buckets:
-            step.complete(completed)
-        self._shards.accept_values(mine)
-
-    def _begin_pass(self) -> None:
-        """Do what a step does before its first bucket. An error of this rank is kept until step()."""
-        updates = self._updates
-        updates.has_begun = True
-        with updates.error:
-            self._read_agreements(self.inners.param_groups)
-        if updates.error:
-            updates.is_refused = True
-            return
-        if not self._weights_follow:
-            self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
-        self._weights_follow, self._consolidated = True, None
-        with updates.error:
-            if self._peers is not None:
-                OwnError(self._peers.take_error()).raise_if_any()
-            self._raise_if_broken()
-            if is_capturing(self.found_inf.device):
-                raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
-            if self.inners.found_inf() is not None:
-                raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
-            check_finite(self.param_groups)
-            self.inners.push_options(self.param_groups)
-            self._begin_update(())
-            self._shards.check_unchanged(self.param_groups)
-        self.found_inf.zero_()
-        self._agreement.begin_buckets()
-        self._step.begin(self._update, OwnError())
-
-    def _take_gradients(self, b: int) -> Gradients:
-        """The gradients of bucket b. p.grad of the bucket is None from now on. Empty where this rank has an
-        error, which leaves them where they are.
-        """
-        indices, updates = self._shards.buckets[b].indices, self._updates
-        present, word, gradients = dict.fromkeys(indices, False), None, ()
-        if not (updates.error or self._step.failure):
-            with updates.error:
-                parameters = [self._shards.parameters[i] for i in indices]
-                own = ops.gradients_of(parameters)
-                found = dict(zip(indices, own, strict=True))
-                self._shards.check_gradients(own, indices)
-                check_gradients(self._transport, b, found, self._shards.names)
-                word = in_phase("scan", self._agreement.find_word)(own, indices)
-                gradients = self._transport.prepare(found)
-                present = {i: gradient is not None for i, gradient in found.items()}
-                with torch._C.DisableTorchFunctionSubclass():
-                    for parameter in parameters:
-                        parameter.grad = None
-                for gradient in own:
-                    if gradient is not None and gradient.is_cuda:  # it may come from another stream
-                        gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        updates.waiting[b] = present, word
-        return gradients
-
-    def _agree_on(self, b: int) -> None:
-        """The agreement of all ranks on the update of bucket b, which the update reads on the device."""
-        updates, agreement = self._updates, self._agreement
-        error = updates.error or self._step.failure
-        present, word = updates.waiting.pop(b)
-        if self.world_size == 1:
-            self._update.present = present
-        else:
-            call = Call(is_clip=False, averages=True, step=self._saved.steps)
-            groups = self.inners.param_groups  # as of the first bucket, whatever a scheduler has done since
-            in_phase("vote", agreement.begin)(list(present.values()), call, error, word, groups, Rounds())
-        agreement.accept_bucket(word)
-        self._set_skip()
-        torch.maximum(self.found_inf, self._skip, out=self.found_inf)
-        if not error:
-            updates.has_updated = True
-            self._saved.unsound = "a backward pass has updated masters: call step() before they are saved"
-
-    def _close_pass(self, closure: Callable[[], Any] | None) -> Any:
-        """step(): take the buckets that no backward pass has completed, and finish all."""
-        updates, loss, error = self._updates, None, OwnError()
-        self._shards.check_not_taken_over()
-        try:
-            with self._breaking("step()", updates):
-                with error:
-                    if closure is not None:
-                        with torch.enable_grad():
-                            loss = closure()
-                    self._check_can_close()
-                updates.follow()
-                if not updates.has_begun:
-                    self._begin_pass()
-                with updates.error:
-                    error.raise_if_any()
-                self._take_rest()
-                error = self._step.failure or updates.error
-                if not self._defers:
-                    self._read_agreements(self.inners.param_groups, error, earlier=False)
-                error.raise_if_any()
-        finally:
-            if updates.has_updated or (self._defers and not updates.is_refused):
-                self._agreement.end_buckets()
-                self._agreement.count_step()
-                self._saved.steps += 1
-            if self.broken is None:
-                self._saved.unsound = None
-            updates.start_over()
-        return loss
-
-    def _give_up_pass(self) -> None:
-        """Take this rank's part in what is left of a step, and change nothing more: weights neither, whose
-        values a load may look at.
-        """
-        if not self._updates.has_begun:
-            self._begin_pass()
-        with contextlib.suppress(RuntimeError):
-            with self._step.failure:
-                raise RuntimeError("load_state_dict() came before step()")
-            self._close_pass(None)
-        self._agreement.drop_unread()
-
-    def _read_agreements(self, *how: Any, **more: Any) -> None:
-        """Agreement.read() of buckets. Breaks the optimizer where ranks took some of them and not all."""
-        try:
-            self._agreement.read(*how, **more)
-        except Exception as error:
-            self._updates.has_updated = False
-            if self._agreement.taken:
-                self._break("step()", error)
-            raise
-
-    def _check_can_close(self) -> None:
-        self._raise_if_broken()
-        scale = vars(self).get("grad_scale")
-        if isinstance(scale, torch.Tensor) or self._scaler_found_inf is not None:
-            self.grad_scale = 1  # as in _unscale()
-            raise RuntimeError(
-                "a GradScaler has scaled the loss, and overlap='update' has used gradients as they were"
-            )
-        if self._updates.has_begun:
-            self._shards.check_unchanged(self.param_groups)
-        self._updates.check_taken(ops.gradients_of(self._shards.parameters))
 
     # Before the agreement
 
@@ -631,15 +439,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         if self._reduced is None:  # else clip_grad_norm_ of this step has asked
             self._agreement.read(self.param_groups)
-        if not self._weights_follow:
-            with self._breaking("following load_state_dict()"):
+        if not self._shards.weights_follow:
+            with self._sound.breaking("following load_state_dict()"):
                 self._publish()
-            self._weights_follow = True
+            self._shards.weights_follow = True
         calls = self._agreement.calls
         try:
             if self._peers is not None:
                 OwnError(self._peers.take_error()).raise_if_any()
-            self._raise_if_broken()
+            self._sound.raise_if_broken()
             return prepare(*arguments), OwnError()
         except BaseException as failure:  # an interrupt, too
             # A clip_grad_norm_ in a closure has told the others already; of a collective that failed nobody
@@ -669,7 +477,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         call = Call(is_clip=False, averages=averages, step=self._saved.steps)
         self.inners.push_options(self.param_groups)
-        self._begin_update(gradients)
+        if self._update is None:
+            _ = self._shards.optimized_pairs  # makes the memory of gradients
+        else:
+            present = [gradient is not None for gradient in gradients]
+            # In a larger world the kernels read which gradients there are.
+            all_present = self.world_size > 1 or all(present)
+            self._update.begin(
+                self._agreement.skip_in_kernels,
+                present=None if all_present else present,
+                in_slices=not averages and not self._averages_nothing,
+                factor=self._factor,
+            )
         to_average = None
         if averages or self._averages_nothing:
             to_average = self._transport.prepare(gradients, self._launches is not None)
@@ -677,10 +496,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
-        scale, obstacle = vars(self).get("grad_scale"), None
-        if not isinstance(scale, torch.Tensor):
+        scale, obstacle = self._take_scale(), None
+        if scale is None:
             return
-        self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
         present = [gradient for gradient in gradients if gradient is not None]
         if self._schedule is not None:
             obstacle = "overlap='backward' and accumulate='sharded' send them while they are scaled"
@@ -691,6 +509,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if obstacle is not None:
             raise RuntimeError(f"step() cannot divide gradients by the scale of GradScaler: {obstacle}")
         torch._foreach_mul_(present, scale.double().reciprocal().float())
+
+    def _take_scale(self) -> torch.Tensor | None:
+        """The scale that a GradScaler has set for this step."""
+        scale = vars(self).get("grad_scale")
+        if not isinstance(scale, torch.Tensor):
+            return None
+        self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
+        return scale
 
     def _prepare_clip(self, max_norm: Any, norm_type: Any) -> _Ready:
         max_norm, norm_type = clip_arguments(max_norm, norm_type)
@@ -745,26 +571,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         word = find_word(gradients, found_inf=found_inf, when=when, launches=launches)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
-    def _begin_update(self, gradients: Gradients) -> None:
-        """Do all of an update that can fail on this rank alone, or need memory."""
-        if self._update is None:
-            _ = self._shards.optimized_pairs  # makes the memory of gradients
-            return
-        if has_hooks(self.inner):
-            raise RuntimeError(
-                "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
-                "bucket: register them on the ZeroFP4Optimizer"
-            )
-        present = [gradient is not None for gradient in gradients]
-        # In a larger world the kernels read which gradients there are.
-        all_present = self.world_size > 1 or all(present)
-        self._update.begin(
-            present=None if all_present else present,
-            in_slices=self._reduced is not None and not self._averages_nothing,
-            factor=None if self._reduced is None else self._factor,
-            skip=self._skip if self._peers is None or is_capturing(self._skip.device) else self._peers.failed,
-        )
-
     def _agree(self, ready: _Ready | None, error: OwnError) -> list[bool] | None:
         """By trainable parameter, whether any rank has a gradient; None where the host does not wait for the
         outcome. Raises where it does, and the ranks refuse. ready: None with an error.
@@ -781,7 +587,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             else:
                 ballot = present, call, error, word, self.param_groups, rounds
                 in_phase("vote", agreement.begin)(*ballot)
-                if self._defers or self._is_capturing():
+                if self._agreement.defers or self._is_capturing():
                     return None
                 present = agreement.read(self.param_groups, error, earlier=False)
         except Exception:
@@ -826,7 +632,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _must_skip(self) -> bool:
         """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
-        if self.inners.heed_found_inf() or is_capturing(self._skip.device):
+        if self.inners.heed_found_inf() or is_capturing(self._agreement.skip.device):
             return False
         return bool(self._agreement.nonfinite.item())
 
@@ -851,7 +657,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._publish(error=error)
 
     def _step_inners(self, present: Sequence[bool]) -> None:
-        factor = None if self._reduced is None else self._factor
+        factor = self._factor
         if factor is not None and not self.inners.read_clip_factor():
             torch._foreach_mul_([bucket.gradients for bucket in self._shards.buckets], factor)
             factor = None
@@ -861,19 +667,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             there = [is_there for own, is_there in pairs for _ in own]
             gradients = [g if is_there else None for g, is_there in zip(gradients, there, strict=True)]
         give_gradients(masters, gradients)
-        self._set_skip()
-        skip = self._skip if self.inners.heed_found_inf() else None
+        self._agreement.write_skip()
+        skip = self._agreement.skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
         self.inners.pull_options(self.param_groups)
-
-    def _set_skip(self) -> None:
-        """Write _skip, and the words that say which parameters are updated. [Note: flags on the device]"""
-        if self.world_size == 1:  # it is _agreement.nonfinite
-            return
-        torch.maximum(self._agreement.nonfinite, self._agreement.refused, out=self._skip)
-        if self._peers is not None:
-            torch.maximum(self._skip, self._peers.failed, out=self._skip)
-        self._agreement.admit(self._skip)
 
     def _publish(
         self,
@@ -883,11 +680,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Run the program of a step: update the masters if asked to, cast them, and gather the weights."""
         try:
-            self._consolidated = None
             self._shards.check_not_taken_over()
             self._shards.settle()
-            self._set_skip()
-            self.found_inf.copy_(self._skip)
+            self._agreement.write_skip()
+            self.found_inf.copy_(self._agreement.skip)
             fused = [inner for inner in self.inners.all if isinstance(inner, FusedAdamW)]
             if update is None and any(inner.amaxes_outdated() for inner in fused):
                 for plan in self._shards.plans:
@@ -904,48 +700,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Behind an error
 
-    @contextlib.contextmanager
-    def _breaking(self, call: str, updates: UpdateSchedule | None = None) -> Iterator[None]:
-        """What is raised inside leaves the optimizer broken. updates: only once a bucket was updated."""
-        try:
-            yield
-        except BaseException as error:
-            if updates is not None and (self.broken is not None or not updates.has_updated):
-                raise
-            self._break(call, error)
-            raise
-
-    def _break(self, call: str, error: BaseException) -> None:
-        # Its text is kept, not the error, whose traceback has frames that hold this.
-        self.broken = RuntimeError(
-            f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
-        )
-        self._saved.unsound = f"{self.broken}: it must not be saved"
-
-    def _raise_if_broken(self) -> None:
-        if self.broken is not None:
-            raise RuntimeError(
-                f"the optimizer is of no more use: {self.broken}. Load a checkpoint (load_state_dict()), or "
-                "build a new optimizer"
-            ) from self.broken
-
-    def _find_if_sound(self) -> None:
-        """Have what is saved now know if ranks took some buckets of the last step and not all. Waits for the
-        device.
-        """
-        if self._updates is not None and not self._updates.has_begun:
-            with contextlib.suppress(RuntimeError):  # the next step raises it
-                self._read_agreements()
-
     def _check_sound(self, waits: bool = True) -> None:
         """Raise RuntimeError where masters may be of two steps: also between a pass and its step(). waits:
         whether the host may wait to find out.
         """
-        if waits:
-            self._find_if_sound()
-        self._raise_if_broken()
-        if self._saved.unsound is not None:
-            raise RuntimeError(self._saved.unsound)
+        if waits and self._early is not None:
+            self._early.find_if_sound()
+        self._sound.raise_if_broken()
+        if self._sound.obstacle is not None:
+            raise RuntimeError(self._sound.obstacle)
 
     # In a CUDA graph
 
@@ -978,11 +741,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        self._find_if_sound()
+        if self._early is not None:
+            self._early.find_if_sound()
         self.inners.push_options(self.param_groups)
-        state_dict = self._saved.state_dict()
-        if self._consolidated is not None:
-            state_dict["state"], self._consolidated = self._consolidated, None
+        state_dict, consolidated = self._saved.state_dict(), self._consolidated
+        if consolidated is not None and consolidated[0] == self._saved.save_id:
+            _, state_dict["state"] = consolidated
+        self._consolidated = None
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
@@ -1009,7 +774,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 tensor = gathered(piece)
                 if rank == to:
                     whole.setdefault(number, {})[name] = tensor.cpu()
-        self._consolidated = whole if rank == to else None
+        self._consolidated = (self._saved.save_id, whole) if rank == to else None
 
     def _check_can_consolidate(self, to: int) -> None:
         self._check_sound()
@@ -1040,8 +805,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         a parameter has moved or the optimizer is `broken`.
         """
         written = self._shards.written()  # a pass that ends accepts the values of weights
-        if self._updates is not None and (self.world_size > 1 or self._updates.is_open):
-            self._give_up_pass()  # of several ranks each: another one may have an open pass
+        if self._early is not None:
+            self._early.give_up()
         before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
@@ -1060,7 +825,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except BaseException:
             self.inners.restore(before)
             raise
-        with self._breaking("load_state_dict()"):
+        with self._sound.breaking("load_state_dict()"):
             if moved is not None:
                 self.refresh()
             self.inners.pull_options(self.param_groups)
@@ -1073,7 +838,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._agreement.drop_unread()
             self._publish()
             self._shards.settle()
-        self._weights_follow, self.broken, self._saved.unsound = False, None, None
+        self._shards.weights_follow, self._sound.broken = False, None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -1111,12 +876,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "masters_from holds gradients of backward passes that no step has used, which would be lost: "
                 "call its step() or zero_grad() first"
             )
-        if self._updates is not None and self._updates.is_open:
+        if self._early is not None and self._early.is_open:
             raise ValueError("masters_from is in the middle of a step: call its step() first")
         written = {id(self._shards.parameters[i]) for i in self._shards.written()}
         return self._saved.masters(), written
 
     # What users ask
+
+    @property
+    def broken(self) -> RuntimeError | None:
+        """Why the masters of this rank may be of two steps: an error or an interrupt came behind the
+        agreement of a step, a clip or a load. step(), clip_grad_norm_() and saving raise until
+        load_state_dict() has brought all masters.
+        """
+        return self._sound.broken
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -1189,7 +962,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
         its replays behind a step.
         """
-        self._raise_if_broken()
+        self._sound.raise_if_broken()
         self._agreement.read()
         self._shards.check()
         if self._peers is not None:

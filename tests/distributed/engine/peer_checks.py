@@ -150,7 +150,7 @@ def a_rank_that_does_not_come(world):
     set_gradients(parameters, make_gradients(parameters, 1))
     expected = r"rank [1-9] did not come to a barrier" if world.rank == 0 else "rank 0 found an error"
     error = raised_by(optimizer.step)
-    if error is None and optimizer._defers and world.rank:  # which hears of it in the next step
+    if error is None and optimizer._agreement.defers and world.rank:  # which hears of it in the next step
         error = raised_by(optimizer.step)
     assert isinstance(error, RuntimeError) and re.search(expected, str(error)), repr(error)
     assert_all_equal(all_bytes(parameters, optimizer), before, "nothing changes")

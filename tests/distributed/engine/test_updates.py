@@ -274,7 +274,7 @@ def write(weight):
 def test_an_error_of_one_rank_before_the_first_update(world):
     """Nothing changes on any rank, and all raise in step(), where hosts read agreements."""
     net, optimizer = make(world, bucket_mb=TINY, transport="collective")
-    optimizer._defers = False
+    optimizer._agreement.defers = False
     step_of(world, [(net, optimizer)], 0)
     good = optimizer.state_dict()
     with nothing_changes(net, optimizer):
@@ -297,7 +297,7 @@ def test_an_error_of_one_rank_behind_the_first_update(world, way):
 
     def check(alone, models):
         net, optimizer = models[-1]
-        optimizer._defers = False
+        optimizer._agreement.defers = False
         step_of(alone, [(net, optimizer)], 0)
         good = optimizer.state_dict()
         good["state"] = {n: {k: v.clone() for k, v in e.items()} for n, e in good["state"].items()}
@@ -392,7 +392,7 @@ def test_written_weights_are_the_masters_that_a_state_dict_lacks(world):
 def test_options_differ_between_ranks(world):
     """As of the first update: what a scheduler changes behind it is compared in the next step."""
     net, optimizer = make(world, bucket_mb=TINY, transport="collective")
-    optimizer._defers = False
+    optimizer._agreement.defers = False
     loss_of(net, world, 0).backward()
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + world.rank)
     optimizer.step()
@@ -408,7 +408,7 @@ def test_options_differ_between_ranks(world):
 
 def make_deferred(world, **options):
     net, optimizer = make(world, bucket_mb=TINY, transport="collective", **options)
-    optimizer._defers = True
+    optimizer._agreement.defers = True
     return net, optimizer
 
 

@@ -131,7 +131,7 @@ def raised_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> BaseException
     error of its own hears in the next step, in which every rank raises.
     """
     error = raised_by(call)
-    if optimizer._defers:
+    if optimizer._agreement.defers:
         later = raised_by(optimizer.step)
         if LATER not in str(later):  # the call was a clip_grad_norm_, to which that step belonged
             later = raised_by(optimizer.step)

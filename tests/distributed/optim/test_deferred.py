@@ -22,7 +22,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 def build(world, defers=True, **options):
     parameters = parameters_of(world)
     optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.02, weight_decay=0.1, **keywords(options))
-    optimizer._defers = defers
+    optimizer._agreement.defers = defers
     return parameters, optimizer
 
 

@@ -123,7 +123,7 @@ def test_a_broken_optimizer_is_refused_on_every_rank(world):
         assert isinstance(error, RuntimeError) and "left in the middle" in str(error), repr(error)
     optimizer.load_state_dict(saved)
     if world.rank == 1:
-        optimizer.broken = RuntimeError("on this rank alone")
+        optimizer._sound.broken = RuntimeError("on this rank alone")
     error = raised_by(optimizer.consolidate_state_dict)
     assert isinstance(error, RuntimeError) and "on this rank alone" in str(error), repr(error)
     optimizer.load_state_dict(saved)
