@@ -62,3 +62,23 @@ def loss_of(net, world, seed, **how):
     generator = torch.Generator().manual_seed(100 * world.rank + seed)
     tokens = torch.randint(32, (16,), generator=generator).to(world.device)
     return F.cross_entropy(net(tokens, **how), (tokens * 5 + 3) % 32)
+
+
+def step_of(world, models, seed, **how):
+    """A backward pass and a step of each model, with equal losses."""
+    losses = []
+    for net, optimizer in models:
+        loss = loss_of(net, world, seed, **how)
+        loss.backward()
+        if optimizer.describe()["overlap"] == "update" and how.get("rare", True):
+            assert all(p.grad is None for p in net.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert len(set(losses)) == 1
+
+
+def moved(net, optimizer, before):
+    """The names of parameters whose masters are others than before."""
+    pairs = zip(optimizer.gathered_masters(), before, net.named_parameters(), strict=True)
+    return {name for now, then, (name, _) in pairs if not now.equal(then)}

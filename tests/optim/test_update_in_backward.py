@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
-from cases.updates import OPTIONS, SMALL, TINY, loss_of, make, make_pair
+from cases.updates import OPTIONS, SMALL, TINY, loss_of, make, make_pair, step_of
 from distributed.engine.overlap_cases import assert_same, nothing_changes
 from helpers import needs_gpu
 from torch import nn
@@ -25,26 +25,6 @@ def world(device):
     return SimpleNamespace(device=device, rank=0, world_size=1)
 
 
-def step_of(world, models, seed, **how):
-    """A backward pass and a step of each model, with equal losses."""
-    losses = []
-    for net, optimizer in models:
-        loss = loss_of(net, world, seed, **how)
-        loss.backward()
-        if optimizer.describe()["overlap"] == "update" and how.get("rare", True):
-            assert all(p.grad is None for p in net.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert len(set(losses)) == 1
-
-
-def moved(net, optimizer, before):
-    """The names of parameters whose masters are others than before."""
-    pairs = zip(optimizer.gathered_masters(), before, net.named_parameters(), strict=True)
-    return {name for now, then, (name, _) in pairs if not now.equal(then)}
-
-
 # The bytes of a plain step
 
 
@@ -58,22 +38,6 @@ def test_the_bytes_of_a_plain_step(world, state, bucket_mb, reentrant):
     for step in range(4):
         step_of(world, models, step, rare=step != 2, **how)
         assert_same(models, f"step {step}")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_dtype": torch.float32},
-        {"gradient_wire": torch.float32},
-        {"gradient_wire": torch.float16},
-        {"reduction": "reduce_scatter"},
-    ],
-)
-def test_gradients_of_other_dtypes(world, options):
-    models = make_pair(world, bucket_mb=SMALL, **options)
-    for step in range(3):
-        step_of(world, models, step, rare=step != 1)
-    assert_same(models, "the end")
 
 
 def test_gradients_that_somebody_assigned(device):
@@ -157,92 +121,29 @@ def test_options_are_those_of_the_first_update(world):
         assert_same(models, f"step {step}")
 
 
-def test_a_backward_pass_in_a_closure(world):
-    models = make_pair(world, bucket_mb=TINY)
-    for step in range(2):
-        for net, optimizer in models:
-
-            def closure(net=net, optimizer=optimizer, seed=step):
-                optimizer.zero_grad()
-                loss = loss_of(net, world, seed)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() > 0
-        assert_same(models, f"step {step}")
-
-
-def test_checkpoints_in_between(world):
-    """Each goes on from what the other has saved."""
-    models = make_pair(world, state="compact", bucket_mb=TINY)
-    step_of(world, models, 0)
-    for turn in range(2):
-        files = [io.BytesIO() for _ in models]
-        for (_, optimizer), file in zip(models, files, strict=True):
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
-        for (_, optimizer), file in zip(models, reversed(files), strict=True):
-            optimizer.load_state_dict(torch.load(file, weights_only=False))
-        assert_same(models, f"loaded {turn}")
-        step_of(world, models, turn + 1)
-        assert_same(models, f"stepped {turn}")
-
-
-def load_and_write(net, optimizer) -> None:
-    """Load what was saved, and write to weights behind it."""
-    optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
-    with torch.no_grad():
-        net.rare.weight.zero_()
-        net.embedding.weight.add_(1)
-
-
-def test_weights_that_were_written_after_a_checkpoint_was_loaded(world):
-    """They yield to the masters, as in a plain step."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_that_were_written_after_a_checkpoint_was_loaded(world, fails):
+    """They yield to the masters, as in a plain step, also where the first step after the load fails."""
     models = make_pair(world, bucket_mb=TINY)
     step_of(world, models, 0)
     for net, optimizer in models:
-        load_and_write(net, optimizer)
-    step_of(world, models, 1)
-    assert_same(models, "after")
-
-
-def test_a_first_step_after_a_load_that_fails(world):
-    """Weights that were written meanwhile follow the masters behind it, as behind a plain step."""
-    models = make_pair(world, bucket_mb=TINY)
-    step_of(world, models, 0)
-    for net, optimizer in models:
-        load_and_write(net, optimizer)
-        optimizer.param_groups[0]["lr"] = math.nan
-        loss_of(net, world, 1).backward()
-        with pytest.raises(ValueError, match="must be finite"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] = 0.01
-        zerofp4.testing.verify_model(net, optimizer)
-    assert_same(models, "failed")
+        optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
+        with torch.no_grad():
+            net.rare.weight.zero_()
+            net.embedding.weight.add_(1)
+        if fails:
+            optimizer.param_groups[0]["lr"] = math.nan
+            loss_of(net, world, 1).backward()
+            with pytest.raises(ValueError, match="must be finite"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 0.01
+            zerofp4.testing.verify_model(net, optimizer)
     step_of(world, models, 2)
     assert_same(models, "after")
 
 
 # Memory
-
-
-@pytest.mark.parametrize("reentrant", [None, False])
-def test_no_more_than_a_bucket_of_gradients_lives(world, reentrant):
-    """As hooks see it that come behind those of the optimizer."""
-    net, optimizer = make(world, bucket_mb=TINY)
-    parameters = list(net.parameters())
-    largest = max(p.numel() for p in parameters) * 2
-    alive = []
-
-    def count(_):
-        alive.append(sum(p.grad.nbytes for p in parameters if p.grad is not None))
-
-    for p in parameters:
-        p.register_post_accumulate_grad_hook(count)
-    loss_of(net, world, 0, reentrant=reentrant).backward()
-    assert len(alive) == len(parameters) and max(alive) <= largest
-    optimizer.step()
 
 
 def test_the_memory_of_a_gradient_is_freed(world):
@@ -301,30 +202,6 @@ def test_a_backward_pass_on_another_stream():
             optimizer.step()
             optimizer.zero_grad()
         assert_same(models, f"step {step}")
-
-
-# NaN and Inf
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_bucket_with_a_nan_or_inf_is_left_out(world, bad):
-    net, optimizer = make(world, bucket_mb=TINY)
-    step_of(world, [(net, optimizer)], 0)
-    before = [master.clone() for master in optimizer.gathered_masters()]
-    hooks = [net.layers[i].weight.register_hook(lambda g: g * bad) for i in (2, 0)]
-    loss_of(net, world, 1).backward()
-    for hook in hooks:
-        hook.remove()
-    optimizer.step()
-    everything = {name for name, _ in net.named_parameters()}
-    assert moved(net, optimizer, before) == everything - {"layers.0.weight", "layers.2.weight"}
-    assert optimizer.found_inf.item() == 1 and optimizer.skipped_steps == 1
-    assert "layers.0.weight" in optimizer.first_nonfinite()
-    zerofp4.testing.verify_model(net, optimizer)
-    step_of(world, [(net, optimizer)], 2)
-    assert moved(net, optimizer, before) == everything
-    assert optimizer.found_inf.item() == 0 and optimizer.skipped_steps == 1
-    assert optimizer.first_nonfinite() is None
 
 
 # What it refuses
@@ -425,50 +302,7 @@ def test_grad_scaler_and_a_found_inf_of_ones_own(world):
     assert optimizer.broken is not None
 
 
-# Errors
-
-
-def test_an_error_before_the_first_update_changes_nothing(world):
-    """It waits for step(), and leaves gradients where they are."""
-    net, optimizer = make(world, bucket_mb=TINY)
-    step_of(world, [(net, optimizer)], 0)
-    with nothing_changes(net, optimizer):
-        optimizer.param_groups[0]["lr"] = math.nan
-        loss_of(net, world, 1).backward()
-        assert all(p.grad is not None for p in net.parameters())
-        with pytest.raises(ValueError, match="must be finite"):
-            optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.01
-    assert optimizer.broken is None and optimizer._saved.steps == 1
-    optimizer.step()
-    assert optimizer._saved.steps == 2
-
-
-def test_an_error_behind_the_first_update_breaks_the_optimizer(world):
-    """No bucket behind it is updated. A checkpoint mends it."""
-    net, optimizer = make(world, bucket_mb=TINY)
-    step_of(world, [(net, optimizer)], 0)
-    good = torch.load(_saved(optimizer.state_dict()), weights_only=False)
-    masters = [master.clone() for master in optimizer.gathered_masters()]
-
-    def write(_):
-        with torch.no_grad():
-            net.layers[1].bias.zero_()  # before its update; layers.0 comes last
-
-    hook = net.layers[2].weight.register_hook(write)
-    loss_of(net, world, 1).backward()
-    hook.remove()
-    assert "layers.3.weight" in moved(net, optimizer, masters)
-    assert "layers.0.weight" not in moved(net, optimizer, masters)
-    with pytest.raises(RuntimeError, match=r"layers.1.bias.* was written to"):
-        optimizer.step()
-    assert "was written to" in str(optimizer.broken)
-    with pytest.raises(RuntimeError, match="must not be saved"):
-        _saved(optimizer.state_dict())
-    optimizer.zero_grad()
-    optimizer.load_state_dict(good)
-    assert_all_equal(optimizer.gathered_masters(), masters, "masters")
-    step_of(world, [(net, optimizer)], 2)
+# Checkpoints and errors
 
 
 def _saved(state_dict):

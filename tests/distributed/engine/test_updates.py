@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_parameters
-from cases.updates import OPTIONS, SERVED, SMALL, TINY, loss_of, make, make_pair
+from cases.updates import OPTIONS, SERVED, SMALL, TINY, loss_of, make, make_pair, moved, step_of
 
 from distributed.engine.file_peers import FilePeers
 from distributed.engine.overlap_cases import assert_same, nothing_changes
@@ -24,13 +25,6 @@ from zerofp4.engine.topology import Topology
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, agreement, sharded, zero
 
 FOUND = "found an error, and no rank takes this step"
-
-
-def step_of(world, models, seed, **how):
-    for net, optimizer in models:
-        loss_of(net, world, seed, **how).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @on_ranks(1, 2, 3, time_limit=120)
@@ -47,11 +41,12 @@ def test_weights_whose_scales_travel(world, blocks):
     whole_steps(world, make_pair(world, blocks=blocks, bucket_mb=TINY, transport="collective"))
 
 
-@on_ranks(2, time_limit=120)
+@on_ranks(1, 2, time_limit=120)
 @pytest.mark.parametrize(
     "options",
     [
         {"gradient_dtype": torch.float32},
+        {"gradient_wire": torch.float32},
         {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
         {"gradient_wire": torch.float16},
         {"reduction": "reduce_scatter"},
@@ -162,7 +157,7 @@ def test_a_second_backward_pass_of_other_parameters(world):
     assert optimizer.broken is not None
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_a_backward_pass_in_a_closure(world):
     models = make_pair(world, bucket_mb=TINY, transport="collective")
     for step in range(2):
@@ -218,8 +213,9 @@ def test_the_work_of_the_host_grows_with_the_buckets_and_not_with_their_square(w
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("reduction", ["ordered", "reduce_scatter"])
-def test_no_gradients_of_a_whole_model(world, reduction):
-    """A bucket is gone from p.grad when it is sent: before that, what other parameters of it have."""
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_no_more_than_a_bucket_of_gradients_lives(world, reduction, reentrant):
+    """As hooks see it that come behind those of the optimizer; and a model has no other memory for them."""
     net, optimizer = make(world, bucket_mb=TINY, transport="collective", reduction=reduction)
     parameters = list(net.parameters())
     alive = []
@@ -229,8 +225,8 @@ def test_no_gradients_of_a_whole_model(world, reduction):
 
     for p in parameters:
         p.register_post_accumulate_grad_hook(count)
-    loss_of(net, world, 0).backward()
-    assert max(alive) < sum(p.numel() * 2 for p in parameters) / 2
+    loss_of(net, world, 0, reentrant=reentrant).backward()
+    assert len(alive) == len(parameters) and max(alive) <= 2 * max(p.numel() for p in parameters)
     assert all(p.grad is None for p in parameters)
     optimizer.step()
     own = [memory.flat.untyped_storage() for memory in optimizer._transport.memory if memory is not None]
@@ -241,89 +237,110 @@ def test_no_gradients_of_a_whole_model(world, reduction):
 # NaN and Inf
 
 
-@on_ranks(2, 3)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_bucket_with_a_nan_or_inf_on_one_rank(world, bad):
-    """It is left out on all of them, and no other is."""
+def test_buckets_with_a_nan_or_inf_on_one_rank(world, bad):
+    """They are left out on all of them, and no others are."""
     net, optimizer = make(world, bucket_mb=TINY, transport="collective")
     step_of(world, [(net, optimizer)], 0)
     before = [master.clone() for master in optimizer.gathered_masters()]
-    hook = net.layers[2].weight.register_hook(lambda g: g * (bad if world.rank else 1))
+    factor = bad if world.rank == world.world_size - 1 else 1
+    hooks = [net.layers[i].weight.register_hook(lambda g: g * factor) for i in (2, 0)]
     loss_of(net, world, 1).backward()
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     optimizer.step()
-    names = [name for name, _ in net.named_parameters()]
-    pairs = zip(names, optimizer.gathered_masters(), before, strict=True)
-    assert [name for name, now, then in pairs if now.equal(then)] == ["layers.2.weight"]
+    everything = {name for name, _ in net.named_parameters()}
+    assert moved(net, optimizer, before) == everything - {"layers.0.weight", "layers.2.weight"}
     assert optimizer.found_inf.item() == 1 and optimizer.skipped_steps == 1
-    assert "layers.2.weight" in optimizer.first_nonfinite()
+    assert "layers.0.weight" in optimizer.first_nonfinite()
     check_weights(list(net.parameters()), optimizer)
     step_of(world, [(net, optimizer)], 2)
+    assert moved(net, optimizer, before) == everything
     assert optimizer.found_inf.item() == 0 and optimizer.skipped_steps == 1
+    assert optimizer.first_nonfinite() is None
 
 
 # Errors
 
 
-def write(weight):
-    with torch.no_grad():
-        weight.zero_()
+def of_last_rank(world, mine, others=FOUND):
+    """Around a call that raises on every rank: what the last one found, and what the others are told."""
+    return pytest.raises((ValueError, RuntimeError), match=mine if is_last(world) else others)
 
 
-@on_ranks(2, 3)
+def is_last(world):
+    return world.rank == world.world_size - 1
+
+
+@on_ranks(1, 2, 3)
 def test_an_error_of_one_rank_before_the_first_update(world):
     """Nothing changes on any rank, and all raise in step(), where hosts read agreements."""
     net, optimizer = make(world, bucket_mb=TINY, transport="collective")
     optimizer._agreement.defers = False
     step_of(world, [(net, optimizer)], 0)
-    good = optimizer.state_dict()
     with nothing_changes(net, optimizer):
-        if world.rank == 1:
+        if is_last(world):
             optimizer.param_groups[0]["lr"] = math.nan
         loss_of(net, world, 1).backward()
-        with pytest.raises((ValueError, RuntimeError), match="must be finite" if world.rank == 1 else FOUND):
+        assert world.world_size > 1 or all(p.grad is not None for p in net.parameters())
+        with of_last_rank(world, "must be finite"):
             optimizer.step()
         optimizer.param_groups[0]["lr"] = OPTIONS["lr"]
-    assert optimizer.broken is None
+    assert optimizer.broken is None and optimizer._saved.steps == 1
+    if world.world_size == 1:
+        optimizer.step()  # of the same gradients
+    else:
+        optimizer.zero_grad()
+        step_of(world, [(net, optimizer)], 2)
+    assert optimizer._saved.steps == 2
+
+
+def pass_that_writes(world, net, seed):
+    """A backward pass. The last rank writes to a bias behind the first updates, and before its own."""
+
+    def write(_):
+        if is_last(world):
+            with torch.no_grad():
+                net.layers[1].bias.zero_()  # layers.0 comes last
+
+    hook = net.layers[2].weight.register_hook(write)
+    loss_of(net, world, seed).backward()
+    hook.remove()
+
+
+def breaks_and_is_mended(world, net, optimizer):
+    """No rank updates another bucket; all are broken, and a checkpoint mends them."""
+    optimizer._agreement.defers = False
+    step_of(world, [(net, optimizer)], 0)
+    good = copy.deepcopy(optimizer.state_dict())
+    before = [master.clone() for master in optimizer.gathered_masters()]
+    pass_that_writes(world, net, 1)
+    with of_last_rank(world, r"layers.1.bias.* was written to"):
+        optimizer.step()
+    assert optimizer.broken is not None
+    changed = moved(net, optimizer, before)
+    assert {"rare.weight", "layers.3.weight"} <= changed and "layers.0.weight" not in changed
+    with pytest.raises(RuntimeError, match="of no more use"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="must not be saved"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
     optimizer.zero_grad()
+    optimizer.load_state_dict(good)
+    assert_all_equal(optimizer.gathered_masters(), before, "masters")
     step_of(world, [(net, optimizer)], 2)
-    assert good.keys() and optimizer._saved.steps == 2
+    check_weights(list(net.parameters()), optimizer)
+
+
+@on_ranks(1, 2, nightly=[3])
+def test_an_error_of_one_rank_behind_the_first_update(world):
+    breaks_and_is_mended(world, *make(world, bucket_mb=TINY, transport="collective"))
 
 
 @on_ranks(2, nightly=[3])
-@pytest.mark.parametrize("way", ["collective", "peer"])
-def test_an_error_of_one_rank_behind_the_first_update(world, way):
-    """No rank updates another bucket; all are broken, and a checkpoint mends them."""
-
-    def check(alone, models):
-        net, optimizer = models[-1]
-        optimizer._agreement.defers = False
-        step_of(alone, [(net, optimizer)], 0)
-        good = optimizer.state_dict()
-        good["state"] = {n: {k: v.clone() for k, v in e.items()} for n, e in good["state"].items()}
-        before = [master.clone() for master in optimizer.gathered_masters()]
-        written = net.layers[1].bias if world.rank == 1 else torch.zeros(2)
-        hook = net.layers[2].weight.register_hook(lambda _: write(written))
-        loss_of(net, alone, 1).backward()
-        hook.remove()
-        with pytest.raises(RuntimeError, match="was written to" if world.rank == 1 else FOUND):
-            optimizer.step()
-        assert optimizer.broken is not None
-        pairs = zip(net.named_parameters(), optimizer.gathered_masters(), before, strict=True)
-        moved = {name for (name, _), now, then in pairs if not now.equal(then)}
-        assert "rare.weight" in moved and "layers.0.weight" not in moved
-        with pytest.raises(RuntimeError, match="of no more use"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.load_state_dict(good)
-        assert_all_equal(optimizer.gathered_masters(), before, "masters")
-        step_of(alone, [(net, optimizer)], 2)
-        check_weights(list(net.parameters()), optimizer)
-
-    if way == "peer":
-        with_peers(world, check, True, bucket_mb=TINY)
-    else:
-        check(world, [make(world, bucket_mb=TINY, transport="collective")])
+def test_an_error_behind_the_first_update_of_ranks_that_share_memory(world):
+    check = lambda alone, models: breaks_and_is_mended(alone, *models[1])  # noqa: E731
+    with_peers(world, check, True, bucket_mb=TINY)
 
 
 @on_ranks(2)
@@ -456,23 +473,17 @@ def test_the_others_hear_of_an_error_behind_the_first_update_in_the_next_step(wo
     """They do not save what they have, and all are broken then."""
     net, optimizer = make_deferred(world)
     step_of(world, [(net, optimizer)], 0)
-    good = optimizer.state_dict()
-    good["state"] = {n: {k: v.clone() for k, v in e.items()} for n, e in good["state"].items()}
-    written = net.layers[1].bias if world.rank == 1 else torch.zeros(2)
-    hook = net.layers[2].weight.register_hook(lambda _: write(written))
-    loss_of(net, world, 1).backward()
-    hook.remove()
-    if world.rank == 1:
-        with pytest.raises(RuntimeError, match="was written to"):
-            optimizer.step()
-    else:
+    good = copy.deepcopy(optimizer.state_dict())
+    pass_that_writes(world, net, 1)
+    with of_last_rank(world, "was written to") if is_last(world) else contextlib.nullcontext():
         optimizer.step()
-        assert optimizer.broken is None
+    assert (optimizer.broken is not None) == is_last(world)
     with pytest.raises(RuntimeError, match="must not be saved"):
         torch.save(optimizer.state_dict(), io.BytesIO())
     optimizer.zero_grad()
     loss_of(net, world, 2).backward()
-    with pytest.raises(RuntimeError, match="which all ranks have taken in part: rank 1 found an error"):
+    found = rf"which all ranks have taken in part: rank {world.world_size - 1} found an error"
+    with pytest.raises(RuntimeError, match=found):
         optimizer.step()
     assert optimizer.broken is not None
     optimizer.zero_grad()
