@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,6 +62,33 @@ def make_gradients(parameters: list[nn.Parameter], step: int) -> list[torch.Tens
 def set_gradients(parameters: list[nn.Parameter], gradients: list[torch.Tensor | None]) -> None:
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = None if gradient is None else gradient.to(p.dtype)
+
+
+def built(device, optimizer_class=torch.optim.AdamW, seed=None, specifications=SPECIFICATIONS, **options):
+    """Parameters and an optimizer of them. seed: of the gradients that they have; None for none."""
+    parameters = make_parameters(device, specifications=specifications)
+    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **keywords(options))
+    if seed is not None:
+        set_gradients(parameters, make_gradients(parameters, seed))
+    return parameters, optimizer
+
+
+def everything(parameters, optimizer, *others: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of all that a step changes, but for found_inf, and of the others."""
+    tensors = [*others, *optimizer.gathered_masters()]
+    for p in parameters:
+        tensors += [b for _, b in p.record.buffers()] if isinstance(p, NVFP4Tensor) else [p.detach()]
+    for _, state in sorted(optimizer.inner.state_dict()["state"].items()):
+        tensors += [state[key] for key in sorted(state)]
+    return [tensor.clone() for tensor in tensors]
+
+
+@contextlib.contextmanager
+def unchanged(parameters, optimizer, *others: torch.Tensor) -> Iterator[None]:
+    """What is done inside changes nothing of everything()."""
+    before = everything(parameters, optimizer, *others)
+    yield
+    assert_all_equal(everything(parameters, optimizer, *others), before, "tensor")
 
 
 def turn_gradients(parameters: list[nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ from cases.optim import (
     Plain,
     assert_all_equal,
     batch,
+    built,
     check,
     make_gradients,
     make_net,
@@ -54,9 +55,7 @@ def test_clip_of_nonfinite_gradients_is_what_torch_says(device, norm_type, value
 
 
 def test_clipping_twice_clips_what_was_clipped(device):
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
-    set_gradients(parameters, make_gradients(parameters, 0))
+    _, optimizer = built(device, torch.optim.SGD, seed=0, lr=0.1)
     optimizer.clip_grad_norm_(3.0, math.inf)
     assert optimizer.clip_grad_norm_(2.0, math.inf).item() == pytest.approx(3.0)
     assert optimizer.clip_grad_norm_(9.0, math.inf).item() == pytest.approx(2.0)
@@ -100,9 +99,7 @@ def test_after_a_step_gradients_are_reduced_anew(device):
 
 
 def test_clipped_gradients_that_are_dropped_are_reduced_anew(device):
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
-    set_gradients(parameters, make_gradients(parameters, 0))
+    parameters, optimizer = built(device, torch.optim.SGD, seed=0, lr=0.1)
     optimizer.clip_grad_norm_(1e-3)
     gradients = make_gradients(parameters, 1)
     set_gradients(parameters, gradients)
@@ -128,9 +125,7 @@ def test_clipped_gradients_that_are_dropped_are_reduced_anew(device):
     ],
 )
 def test_arguments_of_clip_must_be_norms(device, arguments, message):
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
-    set_gradients(parameters, make_gradients(parameters, 0))
+    _, optimizer = built(device, torch.optim.SGD, seed=0, lr=0.1)
     with pytest.raises(ValueError, match=message):
         optimizer.clip_grad_norm_(*arguments)
     assert optimizer._reduced is None
@@ -138,8 +133,7 @@ def test_arguments_of_clip_must_be_norms(device, arguments, message):
 
 @pytest.mark.parametrize("max_norm", [0, torch.tensor(0.0), -0.0])
 def test_clip_to_zero(device, max_norm):
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
+    parameters, optimizer = built(device, torch.optim.SGD, lr=0.1)
     before = optimizer.gathered_masters()
     set_gradients(parameters, make_gradients(parameters, 0))
     optimizer.clip_grad_norm_(max_norm, "inf")

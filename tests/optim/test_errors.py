@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords, make_gradients, make_net, make_parameters, set_gradients
+from cases.optim import (
+    assert_all_equal,
+    built,
+    keywords,
+    make_gradients,
+    make_net,
+    make_parameters,
+    set_gradients,
+)
 from helpers import needs_gpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,8 +29,7 @@ def assert_refused(optimizer, message):
 
 
 def test_the_list_of_parameters_is_fixed(device):
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
+    _, optimizer = built(device)
     extra = nn.Parameter(torch.zeros(3, device=device))
     with pytest.raises(RuntimeError, match=r"add_param_group: .* build a new optimizer"):
         optimizer.add_param_group({"params": [extra]})
@@ -62,8 +69,7 @@ def test_a_scheduler_of_the_inner_optimizer_does_not_go_unheard(device, optimize
 
 def test_weights_that_were_written_to(device):
     for i in (0, 1, 3):
-        parameters = make_parameters(device)
-        optimizer = ZeroFP4Optimizer(parameters)
+        parameters, optimizer = built(device)
         with torch.no_grad():
             parameters[i].zero_()
         assert_refused(optimizer, rf"\['params'\]\[{i}\] was written to since the last step")
@@ -78,9 +84,7 @@ def test_sparse_gradients(device):
 
 def test_a_gradient_of_fewer_elements(device):
     """Assigned through .data, which torch does not check."""
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
-    set_gradients(parameters, make_gradients(parameters, 0))
+    parameters, optimizer = built(device, seed=0)
     optimizer.step()
     parameters[0].grad.data = parameters[0].grad.new_zeros(2, 2)
     assert_refused(optimizer, r"\['params'\]\[0\] has a gradient of shape \(2, 2\)")
@@ -89,8 +93,7 @@ def test_a_gradient_of_fewer_elements(device):
 @pytest.mark.parametrize("offset", [0, 64])
 def test_gradients_that_were_freed(device, offset):
     """A view of a freed storage is at its offset, not at address 0."""
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
+    parameters, optimizer = built(device)
     for i in (0, 1):  # a quantized weight and a plain one
         set_gradients(parameters, make_gradients(parameters, 0))
         gradient = parameters[i].grad
@@ -110,8 +113,7 @@ def freed(gradient):
 
 def test_a_gradient_of_another_kind_than_in_the_last_step(device):
     """Whose gradients had passed all checks."""
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW)
+    parameters, optimizer = built(device, FusedAdamW)
     for change, problem in ((torch.Tensor.to_sparse, "of layout"), (freed, "whose storage was freed")):
         set_gradients(parameters, make_gradients(parameters, 0))
         optimizer.step()
@@ -125,8 +127,7 @@ def test_gradients_in_another_order_or_sign_than_in_the_last_step(device, optimi
     changes = [None, lambda g: g.t().contiguous().t(), lambda g: torch._neg_view(-g)]
     masters = []
     for change in changes:
-        parameters = make_parameters(device)
-        optimizer = ZeroFP4Optimizer(parameters, optimizer_class)
+        parameters, optimizer = built(device, optimizer_class)
         for step in range(2):
             set_gradients(parameters, make_gradients(parameters, step))
             if step and change is not None:
@@ -141,8 +142,7 @@ def test_gradients_in_another_order_or_sign_than_in_the_last_step(device, optimi
 
 def test_gradients_on_another_device(device, monkeypatch):
     """torch keeps a gradient with its parameter, so that both have moved as a rule, which is said then."""
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
+    parameters, optimizer = built(device)
     elsewhere = [torch.zeros(p.shape, dtype=p.dtype, device="meta") for p in parameters]
     monkeypatch.setattr(zero.ops, "gradients_of", lambda _: elsewhere)
     assert_refused(optimizer, rf"has a gradient on meta, and its master is on {device.type}")

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, both, make_gradients, make_parameters, set_gradients, take_steps
+from cases.optim import both, built, make_gradients, set_gradients, take_steps, unchanged
 from helpers import assert_bytes_equal
 from torch import nn
 
-from zerofp4 import NVFP4Tensor
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 CLASSES = pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
@@ -40,16 +39,6 @@ MOVES_IN_PLACE = {
 }
 
 
-def everything(parameters, optimizer):
-    """Copies of all that a step changes."""
-    tensors = [*optimizer.gathered_masters(), optimizer.found_inf]
-    for p in parameters:
-        tensors += [b for _, b in p.record.buffers()] if isinstance(p, NVFP4Tensor) else [p.detach()]
-    for _, state in sorted(optimizer.inner.state_dict()["state"].items()):
-        tensors += [state[key] for key in sorted(state)]
-    return [tensor.clone() for tensor in tensors]
-
-
 @CLASSES
 @pytest.mark.parametrize("what", [*MOVES, *MOVES_IN_PLACE])
 def test_no_step_after_a_move_and_the_same_steps_after_refresh(device, what, optimizer_class):
@@ -60,11 +49,10 @@ def test_no_step_after_a_move_and_the_same_steps_after_refresh(device, what, opt
     take_steps(plain, optimizer, [0])
     move(plain.parameters, optimizer)
     set_gradients(plain.parameters, make_gradients(plain.parameters, 1))
-    before = everything(plain.parameters, optimizer)
-    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
-        with pytest.raises(RuntimeError, match=rf"{name}.* has moved since .* call refresh\(\)"):
-            call()
-    assert_all_equal(everything(plain.parameters, optimizer), before, "tensor")
+    with unchanged(plain.parameters, optimizer, optimizer.found_inf):
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+            with pytest.raises(RuntimeError, match=rf"{name}.* has moved since .* call refresh\(\)"):
+                call()
     if what != "master":  # a tensor of ours, whose buffer is of no more use
         optimizer.refresh()
         take_steps(plain, optimizer, [1, 2])
@@ -93,20 +81,17 @@ def test_moments_may_move(device):
 
 
 def test_refresh_drops_what_was_assigned(device):
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
-    before = everything(parameters, optimizer)
-    for i in (1, 3, 5):
-        parameters[i].data = torch.full_like(parameters[i].data, 7)
-    optimizer.refresh()
-    assert_all_equal(everything(parameters, optimizer), before, "tensor")
+    parameters, optimizer = built(device)
+    with unchanged(parameters, optimizer):
+        for i in (1, 3, 5):
+            parameters[i].data = torch.full_like(parameters[i].data, 7)
+        optimizer.refresh()
     optimizer.step()
 
 
 def test_refresh_in_inference_mode(device):
     """The parameters are those of training, as they were."""
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
+    parameters, optimizer = built(device)
     with torch.inference_mode():
         optimizer.refresh()
     assert not any(p.is_inference() for p in parameters)
@@ -117,8 +102,7 @@ def test_refresh_in_inference_mode(device):
 
 @pytest.mark.parametrize(("shape", "dtype"), [((300,), torch.float64), ((299,), torch.float16)])
 def test_refresh_of_a_parameter_that_is_another(device, shape, dtype):
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
+    parameters, optimizer = built(device)
     parameters[5].data = torch.zeros(shape, dtype=dtype, device=device)
     moved = parameters[0].rowwise_data = parameters[0].rowwise_data.clone()
     with pytest.raises(ValueError) as caught:

@@ -13,6 +13,7 @@ from cases.optim import (
     assert_weights_follow,
     batch,
     both,
+    built,
     check,
     make_gradients,
     make_net,
@@ -152,8 +153,7 @@ def test_weights_lie_in_the_gather_buffers(device):
     """One behind the other, each in a storage of its own: who saves a model takes tensors over one storage
     for tied weights. FP32 parameters are their own masters.
     """
-    parameters = make_parameters(device)
-    optimizer = ZeroFP4Optimizer(parameters)
+    parameters, optimizer = built(device)
     assert optimizer.inner.param_groups[0]["params"][3].data_ptr() == parameters[3].data_ptr()
     pointers = set()
     for step in range(3):

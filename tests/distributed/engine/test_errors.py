@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 
 from distributed import cases
@@ -191,22 +192,35 @@ def test_hooks_of_an_optimizer_that_updates_buckets_are_refused(world):
 
 
 @on_ranks(2)
-def test_a_step_after_one_that_was_interrupted(world):
-    """On all ranks at the same place: reductions and messages of the first are on their way when the ranks go
-    on from a checkpoint.
+@pytest.mark.parametrize("between", ["buckets", "classes"])
+def test_a_step_after_one_that_was_interrupted(world, between):
+    """On all ranks at the same place, as by a terminal: reductions and messages of the first are on their way
+    when the ranks go on from a checkpoint.
     """
-    parameters, optimizer = build(world)
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    part, run = optimizer.inner._parts[1], optimizer.inner._parts[1].run
+    parameters = parameters_of(world)
+    beside = {"params": parameters[4:], "optimizer_class": torch.optim.SGD, "lr": 0.1}
+    groups = [{"params": parameters[:4]}, beside] if between == "classes" else parameters
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, bucket_mb=SMALL))
+    checkpoint, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
 
     def interrupt(*_):
-        part.run = run
         raise KeyboardInterrupt
 
-    part.run = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
+    first = optimizer.inners.all[0]
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    with contextlib.ExitStack() as removed:
+        if between == "classes":
+            removed.callback(optimizer.inners.all[1].register_step_pre_hook(interrupt).remove)
+        else:
+            removed.enter_context(mock.patch.object(first._parts[1], "run", interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert "KeyboardInterrupt" in str(optimizer.broken)
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"the optimizer is of no more use: step\(\) was left"):
+            call()
     optimizer.load_state_dict(checkpoint)
+    assert_all_equal(optimizer.gathered_masters(), masters, "master")
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
         optimizer.step()

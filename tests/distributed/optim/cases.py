@@ -8,11 +8,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases.optim import (
-    assert_weights_follow,
-    make_gradients,
-    make_parameters,
-)
+from cases import optim
+from cases.optim import assert_weights_follow, make_gradients, make_parameters
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.nn import functional as F
@@ -47,6 +44,11 @@ WAYS = [
 
 def parameters_of(world, seed: int = 0) -> list[nn.Parameter]:
     return make_parameters(world.device, seed, SPECIFICATIONS)
+
+
+def built(world, optimizer_class=torch.optim.AdamW, seed=None, **options):
+    """As cases.optim.built, of the parameters here."""
+    return optim.built(world.device, optimizer_class, seed, SPECIFICATIONS, **options)
 
 
 def gradients_of(world, parameters, step):

@@ -11,17 +11,22 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, make_gradients, set_gradients
 
-from distributed.optim.cases import check_weights, gradients_of, model_bytes, parameters_of, whole_state
+from distributed.optim.cases import (
+    built,
+    check_weights,
+    gradients_of,
+    model_bytes,
+    whole_state,
+)
 from distributed.run import on_ranks
 from zerofp4.engine import GradientMemory
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW
 
 
 def build(world, defers=True, **options):
-    parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.02, weight_decay=0.1, **keywords(options))
+    parameters, optimizer = built(world, FusedAdamW, lr=0.02, weight_decay=0.1, **options)
     optimizer._agreement.defers = defers
     return parameters, optimizer
 

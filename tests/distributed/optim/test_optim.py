@@ -24,6 +24,7 @@ from torch import nn
 from distributed.optim.cases import (
     assert_same_on_all_ranks,
     averages,
+    built,
     check_weights,
     loss_of,
     make_net,
@@ -236,8 +237,7 @@ def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire):
 @on_ranks(2, 3)
 def test_weights_are_gathered_in_place(world):
     """A gather's output is the storage that the weights are views of, its input this rank's slice of it."""
-    parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, communication=Communication(transport="collective"))
+    parameters, optimizer = built(world, transport="collective")
     calls = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     collective = getattr(dist, name)
