@@ -7,7 +7,8 @@ from zerofp4.gemm import Operand, gemm
 from zerofp4.inspect import quantization_error
 from zerofp4.nn import convert_model, plain_state_dict
 from zerofp4.ops import build_info
-from zerofp4.optim import master_state_dict, save_safetensors, unconvert_model
+from zerofp4.optim import master_state_dict, unconvert_model
+from zerofp4.serving import save_safetensors
 from zerofp4.tensors import (
     GroupedNVFP4Tensor,
     MXFP8Tensor,

@@ -4,9 +4,9 @@ from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.export import (
-    gather_masters,  # noqa: F401 (for inspect)
+    gather_masters,  # noqa: F401 (for inspect and serving)
     master_state_dict,
-    save_safetensors,
+    named_tensors,  # noqa: F401 (for serving)
     unconvert_model,
 )
 from zerofp4.optim.moments import scales_shape, suits_compact  # noqa: F401 (for inspect)
@@ -18,6 +18,5 @@ __all__ = [
     "FusedAdamW",
     "ZeroFP4Optimizer",
     "master_state_dict",
-    "save_safetensors",
     "unconvert_model",
 ]

@@ -1,29 +1,16 @@
-"""A trained model in ordinary tensors: a state dict of its masters, safetensors, ordinary parameters."""
+"""A trained model in ordinary tensors: a state dict of its masters, ordinary parameters."""
 
-import contextlib
-import itertools
-import json
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofp4.distributed import OwnError, exchange, rank_and_size
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.piece import Piece, gathered
 from zerofp4.optim.zero import ZeroFP4Optimizer
 from zerofp4.tensors import QuantizedTensor, check_not_held
-
-SHARD_BYTES = 5 * 10**9
-"""Of tensors in a file of safetensors, at most, unless one tensor has more."""
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 def master_state_dict(
@@ -63,11 +50,11 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, Ma
 def _values(
     model: nn.Module, masters: Mapping[int, Piece], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, value, is_parameter in _tensors(model):
+    for key, value, is_parameter in named_tensors(model):
         yield key, parameter_values(value, masters, dtype) if is_parameter else value.detach().clone()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Keys and values of a model's state dict, without extra state of modules, and which are parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict(keep_vars=True).items():
@@ -94,95 +81,6 @@ def gather_masters(
     """
     _, masters = _find_masters(optimizer, torch.float32)
     return (gathered(masters[id(p)]) if id(p) in masters else None for p in parameters)
-
-
-def save_safetensors(
-    model: nn.Module,
-    optimizer: ZeroFP4Optimizer | AveragedMasters,
-    folder: str | os.PathLike,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of 5 GB
-    at most, as they are gathered, and an index where there are several.
-
-    Collective; rank 0 of the optimizer's group writes. An older export in the folder stays whole until the
-    new one is, and its files are gone afterwards; shards that would have their names are called model-1-...
-    What rank 0 raises (ImportError without the package safetensors, OSError) the others raise as a
-    RuntimeError. Raises ValueError where ranks train different parameters.
-    """
-    optimizer, masters = _find_masters(optimizer, dtype)
-    if optimizer._agreement.has_other_parameters_elsewhere():
-        raise ValueError(
-            "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
-            "slices, stages): write what master_state_dict gives on a rank of each process group"
-        )
-    tensors, error, group = _values(model, masters, dtype), OwnError(), optimizer.process_group()
-    if rank_and_size(group)[0] == 0:
-        with error:
-            _write_export(Path(folder), model, dtype, tensors)
-    for _ in tensors:  # behind an error too, since the other ranks wait in the gathers
-        pass
-    exchange(None, error, group, "save_safetensors()")
-
-
-def _write_export(
-    folder: Path, model: nn.Module, dtype: torch.dtype, tensors: Iterator[tuple[str, torch.Tensor]]
-) -> None:
-    """Write the files of an export into a folder that may have an older one.
-
-    Shards get names that no older index has. The index, or the only file, is called a draft until all is
-    written. Its move to its own name, which replaces a link there, makes the export the new one; files of the
-    older one go after that. So readers find one of the two, whole, whenever this process ends.
-    """
-    import safetensors.torch
-
-    shards, sizes = [[]], [0]  # keys and bytes
-    for key, value, is_parameter in _tensors(model):
-        size = value.numel() * (dtype if is_parameter else value.dtype).itemsize
-        if shards[-1] and sizes[-1] + size > SHARD_BYTES:
-            shards.append([])
-            sizes.append(0)
-        shards[-1].append(key)
-        sizes[-1] += size
-    folder.mkdir(parents=True, exist_ok=True)
-    draft, name, count = folder / ".model.safetensors.draft", SINGLE, len(shards)
-    draft.unlink(missing_ok=True)  # of a save that was killed
-    paths, is_drafted = [draft], False
-    if count > 1:
-        choices = (
-            [folder / f"model{prefix}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-            for prefix in itertools.chain([""], map("-{}".format, itertools.count(1)))
-        )
-        paths, name = next(c for c in choices if not any(map(os.path.lexists, c))), INDEX
-    try:
-        for path, keys in zip(paths, shards, strict=True):
-            own = itertools.islice(tensors, len(keys))
-            held = {key: tensor.cpu().contiguous() for key, tensor in own}
-            safetensors.torch.save_file(held, str(path), metadata={"format": "pt"})
-            _sync(path)
-            del held  # before the next shard is gathered
-        if count > 1:
-            weight_map = {key: path.name for path, keys in zip(paths, shards, strict=True) for key in keys}
-            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-            draft.write_text(json.dumps(index, indent=2))
-            _sync(draft)
-        is_drafted = True
-        os.replace(draft, folder / name)
-    finally:
-        if not is_drafted or draft.exists():  # these are files of no export
-            with contextlib.suppress(OSError):
-                for path in (*paths, draft):
-                    path.unlink(missing_ok=True)
-    for path in map(folder.joinpath, [INDEX, SINGLE, *filter(SHARD.fullmatch, os.listdir(folder))]):
-        # An older index goes before its shards.
-        if path.name != name and path not in paths and (path.is_symlink() or path.is_file()):
-            path.unlink()
-
-
-def _sync(path: Path) -> None:
-    """Before a file gets its name its contents are on the disk, also where the machine fails."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def unconvert_model(

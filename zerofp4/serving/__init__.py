@@ -1,6 +1,7 @@
-"""Trained NVFP4 weights in the formats of serving engines."""
+"""Trained NVFP4 weights in the formats of serving engines, and their masters as safetensors."""
 
 from zerofp4.serving.fused import FUSED, amax_groups
+from zerofp4.serving.masters import save_safetensors
 from zerofp4.serving.plan import Served
 from zerofp4.serving.refit import Part, ServedWeights, weights
 from zerofp4.serving.save import save_pretrained
@@ -13,5 +14,6 @@ __all__ = [
     "ServedWeights",
     "amax_groups",
     "save_pretrained",
+    "save_safetensors",
     "weights",
 ]

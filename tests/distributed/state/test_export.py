@@ -16,7 +16,7 @@ import zerofp4
 from distributed.cases import shared_folder
 from distributed.run import on_ranks
 from distributed.state.cases import Model, build, run, trained, whole
-from zerofp4.optim import export
+from zerofp4.serving import files
 
 
 @on_ranks(1, 2, 3)
@@ -45,8 +45,8 @@ def test_safetensors_are_written_in_shards(world):
     model, optimizer = trained(world)
     path, names = shared_folder(world), []
     expected = dict(zerofp4.master_state_dict(model, optimizer, torch.bfloat16))
-    for shards, size in [(1, export.SHARD_BYTES), (3, 3500)]:
-        with mock.patch.object(export, "SHARD_BYTES", size):
+    for shards, size in [(1, files.SHARD_BYTES), (3, 3500)]:
+        with mock.patch.object(files, "SHARD_BYTES", size):
             zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
         if world.rank == 0:
             index, names = path / "model.safetensors.index.json", sorted(path.glob("*.safetensors"))
@@ -57,7 +57,7 @@ def test_safetensors_are_written_in_shards(world):
                 assert_bytes_equal(found[key], value.cpu(), key)
     run(model, optimizer, range(2, 3))
     with pytest.raises((OSError, RuntimeError), match="No space left"):  # of the rank that writes, on all
-        with mock.patch.object(safetensors, "save_file", no_space if world.rank == 0 else None):
+        with mock.patch.object(files.Shard, "write", no_space if world.rank == 0 else None):
             zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
     if world.rank == 0:
         assert set(path.iterdir()) == {*names, index}

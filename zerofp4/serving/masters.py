@@ -1,0 +1,59 @@
+"""save_safetensors: the masters of a trained model as files that transformers reads."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zerofp4.distributed import OwnError, exchange, rank_and_size
+from zerofp4.optim import AveragedMasters, ZeroFP4Optimizer, master_state_dict, named_tensors
+from zerofp4.serving.files import Export
+from zerofp4.serving.plan import Served
+
+
+def save_safetensors(
+    model: nn.Module,
+    optimizer: ZeroFP4Optimizer | AveragedMasters,
+    folder: str | os.PathLike,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of 5 GB
+    at most, as they are gathered, and an index where there are several.
+
+    Collective; rank 0 of the optimizer's group writes. An older export in the folder stays whole until the
+    new one is, and its files are gone afterwards; shards that would have their names are called model-1-...
+    What rank 0 raises (OSError where the disk has not the space, for one) the others raise as a RuntimeError.
+    Raises ValueError where ranks train different parameters.
+    """
+    tensors, error = master_state_dict(model, optimizer, dtype), OwnError()
+    owner = optimizer.optimizer if isinstance(optimizer, AveragedMasters) else optimizer
+    if owner._agreement.has_other_parameters_elsewhere():
+        raise ValueError(
+            "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
+            "slices, stages): write what master_state_dict gives on a rank of each process group"
+        )
+    group = owner.process_group()
+    if rank_and_size(group)[0] == 0:
+        with error:
+            _write(model, dtype, Path(folder), tensors)
+    for _ in tensors:  # behind an error too, since the other ranks wait in the gathers
+        pass
+    exchange(None, error, group, "save_safetensors()")
+
+
+def _write(
+    model: nn.Module, dtype: torch.dtype, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    served = [
+        Served(key, dtype if is_parameter else value.dtype, tuple(value.shape))
+        for key, value, is_parameter in named_tensors(model)
+    ]
+    export = Export(folder, served)
+    try:
+        for key, tensor in tensors:
+            export.add(key, tensor)
+        export.publish()
+    finally:
+        export.end()
