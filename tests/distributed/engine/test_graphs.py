@@ -13,6 +13,7 @@ from helpers import assert_bytes_equal
 from distributed.optim.cases import SPECIFICATIONS, as_if_captured, model_bytes
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.adamw import BucketUpdate
 from zerofp4.optim.agreement import Agreement
 
 
@@ -122,7 +123,7 @@ def closure():
     return None
 
 
-def refuse(*_):
+def refuse(*_, **__):
     raise RuntimeError("not like this")
 
 
@@ -159,7 +160,7 @@ def test_what_cannot_be_captured(world):
     run.eager(1)
     plain.eager(1)
     assert_equal(run, plain, 1)
-    obstacle = mock.patch.object(ZeroFP4Optimizer, "_begin_update", refuse)
+    obstacle = mock.patch.object(BucketUpdate, "begin", refuse)
     with as_if_captured(), obstacle, mock.patch.object(Agreement, "begin") as together:
         with pytest.raises(RuntimeError, match="not like this"):
             run.optimizer.step()
