@@ -10,6 +10,7 @@ import torch
 from helpers import assert_bytes_equal, assert_values_equal
 
 from cases import fused
+from cases.fused import COMPACT_STATE, is_compact
 from cases.optim import assert_weights_follow, make_parameters, plain_masters
 from zerofp4 import ops, reference
 from zerofp4.format import STATE_GROUP
@@ -112,45 +113,6 @@ class Tensor:
         assert_bytes_equal(self.scales.cpu(), scales, f"{what}: scales")
 
 
-STATE = ("exp_avg_codes", "exp_avg_sq_codes", "scales")
-
-
-def is_compact(p: torch.Tensor) -> bool:
-    return p.dim() > 1 and p.shape[-1] >= 64
-
-
-class Expected(fused.Expected):
-    """What reference.compact_adamw_step makes of an optimizer with state="compact" and float32 masters, and
-    reference.adamw_step of its parameters that are too small.
-    """
-
-    def __init__(self, optimizer):
-        super().__init__(optimizer)
-        for i, p in enumerate(self.parameters):
-            if is_compact(p):
-                self.moments[i] = reference.no_moments(p.shape[:-1].numel(), p.shape[-1])
-
-    def update(self, i, gradient, **options):
-        if not is_compact(self.parameters[i]):
-            return super().update(i, gradient, **options)
-        shape = self.masters[i].shape
-        master, gradient = (tensor.cpu().reshape(-1, shape[-1]) for tensor in (self.masters[i], gradient))
-        master, self.moments[i] = reference.compact_adamw_step(
-            master, gradient, self.moments[i], self.steps[i], number=None, **options
-        )
-        self.masters[i] = master.view(shape).to(self.masters[i].device)
-
-    def check_moments(self, i, state, what):
-        if not is_compact(self.parameters[i]):
-            return super().check_moments(i, state, what)
-        assert state.keys() == {"step", *STATE}
-        for name, moment in zip(STATE, self.moments[i], strict=True):
-            found = state[name].cpu()
-            rows = self.parameters[i].shape[:-1]
-            assert found.shape == (*rows, *moment.shape[1:]), name
-            assert_bytes_equal(found.view(moment.shape), moment, f"{what} {name} {i}")
-
-
 # ZeroFP4Optimizer
 
 SPECIFICATIONS = [
@@ -229,7 +191,7 @@ class Whole:
             else:
                 master = state.pop("master")
             assert_values_equal(master, self.masters[i], f"{what} saved master {i}")
-            names = STATE if is_compact(p) else fused.STATE
+            names = COMPACT_STATE if is_compact(p) else fused.STATE
             assert state.keys() == set(names)
             for name, moment in zip(names, self.moments[i], strict=True):
                 shape = (*p.shape[:-1], *moment.shape[1:]) if is_compact(p) else p.shape

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 import torch
 from helpers import assert_bytes_equal, assert_values_equal
+from hypothesis import strategies as st
 
 from zerofp4 import reference
 from zerofp4.optim import FusedAdamW
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+HYPERS = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.0, 1e-3, 0.3]),
+        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.5, 0.0), (0.95, 0.9999), (0.0, 0.0)]),
+        "eps": st.sampled_from([1e-8, 1e-15, 0.1, 0.0]),
+        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
+        "maximize": st.booleans(),
+    }
+)
 STATE = ("exp_avg", "exp_avg_sq")
+COMPACT_STATE = ("exp_avg_codes", "exp_avg_sq_codes", "scales")
+each_state = pytest.mark.parametrize("state", ["full", "compact"])
+
+
+def is_compact(p: torch.Tensor) -> bool:
+    """Whether state="compact" keeps codes of it."""
+    return p.dim() > 1 and p.shape[-1] >= 64
 
 
 class Alone(FusedAdamW):
@@ -34,13 +52,23 @@ def set_random_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 class Expected:
-    """What reference.adamw_step makes of copies of an optimizer's parameters, option by option."""
+    """What reference.adamw_step makes of copies of an optimizer's parameters, option by option, and
+    reference.compact_adamw_step of those that are large enough in a group with state="compact".
+    """
 
     def __init__(self, optimizer: FusedAdamW):
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.masters = [p.detach().clone() for p in self.parameters]
-        self.moments = [[torch.zeros_like(p) for _ in STATE] for p in self.masters]
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        pairs = zip(self.parameters, groups, strict=True)
+        self.compact = [group["state"] == "compact" and is_compact(p) for p, group in pairs]
+        self.moments = [
+            reference.no_moments(p.shape[:-1].numel(), p.shape[-1])
+            if compact
+            else [torch.zeros_like(p) for _ in STATE]
+            for p, compact in zip(self.masters, self.compact, strict=True)
+        ]
         self.steps = [0] * len(self.masters)
 
     def compare_steps(self, steps=range(1), gradient=lambda step, i, p: torch.randn_like(p)) -> None:
@@ -68,9 +96,15 @@ class Expected:
             self.update(i, p.grad if factor is None else p.grad.float() * factor, **options)
 
     def update(self, i: int, gradient: torch.Tensor, **options) -> None:
-        self.masters[i], *self.moments[i] = reference.adamw_step(
-            self.masters[i], gradient, *self.moments[i], self.steps[i], **options
-        )
+        master, moments, step = self.masters[i], self.moments[i], self.steps[i]
+        if not self.compact[i]:
+            self.masters[i], *self.moments[i] = reference.adamw_step(
+                master, gradient, *moments, step, **options
+            )
+            return
+        rows = (tensor.cpu().reshape(-1, master.shape[-1]) for tensor in (master, gradient))
+        updated, self.moments[i] = reference.compact_adamw_step(*rows, moments, step, number=None, **options)
+        self.masters[i] = updated.view(master.shape).to(master.device)
 
     def check(self, what: str = "") -> None:
         for i, p in enumerate(self.parameters):
@@ -83,5 +117,11 @@ class Expected:
                 self.check_moments(i, state, what)
 
     def check_moments(self, i: int, state: dict[str, torch.Tensor], what: str) -> None:
-        for name, moment in zip(STATE, self.moments[i], strict=True):
-            assert_values_equal(state[name], moment, f"{what} {name} {i}")
+        names = COMPACT_STATE if self.compact[i] else STATE
+        assert state.keys() == {"step", *names}
+        for name, moment in zip(names, self.moments[i], strict=True):
+            if not self.compact[i]:
+                assert_values_equal(state[name], moment, f"{what} {name} {i}")
+                continue
+            assert state[name].shape == (*self.parameters[i].shape[:-1], *moment.shape[1:]), name
+            assert_bytes_equal(state[name].cpu().view(moment.shape), moment, f"{what} {name} {i}")

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from cases.compact import Tensor
-from cases.fused import OPTIONS
+from cases.fused import HYPERS, OPTIONS
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,19 +18,11 @@ from zerofp4.shard import Shard
 
 # Whole vectors and parts of them, groups, strips and more than one.
 COLUMNS = st.one_of(st.sampled_from([64, 65, 127, 128, 144, 192, 256, 272, 320]), st.integers(64, 400))
-HYPERS = st.fixed_dictionaries(
-    {
-        "lr": st.sampled_from([0.0, 1e-3, 0.3]),
-        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.5, 0.0), (0.95, 0.9999), (0.0, 0.0)]),
-        "eps": st.sampled_from([1e-8, 1e-15, 0.1, 0.0]),
-        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
-        "maximize": st.booleans(),
-    }
-)
+PLAIN = OPTIONS | {"maximize": False}
 
 
 def run(tensors, gradients, options, reduced=None, pieces=None, brought=None):
-    """One step. gradients: of each tensor [rows, cols], or None."""
+    """One step of the kernels. gradients: of each tensor [rows, cols], or None."""
     dtypes = [torch.float32 if gradient is None else gradient.dtype for gradient in gradients]
     items = [
         t.item(dtype, piece)
@@ -40,6 +32,15 @@ def run(tensors, gradients, options, reduced=None, pieces=None, brought=None):
     owned = [g if g is None else t.owned(g).clone() for t, g in zip(tensors, gradients, strict=True)]
     stage.begin(options, 0, owned)
     stage.update(brought)
+
+
+def compare_step(tensors, gradients, what, **hypers):
+    """A step of the kernels has the bytes of one of the reference."""
+    for t, gradient in zip(tensors, gradients, strict=True):
+        t.update(gradient, **hypers)
+    run(tensors, gradients, ops.adamw_options(**hypers))
+    for i, t in enumerate(tensors):
+        t.check(f"{what}: tensor {i}")
 
 
 @st.composite
@@ -73,18 +74,13 @@ def test_equals_the_reference(device, specifications, hypers, seed):
         master = torch.randn(rows, cols, generator=generator).to(device)
         owned = position_of(first, cols), position_of(last, cols)
         tensors.append(Tensor.make(master, split, number, owned, offset))
-    options = ops.adamw_options(**hypers)
     for step in range(3):
         gradients = []
         for t, (*_, bf16) in zip(tensors, specifications, strict=True):
             spread = torch.randn(t.matrix, generator=generator).exp()
             values = torch.randn(t.matrix, generator=generator) * spread * 10.0 ** (2 * step - 4)
             gradients.append(values.to(device, torch.bfloat16 if bf16 else torch.float32))
-        for t, gradient in zip(tensors, gradients, strict=True):
-            t.update(gradient, **hypers)
-        run(tensors, gradients, options)
-        for i, t in enumerate(tensors):
-            t.check(f"step {step}: tensor {i}")
+        compare_step(tensors, gradients, f"step {step}", **hypers)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -100,10 +96,8 @@ def test_subnormal_numbers_infinities_and_nan(device, split):
         hypers = OPTIONS | {"eps": eps, "maximize": maximize}
         tensor = Tensor.make(masters.repeat(3, 1), split, number=2**32 - 1)
         for step in range(3):
-            gradient = gradients.roll(7 * step, 0)
-            tensor.update(gradient, **hypers)
-            run([tensor], [gradient], ops.adamw_options(**hypers))
-            tensor.check(f"maximize {maximize}, eps {eps}, step {step}")
+            what = f"maximize {maximize}, eps {eps}, step {step}"
+            compare_step([tensor], [gradients.roll(7 * step, 0)], what, **hypers)
 
 
 @pytest.mark.parametrize("exponent", range(-145, 121, 19))
@@ -116,9 +110,7 @@ def test_scales_of_every_magnitude(device, exponent):
             torch.randn(20, 256, generator=generator) * torch.randn(20, 256, generator=generator).exp()
         )
         gradient = torch.ldexp(gradient, torch.tensor(exponent if step < 2 else -300)).to(device)
-        tensor.update(gradient, **OPTIONS, maximize=False)
-        run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=False))
-        tensor.check(f"2^{exponent}, step {step}")
+        compare_step([tensor], [gradient], f"2^{exponent}, step {step}", **PLAIN)
 
 
 @pytest.mark.parametrize("low", [0, 1, 127, 128, 129, 255])
@@ -134,9 +126,7 @@ def test_masters_of_every_bfloat16(device, low):
             tensor.low.fill_(low)
             master = reference.join_master(tensor.high.cpu(), tensor.low.cpu())
             tensor.master = master.view(tensor.matrix)
-        tensor.update(gradient, **OPTIONS, maximize=False)
-        run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=False))
-        tensor.check(f"step {step}")
+        compare_step([tensor], [gradient], f"step {step}", **PLAIN)
 
 
 @pytest.mark.parametrize("scales", [(1e-3, 1e-2), (1e-12, 1e-9), (3.0, 1e-15), (1e30, 1e19), (0.0, 1e-3)])
@@ -154,9 +144,7 @@ def test_codes_of_every_pair(device, scales, bf16):
     magnitude = torch.logspace(-8, 2, 512).view(512, 1) * scales[0]
     gradient = (torch.randn(512, 128, generator=generator) * magnitude).to(device)
     gradient = gradient.bfloat16() if bf16 else gradient
-    tensor.update(gradient, **OPTIONS, maximize=False)
-    run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=False))
-    tensor.check(f"scales {scales}")
+    compare_step([tensor], [gradient], f"scales {scales}", **PLAIN)
 
 
 @pytest.mark.threads
@@ -168,27 +156,7 @@ def test_large_matrices_on_many_threads(device):
     ]
     for step in range(2):
         gradients = [torch.randn(t.matrix, generator=generator).to(device, torch.bfloat16) for t in tensors]
-        for t, gradient in zip(tensors, gradients, strict=True):
-            t.update(gradient, **OPTIONS, maximize=False)
-        run(tensors, gradients, ops.adamw_options(**OPTIONS, maximize=False))
-        for i, t in enumerate(tensors):
-            t.check(f"step {step}: tensor {i}")
-
-
-def test_shards_are_parts_of_the_whole(device):
-    """Cut anywhere between groups, also within a row: random bytes are those of a place in the matrix."""
-    master = torch.randn(24, 200, device=device)
-    whole = Tensor.make(master, True, number=3)
-    cuts = [position_of(group, 200) for group in (0, 1, 7, 50, 51, 96)]
-    parts = [Tensor.make(master, True, 3, owned) for owned in itertools.pairwise(cuts)]
-    options = ops.adamw_options(**OPTIONS, maximize=False)
-    for _ in range(2):
-        gradient = torch.randn(24, 200, device=device)
-        run([whole], [gradient], options)
-        run(parts, [gradient] * len(parts), options)
-    for name in ("high", "low", "exp_avg", "exp_avg_sq", "scales"):
-        joined = torch.cat([getattr(part, name) for part in parts])
-        assert_bytes_equal(joined, getattr(whole, name), name)
+        compare_step(tensors, gradients, f"step {step}", **PLAIN)
 
 
 def test_shards_that_split_a_group():
@@ -230,8 +198,8 @@ def test_amaxes_left_behind(device, split, dtype):
             gradients[1] = gradients[3] = None
         for t, gradient in zip(tensors, gradients, strict=True):
             if gradient is not None:
-                t.update(gradient, **OPTIONS, maximize=False)
-        run(tensors, gradients, ops.adamw_options(**OPTIONS, maximize=False), reduced, pieces)
+                t.update(gradient, **PLAIN)
+        run(tensors, gradients, ops.adamw_options(**PLAIN), reduced, pieces)
         for i, (t, piece) in enumerate(zip(tensors, pieces, strict=True)):
             owned = t.owned(t.master)
             tiles, amax = reference.partial_amax(owned, t.start, torch.Size(t.matrix), dtype)
@@ -259,7 +227,7 @@ def test_amaxes_of_values_at_the_edges(device, value):
             assert_bytes_equal(reduced[16:36].cpu().view(2, 10), tiles, f"split {split}")
 
 
-# Flags, factors, ranks
+# Flags and ranks
 
 
 def test_what_is_skipped_changes_nothing(device):
@@ -269,13 +237,13 @@ def test_what_is_skipped_changes_nothing(device):
     ]
     gradients = [torch.randn(t.matrix, device=device) for t in tensors]
     skip = torch.zeros((), device=device)
-    options = ops.adamw_options(**OPTIONS, maximize=False, skip=skip)
+    options = ops.adamw_options(**PLAIN, skip=skip)
     present = [torch.tensor(float(i), dtype=torch.float64, device=device) for i in range(2)]
     for flag, updated in ((0.0, [False, True]), (1.0, [False, False]), (math.inf, [False, False])):
         skip.fill_(flag)
         for t, gradient, now in zip(tensors, gradients, updated, strict=True):
             if now:
-                t.update(gradient, **OPTIONS, maximize=False)
+                t.update(gradient, **PLAIN)
         items = [t.item(torch.float32, present=word) for t, word in zip(tensors, present, strict=True)]
         stage = ops.AdamWStage(items, None)
         before = [t.step.item() for t in tensors]
@@ -284,17 +252,6 @@ def test_what_is_skipped_changes_nothing(device):
         for t, count, now in zip(tensors, before, updated, strict=True):
             assert t.step.item() == count + now
             t.check(f"flag {flag}")
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-def test_gradients_times_a_factor(device, maximize):
-    factor = torch.tensor(0.37, device=device)
-    tensor = Tensor.make(torch.randn(20, 200, device=device), True)
-    for step in range(2):
-        gradient = torch.randn(20, 200, device=device).bfloat16()
-        tensor.update(gradient.float() * factor, **OPTIONS, maximize=maximize)
-        run([tensor], [gradient], ops.adamw_options(**OPTIONS, maximize=maximize, factor=factor))
-        tensor.check(f"step {step}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -358,7 +315,7 @@ def test_masters_of_24_bits_with_float_moments(device):
             master = reference.round_master(master, random)
             item = ops.CompactItem(high, low, step, m, v, None, torch.float32, number=9)
             stage = ops.AdamWStage([item], None)
-            stage.begin(ops.adamw_options(**OPTIONS, maximize=False), 0, [gradient.to(device)])
+            stage.begin(ops.adamw_options(**PLAIN), 0, [gradient.to(device)])
             stage.update()
             assert_bytes_equal(reference.join_master(high.cpu(), low.cpu()), master, f"{shape}: masters")
             for mine, other in zip((m, v), moments, strict=True):
@@ -374,7 +331,7 @@ def test_a_stack_is_its_matrices_one_after_another(device):
         for _ in range(3)
     )
     stage = ops.AdamWStage([stack.item(torch.float32)._replace(pieces=pieces)], None)
-    options = ops.adamw_options(**OPTIONS, maximize=False)
+    options = ops.adamw_options(**PLAIN)
     for _ in range(2):
         gradient = torch.randn(60, 200, device=device)
         run([tall], [gradient], options)

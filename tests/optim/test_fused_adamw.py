@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from cases.fused import OPTIONS, Expected, set_gradient, set_random_gradients
+from cases.fused import HYPERS, OPTIONS, Expected, each_state, set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,16 +16,6 @@ from zerofp4.optim import FusedAdamW
 
 # Below and above a row and a strip of the kernels, and their multiples.
 NUMELS = st.one_of(st.sampled_from([0, 1, 127, 128, 129, 2047, 2048, 2049, 6144]), st.integers(2, 5000))
-HYPERS = st.fixed_dictionaries(
-    {
-        "lr": st.sampled_from([0.0, 1e-3, 0.3]),
-        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.5, 0.0), (0.95, 0.9999), (0.0, 0.0)]),
-        "eps": st.sampled_from([1e-8, 1e-15, 0.1]),
-        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
-        "maximize": st.booleans(),
-    }
-)
-
 
 def embedded(values: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A view of the values at an element offset of an aligned buffer, and the buffer; 7 around them."""
@@ -92,10 +82,15 @@ def test_more_tensors_than_a_launch_has_arguments_for(device):
     )
 
 
-def test_a_step_that_finds_an_infinity_changes_nothing(device):
+SHAPES = [(5,), (4096,), (7, 100)]
+"""The last one has codes where state is compact."""
+
+
+@each_state
+def test_a_step_that_finds_an_infinity_changes_nothing(device, state):
     """Neither parameters nor moments nor step counts, whatever the gradients hold."""
-    parameters = [torch.randn(n, device=device) for n in (5, 4096, 700)]
-    optimizer = FusedAdamW(parameters, **OPTIONS)
+    parameters = [torch.randn(shape, device=device) for shape in SHAPES]
+    optimizer = FusedAdamW(parameters, **OPTIONS, state=state)
     expected = Expected(optimizer)
     optimizer.found_inf = torch.zeros((), device=device)
     for flag in (1.0, math.inf):
@@ -125,11 +120,12 @@ def test_scalars_that_kernels_cannot_read(device, name):
         assert p.eq(1).all() and not optimizer.state
 
 
+@each_state
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_that_are_clipped_as_they_are_read(device, dtype):
+def test_gradients_that_are_clipped_as_they_are_read(device, dtype, state):
     """The bytes of gradients that were multiplied in float32."""
-    masters = [torch.randn(n, device=device) for n in (5, 4096, 700)]
-    optimizer = FusedAdamW(masters, **OPTIONS, maximize=True)
+    masters = [torch.randn(shape, device=device) for shape in SHAPES]
+    optimizer = FusedAdamW(masters, **OPTIONS, maximize=True, state=state)
     expected = Expected(optimizer)
     for step in range(3):
         optimizer.clip_factor = torch.tensor(0.3 + step, device=device)
@@ -258,7 +254,8 @@ def test_close_to_torch(device, betas, eps, weight_decay):
 def trained(optimizer_class, device, steps, **options):
     """An optimizer of two groups after some steps; the second parameter has had no gradient yet."""
     generator = torch.Generator().manual_seed(1)
-    parameters = [torch.randn(n, generator=generator).to(device) for n in (33, 40, 200)]
+    shapes = (33,), (40,), (2, 100)
+    parameters = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02, "betas": (0.8, 0.9)}]
     optimizer = optimizer_class(groups, lr=0.01, **options)
     for _ in range(steps):
@@ -308,9 +305,10 @@ def test_each_loads_what_the_other_saved(device, saver, loader, options, steps):
         assert loader is torch.optim.AdamW or loaded.state[q]["step"].device == q.device
 
 
+@each_state
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_goes_on_where_it_was(device, how):
-    optimizer, parameters = trained(FusedAdamW, device, 2)
+def test_a_copy_goes_on_where_it_was(device, how, state):
+    optimizer, parameters = trained(FusedAdamW, device, 2, state=state)
     twin = how(optimizer)
     twins = [p for group in twin.param_groups for p in group["params"]]
     step_alike(optimizer, parameters, twin, twins)

@@ -46,6 +46,12 @@ class Offered:
         own.step()
         assert_bytes_equal(self.plan.staged.reduced, own.staged.reduced, "reduced vector")
 
+    def step(self) -> None:
+        """Leaves all amaxes, whatever was there."""
+        self.plan.staged.reduced.fill_(123)
+        self.optimizer.step()
+        self.check_amaxes()
+
     def cast(self) -> None:
         self.plan.step()
         check(self.weights, self.masters)
@@ -97,9 +103,7 @@ def test_weights_whose_scales_travel(device, state, blocks, choices):
             parameter.grad = None if i == step else torch.randn_like(parameter)
         if step == 2:
             masters[3].view(-1)[7] = math.inf
-        case.plan.staged.reduced.fill_(123)
-        case.optimizer.step()
-        case.check_amaxes()
+        case.step()
         if step < 2:
             with mock.patch.object(case.plan.staged._stages, "begin_amax", side_effect=AssertionError):
                 case.plan.step()
@@ -118,9 +122,7 @@ def test_shards_between_blocks_of_weights_whose_scales_travel(device):
     case = Offered(weights, masters, [5 * 288 + 16, 32])
     for _ in range(2):
         set_random_gradients(masters)
-        case.plan.staged.reduced.fill_(123)
-        case.optimizer.step()
-        case.check_amaxes()
+        case.step()
 
 
 @pytest.mark.threads
@@ -128,8 +130,7 @@ def test_large_weights_on_many_threads(device):
     case = Offered(*make(device, ((512, 1024), (300, 2872), (48, 128), (1024, 130))))
     for i, master in enumerate(case.masters):
         set_gradient(master, torch.randn_like(master).to(torch.bfloat16 if i % 2 else torch.float32))
-    case.optimizer.step()
-    case.check_amaxes()
+    case.step()
     case.cast()
 
 
@@ -142,9 +143,7 @@ def test_amaxes_of_values_at_the_edges(device, dtype, value):
     case = Offered(weights, [master], [0], adamw={"lr": 0.0, "weight_decay": 0.0})
     for gradient in (None, torch.zeros_like(master)):
         master.grad = gradient
-        case.plan.staged.reduced.fill_(123)
-        case.optimizer.step()
-        case.check_amaxes()
+        case.step()
 
 
 def test_training_steps(device):
@@ -212,8 +211,7 @@ def test_an_offer_after_the_masters_moved(device):
         master.data = master.data.clone()
     case.plan.refresh()
     case.optimizer.offer_amaxes(case.plan)
-    case.optimizer.step()
-    case.check_amaxes()
+    case.step()
     case.cast()
 
 
@@ -229,9 +227,7 @@ def test_a_parameter_that_left_its_master(device):
 
 def test_a_rank_that_owns_nothing(device):
     case = Offered(make(device)[0], [None, None], [None, None], [{"params": []}])
-    case.plan.staged.reduced.fill_(123)
-    case.optimizer.step()
-    case.check_amaxes()
+    case.step()
 
 
 def experts_offered(device):

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.compact import HYPERS, STATE, Whole, is_compact, make_sharded
+from cases.compact import HYPERS, Whole, make_sharded
+from cases.fused import COMPACT_STATE, is_compact
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 from torch import nn
@@ -229,7 +230,7 @@ def test_full_state_loads_into_compact_and_back(world):
         if Whole.is_split(q):
             expected = reference.round_master(expected, torch.tensor(128))
         assert_bytes_equal(master.cpu(), expected, "master")
-        for name in filter(state.__contains__, STATE):
+        for name in filter(state.__contains__, COMPACT_STATE):
             assert_bytes_equal(compact.state[q][name].full_tensor(), state[name], name)
     last = make_sharded(world.device, seed=5)
     back = build(last, state="full", bucket_mb=0.002)
