@@ -12,29 +12,6 @@ import zerofp4
 from zerofp4.engine import buckets
 from zerofp4.engine.peer import find_halfway
 
-
-@pytest.mark.parametrize(
-    ("rank", "expected"),
-    [(0, (2, 0, 20480)), (1, (2, 336, 20480))],
-    ids=["between weights", "inside of one"],
-)
-def test_halfway(monkeypatch, rank, expected):
-    """Rank 0 owns three weights, the last in part, and rank 1 the rest of that one."""
-    monkeypatch.setattr(buckets, "rank_and_size", lambda group: (rank, 2))
-    weights = [zerofp4.empty(shape) for shape in ((64, 128), (128, 256), (512, 256))]
-    buffer = buckets.Bucket(range(3), weights)
-    assert buffer.slice_numel == 86016
-    assert find_halfway(buffer) == expected
-
-
-@pytest.mark.parametrize(("rank", "expected"), [(0, (0, 16, 512)), (1, (0, 80, 640))])
-def test_halfway_of_a_stack(monkeypatch, rank, expected):
-    """Rows of tiles are those of each matrix."""
-    monkeypatch.setattr(buckets, "rank_and_size", lambda group: (rank, 2))
-    buffer = buckets.Bucket(range(1), [zerofp4.empty((3, 40, 64))])
-    assert find_halfway(buffer) == expected
-
-
 LISTS = {
     "large": [(400, 512), (320, 640)],
     "tiles cut off": [(78, 300), (402, 514), (334, 260)],

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine.peers import Copies, Peers
+from zerofp4.engine.topology import Topology
+from zerofp4.optim import zero
 
 PADDING = 4096
 
@@ -104,3 +109,17 @@ class FilePeers(Peers):
             target, source = self._queue.pop(0)
             target.copy_(source)
             self._made += 1
+
+
+@contextlib.contextmanager
+def sharing_files(world, late: bool) -> Iterator[tuple[SimpleNamespace, dist.ProcessGroup]]:
+    """Optimizers that are built inside share memory in files where transport="peer" is asked for. Yields the
+    world on the CPU, whatever its ranks have, and a group of it.
+    """
+    alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
+
+    def find(transport, hosts, given, *_):
+        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
+
+    with mock.patch.object(zero, "find_topology", find):
+        yield alone, dist.new_group(backend="gloo")

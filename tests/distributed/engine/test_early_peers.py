@@ -4,20 +4,14 @@ of GPUs the same checks run in test_peers.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from distributed.engine import overlap_checks as checks
-from distributed.engine.file_peers import FilePeers
+from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import SMALL, TINY, loss_of, make
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
-from zerofp4.engine.topology import Topology
-from zerofp4.optim import zero
 
 FEW = 0.01
 """bucket_mb for some of several parameters."""
@@ -26,14 +20,7 @@ NARROWED = {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16}
 
 
 def run(world, check, late, **options):
-    """On the CPU, whatever the ranks have."""
-    alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
-    group = dist.new_group(backend="gloo")
-
-    def find(transport, hosts, given, *_):
-        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
-
-    with mock.patch.object(zero, "find_topology", find):
+    with sharing_files(world, late) as (alone, group):
         check(alone, transport="peer", process_group=group, **options)
 
 

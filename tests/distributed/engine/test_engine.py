@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
-from helpers import assert_bytes_equal
 
 from distributed.engine.peer_checks import OPTIONS, InSequence
 from distributed.optim.cases import (
-    averages,
     check_weights,
     gradients_of,
     model_bytes,
@@ -19,7 +17,7 @@ from distributed.optim.cases import (
     whole_state,
 )
 from distributed.run import on_ranks
-from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 BUCKETS = 1e-4, 0.003, None
 """bucket_mb: every parameter alone and in several stretches; two or three together; all of a kind."""
@@ -43,15 +41,6 @@ def assert_same(models, what):
         assert_all_equal(found, expected, f"model {m + 1}, {what}: tensor")
 
 
-def equal_steps(world, models) -> None:
-    """Two steps of each with the same gradients."""
-    for step in range(2):
-        for parameters, optimizer in models:
-            set_gradients(parameters, gradients_of(world, parameters, step))
-            optimizer.step()
-        assert_same(models, f"step {step}")
-
-
 @on_ranks(1, 2, 3)
 def test_the_bytes_of_a_step_in_sequence(world):
     models = [build(world, InSequence)]
@@ -71,43 +60,15 @@ def test_the_bytes_of_a_step_in_sequence(world):
     check_weights(*models[1])
 
 
-@on_ranks(2, 3)
-def test_the_bytes_of_the_unsharded_update(world):
-    parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(
-        parameters, FusedAdamW, communication=Communication(bucket_mb=0.003), **OPTIONS
-    )
-    masters = optimizer.gathered_masters()
-    unsharded = FusedAdamW(masters, **OPTIONS)
-    for step in range(4):
-        set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
-        for master, mean in zip(masters, averages([p.grad for p in parameters]), strict=True):
-            master.grad = mean
-        optimizer.step()
-        unsharded.step()
-        assert_all_equal(optimizer.gathered_masters(), masters, f"step {step}: master")
-        check_weights(parameters, optimizer)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("wire", [torch.float32, torch.float16])
 def test_a_wire_of_another_dtype(world, wire):
     models = [build(world, cls, gradient_wire=wire, bucket_mb=0.003) for cls in (InSequence, FusedAdamW)]
-    equal_steps(world, models)
-
-
-@on_ranks(2)
-def test_amax_groups_are_in_one_bucket(world):
-    """Also where their members are no neighbours."""
-    models = []
-    for bucket_mb in (None, 1e-4):
-        parameters = parameters_of(world)
-        groups = [[parameters[0], parameters[4]], [parameters[2]]]
-        options = {"amax_groups": groups, "bucket_mb": bucket_mb, **OPTIONS}
-        models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **keywords(options))))
-    equal_steps(world, models)
-    for parameters, _ in models:
-        assert_bytes_equal(parameters[0].amax, parameters[4].amax, "amax")
+    for step in range(2):
+        for parameters, optimizer in models:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            optimizer.step()
+        assert_same(models, f"step {step}")
 
 
 @on_ranks(1, 2)

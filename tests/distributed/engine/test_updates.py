@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import math
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,13 +14,12 @@ import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_parameters
 from cases.updates import OPTIONS, SERVED, SMALL, TINY, loss_of, make, make_pair, moved, step_of
 
-from distributed.engine.file_peers import FilePeers
+from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import assert_same, nothing_changes
 from distributed.engine.update_checks import whole_steps
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4 import ops
-from zerofp4.engine.topology import Topology
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, agreement, sharded, zero
 
 FOUND = "found an error, and no rank takes this step"
@@ -59,17 +57,10 @@ def test_gradients_of_other_dtypes(world, options):
 
 def with_peers(world, check, late, **options):
     """Ranks on the CPU that share memory in files: a plain model by collectives, and one with updates."""
-    alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
-    group = dist.new_group(backend="gloo")
-
-    def find(transport, hosts, given, *_):
-        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
-
-    with mock.patch.object(zero, "find_topology", find):
-        models = [
-            make(alone, None, transport="collective", process_group=group, **options),
-            make(alone, "update", transport="peer", process_group=group, **options),
-        ]
+    with sharing_files(world, late) as (alone, group):
+        options["process_group"] = group
+        plain = make(alone, None, transport="collective", **options)
+        models = [plain, make(alone, "update", transport="peer", **options)]
         assert models[1][1].describe()["transport"] == "peer"
         check(alone, models)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,15 +12,14 @@ from helpers import assert_bytes_equal
 from torch import nn
 
 import zerofp4
-from distributed.engine.file_peers import FilePeers
+from distributed.engine.file_peers import sharing_files
 from distributed.engine.forward_cases import late_gathers
 from distributed.optim.cases import assert_same_on_all_ranks, gradients_of, model_bytes, whole_state
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
-from zerofp4.engine.topology import Topology
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.ops import GATHER_VECTOR
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.testing import verify_weights
 
 ROWS = {"block": (1, 16), "scale_layouts": SCALE_LAYOUTS}
@@ -111,18 +108,9 @@ def test_the_bytes_of_every_way_to_overlap(world, overlap):
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
 def test_the_bytes_of_ranks_that_share_memory(world, late, overlap):
-    """On the CPU, whatever the ranks have."""
-    alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
-
-    def find(transport, hosts, given, *_):
-        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
-
-    with mock.patch.object(zero, "find_topology", find):
-        models = []
-        for transport in ("collective", "peer"):
-            group = dist.new_group(backend="gloo")
-            options = {"overlap": overlap, "bucket_mb": SMALL, "process_group": group}
-            models.append(make(alone, transport=transport, **options))
+    with sharing_files(world, late) as (alone, group):
+        options = {"overlap": overlap, "bucket_mb": SMALL, "process_group": group}
+        models = [make(alone, transport=transport, **options) for transport in ("collective", "peer")]
     assert models[1][1].describe()["transport"] == "peer"
     for step in range(2):
         for parameters, optimizer in models:
@@ -219,15 +207,15 @@ def test_kinds_that_differ_between_ranks_are_refused(world):
         ZeroFP4Optimizer([weight])
 
 
-@on_ranks(3)
-def test_amax_groups(world):
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", [ROWS, {}], ids=["rows", "tiles"])
+def test_members_of_an_amax_group_are_in_one_bucket(world, kind):
+    """Though they are no neighbours: alone in it, or beside all others."""
     models = []
-    for bucket_mb in (SMALL, None):
+    for bucket_mb in (1e-4, None):
         generator = torch.Generator().manual_seed(2)
-        parameters = [
-            nn.Parameter(zerofp4.quantize(torch.randn(48, 64, generator=generator) * 3**i, **ROWS))
-            for i in range(4)
-        ]
+        values = [torch.randn(48, 64, generator=generator).to(world.device) * 3**i for i in range(4)]
+        parameters = [nn.Parameter(zerofp4.quantize(value, **kind)) for value in values]
         options = keywords(OPTIONS, bucket_mb=bucket_mb, amax_groups=[parameters[::2]])
         models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **options)))
     for step in range(2):
@@ -235,7 +223,6 @@ def test_amax_groups(world):
             set_gradients(parameters, gradients_of(world, parameters, step))
             optimizer.step()
             assert_bytes_equal(parameters[0].amax, parameters[2].amax, "amax")
-            groups = [parameters[::2]]
             named = {str(i): p for i, p in enumerate(parameters)}
-            verify_weights(named, optimizer.gathered_masters(), amax_groups=groups)
+            verify_weights(named, optimizer.gathered_masters(), amax_groups=[parameters[::2]])
         assert_all_equal(*(model_bytes(parameters) for parameters, _ in models), f"step {step}")
