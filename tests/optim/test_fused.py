@@ -10,16 +10,16 @@ from cases.optim import (
     Plain,
     assert_all_equal,
     assert_weights_follow,
+    built,
     check,
     make_gradients,
-    make_parameters,
     set_gradients,
 )
 from helpers import assert_bytes_equal
 
 from zerofp4.cast import StagedPlan
 from zerofp4.ops.stages import CastStages
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -34,11 +34,6 @@ def amax_passes(monkeypatch):
     return calls
 
 
-def build(device, optimizer_class=FusedAdamW):
-    parameters = make_parameters(device)
-    return parameters, ZeroFP4Optimizer(parameters, optimizer_class, **DEFAULTS)
-
-
 def take_step(parameters, optimizer, step, factor=1):
     set_gradients(parameters, [factor * gradient for gradient in make_gradients(parameters, step)])
     optimizer.step()
@@ -46,7 +41,7 @@ def take_step(parameters, optimizer, step, factor=1):
 
 @pytest.mark.parametrize(("optimizer_class", "passes"), [(FusedAdamW, 0), (Alone, 5)])
 def test_the_same_bytes_without_the_amax_pass(device, amax_passes, optimizer_class, passes):
-    parameters, optimizer = build(device, optimizer_class)
+    parameters, optimizer = built(device, optimizer_class, **DEFAULTS)
     plain = Plain(parameters, FusedAdamW, **DEFAULTS)
     amax_passes.clear()
     for step in range(5):
@@ -60,7 +55,7 @@ def test_the_same_bytes_without_the_amax_pass(device, amax_passes, optimizer_cla
 
 
 def test_masters_that_become_infinite_leave_their_weight(device):
-    parameters, optimizer = build(device)
+    parameters, optimizer = built(device, FusedAdamW, **DEFAULTS)
     optimizer.inner.param_groups[0]["params"][0][3 * 48 + 5] = float("inf")
     before = [buffer.clone() for _, buffer in parameters[0].record.buffers()]
     take_step(parameters, optimizer, 0)
@@ -72,7 +67,7 @@ def test_masters_that_become_infinite_leave_their_weight(device):
 
 def test_loaded_masters_are_not_cast_with_amaxes_left_before(device):
     """An error after the update leaves amaxes which belong to masters that are then loaded over."""
-    parameters, optimizer = build(device)
+    parameters, optimizer = built(device, FusedAdamW, **DEFAULTS)
     take_step(parameters, optimizer, 0)
     state, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
     with mock.patch.object(StagedPlan, "start_step", side_effect=RuntimeError("no step today")):
@@ -95,7 +90,7 @@ class Multiplied(FusedAdamW):
 
 
 def test_masters_written_after_the_update_are_not_cast_with_its_amaxes(device, amax_passes):
-    parameters, optimizer = build(device, Multiplied)
+    parameters, optimizer = built(device, Multiplied, **DEFAULTS)
     amax_passes.clear()
     for step in range(3):
         take_step(parameters, optimizer, step)

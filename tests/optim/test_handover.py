@@ -41,31 +41,6 @@ def trained(device, frozen=()):
     return parameters, optimizer
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedAdamW])
-def test_masters_are_those_of_the_optimizer_before(device, optimizer_class):
-    """Also in another order, and with parameters that were frozen: these begin with their values. The
-    optimizer before takes no further step.
-    """
-    parameters, old = trained(device, frozen=(1, 4))
-    masters = old.gathered_masters()
-    masters[1], masters[4] = (parameters[i].detach().float().clone() for i in (1, 4))
-    assert not masters[0].equal(parameters[0].detach().float())  # the weight alone would not do
-    for i in (1, 4):
-        parameters[i].requires_grad_(True)
-    order = [*range(4, 9), *range(4)]
-    reordered = [parameters[i] for i in order]
-    optimizer = ZeroFP4Optimizer(reordered, optimizer_class, masters_from=old, lr=0.1)
-    assert_all_equal(optimizer.gathered_masters(), [masters[i] for i in order], "master")
-    plain = Plain(reordered, optimizer_class, lr=0.1)
-    with torch.no_grad():
-        for master, i in zip(plain.masters, order, strict=True):
-            master.copy_(masters[i])
-    for steps in ((0, 1), (2,)):
-        with pytest.raises(RuntimeError, match=TAKEN_OVER):
-            old.step()
-        take_steps(plain, optimizer, steps)
-
-
 def test_every_bit_is_handed_over(device):
     values = torch.tensor([-0.0, 0.0, 1e-45, -1e-45, 3.4e38, 1.1], device=device)
     parameter = torch.nn.Parameter(values.to(torch.bfloat16))

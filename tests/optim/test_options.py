@@ -16,7 +16,6 @@ from cases.optim import (
 from torch import nn
 
 from zerofp4 import quantize
-from zerofp4.distributed import first_difference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.inner import HASH_BITS, OptionsHash, compared_options, show_option
 from zerofp4.storage import called
@@ -139,19 +138,3 @@ def test_both_optimizers_call_a_parameter_the_same(optimizer_class):
     groups = [{"params": [("a", torch.ones(3)), ("b", torch.ones(4, dtype=torch.float64))]}]
     with pytest.raises(TypeError, match=r"param_groups\[0\]\['params'\]\[1\] 'b' must"):
         optimizer_class(groups)
-
-
-@pytest.mark.parametrize(
-    ("by_rank", "expected"),
-    [
-        ([[1, 2]], None),
-        ([[1, 2], [1, 2]], None),
-        ([[], []], None),
-        ([[1, 2], [1, 3]], (1, 1)),
-        ([[1, 2], [1, 2], [0, 3]], (2, 0)),
-        ([[1, 2], [9, 9], [1]], (2, None)),
-        ([[], [1]], (1, None)),
-    ],
-)
-def test_first_difference_between_ranks(by_rank, expected):
-    assert first_difference(by_rank) == expected

@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 from cases.optim import assert_all_equal, keywords
+from cases.updates import OPTIONS, TINY, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,11 +16,10 @@ from distributed.optim.cases import model_bytes, whole_state
 from zerofp4.engine import CollectiveTransport
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+__all__ = ["OPTIONS", "TINY", "loss_of"]  # what other files take from here, too
+
 SMALL = 0.003
-"""bucket_mb for several buckets."""
-TINY = 1e-4
-"""For each parameter alone, and in several stretches where gradients travel in messages."""
+"""bucket_mb for several buckets; TINY is one for several stretches of gradients, too."""
 
 CLASSES = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
 
@@ -51,12 +51,6 @@ def make(world, name="FusedAdamW", kind=ZeroFP4Optimizer, **options):
     zerofp4.convert_model(net, columnwise=True)
     optimizer = kind(net.named_parameters(), CLASSES[name], **keywords(OPTIONS, options))
     return net, optimizer
-
-
-def loss_of(net, world, seed, **options):
-    generator = torch.Generator().manual_seed(100 * world.rank + seed)
-    tokens = torch.randint(32, (16,), generator=generator).to(world.device)
-    return F.cross_entropy(net(tokens, **options), (tokens * 5 + 3) % 32)
 
 
 def step_of(world, models, seed, **options):

@@ -28,11 +28,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
 from distributed.run import on_ranks
+from zerofp4 import FourOverSix
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW
 
@@ -44,11 +44,19 @@ def sgd(params) -> torch.optim.SGD:
 # What is gathered
 
 
-@on_ranks(1, 2, 4)
+ROWS = {"block": (1, 16)}
+CHOSEN = {"block": (1, 16), "four_over_six": FourOverSix()}
+"""Kinds of weights whose scales are gathered behind the codes."""
+
+
+@on_ranks(1, 2, 3, nightly=[4])
+@pytest.mark.parametrize("kind", [{}, ROWS, CHOSEN], ids=["tiles", "rows", "four over six"])
 @pytest.mark.parametrize("how", ["values", "codes", "bfloat16"])
-def test_what_is_gathered_is_the_whole_master_quantized(world, how):
+def test_what_is_gathered_is_the_whole_master_quantized(world, how, kind):
     policy = BF16 if how == "bfloat16" else MixedPrecisionPolicy()
-    run = start(world, reshard_after_forward=how != "codes", mp_policy=policy)
+    cls = FusedAdamW if kind else torch.optim.AdamW
+    options = {"reshard_after_forward": how != "codes", "mp_policy": policy}
+    run = start(world, kind=kind, optimizer=lambda params: cls(params, lr=0.02), **options)
     expected = {"dtype": policy.param_dtype or torch.float32, "as_values": how != "codes"}
     run.check(**expected)
     before = run.masters()["experts.stack"]
@@ -152,26 +160,6 @@ def test_a_mesh_of_replicas_and_shards(world):
         run.optimizer.zero_grad()
         assert len(collectives.calls) == (world.world_size > 2)
         run.check(torch.bfloat16)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), BF16])
-def test_a_slice_of_tensor_parallelism_is_a_weight_of_its_own(world, mp_policy):
-    mesh = mesh_of(world, (2, 2), ("shard", "tensor"))
-    model = make_model(world, model_class=Mlp)
-    before = masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    run = start(world, model=model, mesh=mesh["shard"], mp_policy=mp_policy)
-    dtype, place = mp_policy.param_dtype or torch.float32, mesh["tensor"].get_local_rank()
-    for step in range(2):
-        with unsharded(model) as found:
-            assert list(found) == ["up.weight", "down.weight"]
-            for name, dim in (("up.weight", 0), ("down.weight", 1)):
-                slice_ = masters[name].chunk(2, dim)[place].contiguous().to(dtype)
-                assert_bytes_equal(found[name].to_local(), zerofp4.quantize(slice_).dequantize(), name)
-        run.step(step, alike=True)
-        masters = run.masters()
-    assert not torch.equal(masters["up.weight"], before["up.weight"])
 
 
 # Ways of training that change no number

@@ -5,34 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases.fsdp2 import BF16, Collectives, make_model, masters_of, start, unsharded
+from cases.fsdp2 import Collectives, make_model, masters_of, start, unsharded
 from helpers import assert_bytes_equal
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zerofp4
-from distributed.fsdp2.test_fsdp2 import Mlp
+from distributed.fsdp2.test_fsdp2 import CHOSEN, ROWS, Mlp
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix, ops
 from zerofp4.integrations.fsdp2 import gathered
-from zerofp4.optim import FusedAdamW
-
-ROWS = {"block": (1, 16)}
-CHOSEN = {"block": (1, 16), "four_over_six": FourOverSix()}
-
-
-@on_ranks(1, 2, 3, nightly=[4])
-@pytest.mark.parametrize("kind", [ROWS, CHOSEN], ids=["rows", "four over six"])
-@pytest.mark.parametrize("how", ["values", "codes", "bfloat16"])
-def test_what_is_gathered_is_the_whole_master_quantized(world, kind, how):
-    policy = BF16 if how == "bfloat16" else MixedPrecisionPolicy()
-    options = {"reshard_after_forward": how != "codes", "mp_policy": policy}
-    run = start(world, kind=kind, optimizer=lambda params: FusedAdamW(params, lr=0.02), **options)
-    expected = {"dtype": policy.param_dtype or torch.float32, "as_values": how != "codes"}
-    run.check(**expected)
-    for step in range(2):
-        run.step(step)
-        run.check(**expected)
 
 
 @on_ranks(2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.fsdp2 import Collectives, check_gathered, make_model, mesh_of, take_experts
+from cases.fsdp2 import BF16, Collectives, check_gathered, make_model, mesh_of, take_experts
 from helpers import assert_bytes_equal
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerofp4
@@ -57,24 +57,34 @@ class Mlp(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("shape", "reshards"), [((2, 1, 2), False), ((1, 2, 2), True)])
-def test_replicas_shards_and_slices_of_tensor_parallelism_on_one_mesh(world, shape, reshards):
-    """The slices are plain values, also where they stay gathered."""
-    mesh = mesh_of(world, shape, ("replicate", "shard", "tensor"))
+@pytest.mark.parametrize(
+    ("shape", "mp_policy", "reshards"),
+    [
+        ((2, 2), BF16, True),
+        ((2, 1, 2), MixedPrecisionPolicy(), False),
+        ((1, 2, 2), MixedPrecisionPolicy(), True),
+    ],
+)
+def test_slices_of_tensor_parallelism_are_weights_of_their_own(world, shape, mp_policy, reshards):
+    """Beside shards, and replicas of them, of one mesh. The slices are plain values, also where they stay
+    gathered.
+    """
+    names = ("replicate", "shard", "tensor")[-len(shape) :]
+    mesh, dtype = mesh_of(world, shape, names), mp_policy.param_dtype or torch.float32
     model = make_model(world, model_class=Mlp)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     assert fsdp2.prepare(model).converted == ["up", "down"]
-    modules = (model.up, model.down, model)
+    modules, options = (model.up, model.down, model), {"reshard_after_forward": reshards}
     for module in modules:
-        fully_shard(module, mesh=mesh["replicate", "shard"], reshard_after_forward=reshards)
+        fully_shard(module, mesh=mesh[names[:-1]], mp_policy=mp_policy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     fsdp2.attach(model, optimizer)
     for seed in range(3):
         for module in modules:
             module.unshard()
         for name, dim in (("up.weight", 0), ("down.weight", 1)):
-            own = masters[name].chunk(2, dim)[mesh["tensor"].get_local_rank()].contiguous()
+            own = masters[name].chunk(2, dim)[mesh["tensor"].get_local_rank()].contiguous().to(dtype)
             values = model.get_parameter(name).to_local()
             assert_bytes_equal(values, zerofp4.quantize(own).dequantize(), f"{name} before step {seed}")
         for module in modules:

@@ -33,7 +33,7 @@ from distributed.optim.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.optim import Communication, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
 def check_training(world):
@@ -196,35 +196,38 @@ def test_ranks_that_own_nothing(world):
 # Norms
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize(("norm_type", "wire"), [(1.0, None), (2.0, torch.float32), (math.inf, None)])
-def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire):
-    """A NaN of one rank is in every norm."""
-    parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(
-        parameters, torch.optim.SGD, lr=1.0, communication=Communication(gradient_wire=wire)
-    )
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("norm_type", "wire"), [(1.0, None), (2.0, torch.float32), (3.0, None), (math.inf, None)]
+)
+@pytest.mark.parametrize("max_norm", [0.7, 1e9])
+def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire, max_norm):
+    """p.grad is not scaled. A NaN of one rank is in every norm."""
+    parameters, optimizer = built(world, torch.optim.SGD, lr=1.0, gradient_wire=wire)
     transport = optimizer._transport  # what lies between parameters must not get into the norm
     for received in transport._received:
-        received.fill_(math.nan)
+        if received is not None:
+            received.fill_(math.nan)
     for memory in transport.memory:
-        if not memory.aliased:
+        if memory is not None and not memory.aliased:
             memory.flat.fill_(math.nan)
     before = optimizer.gathered_masters()
     set_gradients(parameters, make_gradients(parameters, world.rank))
-    means = averages([p.grad for p in parameters])
-    total = optimizer.clip_grad_norm_(0.7, norm_type)
+    given = [p.grad.clone() for p in parameters]
+    means = averages(given)
+    total = optimizer.clip_grad_norm_(max_norm, norm_type)
     assert_same_on_all_ranks([total.reshape(1)])
     # Sums in FP32 of a few hundred elements, in another order than here.
     whole = torch.cat([mean.double().flatten() for mean in means])
     torch.testing.assert_close(total.double(), torch.linalg.vector_norm(whole, norm_type), rtol=1e-6, atol=0)
     optimizer.step()
-    scale = (0.7 / (total + 1e-6)).clamp(max=1.0)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     expected = [m - mean * scale for m, mean in zip(before, means, strict=True)]
     assert_all_equal(optimizer.gathered_masters(), expected, "master")
+    assert_all_equal([p.grad for p in parameters], given, "gradient")
     check_weights(parameters, optimizer)
     set_gradients(parameters, make_gradients(parameters, 0))
-    if world.rank == 1:
+    if world.rank == world.world_size - 1:
         parameters[0].grad[0, 0] = math.nan
     assert optimizer.clip_grad_norm_(1.0, norm_type).isnan()
     optimizer.step()
@@ -263,21 +266,27 @@ def test_weights_are_gathered_in_place(world):
     assert sizes["bf16_equivalent"] == 2 * sum(p.numel() for p in parameters)
 
 
-@on_ranks(2, 3)
-def test_masters_are_handed_over_to_another_layout(world):
-    """Whoever owned a master before, and whatever rank 0 could see of it."""
-    parameters = parameters_of(world)
-    parameters[2].requires_grad_(False)
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("cls", [torch.optim.SGD, FusedAdamW])
+def test_masters_are_handed_over_to_another_layout(world, cls):
+    """Whoever owned a master before, and whatever rank 0 could see of it. Parameters that were frozen begin
+    with their values.
+    """
+    parameters, frozen = parameters_of(world), (1, 2)
+    for i in frozen:
+        parameters[i].requires_grad_(False)
     old = ZeroFP4Optimizer(parameters, lr=0.1)
     gradients = make_gradients(parameters, world.rank)
-    set_gradients(parameters, [None if i == 2 else gradient for i, gradient in enumerate(gradients)])
+    set_gradients(parameters, [None if i in frozen else gradient for i, gradient in enumerate(gradients)])
     old.step()
     masters = old.gathered_masters()
-    masters[2] = parameters[2].dequantize(torch.float32).detach()
-    parameters[2].requires_grad_(True)
-    order = [4, 5, 2, 7, 0, 1, 6, 3]
+    assert not masters[0].equal(parameters[0].detach().float())  # the weight alone would not do
+    for i in frozen:
+        masters[i] = parameters[i].detach().float().clone()
+        parameters[i].requires_grad_(True)
+    order = [4, 5, 2, 7, 0, 8, 1, 6, 3]
     reordered = [parameters[i] for i in order]
-    optimizer = ZeroFP4Optimizer(reordered, torch.optim.SGD, masters_from=old, lr=0.1)
+    optimizer = ZeroFP4Optimizer(reordered, cls, masters_from=old, lr=0.1)
     assert_all_equal(optimizer.gathered_masters(), [masters[i] for i in order], "master")
     check_weights(reordered, optimizer)
     source = optimizer if world.rank == 0 else None
@@ -285,11 +294,19 @@ def test_masters_are_handed_over_to_another_layout(world):
     for options, message in [
         ({"masters_from": source}, r"\[0\] is .*, of masters_from on rank 0 and .* in group 0 on"),
         ({"masters_from": optimizer, "process_group": alone}, "masters_from must shard its masters over the"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            ZeroFP4Optimizer(parameters, **keywords(options))
-    set_gradients(parameters, make_gradients(parameters, 0))
+    ][: world.world_size]:
+        if world.world_size > 1:
+            with pytest.raises(ValueError, match=message):
+                ZeroFP4Optimizer(parameters, **keywords(options))
+    plain = Plain(reordered, cls, lr=0.1)
+    for master, i in zip(plain.masters, order, strict=True):
+        master.copy_(masters[i])
+    set_gradients(reordered, make_gradients(reordered, 0))
+    with pytest.raises(RuntimeError, match="another ZeroFP4Optimizer was built over these parameters"):
+        old.step()
+    plain.step()
     optimizer.step()
+    check(optimizer, plain)
 
 
 @on_ranks(3)
