@@ -7,6 +7,9 @@
 
 namespace zerofp4 {
 
+// The strips of an update on a GPU, which reads one byte or two of an element.
+constexpr int kCompactStripColumns = 256;
+
 ZEROFP4_HD float fused_multiply_add(float a, float b, float c) {
 #if ZEROFP4_DEVICE_CODE
     return __fmaf_rn(a, b, c);

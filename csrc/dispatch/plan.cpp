@@ -14,7 +14,7 @@ int64_t scale_squares(const WeightDescriptor& weight) {
 
 }  // namespace
 
-int64_t partition_strips(ShardGeometry& weight, int64_t begin) {
+int64_t partition_strips(ShardGeometry& weight, int64_t begin, int64_t columns) {
     weight.strip_begin = begin;
     weight.first_strip = weight.first_chunk = weight.chunks = 0;
     if (weight.numel == 0) return begin;
@@ -22,10 +22,10 @@ int64_t partition_strips(ShardGeometry& weight, int64_t begin) {
     const int64_t first_row = weight.start / weight.cols;
     const int64_t last_row = last / weight.cols;
     weight.first_strip = first_row / kBlock;
-    weight.chunks = ceil_div(weight.cols, kStripColumns);
+    weight.chunks = ceil_div(weight.cols, columns);
     if (first_row == last_row) {
-        weight.first_chunk = weight.start % weight.cols / kStripColumns;
-        weight.chunks = last % weight.cols / kStripColumns - weight.first_chunk + 1;
+        weight.first_chunk = weight.start % weight.cols / columns;
+        weight.chunks = last % weight.cols / columns - weight.first_chunk + 1;
     }
     return begin + (last_row / kBlock - weight.first_strip + 1) * weight.chunks;
 }

@@ -13,7 +13,7 @@ namespace zerofp4 {
 
 // Cuts the owned range into strip units that begin with unit `begin`; returns the unit after the last one. A
 // shard inside one row visits only the chunks it touches.
-int64_t partition_strips(ShardGeometry& weight, int64_t begin);
+int64_t partition_strips(ShardGeometry& weight, int64_t begin, int64_t columns = kStripColumns);
 
 // Fills in strip_begin, first_strip, first_chunk, chunks and scale_begin of every descriptor, and the units
 // in `table`.

@@ -1,5 +1,6 @@
 #include "dispatch/update.h"
 
+#include "common/compact.h"
 #include "dispatch/blocks.h"
 #include "dispatch/plan.h"
 
@@ -7,8 +8,9 @@ namespace zerofp4 {
 
 AdamWPlan::AdamWPlan(bool on_cpu, bool compact, std::vector<AdamWDescriptor> tensors, uintptr_t reduced)
     : on_cpu_(on_cpu), compact_(compact), tensors_(std::move(tensors)), steps_(on_cpu ? tensors_.size() : 0) {
+    const int64_t columns = compact && !on_cpu ? kCompactStripColumns : kStripColumns;
     for (AdamWDescriptor& tensor : tensors_)
-        table_.strip_units = partition_strips(tensor, table_.strip_units);
+        table_.strip_units = partition_strips(tensor, table_.strip_units, columns);
     table_.tensors = on_cpu_ ? tensors_.data() : nullptr;
     table_.steps = steps_.data();
     table_.count = static_cast<int64_t>(tensors_.size());

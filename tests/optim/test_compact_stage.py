@@ -17,7 +17,7 @@ from zerofp4 import ops, reference
 from zerofp4.shard import Shard
 
 # Whole vectors and parts of them, groups, strips and more than one.
-COLUMNS = st.one_of(st.sampled_from([64, 65, 127, 128, 144, 192, 256, 272, 320]), st.integers(64, 400))
+COLUMNS = st.one_of(st.sampled_from([64, 65, 127, 128, 144, 192, 256, 272, 320, 528]), st.integers(64, 560))
 PLAIN = OPTIONS | {"maximize": False}
 
 

@@ -1,12 +1,13 @@
 // AdamW on a list of tensors in compact state, in one pass over their memory, and the tile amaxes of the
-// masters as they are then. A warp takes a strip of 16 rows by 128 columns, four rows at a time, of which
-// each lane has 16 neighbouring columns: all that is one byte or two is read and written as vectors of 16
-// bytes, a lane has the columns of a tile, and four lanes have a group.
+// masters as they are then. A warp takes a strip of 16 rows by 256 columns, two rows at a time, of which each
+// lane has 16 neighbouring columns: all that is one byte or two is read and written as vectors of 16 bytes, a
+// lane has the columns of a tile, and four lanes have a group. Shorter pieces of rows are slower to reach in
+// memory, and longer ones are not faster.
 //
 // There are so few bytes that the number of instructions decides. Roots and reciprocals are short sequences
 // that are correctly rounded in a range; what may lie outside is brought there first. The registers of a row
-// leave room for 16 warps on an SM, too few to hide the latency of memory: while a lane makes the codes of a
-// row, its next one is copied to shared memory.
+// leave room for 16 warps on an SM, too few to hide the latency of memory: while a lane updates a row, its
+// next one is copied to shared memory.
 
 #include <type_traits>
 
@@ -20,7 +21,7 @@ namespace {
 
 constexpr int kCompactBlocksPerSm = 2;
 constexpr int kColumns = 16;  // of a lane
-constexpr int kRowLanes = kStripColumns / kColumns;
+constexpr int kRowLanes = kCompactStripColumns / kColumns;
 constexpr int kGroupLanes = kStateGroup / kColumns;
 constexpr int kRowsAtOnce = kLanes / kRowLanes;
 static_assert(kColumns == kBlock, "a lane has the columns of a tile");
@@ -325,11 +326,9 @@ struct SplitMasters {
 __device__ const CodeValues kCodeValues = make_code_values();
 
 // AdamW of a lane's elements of a row. Elements that are not there are zeros, and change no maximum.
-// when_read(): what was staged has been read.
-template <typename Masters, typename WhenRead>
+template <typename Masters>
 __device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBytes& random,
-                                           const CodeValues& values, LaneRow<Masters>& row,
-                                           const WhenRead& when_read) {
+                                           const CodeValues& values, LaneRow<Masters>& row) {
     const float (&g)[kColumns] = row.gradients;
     StateScales& scales = row.scales;
     float m[kColumns], v[kColumns];
@@ -374,7 +373,6 @@ __device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBy
     }
 
     // The new codes.
-    when_read();
     m_most = most_of_group(m_most);
     v_most = most_of_group(v_most);
     if (m_most >= kSmallScale && m_most < kLargeScale && v_most >= kSmallScale && v_most < kInf) {
@@ -411,18 +409,20 @@ __device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBy
 struct Place {
     int32_t row;
     int32_t col;
-    bool whole;  // the strip is owned, and lies at a vector's alignment in the state's arrays
+    bool whole;   // all of the strip is owned, and lies at a vector's alignment in the state's arrays
+    bool vector;  // the lane has elements of a whole strip: its columns are not past the last one
 };
 
 __device__ __forceinline__ Place place_of(const AdamWDescriptor& tensor, int64_t unit) {
-    const auto [row, col] = strip_at(tensor, unit);
+    const auto [row, col] = strip_at<kCompactStripColumns>(tensor, unit);
     const int64_t first = row * tensor.cols + col - tensor.start;
-    const int64_t end = first + (kBlock - 1) * tensor.cols + kStripColumns;
-    const bool inside = row + kBlock <= tensor.rows && col + kStripColumns <= tensor.cols;
+    const int64_t columns = min(tensor.cols - col, static_cast<int64_t>(kCompactStripColumns));
+    const int64_t end = first + (kBlock - 1) * tensor.cols + columns;
     const bool aligned = tensor.compact.aligned != 0 && ((tensor.cols | first) & (kColumns - 1)) == 0;
-    return {static_cast<int32_t>(row) + lane_index() / kRowLanes,
-            static_cast<int32_t>(col) + lane_index() % kRowLanes * kColumns,
-            inside && aligned && first >= 0 && end <= tensor.numel};
+    const bool whole = row + kBlock <= tensor.rows && aligned && first >= 0 && end <= tensor.numel;
+    const int32_t lane_col = static_cast<int32_t>(col) + lane_index() % kRowLanes * kColumns;
+    return {static_cast<int32_t>(row) + lane_index() / kRowLanes, lane_col, whole,
+            whole && lane_col < tensor.cols};
 }
 
 // The number of the column's unit of 2^kShift columns, counted row by row.
@@ -487,29 +487,28 @@ __device__ __forceinline__ float update_rows(const AdamWTable& table, const Adam
     }
     float most = 0.0f;
     const Gradient gradient(table, tensor, step, 0);
-    const bool whole = at.whole && gradient.has_vectors();
+    const bool whole = at.whole && gradient.has_vectors(), vector = whole && at.vector;
     const auto stage = [&](const Place& of) {
         LaneRow<Masters>::stage(staged, tensor, gradient, index_of(tensor, of), group_of(tensor, of));
     };
-    if (whole) stage(at);
+    if (vector) stage(at);
     do {
         const int64_t index = index_of(tensor, at);
         const int64_t group = group_of(tensor, at);
-        LaneRow<Masters> row;
-        int count = kColumns;
-        if (whole) {
+        LaneRow<Masters> row{};
+        int count = vector ? kColumns : 0;
+        if (vector) {
             row.take(staged, gradient, index);
-        } else {
+            Place next = at;
+            if (next_rows(next)) stage(next);
+        } else if (!whole) {
             count = owned_of_lane(tensor, at, index);
             row.load_elements(tensor, gradient, index, group, count);
         }
         const RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
-        update_row(step, random, values, row, [&] {
-            Place next = at;
-            if (whole && next_rows(next)) stage(next);
-        });
+        update_row(step, random, values, row);
         if (wants_amaxes(tensor)) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
-        if (whole) {
+        if (vector) {
             row.template store<Vectors>(tensor, index, kColumns);
         } else {
             row.template store<Elements>(tensor, index, count);
@@ -525,10 +524,10 @@ __device__ __forceinline__ float read_rows(const AdamWDescriptor& tensor, Place 
     float most = 0.0f;
     do {
         const int64_t index = index_of(tensor, at);
-        Masters masters;
-        if (at.whole) {
+        Masters masters{};
+        if (at.vector) {
             masters.template load<Vectors>(tensor, index, kColumns);
-        } else {
+        } else if (!at.whole) {
             masters.template load<Elements>(tensor, index, owned_of_lane(tensor, at, index));
         }
         most = larger_magnitude(most, masters.most(tensor.weight_dtype));

@@ -54,12 +54,12 @@ struct StripOrigin {
 };
 
 // 32-bit arithmetic: a weight has fewer than 2^32 strips, and a 64-bit division takes as long as ten loads.
+template <int kColumns = kStripColumns>
 __device__ __forceinline__ StripOrigin strip_at(const ShardGeometry& weight, int64_t unit) {
     const uint32_t local = static_cast<uint32_t>(unit - weight.strip_begin);
     const uint32_t chunks = static_cast<uint32_t>(weight.chunks);
     const uint32_t down = local / chunks;
-    return {(weight.first_strip + down) * kBlock,
-            (weight.first_chunk + (local - down * chunks)) * kStripColumns};
+    return {(weight.first_strip + down) * kBlock, (weight.first_chunk + (local - down * chunks)) * kColumns};
 }
 
 __device__ __forceinline__ Strip strip_of(const WeightDescriptor& weight, int64_t unit) {
