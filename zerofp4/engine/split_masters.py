@@ -21,19 +21,16 @@ def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def split_into(values: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """Write float32 values, 1D, into the planes. Values that 24 bits hold stay what they are."""
-    nearest = torch.tensor(NEAREST, device=high.device)
-    for part in _chunks(high):
-        high[part], low[part] = split_master(round_master(values[part].to(high.device).float(), nearest))
-
-
 def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor | None = None) -> None:
-    """Write float32 values, 1D, into a master: float32, or with `low` the planes of 24 bits."""
+    """Write float32 values, 1D, into a master: float32, or with `low` the planes of 24 bits. Values that 24
+    bits hold stay what they are.
+    """
     if low is None:
         master.copy_(values)
-    else:
-        split_into(values, master, low)
+        return
+    nearest = torch.tensor(NEAREST, device=master.device)
+    for part in _chunks(master):
+        master[part], low[part] = split_master(round_master(values[part].to(master.device).float(), nearest))
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[slice]:

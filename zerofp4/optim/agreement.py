@@ -340,19 +340,25 @@ class Agreement:
         given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF
         return given if word is None else torch.maximum(word.double(), given)
 
+    def begin_buckets(self) -> None:
+        """Buckets are agreed on one by one, from here to count_step()."""
+        self._first.zero_()
+
     def accept_nonfinite(self, own: torch.Tensor | None) -> None:
-        """Take over the word of all ranks, as the gradients are averaged that it is of. own: that of this
-        rank, which counts in a world of one.
+        """Take over the word of all ranks, as the gradients of the step or of one more bucket are averaged
+        that it is of. own: that of this rank, which counts in a world of one.
 
         Raises FloatingPointError for a NaN or Inf with on_nonfinite="raise", which waits for the device. Not
         while a CUDA graph is captured, whose update reads `nonfinite`.
         """
         word = own if self.world_size == 1 else self._word_of_all
         if word is None:
-            self._first.zero_()
+            word = torch.zeros_like(self._first)
+        torch.ne(word, 0, out=self.nonfinite)
+        if self._in_buckets:
+            torch.maximum(self._first, word, out=self._first)
         else:
             self._first.copy_(word)
-        torch.ne(self._first, 0, out=self.nonfinite)
         if self._on_nonfinite == "raise" and not is_capturing(self._device):
             name = self.first_nonfinite()
             if name is not None:
@@ -363,25 +369,10 @@ class Agreement:
                     )
                 )
 
-    def begin_buckets(self) -> None:
-        """Buckets are agreed on one by one, from here to end_buckets()."""
-        self._first.zero_()
-
-    def accept_bucket(self, own: torch.Tensor | None) -> None:
-        """Take over the word of all ranks for one bucket. own: as of accept_nonfinite()."""
-        word = own if self.world_size == 1 else self._word_of_all
-        if word is None:
-            self.nonfinite.zero_()
-            return
-        torch.ne(word, 0, out=self.nonfinite)
-        torch.maximum(self._first, word, out=self._first)
-
-    def end_buckets(self) -> None:
-        """The step is one with a NaN or Inf if a bucket was."""
-        torch.ne(self._first, 0, out=self.nonfinite)
-
     def count_step(self) -> None:
-        """A step ends, skipped or not."""
+        """A step ends, skipped or not. One that took buckets one by one counts as skipped if a bucket was."""
+        if self._in_buckets:
+            torch.ne(self._first, 0, out=self.nonfinite)
         self._skipped.add_(self.nonfinite)
 
     def skipped_steps(self) -> int:

@@ -253,7 +253,7 @@ class EarlyUpdates:
             call = Call(is_clip=False, averages=True, step=self._saved.steps)
             groups = self._inners.param_groups  # as of the first bucket, whatever a scheduler has done since
             in_phase("vote", agreement.begin)(list(present.values()), call, error, word, groups, Rounds())
-        agreement.accept_bucket(word)
+        agreement.accept_nonfinite(word)
         agreement.write_skip()
         torch.maximum(found_inf, agreement.skip, out=found_inf)
         if not error:
@@ -294,7 +294,6 @@ class EarlyUpdates:
                 error.raise_if_any()
         finally:
             if self._sound.is_between or (self._agreement.defers and not self._is_refused):
-                self._agreement.end_buckets()
                 self._agreement.count_step()
                 self._saved.steps += 1
             self._sound.is_between = False

@@ -113,11 +113,10 @@ class SealedTuple(tuple):
         return _unseal, (tuple(self), self.save_id, digest(tuple(self), self.save_id))
 
 
-def _unseal(value: Any, save_id: Any, expected: Any) -> SealedTuple | int:
-    """value: options, or the number of steps in older files."""
-    if type(value) not in (tuple, int) or digest(value, save_id) != expected:
+def _unseal(value: Any, save_id: Any, expected: Any) -> SealedTuple:
+    if type(value) is not tuple or digest(value, save_id) != expected:
         raise ValueError("options are not those that were saved: the file is damaged")
-    return value if isinstance(value, int) else SealedTuple(value, save_id)
+    return SealedTuple(value, save_id)
 
 
 torch.serialization.add_safe_globals([_unseal])

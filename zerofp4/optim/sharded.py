@@ -300,15 +300,10 @@ class ShardedParameters:
         """The whole FP32 masters, in the order and the shapes of the parameters. Collective."""
         return self._by_parameter(lambda b: b.gathered_masters())
 
-    @property
-    def planes(self) -> list[tuple[torch.Tensor | None, ...]]:
-        """By parameter, what is kept of this rank's piece of its master: float32 values, or the planes of 24
-        bits.
-        """
-        return [
-            (master, low) if one.state == "compact24" else (master,)
-            for one, master, low in zip(self.trained, self.masters, self.lows, strict=True)
-        ]
+    def planes(self, i: int) -> tuple[torch.Tensor | None, ...]:
+        """What is kept of this rank's piece of a master: float32 values, or the planes of 24 bits."""
+        is_split = self.trained[i].state == "compact24"
+        return (self.masters[i], self.lows[i]) if is_split else (self.masters[i],)
 
     def float_master(self, i: int) -> torch.Tensor | None:
         """This rank's piece of a master in float32; of one of 24 bits a new tensor."""

@@ -333,7 +333,7 @@ class SavedState(Mapping):
             found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
         if STARTED in entries and found:
             found[STARTED] = torch.ones(1, dtype=torch.float32)
-        planes = zip(MASTERS[self.parameters[i].state].items(), self.shards.planes[i], strict=True)
+        planes = zip(MASTERS[self.parameters[i].state].items(), self.shards.planes(i), strict=True)
         pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in planes}
         return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 
@@ -374,8 +374,8 @@ class SavedState(Mapping):
 
 
 class Masters(Mapping):
-    """Pieces of the float32 masters, by the identity of the parameter. One of 24 bits is converted each time
-    that it is asked for, and nothing keeps what it is converted into.
+    """Pieces of the float32 masters, by the identity of the parameter. A master of 24 bits is converted each
+    time that it is asked for, and nothing keeps what it is converted into.
     """
 
     def __init__(self, saved: SavedState):
