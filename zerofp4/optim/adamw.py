@@ -132,7 +132,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 chosen[p] = self._chosen.get(p, group["state"])
                 check_choice(f"param_groups[{g}]", group["state"], chosen[p])
-                if p not in self._chosen and keeps_compact(p, group):
+                if p not in self._chosen and self._is_compact(p, group):
                     check_rows(parameter_name(g, i, group), p)
         self._chosen = chosen
 
@@ -148,8 +148,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 entries = _received(state["state"].get(p, {}), p.device)
                 if entries:
-                    compact = p in slices or keeps_compact(p, group)
-                    state["state"][p] = converted(p, entries, compact, slices.get(p))
+                    state["state"][p] = converted(p, entries, self._is_compact(p, group), slices.get(p))
         super().__setstate__(state)
         if not hasattr(self, "_parts"):  # this is a copy, or was unpickled
             self._take_parts([Part()])
@@ -174,6 +173,10 @@ class FusedAdamW(torch.optim.Optimizer):
     def _device(self) -> _Device:
         """The device of all parameters; None when there are none."""
         return next((p.device for group in self.param_groups for p in group["params"]), None)
+
+    def _is_compact(self, p: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether the state of a parameter of this group is compact."""
+        return p in self._slices or (group["state"] == "compact" and suits_compact(p.shape))
 
     # Amaxes for casts
 
@@ -244,7 +247,7 @@ class FusedAdamW(torch.optim.Optimizer):
         if ids != self._assigned:
             self._check_choices(self.param_groups)
             members = [
-                Member(p, g, parameter_name(g, i, group), keeps_compact(p, group), self._slices.get(p))
+                Member(p, g, parameter_name(g, i, group), self._is_compact(p, group), self._slices.get(p))
                 for g, group in enumerate(self.param_groups)
                 for i, p in enumerate(group["params"])
             ]
@@ -301,19 +304,15 @@ class FusedAdamW(torch.optim.Optimizer):
 class Member(NamedTuple):
     """A parameter of a part.
 
-    group: the number of its group. name: in messages. of: what it is a slice of in compact state.
-    keeps_compact: whether its state is compact, of a parameter that is no slice.
+    group: the number of its group. name: in messages. compact: whether its state is. of: what it is a slice
+    of in compact state.
     """
 
     parameter: torch.Tensor
     group: int
     name: str
-    keeps_compact: bool
+    compact: bool
     of: Slice | None
-
-    @property
-    def compact(self) -> bool:
-        return self.keeps_compact or self.of is not None
 
 
 class Part:
@@ -573,11 +572,6 @@ def _received(entries: Mapping[str, Any], device: torch.device) -> dict[str, Any
 
 
 # What FusedAdamW takes
-
-
-def keeps_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter of this group is compact."""
-    return group["state"] == "compact" and suits_compact(p.shape)
 
 
 def _check_options(options: dict[str, Any], name: str = "options", device: _Device = None) -> None:

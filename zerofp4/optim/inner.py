@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.ops import gradients_of
 from zerofp4.optim.moments import check_choice
 
 NOT_ELEMENTWISE = {
@@ -305,16 +304,6 @@ def _heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of step() are registered on this very optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def give_gradients(masters: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Set the grad of each master for the next step; a step skips masters whose gradient is None.
-
-    The gradients are the same views in every step, and assigning one costs more than comparing it.
-    """
-    if not all(map(operator.is_, gradients_of(masters), gradients)):
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient
 
 
 # Options

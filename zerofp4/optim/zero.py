@@ -1,6 +1,7 @@
 """ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
 
 import contextlib
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,7 @@ from zerofp4.optim.build import (
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.early_updates import EarlyUpdates
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
-from zerofp4.optim.inner import InnerOptimizers, check_finite, give_gradients
+from zerofp4.optim.inner import InnerOptimizers, check_finite
 from zerofp4.optim.norm import clip_arguments, global_norm
 from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
@@ -128,18 +129,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self.process_group = GroupReference(group)
         """All ranks that step together."""
         rank, self.world_size = rank_and_size(group)
-        arguments = {
-            "optimizer_class": optimizer_class,
-            "defaults": defaults,
-            "amax_groups": amax_groups,
-            "state": state,
-            "communication": communication,
-            "whole_matrices": whole_matrices,
-            "masters_from": masters_from,
-            "on_nonfinite": on_nonfinite,
-        }
-        checked, error = attempt(self._check, params, group, arguments)
-        announcement = None if checked is None else checked.announcement
+        announcement, error = None, OwnError()
+        with error:  # what this rank can check alone; the parameters stay as they are
+            super().__init__(params, {})
+            checked = Checked(
+                self.param_groups,
+                group,
+                optimizer_class=optimizer_class,
+                defaults=defaults,
+                amax_groups=amax_groups,
+                state=state,
+                communication=communication,
+                whole_matrices=whole_matrices,
+                masters_from=masters_from,
+                on_nonfinite=on_nonfinite,
+            )
+            self.param_groups, self.defaults = checked.param_groups, checked.defaults
+            announcement = checked.announcement
         told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*told, strict=True)
         check_announcements(announced)  # from here on the same on every rank
@@ -238,15 +244,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._publish()
         self._shards.settle()
         if lost:
-            _warn_of_lost_masters(lost)
+            warnings.warn(
+                f"the masters of {len(lost)} weights ({lost[0]}{', ...' * (len(lost) > 1)}) begin with 4-bit "
+                "values: an earlier ZeroFP4Optimizer had their FP32 masters. Give that one as masters_from, "
+                "or its state_dict() to load_state_dict() before the first step",
+                stacklevel=3,
+            )
         self._built = True
-
-    def _check(self, params: Any, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> Checked:
-        """What this rank can check alone; the parameters stay as they are."""
-        super().__init__(params, {})
-        checked = Checked(self.param_groups, group, **arguments)
-        self.param_groups, self.defaults = checked.param_groups, checked.defaults
-        return checked
 
     def _make_transport(self, group: dist.ProcessGroup | None) -> tuple[Transport, BackwardSchedule | None]:
         """The transport, and what sends gradients in backward passes; None where a step sends them."""
@@ -666,7 +670,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             pairs = zip(self._shards.optimized, present, strict=True)
             there = [is_there for own, is_there in pairs for _ in own]
             gradients = [g if is_there else None for g, is_there in zip(gradients, there, strict=True)]
-        give_gradients(masters, gradients)
+        # The gradients are the same views in every step, and assigning one costs more than comparing it.
+        if not all(map(operator.is_, ops.gradients_of(masters), gradients)):
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
         self._agreement.write_skip()
         skip = self._agreement.skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
@@ -1023,12 +1030,3 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "parameters and ranks: save its state_dict(); or copy the model, build a new optimizer and have "
             "it load_state_dict() this one's state_dict()"
         )
-
-
-def _warn_of_lost_masters(names: Sequence[str]) -> None:
-    warnings.warn(
-        f"the masters of {len(names)} weights ({names[0]}{', ...' * (len(names) > 1)}) begin with 4-bit "
-        "values: an earlier ZeroFP4Optimizer had their FP32 masters. Give that one as masters_from, or its "
-        "state_dict() to load_state_dict() before the first step",
-        stacklevel=4,
-    )
