@@ -206,14 +206,6 @@ def test_a_choice_that_is_changed_later(device, steps):
     assert set(optimizer.state[params[0]]) == {"step", *COMPACT_STATE}
 
 
-def test_state_of_another_kind(device):
-    optimizer, params = trained(device, state="compact")
-    full, _ = trained(device)
-    optimizer.state[params[0]] = full.state_dict()["state"][0]
-    with pytest.raises(ValueError, match="has step, exp_avg, exp_avg_sq and must have step, exp_avg_codes"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import GroupReference, OwnError, Pending, attempt, exchange, start_exchange
+from zerofp4.distributed import OwnError, Pending, attempt, exchange, start_exchange
 from zerofp4.engine.buckets import Bucket, Gradients, in_turns, private_memory, shared_memory
 from zerofp4.engine.collective import gather_by_collective
 from zerofp4.engine.late_gather import Waitable
@@ -25,20 +24,13 @@ class HostTransport(Transport):
     sent to their owners: 4 bytes an element of a slice from each other host, however many ranks it has.
 
     buckets: of all ranks of all hosts.
-    group: all ranks.
     peers: the ranks of this host, if they share memory.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        group: dist.ProcessGroup,
-        hosts: Hosts,
-        peers: Peers | None,
-    ):
-        self.buckets, self._peers, self._group = buckets, peers, GroupReference(group)
+    def __init__(self, buckets: Sequence[Bucket], hosts: Hosts, peers: Peers | None):
+        self.buckets, self._peers, self._group = buckets, peers, buckets[0].group
         self.dtypes, self.adds_in_update = [torch.float32] * len(buckets), [True] * len(buckets)
-        self._host, self._local = hosts.position(dist.get_rank(group))
+        self._host, self._local = hosts.position(buckets[0].rank)
         self._neighbours = hosts.ranks_of(self._host)
         """The ranks of this host."""
         self._across = [h * hosts.size + self._local for h in range(hosts.count)]
@@ -52,7 +44,7 @@ class HostTransport(Transport):
         else:
             # The ranks of this host agree on an error; this exchange tells the other hosts.
             self.memory, error = attempt(shared_memory, buckets, peers)
-            exchange(None, error, group, "sharing memory")
+            exchange(None, error, self._group(), "sharing memory")
             self._shared_rows = [
                 [peers.rows_like(row) for row in own.flat[self._local :: hosts.size]] for own in self.memory
             ]

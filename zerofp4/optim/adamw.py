@@ -364,21 +364,9 @@ class Part:
         self._passed, self.dtypes, self.facts = None, [torch.float32] * len(members), None
 
     def entries(self, states: Sequence[Mapping[str, torch.Tensor]]) -> _Tensors:
-        """What the launches need of the states of the parameters, one parameter after the other.
-
-        Raises ValueError for full state where it is to be compact, and the other way round.
-        """
+        """What the launches need of the states of the parameters, one parameter after the other."""
         found = map(_entries[False], states[: self.full]), map(_entries[True], states[self.full :])
-        try:
-            return locals_of(list(itertools.chain.from_iterable(itertools.chain(*found))))
-        except KeyError:
-            for i, (name, state) in enumerate(zip(self.names, states, strict=True)):
-                kept = _KEPT[i >= self.full]
-                if not state.keys() >= kept.keys():
-                    raise ValueError(
-                        f"the state of {name} has {', '.join(state)} and must have {', '.join(kept)}"
-                    ) from None
-            raise
+        return locals_of(list(itertools.chain.from_iterable(itertools.chain(*found))))
 
     def build(self, entries: _Tensors, dtypes: list[torch.dtype]) -> None:
         """Make the stages.

@@ -197,7 +197,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         failed = None if self._peers is None else self._peers.failed
         self._agreement = Agreement(slots, device, group, on_nonfinite, wire, failed, in_turns)
         self._offer_parts()
-        self._transport, self._schedule = self._make_transport(group)
+        self._transport, self._schedule = self._make_transport()
         is_local = all(memory is None for memory in self._transport.memory)
         self._averages_nothing = self.world_size == 1 and is_local and self._schedule is None
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
@@ -252,12 +252,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         self._built = True
 
-    def _make_transport(self, group: dist.ProcessGroup | None) -> tuple[Transport, BackwardSchedule | None]:
+    def _make_transport(self) -> tuple[Transport, BackwardSchedule | None]:
         """The transport, and what sends gradients in backward passes; None where a step sends them."""
         shards, options = self._shards, self.communication
         early, adds = options.overlaps_backward and self.world_size > 1, options.adds_to_slices
         if self._hosts is not None:
-            return HostTransport(shards.buckets, group, self._hosts, self._peers), None
+            return HostTransport(shards.buckets, self._hosts, self._peers), None
         if self._peers is not None:
             transport = PeerTransport(shards.buckets, self._peers, early, in_turns=options.updates_early)
         else:
