@@ -198,7 +198,7 @@ def test_a_step_after_one_that_was_interrupted(world, between):
     when the ranks go on from a checkpoint.
     """
     parameters = parameters_of(world)
-    beside = {"params": parameters[4:], "optimizer_class": torch.optim.SGD, "lr": 0.1}
+    beside = {"params": parameters[4:], "optimizer_class": torch.optim.SGD, "lr": 0.1, "weight_decay": 0.1}
     groups = [{"params": parameters[:4]}, beside] if between == "classes" else parameters
     optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, bucket_mb=SMALL))
     checkpoint, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
