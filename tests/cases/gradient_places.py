@@ -31,6 +31,11 @@ class Models(NamedTuple):
         for model in self[:2]:
             call(model)
 
+    def back(self, seed=0, **options):
+        """The same backward pass of both."""
+        device = next(self.plain.parameters()).device
+        self.both(lambda model: back(model, device, seed, **options))
+
     def check(self):
         """p.grad has the bytes that autograd gives, and so has what travels."""
         names, gradients = [], []

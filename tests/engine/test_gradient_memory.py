@@ -41,7 +41,7 @@ def test_two_optimizers_of_the_same_parameters(device, models):
     """As while a second one is built from the masters of the first."""
     second = Models(models.plain, models.placed, memory_of([models.placed.weight]))
     for step in range(2):
-        models.both(lambda model, step=step: back(model, device, step))
+        models.back(step)
         models.check()
         second.check()
 
@@ -53,7 +53,7 @@ def test_memory_and_places_end_with_their_owner(device, given):
     collect_garbage()
     models = Models(plain, placed, second)
     assert alive() is None
-    models.both(lambda model: back(model, device))
+    models.back()
     assert given == [True]
     models.check()
     del second, models
@@ -67,7 +67,7 @@ def test_memory_and_places_end_with_their_owner(device, given):
 
 def test_one_gradient_elsewhere_has_the_others_not_looked_at_one_by_one(device, monkeypatch):
     models = made(nn.Sequential(*(Twice() for _ in range(4))), device)
-    models.both(lambda model: back(model, device))
+    models.back()
     for first, second, *_ in map(list, (models.plain.parameters(), models.placed.parameters())):
         first.grad, second.grad = None, second.grad.clone()
     monkeypatch.delattr(buckets, "is_sendable")
@@ -156,7 +156,7 @@ def test_a_gradient_in_the_memory_of_another_is_refused(device, change, passes):
     with pytest.raises(RuntimeError, match="exchanged, shared or transposed"):
         models.memory.check([p.grad for p in models.placed.parameters()], ["first", "second"])
     models.placed.zero_grad()
-    models.both(lambda model: back(model, device, seed=2))
+    models.back(seed=2)
     models.check()
 
 
@@ -174,7 +174,7 @@ def test_gradients_whose_memory_moved(device):
 
 def test_a_gradient_of_another_dtype(device, given):
     models = made(Twice(bias=False), device, torch.float32)
-    models.both(lambda model: back(model, device))
+    models.back()
     assert given == [False]
     assert_bytes_equal(models.placed.weight.grad, models.plain.weight.grad, "weight")
 
@@ -207,9 +207,8 @@ def test_a_backward_pass_inside_of_another(device, models, outside):
         x = checkpoint(model, x, 2, use_reentrant=True)
         model(x).float().square().mean().backward()
     models.check()
-    for model in models[:2]:
-        model.zero_grad()
-        back(model, device, 1)
+    models.both(nn.Module.zero_grad)
+    models.back(1)
     models.check()
     assert models.are_there() == [True]
 

@@ -68,7 +68,7 @@ def test_nothing_but_the_gradient_of_the_bias_is_copied(device):
 
 def test_a_weight_used_twice(device, models, given):
     for step in range(2):
-        models.both(lambda model, step=step: back(model, device, step, times=3))
+        models.back(step, times=3)
         models.check()
         models.both(nn.Module.zero_grad)
     assert given == [True, False, False] * 2

@@ -125,20 +125,6 @@ def test_a_state_dict_without_masters_mends_nothing(device):
     assert optimizer.broken is not None
 
 
-def test_an_error_in_an_update_of_a_rank_alone(device):
-    """It leaves masters as an interrupt does."""
-    parameters, optimizer = build(device, two_classes)
-
-    def fail(*_):
-        raise ValueError("no update today")
-
-    optimizer.inners.all[1].register_step_pre_hook(fail)
-    with pytest.raises(ValueError, match="no update today"):
-        take_step(parameters, optimizer, 0)
-    with pytest.raises(RuntimeError, match="ValueError: no update today"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("where", ["read_state_dict", "agree_on_save"])
 def test_a_load_that_is_interrupted_before_it_changes_masters_changes_nothing(device, where, monkeypatch):
     (parameters, optimizer), (other, right) = (build(device, two_classes) for _ in range(2))
@@ -155,12 +141,3 @@ def test_a_load_that_is_interrupted_before_it_changes_masters_changes_nothing(de
     for members, one in ((parameters, optimizer), (other, right)):
         take_step(members, one, 2)
     assert_all_equal(masters_of(optimizer), masters_of(right), "master")
-
-
-def test_what_comes_before_an_update_breaks_nothing(device):
-    parameters, optimizer = build(device, two_classes)
-    set_gradients(parameters, make_gradients(parameters, 0))
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(interrupt)
-    assert optimizer.broken is None
-    optimizer.step()
