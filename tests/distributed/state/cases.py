@@ -13,6 +13,7 @@ from torch import nn
 import zerofp4
 from distributed.cases import shared_folder
 from distributed.optim.cases import model_bytes
+from zerofp4 import FourOverSix
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 CASES = {name: OPTIMIZERS[name] for name in ("adamw", "amsgrad", "sgd", "nadam", "adagrad")}
@@ -22,14 +23,27 @@ CASES |= {
     "muon": (torch.optim.Muon, {"lr": 0.02}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.02, "whole_matrices": True}),
 }
+FUSED = CASES["fused"]
+CASES["compact"] = FusedAdamW, {**FUSED[1], "state": "compact"}
+KINDS = {
+    "rows": {"block": (1, 16), "columnwise": None},
+    "rows, four over six": {"block": (1, 16), "columnwise": None, "four_over_six": FourOverSix()},
+    "tiles, four over six": {"four_over_six": FourOverSix(448, "mse")},
+}
+"""Cases of other weights, with FusedAdamW."""
+
+CASES |= dict.fromkeys(KINDS, FUSED)
 MATRICES = "muon", "adafactor"
 """Those whose groups are of matrices, and the rest is with FusedAdamW."""
 
 
 class Model(nn.Module):
-    """Of every kind of parameter: cut inside rows, without an element, without dimensions, unused, frozen."""
+    """Of every kind of parameter: cut inside rows, without an element, without dimensions, unused, frozen.
 
-    def __init__(self, filter_fn=None):
+    wide: with bfloat16 ones that are large enough for compact state, quantized or not.
+    """
+
+    def __init__(self, filter_fn=None, wide=False, **kind):
         super().__init__()
         self.first = nn.Linear(48, 34, dtype=torch.bfloat16)
         self.second = nn.Linear(66, 130, bias=False, dtype=torch.float16)
@@ -38,12 +52,15 @@ class Model(nn.Module):
         self.empty = nn.Parameter(torch.zeros(0, 4, dtype=torch.bfloat16))
         self.unused = nn.Parameter(torch.randn(40, dtype=torch.bfloat16))
         self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
-        zerofp4.convert_model(self, filter_fn, columnwise=True)
+        if wide:
+            self.wide = nn.Linear(130, 6, bias=False, dtype=torch.bfloat16)
+            self.table = nn.Embedding(5, 130, dtype=torch.bfloat16)
+        zerofp4.convert_model(self, filter_fn, **({"columnwise": True} | kind))
 
 
-def make_model(world, seed=0, filter_fn=None) -> Model:
+def make_model(world, seed=0, filter_fn=None, case="adamw") -> Model:
     torch.manual_seed(seed)
-    return Model(filter_fn).to(world.device)
+    return Model(filter_fn, wide=case == "compact", **KINDS.get(case, {})).to(world.device)
 
 
 def build(model, case="adamw", group=None, groups=None, **options):
@@ -71,7 +88,7 @@ def run(model, optimizer, steps) -> None:
 
 def trained(world, steps=2, case="adamw", seed=0, group=None, **options):
     """A model and its optimizer after some steps."""
-    model = make_model(world, seed)
+    model = make_model(world, seed, case=case)
     optimizer = build(model, case, group, **options)
     run(model, optimizer, range(steps))
     return model, optimizer

@@ -37,7 +37,7 @@ from distributed.state.cases import (
     whole,
 )
 
-LONG = ("adamw", "fused", "sgd", "muon")
+LONG = ("adamw", "fused", "compact", "sgd", "muon")
 """Cases that are loaded in worlds of every size and go on for 6 steps; the others in two, for 2 steps."""
 
 
