@@ -109,8 +109,7 @@ class Checked:
     def _find_trained(self, tried: Sequence[torch.optim.Optimizer]) -> list[Trained]:
         """The trainable parameters. tried: by parameter group.
 
-        Raises ValueError for weights that share an amax but neither a process group nor an optimizer: they
-        could not share a bucket.
+        Raises ValueError for weights that share an amax and cannot share a bucket.
         """
         numbers, found = class_numbers(self.classes), []
         for (g, _), p, name in zip(self._positions, self.parameters, self.names, strict=True):
@@ -129,23 +128,16 @@ class Checked:
             if isinstance(one.parameter, NVFP4Tensor):
                 leader = leaders.setdefault(next(amax_numbers), i)
             first, found[i] = found[leader], one._replace(leader=leader)
-            if one.by != first.by:
-                raise ValueError(
-                    f"amax_groups: {first.name} and {one.name} share an amax, but not their optimizer_class"
-                )
-            if kind_key(one.parameter) != kind_key(first.parameter):
-                raise ValueError(
-                    f"amax_groups: {first.name} and {one.name} share an amax, but not their block and "
-                    "four_over_six"
-                )
-            if one.state != first.state:
-                raise ValueError(
-                    f"amax_groups: {first.name} and {one.name} share an amax, but not their `state` and dtype"
-                )
-            if one.sharding != first.sharding:
-                raise ValueError(
-                    f"amax_groups put {first.name} and {one.name} together, which are in other process groups"
-                )
+            for what, own, others in (
+                ("optimizer_class", one.by, first.by),
+                ("block and four_over_six", kind_key(one.parameter), kind_key(first.parameter)),
+                ("`state` and dtype", one.state, first.state),
+                ("process group", one.sharding, first.sharding),
+            ):
+                if own != others:
+                    raise ValueError(
+                        f"amax_groups: {first.name} and {one.name} share an amax, but not their {what}"
+                    )
         return found
 
     def _check_update_at_once(self) -> None:

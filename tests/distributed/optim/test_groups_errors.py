@@ -88,7 +88,7 @@ def test_options_that_go_with_groups(world):
     check_refused(
         model,
         model.param_groups(group),
-        "put param_groups[0]['params'][0] and param_groups[1]['params'][0] together, which are in other",
+        "param_groups[0]['params'][0] and param_groups[1]['params'][0] share an amax, but not their process",
         amax_groups=[[model.dense[0], model.experts[0]]],
     )
     first = ZeroFP4Optimizer(model.param_groups(group), FusedAdamW, lr=0.1)
