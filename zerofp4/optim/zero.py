@@ -237,10 +237,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         self._scaler_found_inf: torch.Tensor | None = None
         """What a GradScaler has found in the gradients of this rank."""
-        self._consolidated: tuple[str, dict[int, dict[str, torch.Tensor]]] | None = None
-        """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict(), unless
-        the id of what is saved has changed by then.
-        """
+        self._consolidated: dict[int, dict[str, torch.Tensor]] | None = None
+        """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
         self._publish()
         self._shards.settle()
         if lost:
@@ -322,6 +320,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         with gradients of the same parameters. In a replay a NaN or Inf skips the step on every rank, whatever
         on_nonfinite is.
         """
+        self._consolidated = None
         if self._early is not None:
             is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
             return self._early.step(closure, is_scaled)
@@ -751,10 +750,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._early is not None:
             self._early.find_if_sound()
         self.inners.push_options(self.param_groups)
-        state_dict, consolidated = self._saved.state_dict(), self._consolidated
-        if consolidated is not None and consolidated[0] == self._saved.save_id:
-            _, state_dict["state"] = consolidated
-        self._consolidated = None
+        state_dict = self._saved.state_dict()
+        if self._consolidated is not None:
+            state_dict["state"], self._consolidated = self._consolidated, None
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
@@ -781,7 +779,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 tensor = gathered(piece)
                 if rank == to:
                     whole.setdefault(number, {})[name] = tensor.cpu()
-        self._consolidated = (self._saved.save_id, whole) if rank == to else None
+        self._consolidated = whole if rank == to else None
 
     def _check_can_consolidate(self, to: int) -> None:
         self._check_sound()
@@ -841,7 +839,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     self._shards.load_master(i, values)
             self._saved.steps, self._saved.token = steps, token
             self._forget_clipped()
-            self._took_next_step = False
+            self._took_next_step, self._consolidated = False, None
             self._agreement.drop_unread()
             self._publish()
             self._shards.settle()
